@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 JOBS := $(shell nproc)
-WORKERS ?= $(shell echo $$(( 2 * $(JOBS) < 8 ? 2 * $(JOBS) : 8 )))
+# Tests of ranks wait for each other more than they work.
+WORKERS ?= $(shell echo $$(( 3 * $(JOBS) < 8 ? 3 * $(JOBS) : 8 )))
 
 # What the editable install compiles; Python files are imported where they stand.
 PACKAGE_FILES := $(shell find backends tests/native -type f \
@@ -14,27 +15,55 @@ PACKAGE_FILES := $(shell find backends tests/native -type f \
 	2>/dev/null) \
 	pyproject.toml CMakeLists.txt
 
-.PHONY: run test test-all test-native test-rxe lint format bench sanitize sanitizers fuzz numbers site clean
+# What only a run needs is compiled faster: nothing for CUDA devices where there is no driver, no native tests. Quick
+# tests add the native ones to that. A tree that was built with more stays so.
+DRIVER := $(wildcard /proc/driver/nvidia/version)
+FOR_A_RUN := -C cmake.define.MKERNEL_CUDA=$(if $(DRIVER),ON,OFF)
+FOR_TESTS := $(FOR_A_RUN) -C cmake.define.MKERNEL_NATIVE_TESTS=ON
+WHOLE := -C cmake.define.MKERNEL_CUDA=ON -C cmake.define.MKERNEL_NATIVE_TESTS=ON -C cmake.define.MKERNEL_WERROR=ON
+TESTABLE := $(or $(wildcard $(VENV)/.installed),$(VENV)/.testable)
+RUNNABLE := $(or $(wildcard $(VENV)/.installed),$(wildcard $(VENV)/.testable),$(VENV)/.runnable)
+# Two at a time: packages are downloaded while native code compiles.
+BOTH := +@$(MAKE) --no-print-directory --jobs=2
+BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
+	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-run: $(VENV)/.installed
+.PHONY: run shell test test-all test-native chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
+
+run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
 
 # Whether the installation is right, or a change: native tests, unit tests without those that simulate call
-# upon call, and what the kit says of every accelerator and NIC.
-QUICK := tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
+# upon call, and what the kit says of every accelerator and NIC in short, not of its planted faults. What is
+# marked `slow` takes longer than all that it stands beside.
+QUICK := -m 'not slow' tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
 	tests/conformance/test_accelerators.py tests/conformance/test_nic.py
 PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
+CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 300
 
-test: test-native
+test: $(TESTABLE)
+	$(CTEST)
 	$(PYTEST) $(QUICK)
 
 # Those of GPUs want them to themselves, and the memory too.
 test-all: test-native $(VENV)/.example
 	pytest tests/gpu
-	$(PYTEST) --ignore tests/gpu
+	$(PYTEST) --ignore tests/gpu --durations 30
 
 test-native: $(VENV)/.installed
-	ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 300
+	$(CTEST)
+
+# Random worlds with random faults, for SECONDS, drawn from SEED; `make test-all` has two minutes of it.
+SECONDS ?= 120
+SEED ?= 0
+chaos: $(VENV)/.installed
+	PYTHONPATH=tests python -m chaos --seconds $(SECONDS) --seed $(SEED)
+
+# One long life after another of several worlds, beside other traffic, on an accelerator: SECONDS, SEED,
+# ACCELERATOR (hopper on GPUs); `make test-all` has two short lives on streams.
+ACCELERATOR ?= streams
+soak: $(VENV)/.installed
+	PYTHONPATH=tests python -m soak.command --seconds $(SECONDS) --seed $(SEED) --accelerator $(ACCELERATOR)
 
 # RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
 test-rxe: $(VENV)/.installed
@@ -49,18 +78,41 @@ sanitize: sanitizers
 		--no-tests=error --timeout 300
 
 # What `sanitize` runs.
-sanitizers: $(VENV)/.dependencies
+sanitizers: $(VENV)/.installed
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
+			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel $(JOBS) \
 			--target native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
 	done
 
-# What reads messages and files from outside, for a few seconds. (Commands and immediates of NICs are
+WATCHED := _transport _board _known_calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
+# Tests of ranks, processes with Python and torch, on native code under the same sanitizers; an hour. RANKS: of
+# pytest, instead of its own selection.
+sanitize-ranks: $(VENV)/.installed
+	@for which in address thread; do \
+		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
+			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
+			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
+		&& cmake --build build/sanitize-$$which --parallel $(JOBS) --target $(WATCHED) \
+		&& python tests/sanitizers/sanitized_ranks.py $$which $(RANKS) || exit 1; \
+	done
+
+# What reads messages and files from outside, for a few seconds each. (Commands and immediates of NICs are
 # fuzzed by native tests.)
+FUZZ_SECONDS ?= 8
 fuzz: $(VENV)/.installed
-	python tests/fuzz/run.py
+	python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+# Whether the tests of a module notice where its code is wrong: mutants of it, drawn by seed. Or of the NICs'
+# native code (MODULE=nics).
+MODULE ?= planner
+SAMPLE ?= 100
+SEED ?= 1
+mutate: $(VENV)/.installed
+	python tests/mutation/$(if $(filter nics,$(MODULE)),native.py,mutate.py $(MODULE)) \
+		--sample $(SAMPLE) --seed $(SEED)
 
 lint: $(VENV)/.installed
 	ruff check .
@@ -86,14 +138,50 @@ numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, figures
 site: $(VENV)/.dependencies # the documentation, into build/site
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-$(VENV)/.dependencies: scripts/setup.sh pyproject.toml
-	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh
+shell: $(RUNNABLE) # a shell in which `mkernel` is on the PATH
+	@. $(BIN)/activate && exec $${SHELL:-bash}
+
+$(VENV)/.tools: scripts/setup.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh tools
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.dependencies $(PACKAGE_FILES)
-	@echo "building mkernel"
-	@pip install --quiet --no-deps --no-build-isolation --editable . \
-		|| { echo "the build failed; 'pip install -v -e .' in $(VENV) shows why" >&2; exit 1; }
+$(VENV)/.runtime: $(VENV)/.tools pyproject.toml
+	@VENV=$(VENV) scripts/setup.sh runtime
+	@touch $@
+
+$(VENV)/.test-tools: $(VENV)/.runtime
+	@VENV=$(VENV) scripts/setup.sh testing
+	@touch $@
+
+$(VENV)/.dependencies: $(VENV)/.runtime
+	@VENV=$(VENV) scripts/setup.sh development
+	@touch $@
+
+$(VENV)/.built-for-a-run: $(VENV)/.tools $(PACKAGE_FILES)
+	@echo "compiling what a run needs"
+	@$(call BUILD,$(FOR_A_RUN))
+	@touch $@
+
+$(VENV)/.built-for-tests: $(VENV)/.tools $(PACKAGE_FILES)
+	@echo "compiling what a run needs, and native tests"
+	@$(call BUILD,$(FOR_TESTS))
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.tools $(PACKAGE_FILES)
+	@echo "compiling mkernel and its native tests"
+	@$(call BUILD,$(WHOLE))
+	@touch $@
+
+$(VENV)/.runnable: scripts/setup.sh $(PACKAGE_FILES)
+	$(BOTH) $(VENV)/.runtime $(VENV)/.built-for-a-run
+	@touch $@
+
+$(VENV)/.testable: scripts/setup.sh $(PACKAGE_FILES)
+	$(BOTH) $(VENV)/.test-tools $(VENV)/.built-for-tests
+	@touch $@
+
+$(VENV)/.installed: scripts/setup.sh $(PACKAGE_FILES)
+	$(BOTH) $(VENV)/.dependencies $(VENV)/.built
 	@python scripts/stubs.py
 	@touch $@
 

@@ -13,6 +13,7 @@
 #   whole    whole layers beside the libraries' ones                 whole_layers.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
+#   soak     three soaks of eight minutes, and 10^6 calls   soak_hopper.json
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
@@ -117,6 +118,17 @@ for part in "$@"; do
         run python bench/host_time.py --write
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
         ;;
+    soak)
+        runs=$(mktemp -d)
+        export PYTHONPATH="tests:${PYTHONPATH:-}"
+        for seed in 1 2 3; do
+            run python -m soak.command --seconds 480 --seed $seed --accelerator hopper \
+                --output "$runs/$seed.json"
+        done
+        run python -m soak.command --calls 1000000 --accelerator hopper --output "$runs/calls.json"
+        run python -m soak.command --merge "$runs"/*.json --output "$results/soak_hopper.json"
+        rm -r "$runs"
+        ;;
     alternate)
         mkdir -p "$results/two_commits"
         for turn in 1 2 3; do
@@ -129,7 +141,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, soak, alternate" >&2
         exit 2
         ;;
     esac

@@ -9,7 +9,6 @@ Each dot is one shape: the time of the fastest peer of the same run over mkernel
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
+import results_file
+
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "results.svg"
-RESULTS = ROOT / "bench" / "results"
 
 WIDTH, LEFT, RIGHT, ROW = 860, 270, 790, 24
 LEAST, MOST = 0.4, 1.8
@@ -62,7 +62,7 @@ GROUPS = (
 
 def speed_ups(file: str, mode: str, op: str | None) -> list[float]:
     """Of each shape of a result file that has a peer."""
-    rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+    rows = results_file.read(file)["rows"]
     found = [
         1 / row["to_best"]
         for row in rows

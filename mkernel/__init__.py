@@ -44,7 +44,12 @@ if TYPE_CHECKING:
     from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.ring_attention import ring_attention
-    from mkernel.ops.symm_mem import fused_all_gather_matmul, fused_matmul_reduce_scatter
+    from mkernel.ops.symm_mem import (
+        fused_all_gather_matmul,
+        fused_all_gather_scaled_matmul,
+        fused_matmul_reduce_scatter,
+        fused_scaled_matmul_reduce_scatter,
+    )
     from mkernel.ops.zigzag import zigzag_merge, zigzag_positions, zigzag_split
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
@@ -67,7 +72,9 @@ __all__ = [
     "errors",
     "finalize",
     "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
     "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "include_dir",
@@ -99,7 +106,9 @@ HOMES = {
     "enable_async_tensor_parallel": "mkernel.async_tensor_parallel.enable",
     "finalize": "mkernel.world.lifecycle",
     "fused_all_gather_matmul": "mkernel.ops.symm_mem",
+    "fused_all_gather_scaled_matmul": "mkernel.ops.symm_mem",
     "fused_matmul_reduce_scatter": "mkernel.ops.symm_mem",
+    "fused_scaled_matmul_reduce_scatter": "mkernel.ops.symm_mem",
     "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
     "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",
     "include_dir": "mkernel.headers",

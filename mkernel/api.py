@@ -8,8 +8,9 @@ from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import check_world, path_of
+from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
 from mkernel.plan.shapes import takes
@@ -42,6 +43,8 @@ def plan(
     dtype: str = "float16",
     out_dtype: str | None = None,
     b_layout: Literal["row", "column"] = "row",
+    scales: ScaleMode | None = None,
+    use_fast_accum: bool = False,
     nodes: int | None = None,
     ranks_per_node: int | None = None,
     accelerator: str | None = None,
@@ -62,7 +65,10 @@ def plan(
         op: name or alias (``ag_gemm``, …).
         dtype: of the inputs; out_dtype: of the result, default float32 (the inputs' where the
             accelerator keeps it). Names: float16, bfloat16,
-            float32.
+            float32; of GEMM ops with ``scales`` the inputs' is float8_e4m3fn, whose default result is
+            bfloat16.
+        scales, use_fast_accum: of e4m3 inputs (:mod:`mkernel.plan.scales`), whose ``b_layout`` is
+            column.
         chunk: tiles (or rows) a chunk; default: the planner's choice.
         path: of a GEMM op; default: the setting ``MKERNEL_PATH``.
         exchange: between nodes; default: the setting ``MKERNEL_EXCHANGE``.
@@ -101,9 +107,12 @@ def plan(
         whole = machine.machine_topology(backends)
         topology = machine.emulated_topology(whole, backends, nodes, ranks_per_node, settings)
     full, ranks = canonical(op), nodes * ranks_per_node
-    name = selection.provider(
-        backends, full, nodes, lambda claims: takes(claims, full, sizes, ranks, dtype)
-    )
+    scaled = None if scales is None else Scales(mode=scales, use_fast_accum=use_fast_accum)
+
+    def taken(claims: AcceleratorCapabilities) -> bool:
+        return takes(claims, full, sizes, ranks, dtype, scaled)
+
+    name = selection.provider(backends, full, nodes, taken)
     backend = registry.accelerator(name)
     claims = backend.capabilities()
     if len(topology.nodes) != nodes:
@@ -111,7 +120,7 @@ def plan(
             "nodes", nodes, f"{len(topology.nodes)}, the topology's number of nodes"
         )
     if live is not None and topology is live.topology and ranks_per_node == live.map.ranks_per_node:
-        where = live.engine(full, lambda claims: takes(claims, full, sizes, ranks, dtype)).map
+        where = live.engine(full, taken).map
     else:
         constants = constants_for(claims.constants, settings.constants)
         where = world_map(
@@ -128,6 +137,7 @@ def plan(
         dtype=dtype,
         out_dtype=out_dtype,
         b_layout=b_layout,
+        around=Around(scales=scaled),
         world=where,
         accelerator=name,
         capabilities=claims,

@@ -274,7 +274,9 @@ def _verbs_headers(root: Path) -> Status:
         if (root / folder / "infiniband/verbs.h").is_file():
             return Status(True, f"/{folder}/infiniband/verbs.h")
     return Status(
-        False, "infiniband/verbs.h not found; needed only to build", "install libibverbs-dev"
+        False,
+        "infiniband/verbs.h not found; needed only to build the NIC backends",
+        "install libibverbs-dev",
     )
 
 

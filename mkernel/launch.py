@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from pydantic import SecretStr
 from torch.distributed import TCPStore
 
 from mkernel import fork_server
+from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure
 from mkernel.plan.arguments import check_world
 from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
@@ -323,6 +323,7 @@ def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=os.dup(listener.fileno()),
+            use_libuv=torch.__version__ >= "2.9",  # versions, no strings; 2.6 takes no socket there
         )
     return store, port
 
@@ -330,7 +331,7 @@ def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
 def _rank_main(job: _Job, connection: Connection) -> None:
     """A rank process, from start to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
-    threading.Thread(target=_die_with, args=(job.launcher,), daemon=True).start()
+    Thread(_die_with, job.launcher, name="mkernel-die-with-launcher").start()
     _Channel.connection = connection
     connection.send_bytes(pickle.dumps(("begun", None)))
     size = job.nodes * job.ranks_per_node

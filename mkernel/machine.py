@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.backends.contracts.nic import NicBackend
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.settings import Settings
 from mkernel.topology.discover import discover
@@ -145,4 +146,13 @@ def usable_accelerator(name: str) -> AcceleratorBackend:
     status = backend.status()
     if not status.usable:
         raise BackendUnavailable(f"accelerator {name!r}: {status.detail}; {status.remedy}")
+    return backend
+
+
+def usable_nic(name: str, verbs: str) -> NicBackend:
+    """The backend, if it finds a device that is up. UnknownBackend, BackendUnavailable."""
+    backend = registry.nic(name)
+    status = backend.status(verbs)
+    if not status.usable:
+        raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
     return backend

@@ -261,7 +261,8 @@ def provider(
     takes: Callable[[AcceleratorCapabilities], bool] = lambda claims: True,
 ) -> str:
     """The first of a world's accelerators that provides an op there; for ops that read what another
-    op's call left, the one of that. Unsupported: none does, or not that one.
+    op's call left, the one of that, or one that reads its words. Unsupported: none does, or not
+    that one.
 
     Args:
         nodes: of the world.
@@ -276,6 +277,13 @@ def provider(
     if found is None:
         require_op(backends.accelerators, claims[backends.accelerator], op)
         return backends.accelerator
+    if op not in claims[found].ops and claims[found].routing_of_ids:
+        readers = (
+            name
+            for name, each in claims.items()
+            if each.routing_of_ids and each.provides(op, nodes)
+        )
+        found = next(readers, found)
     require_op(found, claims[found], op)
     return found
 
@@ -353,13 +361,16 @@ def chosen_nic(verbs: str = AUTO) -> str:
         found = nic_of(tuple(ports.values()))
         if found is not None:
             return found
+    why = []
     for name in names:
         backend = registry.nic(name)
         if "soft" in backend.kinds and (verbs != AUTO or _usable(backend, SOFT)):
             return name
+        status = backend.status(SOFT)
+        why.append(f"{name} on {SOFT}: {status.detail}; {status.remedy}")
     raise BackendUnavailable(
-        "nic 'auto' finds no RDMA port that an installed NIC backend drives, and no software device; "
-        "name one, or see `mkernel doctor`"
+        "nic 'auto' finds no RDMA port that an installed NIC backend drives, and no software device "
+        f"({'. '.join(why) or 'no NIC backend is installed'}); name one, or see `mkernel doctor`"
     )
 
 

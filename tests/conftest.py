@@ -34,7 +34,7 @@ _IMPORTED_ONCE = (
     "torch.testing._internal.optests",
 )
 """What ranks of many tests use, and what they would import for seconds of CPU time each."""
-_PATIENCE_S = 30  # for what ends by itself, on a machine that is busy
+_PATIENCE_S = 120  # for what ends by itself, on a machine that is busy
 
 
 def pytest_configure() -> None:

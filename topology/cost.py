@@ -43,6 +43,17 @@ class PathConstants(Finite):
     unhidden_reduce: float = Field(0.0, ge=0, le=1, description="the same of all-reduces")
 
 
+class FewRowsConstants(Finite):
+    """GEMM+AllReduce of few rows by one kernel: weights are read, then sums are exchanged at once."""
+
+    most_rows: int = Field(ge=1)
+    most_bytes: int = Field(ge=1, description="of the sums of all ranks, as they travel")
+    start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
+    weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")
+    exchange_us: float = Field(ge=0, description="latency of the exchange")
+    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+
+
 class LinkConstants(Finite):
     """Rates and latencies of the links between devices. What a file leaves out is as
     ``topology/data/links.json`` says."""
@@ -118,6 +129,9 @@ class MachineConstants(LinkConstants):
     float16_tflops_per_core: float = Field(gt=0)
     bfloat16_tflops_per_core: float = Field(gt=0)
     float32_tflops_per_core: float = Field(gt=0)
+    float8_tflops_per_core: float | None = Field(
+        None, gt=0, description="of e4m3 operands; None: unknown, and that of float32 stands for it"
+    )
     memory_gbs: float = Field(gt=0, description="device memory, all cores together")
     p2p_gbs: float = Field(gt=0, description="one scale-up link to one peer, one direction")
     p2p_latency_us: float = Field(ge=0)
@@ -131,6 +145,13 @@ class MachineConstants(LinkConstants):
         None, description="of the fused kernels, where a backend also has a library path"
     )
     library: PathConstants | None = Field(None, description="of that path")
+    few_rows: FewRowsConstants | None = Field(
+        None, description="of the fused path's kernel for few rows, where a backend has one"
+    )
+
+    def knows_rate(self, dtype: str) -> bool:
+        """Whether the rate of a dtype is its own: of e4m3 that of float32 stands for one unknown."""
+        return dtype != "float8_e4m3fn" or self.float8_tflops_per_core is not None
 
     def tflops_per_core(self, dtype: str) -> float:
         """Matrix rate of one core in TFLOP/s. ArgumentError for a dtype without a rate."""
@@ -139,6 +160,7 @@ class MachineConstants(LinkConstants):
             "bfloat16": self.bfloat16_tflops_per_core,
             "float32": self.float32_tflops_per_core,
             "float64": self.float32_tflops_per_core / 2,  # as vector units have it
+            "float8_e4m3fn": self.float8_tflops_per_core or self.float32_tflops_per_core,
         }
         if dtype not in rates:
             raise ArgumentError("dtype", repr(dtype), f"one of: {', '.join(rates)}")

@@ -28,6 +28,7 @@ from typing_extensions import Self
 
 from mkernel.errors import InputFileError
 from mkernel.printable import printable
+from mkernel.schema_version import SchemaVersion
 from mkernel.user_files import parse_json, read_file
 
 MAX_NODES, MAX_ACCELERATORS = 16384, 256
@@ -253,7 +254,7 @@ class Node(Model):
 class Topology(Model):
     """The nodes of a world, or the one node of a machine."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[Literal[1], SchemaVersion] = 1
     nodes: Many[Node] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
-from mkernel.errors import Unsupported
+from mkernel.errors import MkernelError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
@@ -244,6 +244,12 @@ class AcceleratorBackend(ABC):
     def failure(self) -> tuple[AbortCode, Diagnosis] | None:
         """The first failure that this rank's kernels recorded elsewhere than in the pad, in this
         world. Any thread, often: it must cost no more than a read."""
+        return None
+
+    def refused(self) -> MkernelError | None:
+        """The first error, since it was last asked, of a stream-ordered call that refused what it only
+        saw on the device, after which the world goes on (CapacityExceeded). Asked when all calls are
+        over; any thread."""
         return None
 
     def at_deadline(self) -> str:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from mkernel.plan.model import LaunchPlan
 
 View = Literal["pipelined", "sequential", "compute_only"]
 """How a call is run. ``pipelined``: both kernels at once, the product. ``sequential``: the
@@ -94,8 +97,9 @@ class InstrumentedLaunch(ABC):
 class Instrumented(ABC):  # noqa: B024 - what it promises is about calls; nothing more must be written
     """An accelerator backend whose calls run in every view and whose launches tell their times."""
 
-    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
-        """Replay the traces of all ranks of one call on a model of the machine.
+    def model(self, plan: LaunchPlan, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+        """Replay the traces of all ranks of one call of ``plan`` on a model of the machine, with the
+        NICs of the plan's routes.
 
         None where the backend keeps no modelled time (it runs on a real device).
         """
@@ -112,6 +116,8 @@ def trace(launch: object) -> bytes | None:
     return launch.trace() if isinstance(launch, InstrumentedLaunch) else None
 
 
-def model(backend: object, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+def model(
+    backend: object, plan: LaunchPlan, traces: Sequence[bytes], view: View
+) -> ModelledRun | None:
     """A call on the modelled machine, where the backend has one."""
-    return backend.model(traces, view) if isinstance(backend, Instrumented) else None
+    return backend.model(plan, traces, view) if isinstance(backend, Instrumented) else None

@@ -82,12 +82,14 @@ def provider_status(verbs: str, settings: NicSettings | None = None) -> Status:
 
 
 def _remedy(verbs: str, library: str, detail: str) -> str:
+    if "does not open" in detail:
+        return "`ulimit -n -l` prints the limits"
     if "No such file" not in detail:
         return f"check that {library} is a verbs library of this machine's architecture"
     if verbs == SYSTEM:
         return _INSTALL
     if verbs == SOFT:
-        return "reinstall mkernel (make install): its software RDMA library is missing"
+        return "install mkernel again: its software RDMA library is missing"
     return "name an existing library, `soft` or `system`"
 
 

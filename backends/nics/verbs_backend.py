@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable
+from mkernel.printable import one_line
 from mkernel.settings import NicSettings
 from mkernel.topology.lanes import RankLanes
 from mkernel.topology.model import Nic
@@ -27,7 +28,7 @@ _OPTIONS = (
 )
 """Settings that native options have by the same name."""
 NEVER_STRIPED = (1 << 64) - 1
-_REINSTALL = "reinstall mkernel: its native NIC module is missing or does not fit this Python"
+_REINSTALL = "install libibverbs-dev (infiniband/verbs.h) and then mkernel again, with this Python"
 
 
 class VerbsBackend(NicBackend):
@@ -55,7 +56,7 @@ class VerbsBackend(NicBackend):
         try:
             from mkernel.backends.nics.provider import provider_status
         except ImportError as error:
-            return Status(False, str(error), _REINSTALL)
+            return Status(False, f"not built ({one_line(error)})", _REINSTALL)
         status = provider_status(verbs)
         if status.usable and not any(nic.active for nic in self.probe(verbs)):
             return Status(
@@ -100,7 +101,7 @@ class VerbsBackend(NicBackend):
             from mkernel.backends.nics.session import NativeSession
         except ImportError as error:
             raise BackendUnavailable(
-                f"nic {self.name!r} does not load: {error}; {_REINSTALL}"
+                f"nic {self.name!r} is not built ({one_line(error)}); {_REINSTALL}"
             ) from error
         options = _nics.Options()
         for field in _OPTIONS:

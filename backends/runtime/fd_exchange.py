@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mkernel.backends.runtime.threads import Thread
+
 _COOKIE_BYTES = 16
 _REQUEST_S = 5.0
 """A client that has not asked by then is dropped."""
@@ -124,13 +126,13 @@ class _Server:
         try:
             self._listener.bind(f"\0{self.name}")
             self._listener.listen(_BACKLOG)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            self._thread = Thread(self._run, name="mkernel-fds")
+            self._thread.start()
         except BaseException:
             self._close()
             raise
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="mkernel-fds", daemon=True)
-        self._thread.start()
 
     def stop(self) -> None:
         """End the thread and close every socket."""

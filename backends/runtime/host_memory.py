@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -36,6 +37,20 @@ def page_up(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def _short_of(nbytes: int, error: OSError | OverflowError) -> OSError:
+    """What an allocation of ``nbytes`` that failed raises."""
+    number, why = (
+        (error.errno, error.strerror)
+        if isinstance(error, OSError)
+        else (errno.ENOMEM, "no file is as large")
+    )
+    return OSError(
+        number,
+        f"{nbytes} bytes of shared memory: {why}; ask for less, or let processes have more "
+        "(`free`, `ulimit -v -n`, and the limits of the container, say what there is)",
+    )
+
+
 class HostMemory(SymmetricMemory):
     """A shared mapping of an anonymous file; page-aligned, zeroed when new.
 
@@ -50,8 +65,10 @@ class HostMemory(SymmetricMemory):
         self._owner = owner
         try:
             self._map: mmap.mmap | None = mmap.mmap(fd, page_up(nbytes + _COOKIE_BYTES))
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError):
+                raise _short_of(nbytes, error) from error
             raise
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -61,12 +78,14 @@ class HostMemory(SymmetricMemory):
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
         cookie = secrets.token_bytes(_COOKIE_BYTES)
-        fd = os.memfd_create("mkernel", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"mkernel-{os.getpid()}", os.MFD_CLOEXEC)  # /proc says whose it is
         try:
             os.ftruncate(fd, page_up(nbytes + _COOKIE_BYTES))
             os.pwrite(fd, cookie, nbytes)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError | OverflowError):
+                raise _short_of(nbytes, error) from error
             raise
         return cls(fd, nbytes, cookie, owner=True)
 
@@ -75,7 +94,14 @@ class HostMemory(SymmetricMemory):
         """Map what a peer process exported. OSError where it is gone or is something else."""
         pid, number = int(descriptor["pid"]), int(descriptor["fd"])
         nbytes, cookie = int(descriptor["nbytes"]), bytes.fromhex(descriptor["cookie"])
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"process {pid} does not share the {nbytes} bytes that it exported: {error.strerror} "
+                f"({error.filename}); did it run out of memory, or was the world finalized there?",
+            ) from error
         try:
             size = os.fstat(fd).st_size
             if nbytes < 1 or size != page_up(nbytes + _COOKIE_BYTES):

@@ -1,4 +1,4 @@
-// The Python module `_board`: a rank's board, by its address.
+// The Python module `_board`: ranks' boards, by their addresses.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -27,28 +27,27 @@ namespace {
 constexpr std::uint64_t kSpinNs = 200'000;
 constexpr long kNapNs = 100'000;
 
-Board board_at(std::uintptr_t address, int ranks) {
-    if (address == 0 || address % alignof(BoardSlot) != 0 || ranks < 1) {
-        throw std::invalid_argument("no board of " + std::to_string(ranks) + " ranks at address " +
-                                    std::to_string(address));
+Board board_at(std::uintptr_t address) {
+    if (address == 0 || address % alignof(BoardSlot) != 0) {
+        throw std::invalid_argument("no board at address " + std::to_string(address));
     }
-    return {reinterpret_cast<void*>(address), ranks};
+    return Board(reinterpret_cast<void*>(address));
 }
 
-void tell(std::uintptr_t address, int ranks, std::uint64_t turn, int rank, const py::bytes& bytes) {
+void tell(std::uintptr_t address, std::uint64_t turn, const py::bytes& bytes) {
     const std::string_view digest = bytes;
-    if (rank < 0 || rank >= ranks || turn == 0 || digest.size() != kDigestBytes) {
-        throw std::invalid_argument("rank " + std::to_string(rank) + " of " +
-                                    std::to_string(ranks) + ", turn " + std::to_string(turn) +
-                                    ", digest of " + std::to_string(digest.size()) + " bytes");
+    if (turn == 0 || digest.size() != kDigestBytes) {
+        throw std::invalid_argument("turn " + std::to_string(turn) + ", digest of " +
+                                    std::to_string(digest.size()) + " bytes");
     }
-    board_at(address, ranks)
-        .write(turn, rank, reinterpret_cast<const std::uint8_t*>(digest.data()));
+    board_at(address).write(turn, reinterpret_cast<const std::uint8_t*>(digest.data()));
 }
 
-std::vector<std::optional<py::bytes>> await(std::uintptr_t address, int ranks, std::uint64_t turn,
-                                            double timeout_s) {
-    const Board board = board_at(address, ranks);
+std::vector<std::optional<py::bytes>> await(const std::vector<std::uintptr_t>& addresses,
+                                            std::uint64_t turn, double timeout_s) {
+    const auto ranks = static_cast<int>(addresses.size());
+    std::vector<Board> boards;
+    for (const std::uintptr_t address : addresses) boards.push_back(board_at(address));
     std::vector<std::uint8_t> digests(static_cast<std::size_t>(ranks) * kDigestBytes);
     std::vector<bool> there(ranks);
     {
@@ -59,7 +58,7 @@ std::vector<std::optional<py::bytes>> await(std::uintptr_t address, int ranks, s
             int missing = 0;
             for (int rank = 0; rank < ranks; ++rank) {
                 if (there[rank]) continue;
-                there[rank] = board.read(turn, rank, digests.data() + rank * kDigestBytes);
+                there[rank] = boards[rank].read(turn, digests.data() + rank * kDigestBytes);
                 missing += there[rank] ? 0 : 1;
             }
             const std::uint64_t waited = monotonic_ns() - start;
@@ -87,7 +86,7 @@ PYBIND11_MODULE(_board, module) {
     module.doc() =
         "Boards in host memory, by which ranks of a node compare digests (see board.hpp).";
     module.attr("ALIGNMENT") = alignof(BoardSlot);
-    module.def("board_bytes", &Board::bytes, "ranks"_a);
-    module.def("board_tell", &tell, "address"_a, "ranks"_a, "turn"_a, "rank"_a, "digest"_a);
-    module.def("board_await", &await, "address"_a, "ranks"_a, "turn"_a, "timeout_s"_a);
+    module.attr("BYTES") = Board::kBytes;
+    module.def("board_tell", &tell, "address"_a, "turn"_a, "digest"_a);
+    module.def("board_await", &await, "addresses"_a, "turn"_a, "timeout_s"_a);
 }

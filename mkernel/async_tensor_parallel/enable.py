@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from mkernel.async_tensor_parallel.report import Report
+from mkernel.ops.inductor import require_order
 
 
 class AsyncTensorParallel:
@@ -21,6 +22,7 @@ class AsyncTensorParallel:
 
         from mkernel.async_tensor_parallel.inductor_pass import FusesCollectives
 
+        require_order()
         self.report = Report()
         self._before: Any = config.post_grad_custom_pre_pass
         self._pass = FusesCollectives(self.report, self._before)
@@ -66,5 +68,8 @@ def enable_async_tensor_parallel() -> AsyncTensorParallel:
     Returns:
         What disables it again, also as a context, and reports what was rewritten:
         ``print(mkernel.enable_async_tensor_parallel().report)`` after the first step.
+
+    Raises:
+        Unsupported: the Inductor of this torch keeps no order between ops, as that of 2.6.
     """
     return AsyncTensorParallel()

@@ -29,6 +29,7 @@ GATHER = c10d.all_gather_into_tensor.default
 SCATTER = c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
+SCALED_MM = aten._scaled_mm.default
 VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
@@ -90,13 +91,29 @@ def awaited(collective: Node) -> Node | None:
 # ---- products ------------------------------------------------------------------------------------
 
 
+class NodeScales(NamedTuple):
+    """The scales of a product of e4m3 operands, and what else ``aten._scaled_mm`` is told."""
+
+    a: Node
+    b: Node
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+
+    @property
+    def single(self) -> bool:
+        """Whether each operand has one for all of it."""
+        return value(self.a).numel() == 1 and value(self.b).numel() == 1
+
+
 class Product(NamedTuple):
-    """``mm``: an ``aten.mm``, or an ``aten.addmm`` with ``bias``, which is added to each row."""
+    """``mm``: an ``aten.mm``, or an ``aten.addmm`` with ``bias``, which is added to each row; or an
+    ``aten._scaled_mm``, with ``scales`` and perhaps a bias."""
 
     mm: Node
     a: Node
     b: Node
     bias: Node | None
+    scales: NodeScales | None = None
 
 
 def product(node: Node) -> Product | None:
@@ -109,7 +126,18 @@ def product(node: Node) -> Product | None:
         plain = argument(node, "beta") == 1 and argument(node, "alpha") == 1
         if plain and isinstance(bias, Node) and value(bias).dim() == 1:
             return Product(node, a, b, bias)  # type: ignore[arg-type]
-    return None
+    return _scaled_product(node) if node.target is SCALED_MM else None
+
+
+def _scaled_product(node: Node) -> Product | None:
+    """None: its result is e4m3 too."""
+    a, b, of_a, of_b = (argument(node, name) for name in ("self", "mat2", "scale_a", "scale_b"))
+    out_dtype = argument(node, "out_dtype")
+    narrow = out_dtype in (None, value(a).dtype) or argument(node, "scale_result") is not None
+    if narrow or value(a).dtype != torch.float8_e4m3fn:
+        return None
+    scales = NodeScales(of_a, of_b, out_dtype, bool(argument(node, "use_fast_accum")))
+    return Product(node, a, b, argument(node, "bias"), scales)
 
 
 def flattened(node: Node) -> Iterator[Node]:
@@ -229,6 +257,23 @@ class Sum:
     result: Node
     dim: int | None
     alone: bool
+
+
+def gathers_scales(start: Node) -> bool:
+    """Whether a collective gathers scales of rows for a product."""
+    wait = awaited(start) if start.target is GATHER else None
+    if wait is None:
+        return False
+    near = [
+        wait,
+        *(user for cut in wait.users for part in (cut, *cut.users) for user in part.users),
+    ]
+    return any(
+        user.target is SCALED_MM and argument(user, "scale_a") is view
+        for one in near
+        for view in flattened(one)
+        for user in view.users
+    )
 
 
 def reduction(start: Node, ranks: int) -> Sum | None:

@@ -24,6 +24,7 @@ from mkernel.async_tensor_parallel.patterns import (
     REDUCE,
     SCATTER,
     Gather,
+    NodeScales,
     Product,
     Sum,
     aten,
@@ -35,6 +36,7 @@ from mkernel.ops.all_gather_gemm import OP as GATHER_OP
 from mkernel.ops.gemm import GemmOp
 from mkernel.ops.gemm_all_reduce import OP as REDUCE_OP
 from mkernel.ops.gemm_reduce_scatter import OP as SCATTER_OP
+from mkernel.ops.scales import Scaled
 from mkernel.ops.symm_mem import dtype_of_sum
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
@@ -45,8 +47,11 @@ class _Left(Exception):
 
 
 def rewrite(graph: Graph, report: Report) -> None:
-    """Rewrite what can be rewritten, in the graph's order, which is the same on all ranks."""
-    for start in patterns.collectives(graph):
+    """Rewrite what can be rewritten, in the graph's order, which is the same on all ranks; gathers of
+    scales, which go with those of what they scale, after that."""
+    for start in sorted(patterns.collectives(graph), key=patterns.gathers_scales):
+        if start._erased:
+            continue
         name, group = patterns.name(start), patterns.group_name(start)
         try:
             op = _rewritten(graph, start, group)
@@ -157,11 +162,19 @@ def _rows_by_rank(graph: Graph, rows: Node, whole: Sequence[Any], dim: int, rank
     return _reshaped(graph, moved, [math.prod(whole), columns])
 
 
-def _check(world: World, op: GemmOp, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
+def _check(
+    world: World,
+    op: GemmOp,
+    a: Node,
+    b: Node,
+    out_dtype: torch.dtype | None,
+    scales: NodeScales | None,
+) -> None:
     """Plan the call, of the sizes that the compiler expects where they are symbolic. _Left: the world
     does not take it."""
 
-    def expected(tensor: Tensor) -> Tensor:
+    def expected(node: Node) -> Tensor:
+        tensor = value(node)
         sizes, strides = (
             [getattr(getattr(each, "node", None), "hint", each) for each in many]
             for many in (tensor.shape, tensor.stride())
@@ -170,9 +183,32 @@ def _check(world: World, op: GemmOp, a: Tensor, b: Tensor, out_dtype: torch.dtyp
 
     try:
         with FakeTensorMode():
-            op.check(world, expected(a), expected(b), out_dtype=out_dtype)
+            scaled = None
+            if scales is not None:
+                scaled = Scaled(expected(scales.a), expected(scales.b), scales.use_fast_accum)
+            op.check(world, expected(a), expected(b), out_dtype=out_dtype, scaled=scaled)
     except MkernelError as error:
         raise _Left(f"{op.name} does not take it: {error}") from None
+
+
+def _called(
+    graph: Graph,
+    name: str,
+    a: Node,
+    b: Node,
+    scales: NodeScales | None,
+    out_dtype: torch.dtype | None,
+    group: str,
+) -> tuple[str, Node]:
+    """A call of an op, or of the one of e4m3 operands; the name of what is called."""
+    if scales is None:
+        op = getattr(torch.ops.mkernel, name).default
+        return name, _call(graph, op, a, b, out_dtype=out_dtype, group=group)
+    op = getattr(torch.ops.mkernel, f"{name}_scaled").default
+    options: dict[str, Any] = {"use_fast_accum": scales.use_fast_accum, "group": group}
+    dtype = out_dtype or scales.out_dtype
+    c = _call(graph, op, a, b, scales.a, scales.b, out_dtype=dtype, **options)
+    return f"{name}_scaled", c
 
 
 def _biased(graph: Graph, rows: Node, product: Product) -> Node:
@@ -210,7 +246,8 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
     order = {node: place for place, node in enumerate(graph.nodes)}
     earliest = min((*views[1:], *users), key=lambda each: order[each])
     for widest in sorted(products, key=_columns, reverse=True):
-        late = _late_views(widest.b, earliest, order, gather.result)
+        sources = _scale_sources(graph, world, gather, widest.scales)
+        late = _late_views([widest.b, *sources], earliest, order, gather.result)
         if late is not None:
             break
     else:
@@ -222,14 +259,12 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
             earliest.prepend(each)
         rows = _reshaped(graph, gather.shard, [math.prod(shard[:-1]), shard[-1]])
         a, b = _packed(graph, rows), _right(graph, widest.b)
-        _check(world, GATHER_OP, value(a), value(b), None)
+        scales = _scales_of_gather(graph, widest.scales, sources)
+        _check(world, GATHER_OP, a, b, None if scales is None else scales.out_dtype, scales)
         if len(users) == 1:
-            op = torch.ops.mkernel.all_gather_gemm
-            c = _call(graph, op.default, a, b, group=group)
+            name, c = _called(graph, GATHER_OP.name, a, b, scales, None, group)
         else:
-            op = torch.ops.mkernel.all_gather_gemm_gathered
-            both = _call(graph, op.default, a, b, group=group)
-            c, whole = (_call(graph, operator.getitem, both, place) for place in range(2))
+            name, c, whole = _gathered(graph, a, b, scales, group)
             by_program = _rows_by_program(graph, whole, shard[:-1], gather.dim, world.size)
             gathered = _reshaped(graph, by_program, value(gather.result).shape)
             gather.result.replace_all_uses_with(gathered)
@@ -237,7 +272,65 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
         c = _rows_by_program(graph, c, shard[:-1], gather.dim, world.size)
         widest.mm.replace_all_uses_with(_biased(graph, c, widest))
     _erase(graph, widest.mm)
-    return str(op.default._opname)
+    return name
+
+
+def _gathered(
+    graph: Graph, a: Node, b: Node, scales: NodeScales | None, group: str
+) -> tuple[str, Node, Node]:
+    """A call that also gives what it gathered: the op's name, the product, the gathered rows."""
+    if scales is None:
+        name = "all_gather_gemm_gathered"
+        op = torch.ops.mkernel.all_gather_gemm_gathered.default
+        both = _call(graph, op, a, b, group=group)
+        c, whole = (_call(graph, operator.getitem, both, place) for place in range(2))
+        return name, c, whole
+    op = torch.ops.mkernel.all_gather_gemms_scaled.default
+    options: dict[str, Any] = {"use_fast_accum": scales.use_fast_accum, "group": group}
+    both = _call(graph, op, a, [b], scales.a, [scales.b], [], out_dtype=scales.out_dtype, **options)
+    products, whole = (_call(graph, operator.getitem, both, place) for place in range(2))
+    return "all_gather_gemms_scaled", _call(graph, operator.getitem, products, 0), whole
+
+
+def _scale_sources(
+    graph: Graph, world: World, gather: Gather, scales: NodeScales | None
+) -> list[Node]:
+    """What :func:`_scales_of_gather` is made of: of A, a single scale, or those of this rank's rows,
+    which the program gathers too; those of B. _Left: it does not."""
+    if scales is None:
+        return []
+    if scales.single:
+        return [scales.a, scales.b]
+    node, _ = patterns.producer(scales.a)
+    rows = value(gather.shard).shape[:-1]
+    for start in (each for each in graph.nodes if each.target is GATHER):
+        found = patterns.gather(start, world.size)
+        if found is None or found.result is not node or found.dim != gather.dim:
+            continue
+        same = patterns.group_name(start) == patterns.group_name(gather.start)
+        if same and list(value(found.shard).shape[:-1]) == list(rows):
+            return [found.shard, scales.b]
+    raise _Left("the scales of what it gathers are not gathered from those of each rank's rows")
+
+
+def _scales_of_gather(
+    graph: Graph, scales: NodeScales | None, sources: list[Node]
+) -> NodeScales | None:
+    """Those that the op takes: of A those of this rank's rows.
+
+    Where A has a single one, the program multiplies all that it gathers by this rank's: that belongs
+    to this rank's products, with B's.
+    """
+    if scales is None:
+        return None
+    of_a, of_b = sources
+    shape: Sequence[int] = value(of_a).shape
+    if not scales.single:
+        rows = _reshaped(graph, of_a, [math.prod(shape[:-1]), shape[-1]])
+        return scales._replace(a=_packed(graph, rows))
+    one = _call(graph, aten.ones_like.default, of_a)
+    alike = _reshaped(graph, of_a, value(of_b).shape)
+    return scales._replace(a=one, b=_call(graph, aten.mul.Tensor, of_b, alike))
 
 
 def _columns(product: Product) -> int:
@@ -253,12 +346,12 @@ def _product_of(user: Node, views: list[Node]) -> Product | None:
 
 
 def _late_views(
-    node: Node, before: Node, order: dict[Node, int], gathered: Node
+    nodes: Sequence[Node], before: Node, order: dict[Node, int], gathered: Node
 ) -> list[Node] | None:
-    """What has to be moved up for ``node`` to be there ``before`` another, in order; None: more than
-    views would have to be moved, or it is made of what is gathered."""
+    """What has to be moved up for ``nodes`` to be there ``before`` another, in order; None: more than
+    views would have to be moved, or they are made of what is gathered."""
     late: set[Node] = set()
-    waiting = [node]
+    waiting = [*nodes]
     while waiting:
         each = waiting.pop()
         if each is gathered:
@@ -296,9 +389,13 @@ def _sum_of_products(graph: Graph, world: World, total: Sum) -> str:
         if total.dim is not None:
             a = _rows_by_rank(graph, a, summand.shape[:-1], total.dim, world.size)
         a, b = _packed(graph, a), _right(graph, product.b)
-        _check(world, op, value(a), value(b), out_dtype)
-        registered = getattr(torch.ops.mkernel, op.name).default
-        c = _call(graph, registered, a, b, out_dtype=out_dtype, group=world.name)
+        scales = product.scales
+        if scales is not None and not scales.single and total.dim is not None:
+            rows = _rows_by_rank(graph, scales.a, summand.shape[:-1], total.dim, world.size)
+            scales = scales._replace(a=_packed(graph, rows))
+        dtype = out_dtype if scales is None else out_dtype or scales.out_dtype
+        _check(world, op, a, b, dtype, scales)
+        name, c = _called(graph, op.name, a, b, scales, out_dtype, world.name)
         if reduce_op == "avg":
             c = _mean(graph, c, world.size, summand.dtype)
         if product.bias is not None:
@@ -306,4 +403,4 @@ def _sum_of_products(graph: Graph, world: World, total: Sum) -> str:
         c = _reshaped(graph, c, value(total.result).shape)
     total.result.replace_all_uses_with(c)
     _erase(graph, total.result)
-    return op.name
+    return name

@@ -201,6 +201,12 @@ class Case(Oracle):
         in float64. Where each of these is rounded, what is lost is a share of it."""
         return {}
 
+    def near_ties(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """How far elements of an output may be off, in float64, where the reference rounds sums on the
+        way to it as the op does: such a sum may lie so near the middle between two numbers of its
+        dtype that its own rounding errors decide which of them it becomes."""
+        return {}
+
     def tolerances(self) -> dict[str, float]:
         """One rounding of ``out``."""
         return {"out": TOLERANCE[self.out_dtype]}
@@ -242,6 +248,9 @@ class Case(Oracle):
         """Standard normal data in the case's dtype, row-major; on devices in ``into``, which has this
         shape, where it is given."""
         chance, dtype = self.generator(iteration, which, part), getattr(torch, self.dtype)
+        if dtype == torch.float8_e4m3fn:  # torch draws none
+            wide = torch.randn(shape, generator=chance, device=self.device)
+            return wide.to(dtype) if into is None or self.on_cpu else into.copy_(wide)
         if self.on_cpu:  # it draws halves from few random bits
             return torch.randn(shape, generator=chance).to(dtype)
         if into is None:

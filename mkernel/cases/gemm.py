@@ -2,7 +2,9 @@
 the same B, else its own columns. Option ``tensors``: the user's own whole ``a`` and ``b`` instead of
 random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
 behind each row of A and B (column, of a column-major B) lie so many elements of a larger tensor, NaN.
-Option ``bias``: the call adds one, where B is a rank's own its own too.
+Option ``bias``: the call adds one, where B is a rank's own its own too. Option ``norm`` (AllReduce
+only): ``residual``, the call adds one and normalises; ``alone``, it normalises the sum. Option
+``scales``: the mode of those of e4m3 operands; neighbours' and those of the next call are others.
 """
 
 from __future__ import annotations
@@ -12,12 +14,26 @@ from typing import ClassVar
 
 import torch
 
-from mkernel.cases.base import EVERY_RANK, NOWHERE, Case, Memory, Outcome, Rows, Tensors, every_row
+from mkernel.backends.contracts.scaled import dequantised
+from mkernel.cases.base import (
+    EVERY_RANK,
+    NOWHERE,
+    TOLERANCE,
+    Case,
+    Memory,
+    Outcome,
+    Rows,
+    Tensors,
+    every_row,
+)
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from mkernel.ops.around import Normed
 from mkernel.ops.common import Execution
 from mkernel.ops.gemm import GemmOp
+from mkernel.ops.scales import Scaled
+from mkernel.plan.scales import scale_sizes
 
-_A, _B, _BIAS = 0, 1, 2
+_A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)
 
 
 def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
@@ -62,7 +78,65 @@ class GemmCase(Case):
             a = _apart(a, gap)
             b = _apart(b.t(), gap).t() if self.layout == "column" else _apart(b, gap)
         bias = self._bias(rank, iteration)
-        return {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
+        given = {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
+        return given | self.scaled_with(rank, world_size, iteration) | self.normed_with(iteration)
+
+    def scaled_with(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """The scales of a rank's operands, where they are e4m3."""
+        rows = self.sizes["m"] // (world_size if self.gemm.gathers else 1)
+        part = EVERY_RANK if self._shares_b else rank
+        return self.random_scales(iteration, rank, part, rows)
+
+    def random_scales(
+        self, iteration: int, part_a: int, part_b: int, rows: int
+    ) -> dict[str, torch.Tensor]:
+        """Of an A of so many rows and a B of these parts (:meth:`generator`), where they are e4m3."""
+        mode = self.options.get("scales")
+        if mode is None:
+            return {}
+        of_a, of_b = scale_sizes(mode, rows, self.sizes["n"], self.sizes["k"])
+        b_scale = self._scale(iteration, _B_SCALE, part_b, *of_b[::-1]).t()
+        return {"a_scale": self._scale(iteration, _A_SCALE, part_a, *of_a), "b_scale": b_scale}
+
+    def _scale(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
+        """Below 0.32, and each at most a third of its neighbours' or three times as much: those beside
+        it, in the next call, and of the next rank."""
+        chance = self.generator(iteration, which, part)
+        fine = 1 + torch.rand(shape, generator=chance, device=self.device) / 4
+        rows, columns = (torch.arange(size, device=self.device) for size in shape)
+        step = (rows[:, None] + columns + iteration + part) % 3
+        return fine * 0.25 ** (1 + step)
+
+    def wide_a(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        """A rank's a in float64, times its scales."""
+        a = self._a(rank, world_size, iteration).double()
+        scale = self.scaled_with(rank, world_size, iteration).get("a_scale")
+        return a if scale is None else dequantised(a, scale, torch.float64)
+
+    def wide_b(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        """Its b, likewise."""
+        b = self._b(rank, world_size, iteration).double()
+        scale = self.scaled_with(rank, world_size, iteration).get("b_scale")
+        return b if scale is None else dequantised(b, scale, torch.float64)
+
+    def normed_with(self, iteration: int) -> dict[str, torch.Tensor]:
+        """What a norm takes, the same on every rank."""
+        if "norm" not in self.options:
+            return {}
+        n = self.sizes["n"]
+        weight = 1 + self.normal(iteration, _WEIGHT, EVERY_RANK, n) / 4
+        if self.options["norm"] == "alone":
+            return {"norm_weight": weight}
+        # As large as the sum, so that neither can be forgotten.
+        residual = self.normal(iteration, _RESIDUAL, EVERY_RANK, self.sizes["m"], n)
+        residual *= self.sizes["k"] ** 0.5
+        out_dtype = getattr(torch, self.out_dtype)
+        return {"norm_weight": weight, "residual": residual.to(out_dtype)}
+
+    @property
+    def eps(self) -> float:
+        """Of a norm: a share of the mean of squares that shows where it is forgotten."""
+        return float(self.sizes["k"])
 
     def laid_out(self, b: torch.Tensor) -> torch.Tensor:
         """B in the case's layout."""
@@ -90,9 +164,21 @@ class GemmCase(Case):
             out=outputs["out"],
             chunk=self.chunk,
             path=self.options.get("path"),
+            norm=self._norm(tensors),
+            scaled=self._scaled(tensors),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
+
+    def _norm(self, tensors: Tensors) -> Normed | None:
+        weight = tensors.get("norm_weight")
+        return None if weight is None else Normed(tensors.get("residual"), weight, self.eps)
+
+    def _scaled(self, tensors: Tensors) -> Scaled | None:
+        if "a_scale" not in tensors:
+            return None
+        fast = self.options.get("use_fast_accum", False)
+        return Scaled(tensors["a_scale"], tensors["b_scale"], fast)
 
     def _a(
         self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
@@ -109,8 +195,14 @@ class GemmCase(Case):
     def _bias(self, rank: int, iteration: int) -> torch.Tensor | None:
         if not self.options.get("bias", False):
             return None
-        own = self.gemm.gathers and not self.options.get("replicate_b", True)
-        return self.normal(iteration, _BIAS, rank if own else EVERY_RANK, self.sizes["n"])
+        own = self.gemm.gathers and not self._shares_b
+        drawn = self.normal(iteration, _BIAS, rank if own else EVERY_RANK, self.sizes["n"])
+        return drawn.to(getattr(torch, self.out_dtype)) if self.options.get("scales") else drawn
+
+    @property
+    def _shares_b(self) -> bool:
+        """Whether every rank has the same B."""
+        return self.gemm.gathers and bool(self.options.get("replicate_b", True))
 
     def biased(self, c: torch.Tensor, rank: int, iteration: int) -> torch.Tensor:
         """A result with what the call adds."""
@@ -121,7 +213,7 @@ class GemmCase(Case):
         self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
     ) -> torch.Tensor:
         n, k = self.sizes["n"], self.sizes["k"]
-        shared = self.gemm.gathers and self.options.get("replicate_b", True)
+        shared = self._shares_b
         if self.given is None:
             return self.random_b(iteration, EVERY_RANK if shared else rank, into)
         whole = self.given["b"]
@@ -140,10 +232,10 @@ class AllGatherGemmCase(GemmCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """C [M, N]."""
-        b = self._b(rank, world_size, iteration).double()
+        b = self.wide_b(rank, world_size, iteration)
         shares = shares_of_rows(self.sizes["m"], world_size, rows)
         parts = [
-            self._a(source, world_size, iteration)[at.to(b.device)].double() @ b
+            self.wide_a(source, world_size, iteration)[at.to(b.device)] @ b
             for source, at in enumerate(shares)
         ]
         return {"out": self.biased(torch.cat(parts), rank, iteration)}
@@ -155,20 +247,51 @@ class _SumCase(GemmCase):
     ) -> dict[str, torch.Tensor]:
         """This rank's rows of sum(a @ b), or all of them."""
         total = sum(self._terms(rank, world_size, iteration, rows), torch.zeros(()))
-        return {"out": self.biased(total, rank, iteration)}
+        total = self.biased(total, rank, iteration)
+        given = self.normed_with(iteration)
+        if not given:
+            return {"out": total}
+        if "residual" in given:
+            at = own_rows(self.sizes["m"], rank, world_size, False, rows)
+            total = total + given["residual"][at.to(self.device)].double()
+        out = total / self._size(total) * given["norm_weight"].double()
+        return {"out": out, "residual_out": total}
+
+    def _size(self, rows: torch.Tensor) -> torch.Tensor:
+        """What a norm divides rows by."""
+        return (rows.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+    @property
+    def rounds_partials(self) -> bool:
+        """With a norm: the sum may be rounded before the residual is added."""
+        return "norm" in self.options
+
+    def tolerances(self) -> dict[str, float]:
+        """One rounding of each result: with a norm there are two."""
+        names = ("out", "residual_out") if "norm" in self.options else ("out",)
+        return dict.fromkeys(names, TOLERANCE[self.out_dtype])
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """The same rows of sum(abs(a @ b))."""
+        """The same rows of sum(abs(a @ b)); with a norm those of what is added to the new residual, and
+        of their shares of the normalised rows."""
         terms = self._terms(rank, world_size, iteration, every_row)
-        return {"out": sum((term.abs() for term in terms), torch.zeros(()))}
+        added = sum((term.abs() for term in terms), torch.zeros(()))
+        given = self.normed_with(iteration)
+        if not given:
+            return {"out": added}
+        if "residual" in given:
+            added = added + given["residual"].double().abs()
+        new = self.reference(rank, world_size, iteration)["residual_out"]
+        weight = given["norm_weight"].double().abs()
+        return {"out": added / self._size(new) * weight, "residual_out": added}
 
     def _terms(
         self, rank: int, world_size: int, iteration: int, rows: Rows
     ) -> Iterator[torch.Tensor]:
         at = own_rows(self.sizes["m"], rank, world_size, self.gemm.scatters, rows)
         for source in range(world_size):
-            a = self._a(source, world_size, iteration)[at.to(self.device)].double()
-            yield a @ self._b(source, world_size, iteration).double()
+            a = self.wide_a(source, world_size, iteration)[at.to(self.device)]
+            yield a @ self.wide_b(source, world_size, iteration)
 
 
 class GemmReduceScatterCase(_SumCase):

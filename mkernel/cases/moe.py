@@ -7,6 +7,8 @@ Option ``routing`` says which experts tokens go to:
   ``duplicates``  every second token has its first expert twice (top-k of 2 and more)
   ``padded``      ranks have unlike numbers of tokens, down to one; the rest of their rows is padding
                   (ids of -1), and so is a fifth of the other slots
+  ``zipf``        random, an expert at most once in a token's list; how often experts are drawn falls as
+                  the power 1.2 of their place in an order of their own in each iteration
   ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
@@ -30,8 +32,12 @@ from mkernel.cases.base import (
 )
 from mkernel.ops import moe
 from mkernel.ops.common import Execution
+from mkernel.plan.model import sums_of
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates", "padded", "empty_ranks")
+"""What the kit tries; it does not need ``zipf``, with which figures are taken."""
+ZIPF = 1.2
+"""The exponent of the routing of that name."""
 
 _X, _IDS, _W, _WEIGHTS, _Y = range(5)
 
@@ -69,11 +75,11 @@ class MoeCase(Case):
             used = torch.randperm(experts, generator=shared, device=self.device)
             used = used[: max(1, experts // 3)]
             return used[self._integers(len(used), (tokens, top_k), own)]
-        ids = (
-            torch.rand(tokens, experts, generator=own, device=self.device)
-            .topk(top_k, dim=1)
-            .indices
-        )
+        chances = torch.rand(tokens, experts, generator=own, device=self.device)
+        if routing == "zipf":  # drawn one after another without return: exponential races
+            places = torch.randperm(experts, generator=shared, device=self.device) + 1
+            chances = chances.log() * places.double() ** ZIPF
+        ids = chances.topk(top_k, dim=1).indices
         if routing == "duplicates":
             ids[::2, 1:2] = ids[::2, 0:1]
         elif routing == "padded":
@@ -81,7 +87,7 @@ class MoeCase(Case):
             ids[int(self._integers(tokens, (1, 1), own)) + 1 :] = -1
         elif routing == "empty_ranks":
             ids = torch.full_like(ids, -1) if (rank + iteration) % 2 else ids % -(-experts // 2)
-        elif routing != "uniform":
+        elif routing not in ("uniform", "zipf"):
             raise ValueError(f"routing {routing!r} is none of {', '.join(ROUTINGS)}")
         return ids
 
@@ -144,7 +150,8 @@ class MoeDispatchCase(MoeCase):
     combines in float64 the float64 outputs *rounded once to out_dtype*. What remains is one rounding,
     judged like any other, and an error of the combine's own sums is not hidden behind the outputs'
     rounding. A float32 sum may fall on the other side of a rounding step than the exact one: one
-    element in a thousand, by one step, adds less than a tenth of the tolerance.
+    element in a thousand, by one step, adds less than a tenth of the tolerance of all of them, and
+    ``near_ties`` says which elements these may be and by how much.
     """
 
     op = "moe_dispatch_gemm"
@@ -204,18 +211,43 @@ class MoeDispatchCase(MoeCase):
         }
 
     def _combined(self, rank: int, world_size: int, iteration: int, rows: Rows) -> torch.Tensor:
+        sent = self._rounded(self._sent(rank, world_size, iteration, rows))
+        weights = self._weights(rank, iteration)[rows(self.sizes["tokens"])].float().double()
+        return torch.einsum("tk,tki->ti", weights, sent)
+
+    def _rounded(self, sent: torch.Tensor) -> torch.Tensor:
+        return sent.to(getattr(torch, self.out_dtype)).double()
+
+    def _sent(
+        self, rank: int, world_size: int, iteration: int, rows: Rows, *, sizes_only: bool = False
+    ) -> torch.Tensor:
+        """[T, k, I] in float64: the result of each slot, zero where nobody wants one. ``sizes_only``:
+        the sum of the sizes of its terms."""
         at = rows(self.sizes["tokens"])
         x, ids = self._x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
+        x = x.abs() if sizes_only else x
         sent = torch.zeros(*ids.shape, self._features(), device=self.device).double()
         own = self.sizes["experts"] // world_size
         for owner in range(world_size):
-            w = self._w(owner, world_size, iteration).double()
-            for expert in range(own):
+            for expert, w in enumerate(self._w(owner, world_size, iteration)):
                 token, slot = (ids == owner * own + expert).nonzero(as_tuple=True)
-                sent[token, slot] = x[token] @ w[expert]
-        sent = sent.to(getattr(torch, self.out_dtype)).double()
-        weights = self._weights(rank, iteration)[at].float().double()
-        return torch.einsum("tk,tki->ti", weights, sent)
+                sent[token, slot] = x[token] @ (w.abs() if sizes_only else w).double()
+        return sent
+
+    def near_ties(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """Of ``out``: what the rounded results of a token's slots may differ by, weighted. Each of the
+        ``hidden`` additions of a sum, in whatever order, is off by at most eps of the sizes of its
+        terms (an eps is two roundings, or one that cuts off)."""
+        sums = torch.finfo(getattr(torch, sums_of(self.dtype, self.out_dtype)))
+        sent = self._sent(rank, world_size, iteration, every_row)
+        sizes = self._sent(rank, world_size, iteration, every_row, sizes_only=True)
+        off = self._hidden() * sums.eps * sizes
+        least, most = self._rounded(sent - off), self._rounded(sent + off)
+        here = self._rounded(sent)
+        weights = self._weights(rank, iteration).float().double().abs()
+        return {
+            "out": torch.einsum("tk,tki->ti", weights, torch.maximum(most - here, here - least))
+        }
 
     def tolerances(self) -> dict[str, float]:
         """One rounding each; counts must be equal."""

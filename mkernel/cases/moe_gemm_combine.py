@@ -72,8 +72,7 @@ class MoeGemmCombineCase(MoeCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """out [T, H]."""
-        out = self._summed(rank, world_size, iteration, sizes_only=False)
-        return {"out": out[rows(len(out))]}
+        return {"out": self._summed(rank, world_size, iteration, rows)}
 
     @property
     def rounds_partials(self) -> bool:
@@ -87,18 +86,27 @@ class MoeGemmCombineCase(MoeCase):
         return {"out": self._summed(rank, world_size, iteration, sizes_only=True)}
 
     def _summed(
-        self, rank: int, world_size: int, iteration: int, *, sizes_only: bool
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        rows: Rows = every_row,
+        *,
+        sizes_only: bool = False,
     ) -> torch.Tensor:
         weights = self._weights(rank, iteration).float().double()
-        out = torch.zeros(self.sizes["tokens"], self._hidden(), device=self.device).double()
+        place = torch.full((len(weights),), -1, device=self.device)  # in out, of each token there
+        at = rows(len(weights))
+        place[at] = torch.arange(len(place[at]), device=self.device)
+        out = torch.zeros(len(place[at]), self._hidden(), device=self.device).double()
         for owner in range(world_size):
             source, token, slot, counts = self._rows(owner, world_size, iteration)
-            h = self._h(owner, world_size, iteration).double()
-            w2 = self._w2(owner, world_size, iteration).double()
+            h = self._h(owner, world_size, iteration)
             expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)
-            mine = source == rank
-            for number in range(len(counts)):
+            mine = (source == rank) & (place[token] >= 0)
+            for number, w2 in enumerate(self._w2(owner, world_size, iteration)):
                 here = mine & (expert == number)
-                y = weights[token[here], slot[here], None] * (h[here] @ w2[number])
-                out.index_add_(0, token[here], y.abs() if sizes_only else y)
+                y = h[here].double() @ w2.double()
+                y *= weights[token[here], slot[here], None]
+                out.index_add_(0, place[token[here]], y.abs() if sizes_only else y)
         return out

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases.base import NOWHERE, Memory, Oracle, Rows, Tensors, every_row
 from mkernel.cases.gemm import GemmCase, own_rows, shares_of_rows
+from mkernel.plan.model import E4M3
 
 _A, _X = 0, 2  # 1 is B
 
@@ -33,6 +35,12 @@ class Part(Oracle):
     def _memory(self, *shape: int) -> dict[str, Memory]:
         return {"out": (shape, getattr(torch, self.case.out_dtype))}
 
+    def _rows(self, *shape: int) -> dict[str, Memory]:
+        """Rows of A; what is e4m3 has a result of another dtype."""
+        case = self.case
+        dtype = case.dtype if case.dtype == E4M3 else case.out_dtype
+        return {"out": (shape, getattr(torch, dtype))}
+
     def tolerances(self) -> dict[str, float]:
         """The op's."""
         return self.case.tolerances()
@@ -47,7 +55,8 @@ class Product(Part):
         """a and b."""
         case, (m, _, k) = self.case, self._mnk
         a = case.normal(iteration, _A, rank, m, k, into=into.get("a"))
-        return {"a": a, "b": case.laid_out(case.random_b(iteration, rank, into.get("b")))}
+        b = case.laid_out(case.random_b(iteration, rank, into.get("b")))
+        return {"a": a, "b": b} | case.random_scales(iteration, rank, rank, m)
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out [M, N]."""
@@ -59,7 +68,11 @@ class Product(Part):
     ) -> dict[str, torch.Tensor]:
         """out [M, N]."""
         given = self.inputs(rank, world_size, iteration)
-        return {"out": given["a"][rows(len(given["a"]))].double() @ given["b"].double()}
+        a, b = given["a"].double(), given["b"].double()
+        if "a_scale" in given:
+            a = dequantised(a, given["a_scale"], a.dtype)
+            b = dequantised(b, given["b_scale"], b.dtype)
+        return {"out": a[rows(len(a))] @ b}
 
 
 class Collective(Part):
@@ -71,13 +84,16 @@ class Collective(Part):
         """x."""
         m, n, k = self._mnk
         shape = (m // world_size, k) if self.case.gemm.gathers else (m, n)
-        return {"x": self.case.normal(iteration, _X, rank, *shape, into=into.get("x"))}
+        x = self.case.normal(iteration, _X, rank, *shape, into=into.get("x"))
+        if self.case.dtype == E4M3 and not self.case.gemm.gathers:  # results are no e4m3
+            x = x.to(getattr(torch, self.case.out_dtype))
+        return {"x": x}
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out: [M, K] gathered, [M/W, N] scattered or [M, N]."""
         m, n, k = self._mnk
         if self.case.gemm.gathers:
-            return self._memory(m, k)
+            return self._rows(m, k)
         return self._memory(m // world_size if self.case.gemm.scatters else m, n)
 
     def reference(
@@ -105,7 +121,7 @@ class Transfer(Collective):
         """out: the gathered rows; of a sum what each rank sends, one after another."""
         m, n, k = self._mnk
         if self.case.gemm.gathers:
-            return self._memory(m, k)
+            return self._rows(m, k)
         halves = 1 if self.case.gemm.scatters else 2
         return self._memory(halves * (m // world_size) * world_size, n)
 

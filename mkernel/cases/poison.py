@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 _BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float8_e4m3fn: (torch.int8, -1),  # the one NaN beside the usual one, that of 0x7f
     torch.float16: (torch.int16, 0x7EAD),
     torch.bfloat16: (torch.int16, 0x7FD5),
     torch.float32: (torch.int32, 0x7FD5A5A5),

@@ -15,6 +15,7 @@ from rich.console import Console
 from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.cli import terminal
+from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError
 from mkernel.harness import (
@@ -33,7 +34,7 @@ from mkernel.harness.spec import GEMMS, MODES, BenchSpec, Mode
 from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
-from mkernel.plan.model import DtypeName, OpName
+from mkernel.plan.model import E4M3, DtypeName, OpName, ScaleMode
 from mkernel.selection import chosen_accelerator, real_devices
 from mkernel.settings import check_timeout
 from mkernel.settings import load as load_settings
@@ -119,9 +120,27 @@ def command(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="of inputs and outputs [bfloat16; float32 without accelerators]"),
+        typer.Option(
+            help="of inputs and outputs [bfloat16; float32 without accelerators]; of inputs of GEMM "
+            "ops also float8_e4m3, with scales and bfloat16 outputs"
+        ),
     ] = None,
-    layout: Annotated[str, typer.Option(help="of B in memory: row or column")] = "row",
+    scales: Annotated[
+        str | None, typer.Option(help="of float8_e4m3 inputs: tensor, row or block [row]")
+    ] = None,
+    fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
+    layout: Annotated[
+        str | None, typer.Option(help="of B in memory: row or column [row; of float8_e4m3 column]")
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="of MoE's tokens: uniform, or zipf (exponent 1.2)")
+    ] = "uniform",
+    capacity: Annotated[
+        bool,
+        typer.Option(
+            "--capacity", help="MoE with a capacity: nothing waits for the host, graphs capture it"
+        ),
+    ] = False,
     iterations: Annotated[
         int | None,
         typer.Option(min=1, help="timed turns of each contender [20; 5 without accelerators]"),
@@ -166,10 +185,11 @@ def command(
         typer.Option("--explain", help="with --model-only: where the time goes, beside floors"),
     ] = False,
     machine: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE",
-            help="with --model-only: another machine description [machine.json of ascend]",
+            metavar="CHIP|FILE",
+            help="with --model-only: a3, a2-24, a2-20, or a machine description "
+            "[MKERNEL_ASCEND_MACHINE]",
         ),
     ] = None,
     render: Annotated[
@@ -190,10 +210,9 @@ def command(
     ):
         if given is not None and not model_only:
             raise ArgumentError(option, given, "nothing, or --model-only beside it")
-    if layout not in ("row", "column"):
-        raise ArgumentError("--layout", repr(layout), "row or column")
-    if dtype not in (None, *DTYPES):
-        raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(DTYPES)}")
+    dtype, mode_of_scales, lies = _operands(
+        dtype, scales, layout, names, fast=fast_accum, model_only=model_only
+    )
     check_timeout("--timeout", timeout)
     if model_only:
         _refuse_unheeded(context)
@@ -203,7 +222,7 @@ def command(
             shapes_,
             ranks or _MODELLED_RANKS,
             dtype or "bfloat16",
-            layout,
+            lies,
             accelerator,
             table,
             machine,
@@ -226,7 +245,11 @@ def command(
         modes=_modes(mode, launches),
         contenders=contenders.chosen(_peers(peers), not only_peers),
         dtype=dtype or ("bfloat16" if devices else "float32"),
-        layout=cast(Literal["row", "column"], layout),
+        layout=lies,
+        scales=mode_of_scales,
+        routing=_routing(routing, capacity, names),
+        capacity=capacity,
+        fast_accum=fast_accum,
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -350,7 +373,7 @@ def _model(
     layout: str,
     accelerator: str | None,
     table: str | None,
-    machine: Path | None,
+    machine: str | None,
     json: Path | None,
     explain: bool,
 ) -> None:
@@ -392,6 +415,29 @@ def _ops(text: str | None) -> tuple[OpName, ...]:
     return tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
 
 
+def _operands(
+    dtype: str | None,
+    scales: str | None,
+    layout: str | None,
+    names: Sequence[OpName],
+    *,
+    fast: bool,
+    model_only: bool,
+) -> tuple[str | None, ScaleMode | None, Literal["row", "column"]]:
+    """The dtype of the inputs, None where it is left open; scales; B's layout. ArgumentError."""
+    if layout not in (None, "row", "column"):
+        raise ArgumentError("--layout", repr(layout), "row or column")
+    mode = scales_of(dtype, scales, *names, fast=fast)
+    if mode is not None:
+        if model_only:
+            raise ArgumentError("--dtype", dtype, "another one beside --model-only")
+        return E4M3, mode, layout_of(layout, mode)
+    legal = tuple(name for name in DTYPES if name != E4M3)
+    if dtype not in (None, *legal):
+        raise ArgumentError("--dtype", repr(dtype), f"one of: {', '.join(legal)}, float8_e4m3")
+    return dtype, None, layout_of(layout, None)
+
+
 def _modes(text: str, launches: bool) -> tuple[Mode, ...]:
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in found:
@@ -400,6 +446,17 @@ def _modes(text: str, launches: bool) -> tuple[Mode, ...]:
     if launches and "kernel" not in found:
         raise ArgumentError("--launches", text, "mode kernel: the others say by themselves")
     return cast(tuple[Mode, ...], found)
+
+
+def _routing(text: str, capacity: bool, names: Sequence[OpName]) -> Literal["uniform", "zipf"]:
+    """ArgumentError: also where none of the ops routes tokens."""
+    if text not in ("uniform", "zipf"):
+        raise ArgumentError("--routing", repr(text), "uniform or zipf")
+    if not any(name.startswith("moe") for name in names):
+        given = {"--capacity": capacity, "--routing": text != "uniform" and text}
+        for option in filter(given.get, given):
+            raise ArgumentError(option, given[option], "nothing, or an op of MoE beside it")
+    return cast(Literal["uniform", "zipf"], text)
 
 
 def _peers(text: str | None) -> Sequence[str] | None:

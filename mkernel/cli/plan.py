@@ -11,15 +11,17 @@ import typer
 from mkernel import selection
 from mkernel.backends import registry
 from mkernel.cli.plan_world import planned_world
+from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal, draw, unwritable
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world, path_of
+from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.plan.planner import explain
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
@@ -48,7 +50,13 @@ class PlanReport(Model):
 def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op or its alias, as `ag_gemm`.")],
     given: Given,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    dtype: Annotated[
+        str, typer.Option(help="float16, bfloat16 or float32; of GEMM ops also float8_e4m3.")
+    ] = "float16",
+    scales: Annotated[
+        str | None, typer.Option(help="Of float8_e4m3: tensor, row or block; default: row.")
+    ] = None,
+    fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
     nodes: Annotated[
         int | None,
         typer.Option(
@@ -117,6 +125,7 @@ def command(
     cannot be launched, what the machines would do, and what is missing."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
     wanted = sizes_or_defaults(name, given)
+    mode = scales_of(dtype, scales, name, fast=fast_accum)
     settings = load_settings()
     check_world(
         1 if nodes is None else nodes,
@@ -148,6 +157,10 @@ def command(
         name,
         wanted,
         dtype=dtype,
+        b_layout=layout_of(None, mode),
+        around=Around(
+            scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum)
+        ),
         accelerator=backends.accelerator,
         capabilities=claims,
         nic=backends.nic,

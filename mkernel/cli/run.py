@@ -18,10 +18,11 @@ from mkernel.backends.contracts import instrumented
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
+from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.sizes import Given, with_sizes
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
-from mkernel.harness import inputs, rank, timeline
+from mkernel.harness import inputs, rank, timeline, timeline_picture
 from mkernel.harness import run_report as report
 from mkernel.harness.footprint import check_fits
 from mkernel.harness.guard import Progress as TurnDone
@@ -30,7 +31,7 @@ from mkernel.harness.turns import Turns
 from mkernel.launch import check_ranks, launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
-from mkernel.plan.model import DtypeName, LaunchPlan, OpName
+from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, OpName, ScaleMode
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.settings import AUTO, Settings, check_timeout
 from mkernel.settings import load as load_settings
@@ -64,11 +65,19 @@ def command(  # one option a parameter: this is the command line
     routing: Annotated[
         str | None, typer.Option(help=f"MoE: {', '.join(ROUTINGS)} [uniform]")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the inputs [float16]")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="of the inputs [float16]; GEMM: also float8_e4m3, with scales"),
+    ] = None,
+    scales: Annotated[
+        str | None, typer.Option(help="of float8_e4m3 inputs: tensor, row or block [row]")
+    ] = None,
+    fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
     out_dtype: Annotated[
         str | None,
         typer.Option(
-            help="of the result [GEMM: float32 where the accelerator can; else as the inputs]"
+            help="of the result [GEMM: float32 where the accelerator can, bfloat16 of float8_e4m3; "
+            "else as the inputs]"
         ),
     ] = None,
     layout: Annotated[
@@ -118,7 +127,10 @@ def command(  # one option a parameter: this is the command line
         settings, name, nodes, ranks_per_node, accelerator, nic, verbs
     )
     _check_ranks(nodes, ranks_per_node, settings)
-    wanted = _Wanted(dtype, out_dtype, layout, routing, scale, replicate_b, chunk, seed)
+    scales = scales_of(dtype, scales, name, fast=fast_accum)
+    wanted = _Wanted(
+        dtype, out_dtype, layout, routing, scale, replicate_b, chunk, seed, scales, fast_accum
+    )
     paths = tuple(input or ())
     world_size = nodes * ranks_per_node
     sized = (
@@ -168,7 +180,7 @@ def command(  # one option a parameter: this is the command line
         )
     ranks = report.views(results)
     _same_plan(plan, ranks)
-    modelled = _model(backends.accelerator, ranks)
+    modelled = _model(backends.accelerator, plan, ranks)
     outcome = report.build(job, plan, topology, results, modelled)
     pipelined = [call["pipelined"] for call in modelled]
     drawn = timeline.modelled(pipelined) if modelled else timeline.wall(ranks)
@@ -227,6 +239,8 @@ class _Wanted:
     replicate_b: bool | None
     chunk: int | None
     seed: int
+    scales: ScaleMode | None
+    fast_accum: bool
 
 
 @dataclass(frozen=True)
@@ -243,7 +257,8 @@ def _random(op: OpName, given: Given, wanted: _Wanted, world_size: int) -> _Size
     replicate = wanted.replicate_b is not False
     if not replicate and op == "all_gather_gemm":
         chosen["n"] = inputs.columns_of_b(chosen["n"], world_size)
-    return _Sized(chosen, _dtype("--dtype", wanted.dtype or "float16"), replicate)
+    dtype = E4M3 if wanted.scales else _dtype("--dtype", wanted.dtype or "float16")
+    return _Sized(chosen, dtype, replicate)
 
 
 def _from_files(
@@ -263,6 +278,8 @@ def _from_files(
     tensors = inputs.load(op, paths)
     replicate = bool(wanted.replicate_b)
     first = next(iter(tensors))
+    if tensors[first].dtype == DTYPES[E4M3]:
+        raise ArgumentError("--input", f"{first} in {E4M3}", "another dtype: files have no scales")
     return _Sized(
         inputs.sizes(op, tensors, world_size, replicate_b=replicate, causal=bool(given["causal"])),
         dtype_name(f"{first}.dtype", tensors[first].dtype, tuple(DTYPES)),
@@ -290,12 +307,18 @@ def _case(op: OpName, sized: _Sized, wanted: _Wanted, mixes: bool) -> Case:
         options["routing"] = wanted.routing
     if wanted.scale is not None:
         options["scale"] = wanted.scale
+    if wanted.scales is not None:
+        options["scales"] = wanted.scales
+    if wanted.fast_accum:
+        options["use_fast_accum"] = True
     default = "float32" if gemm and mixes else sized.dtype
+    default = "bfloat16" if wanted.scales is not None else default
+    layout = layout_of(wanted.layout, wanted.scales)
     return case(
         sizes=sized.sizes,
         dtype=sized.dtype,
         out_dtype=_dtype("--out-dtype", wanted.out_dtype or default),
-        layout=wanted.layout or "row",
+        layout=layout,
         chunk=wanted.chunk,
         seed=wanted.seed,
         options=options,
@@ -321,6 +344,8 @@ def _plan(
         dtype=case.dtype,
         out_dtype=case.out_dtype,
         b_layout=_layout(case),
+        scales=case.options.get("scales"),
+        use_fast_accum=case.options.get("use_fast_accum", False),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         accelerator=backends.accelerator,
@@ -339,7 +364,8 @@ def _layout(case: Case) -> Literal["row", "column"]:
     sizes = case.sizes
     inner, outer = ("k", "n") if isinstance(case, GemmCase) else ("hidden", "features")
     thin = 1 in (sizes.get(inner, 1), sizes.get(outer, 1))
-    return "column" if case.layout == "column" and not thin else "row"
+    known = not thin or case.dtype == E4M3  # which is column-major, or nothing
+    return "column" if case.layout == "column" and known else "row"
 
 
 def _make_folder(output: Path) -> None:
@@ -377,12 +403,14 @@ def _same_plan(plan: LaunchPlan, ranks: Sequence[Mapping[str, Turns]]) -> None:
             raise PlanMismatch((0, number), "digest", (plan.digest(), digest))
 
 
-def _model(accelerator: str, ranks: Sequence[Mapping[str, Turns]]) -> list[report.Views]:
+def _model(
+    accelerator: str, plan: LaunchPlan, ranks: Sequence[Mapping[str, Turns]]
+) -> list[report.Views]:
     """Each call of the ranks' traced iteration in three views; none where time is not modelled."""
     backend = registry.accelerator(accelerator)
     calls = []
     for traces in zip(*(found["pipelined"].traces for found in ranks), strict=True):
-        runs = {view: instrumented.model(backend, traces, view) for view in VIEWS}
+        runs = {view: instrumented.model(backend, plan, traces, view) for view in VIEWS}
         calls.append({view: run for view, run in runs.items() if run is not None})
     return [views for views in calls if len(views) == len(VIEWS)]
 
@@ -397,7 +425,7 @@ def _write_trace(run: timeline.Timeline, file: Path) -> None:
 def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> None:
     timeline.write_trace(run, output / "trace.json")
     try:
-        timeline.write_timeline(run, output / "timeline.png")
+        timeline_picture.write_timeline(run, output / "timeline.png")
     except ImportError:
         console.print(
             "timeline.png not drawn: matplotlib is missing; pip install 'mkernel-fused[bench]'"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +11,7 @@ from typing import Any, TypeVar
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.conformance.check import Check
+from mkernel.conformance.overdue import ends_when_overdue
 from mkernel.errors import BackendUnavailable
 from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.launch import launch
@@ -32,27 +31,12 @@ WORLD_TIMEOUT_S = 20.0
 """Deadline of the waits inside the kit's worlds."""
 
 _OVERDUE_S = 60.0
-"""A rank that is still busy after this long beyond its deadlines is ended, so that a backend that
+"""A rank that is busy with one case for this long beyond its deadlines is ended, so that a backend that
 hangs cannot stop the kit."""
 
 
-class _Overdue:
-    """Ends this process if a rank's part of a check takes far too long; needs no GIL."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        self._sink = open(os.devnull, "w")
-        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._sink)
-
-    def __exit__(self, *raised: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        self._sink.close()
-
-
 def _bounded(limit_s: float, fn: Callable[..., T], *args: Any) -> T:
-    with _Overdue(limit_s):
+    with ends_when_overdue(limit_s):
         return fn(*args)
 
 

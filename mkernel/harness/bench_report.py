@@ -106,7 +106,14 @@ def table(report: Report, *, brief: bool = False) -> Sheet:
 def title(report: Report) -> str:
     """What, on what."""
     on = where(report, "CPU ranks") + nodes(report)
-    return f"{report.spec.dtype}, accelerator {report.accelerator}, {on}"
+    return f"{inputs(report)}, accelerator {report.accelerator}, {on}"
+
+
+def inputs(report: Report) -> str:
+    """Their dtype, and how they are scaled."""
+    scales = report.spec.scales
+    fast = ", fast accumulation" if report.spec.fast_accum else ""
+    return report.spec.dtype + (f" with {scales} scales{fast}" if scales else "")
 
 
 def where(report: Report, ranks: str) -> str:
@@ -180,6 +187,8 @@ def _figures(row: Row, verdicts: tuple[str, str], unit: Unit | None) -> list[str
     if mine is None:
         return ["-"] * len(FIGURES)
     target = "" if row.target is None else f"{row.target:g}"
+    if row.target_us is not None:
+        target = f"{row.target_us:g} us"
     if row.meets_target is not None:
         target += verdicts[0] if row.meets_target else verdicts[1]
     slow = unit is not None and (mine.tflops or 1.0) < 1.0

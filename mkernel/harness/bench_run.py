@@ -14,7 +14,7 @@ from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
 from mkernel.harness.provenance import provenance
 from mkernel.harness.results import Conditions, Report, Row
-from mkernel.harness.spec import BenchSpec, Mode, Shape
+from mkernel.harness.spec import BenchSpec, Mode
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.launch import host_store, launch
 from mkernel.settings import load as load_settings
@@ -44,7 +44,7 @@ def run(
         ArgumentError: ranks would share devices, or these have no such mode.
         ContenderHung: a step outlasted its deadline; names the contender. Else what a rank raised.
     """
-    check_modes(spec.modes, accelerator, spec.shapes)
+    check_modes(spec, accelerator)
     shared = load_settings().ranks_per_device
     if shared > 1:
         together = registry.accelerator(accelerator).side_by_side(shared)
@@ -69,7 +69,7 @@ def run(
         with variables(ENVIRONMENT):  # ranks inherit what keeps multicast memory off
             results = launch(
                 rank.run,
-                spec.job(),
+                spec.job(ranks),
                 port,
                 nodes=nodes,
                 ranks_per_node=ranks // nodes,
@@ -130,14 +130,15 @@ def conditions(accelerator: str) -> Conditions:
     )
 
 
-def check_modes(modes: Sequence[Mode], accelerator: str, shapes: Sequence[Shape] = ()) -> None:
+def check_modes(spec: BenchSpec, accelerator: str) -> None:
     """ArgumentError: a mode that the accelerator's device has not, or the ops of the shapes."""
-    if "graph" not in modes:
+    if "graph" not in spec.modes:
         return
-    device = registry.accelerator(accelerator).device
-    moe = next((each.op for each in shapes if each.op.startswith("moe")), None)
-    why = None if device == "cuda" else f"{accelerator} runs on {device!r} here"
-    if moe is not None:
+    moe = next((each.op for each in spec.shapes if each.op.startswith("moe")), None)
+    if moe is not None and not spec.capacity:
         why = f"the sizes of {moe} depend on its data"
-    if why is not None:
+        raise ArgumentError("--mode", "graph", "kernel, eager or first, or --capacity", why=why)
+    device = registry.accelerator(accelerator).device
+    if device != "cuda":
+        why = f"{accelerator} runs on {device!r} here"
         raise ArgumentError("--mode", "graph", "kernel, eager or first", why=why)

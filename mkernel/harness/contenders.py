@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -18,11 +19,37 @@ import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
-from mkernel.harness import library_ops
+from mkernel.harness import library_attention, library_moe
+from mkernel.harness.collectives import all_gather, collective
+from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.ops.scales import Scaled
 from mkernel.plan.ops import COMPANIONS
 from mkernel.world.lifecycle import current
+
+_SCALES = ("a_scale", "b_scale")
+
+
+def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
+    """out = a @ b of the inputs, by torch; of e4m3 ones with their scales, and as ``use_fast_accum``
+    says."""
+    if "a_scale" not in inputs:
+        torch.matmul(a, inputs["b"], out=out)
+        return
+    of_a, of_b = inputs["a_scale"], inputs["b_scale"]
+    if len(of_a) > 1 and of_b.numel() == 1:  # ranks' single scales, by rows
+        of_b = of_b.expand(1, out.shape[1]).contiguous()
+    torch._scaled_mm(
+        a, inputs["b"], scale_a=of_a, scale_b=of_b.flatten()[None], out_dtype=out.dtype,
+        use_fast_accum=fast, out=out,
+    )  # fmt: skip
+
+
+def scales_without_product(problem: Problem) -> str | None:
+    """Why there is no product of torch's for the problem, or None."""
+    by_blocks = problem.case.options.get("scales") == "block"
+    return "torch has no product with scales by blocks here" if by_blocks else None
 
 
 class Contender(ABC):
@@ -38,6 +65,7 @@ class Contender(ABC):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.op = problem.op
+        self.fast = problem.fast_accum
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -69,6 +97,10 @@ class Contender(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """After its last turn, with the device idle. Collective."""
 
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        """What the results of a call say of the op's outputs; not timed. Collective."""
+        return results
+
     def limits(self) -> dict[str, float]:
         """Largest relative error that counts as right, by output; an output that is missing here must
         be equal."""
@@ -98,8 +130,8 @@ def library_limit(problem: Problem) -> float:
 class Mkernel(Contender):
     """The public API on the world's accelerator.
 
-    For a dispatch it calls what a layer does: dispatch and combine. A combine alone, and GEMM+combine,
-    have their handle from a dispatch before the turn.
+    A combine, and GEMM+combine, have their handle from a dispatch before the turn. With a capacity,
+    which the case's options name, nothing of MoE waits for the host.
     """
 
     name = "mkernel"
@@ -107,39 +139,71 @@ class Mkernel(Contender):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._gemm = getattr(mkernel, self.op) if self.op in GEMMS else None
+        self._capacity: int | None = problem.case.options.get("capacity")
+
+    def promised(self) -> tuple[str, ...] | None:
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op in COMPANIONS:
-            inputs["handle"] = mkernel.moe_dispatch_gemm(
-                inputs["x"], inputs["topk_ids"], inputs["w"]
-            ).handle
+        if self.op not in COMPANIONS:
+            return
+        sent = mkernel.moe_dispatch_gemm(
+            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
+        )
+        names = ("handle.counts", "handle.routing")
+        inputs["handle"] = type(sent.handle)(*map(partial(kept, inputs), names, sent.handle))
+        rows = "y" if self.op == "moe_combine" else "h"
+        kept(inputs, "rows", padded(inputs[rows], self._capacity))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self._gemm is not None:
-            return {"out": self._gemm(inputs["a"], inputs["b"], out=outputs["out"])}
+            scales = {name: inputs[name] for name in _SCALES if name in inputs}
+            out = self._gemm(
+                inputs["a"], inputs["b"], out=outputs["out"], use_fast_accum=self.fast, **scales
+            )
+            return {"out": out}
         if self.op == "ring_attention":
             causal = bool(self.problem.case.sizes.get("causal"))
             out, lse = mkernel.ring_attention(
                 inputs["q"], inputs["k"], inputs["v"], causal=causal, return_lse=True
             )
             return {"out": out, "lse": lse}
-        weights = inputs["topk_weights"]
+        if self.op == "moe_dispatch_gemm":
+            rows, counts, _ = mkernel.moe_dispatch_gemm(
+                inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
+            )
+            return {"outputs": rows, "counts": counts}
+        rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
         if self.op == "moe_combine":
-            return {"out": mkernel.moe_combine(inputs["y"], inputs["handle"], weights)}
-        if self.op == "moe_gemm_combine":
-            h, w2, handle = inputs["h"], inputs["w2"], inputs["handle"]
-            return {"out": mkernel.moe_gemm_combine(h, w2, handle, weights)}
-        rows, counts, handle = mkernel.moe_dispatch_gemm(
-            inputs["x"], inputs["topk_ids"], inputs["w"]
-        )
-        out = mkernel.moe_combine(rows, handle, weights)
-        return {"outputs": rows, "counts": counts, "out": out}
+            return {"out": mkernel.moe_combine(rows, handle, weights)}
+        return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        return without_padding(results)
 
     def limits(self) -> dict[str, float]:
         return self.problem.case.tolerances()
 
     def close(self) -> None:
         mkernel.synchronize()  # raises what the device found of the last calls
+
+
+DISPATCHED = ("outputs", "counts")
+"""Outputs of a dispatch; its combine is an op of its own."""
+
+
+def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
+    """As many rows as the capacity says, those at the end being zero."""
+    if capacity is None:
+        return rows
+    return torch.nn.functional.pad(rows, (0, 0, 0, capacity - len(rows)))
+
+
+def without_padding(results: Tensors) -> Tensors:
+    """A dispatch's results with the rows that its counts name, of those that a capacity gave."""
+    if "counts" not in results:
+        return results
+    return {**results, "outputs": results["outputs"][: int(results["counts"].sum())]}
 
 
 class InView(Contender):
@@ -191,7 +255,10 @@ class WithOptions(Mkernel):
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op: Any = import_module(f"mkernel.ops.{self.op}").OP
-        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], **self.options)
+        scaled = None
+        if "a_scale" in inputs:
+            scaled = Scaled(inputs["a_scale"], inputs["b_scale"], self.fast)
+        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], scaled=scaled, **self.options)
         return {"out": done.outputs["out"]}
 
 
@@ -238,15 +305,53 @@ class PartAlone(Contender):
         return None if problem.op in GEMMS else "parts are timed alone for the GEMM ops only"
 
 
-class Gemm(PartAlone):
-    """torch.matmul alone: cuBLAS on CUDA devices. Its time is T_c."""
+class Gemm(Contender):
+    """The op's products alone, by torch: cuBLAS on CUDA devices. Of MoE grouped ones, of attention the
+    library's on parts, whose merge is not timed. Its time is T_c."""
 
     name = "gemm"
     kind = "compute"
 
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op == "moe_combine":
+            return "the op has no product"
+        if problem.op not in GEMMS and problem.bars_libraries:
+            return problem.bars_libraries
+        return scales_without_product(problem)
+
+    def promised(self) -> tuple[str, ...] | None:
+        return ("outputs",) if self.op == "moe_dispatch_gemm" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op == "ring_attention":
+            kept(inputs, "kv", library_attention.gathered(self.problem, inputs))
+        elif self.op not in GEMMS:
+            routing = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+            inputs["routing"] = routing
+            kept(inputs, "counts", routing.counts)
+            dispatches = self.op == "moe_dispatch_gemm"
+            rows = routing.send(inputs["x"]) if dispatches else inputs["h"]
+            kept(inputs, "rows", padded(rows, self.problem.case.options.get("capacity")))
+
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        torch.matmul(inputs["a"], inputs["b"], out=outputs["out"])
-        return outputs
+        if self.op in GEMMS:
+            product(inputs["a"], inputs, outputs["out"], fast=self.fast)
+            return outputs
+        if self.op == "ring_attention":
+            return library_attention.alone(self.problem, inputs)
+        w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
+        return {"rows": library_moe.products(inputs["rows"], w, inputs["counts"])}
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        if self.op in GEMMS:
+            return results
+        if self.op == "ring_attention":
+            return library_attention.merged_alone(self.problem, results)
+        rows = results["rows"][: int(inputs["counts"].sum())]
+        if self.op == "moe_dispatch_gemm":
+            return {"outputs": rows}
+        return {"out": inputs["routing"].bring_home(rows, inputs["topk_weights"])}
 
     def limits(self) -> dict[str, float]:
         return _widened(self.problem.case.tolerances(), 2.0)
@@ -281,38 +386,51 @@ class Sequential(Contender):
         if problem.op in GEMMS:
             sizes = problem.case.sizes
             shape = sizes["m"], sizes["k" if problem.gathers else "n"]
-            dtype = getattr(torch, problem.case.dtype)
+            case = problem.case
+            dtype = getattr(torch, case.dtype if problem.gathers else case.out_dtype)
             self._between = torch.empty(shape, dtype=dtype, device=problem.device)
+            mode = case.options.get("scales")
+            rows = sizes["m"] if mode == "row" else problem.world
+            self._scales = torch.empty((rows, 1), device=problem.device)
+            self._repeat = sizes["m"] // rows
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         if problem.device.type != cls.device:
             return f"only on {cls.device} devices"
-        return problem.bars_libraries
+        return problem.bars_libraries or scales_without_product(problem)
 
     def promised(self) -> tuple[str, ...] | None:
-        return ("out",) if self.problem.op == "ring_attention" else None
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
         if self.op in COMPANIONS:
-            inputs["routing"] = library_ops.Routing(self.problem, inputs["topk_ids"])
-        elif self.op == "ring_attention" and "mask" not in inputs:
-            inputs["mask"] = library_ops.mask(self.problem)
+            inputs["routing"] = library_moe.Exchanged(self.problem, inputs["topk_ids"])
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op
         if op == "all_gather_gemm":
             collective(op, inputs["a"], self._between)
-            torch.matmul(self._between, inputs["b"], out=outputs["out"])
+            if "a_scale" in inputs:
+                inputs = {**inputs, "a_scale": self._gathered_scales(inputs["a_scale"])}
+            product(self._between, inputs, outputs["out"], fast=self.fast)
             return outputs
         if op == "gemm_all_reduce":
-            distributed.all_reduce(torch.matmul(inputs["a"], inputs["b"], out=outputs["out"]))
+            product(inputs["a"], inputs, outputs["out"], fast=self.fast)
+            distributed.all_reduce(outputs["out"])
             return outputs
         if op == "gemm_reduce_scatter":
-            torch.matmul(inputs["a"], inputs["b"], out=self._between)
+            product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])
             return outputs
-        return library_ops.CALLS[op](self.problem, inputs)
+        if op == "ring_attention":
+            return library_attention.call(self.problem, inputs)
+        return library_moe.CALLS[op](self.problem, inputs)
+
+    def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' rows; a single one of each rank for each of its rows."""
+        all_gather(self._scales, scale)
+        return self._scales.repeat_interleave(self._repeat, 0)
 
 
 class NcclCublas(Sequential):
@@ -329,30 +447,6 @@ class GlooMatmul(Sequential):
     device = "cpu"
 
 
-def collective(op: str, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The op's collective by torch.distributed, into ``out``. ``source`` may be summed in place."""
-    if op == "all_gather_gemm":
-        _ALL_GATHER(out, source)
-    elif op == "gemm_reduce_scatter":
-        _REDUCE_SCATTER(out, source)
-    else:
-        distributed.all_reduce(source)
-        return source
-    return out
-
-
-def _newest(*names: str) -> Callable[..., Any]:
-    """torch.distributed's function under the first of its names that this torch knows."""
-    found: Callable[..., Any] = next(
-        getattr(distributed, name) for name in names if hasattr(distributed, name)
-    )
-    return found
-
-
-_ALL_GATHER = _newest("all_gather_single", "all_gather_into_tensor")
-_REDUCE_SCATTER = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-
-
 _KNOWN = {
     **{
         kind.name: f"{__name__}:{kind.__name__}"
@@ -363,6 +457,10 @@ _KNOWN = {
     "nccl+cublas": f"{__name__}:NcclCublas",
     "gloo+matmul": f"{__name__}:GlooMatmul",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
+    "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
+    "ring": "mkernel.harness.library_peers:Ring",
+    "context-parallel": "mkernel.harness.library_peers:ContextParallel",
+    "context-parallel-alltoall": "mkernel.harness.library_peers:ContextParallelAllToAll",
 }
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")

@@ -66,8 +66,9 @@ def row(
     }
     best = min(peers, key=peers.__getitem__, default=None)
     mine = medians.get("mkernel")
-    target = shape.target_for(world, accelerator)
-    ratio = mine / compute if mine is not None and compute is not None else None
+    aimed = shape.aimed_at(world, accelerator)
+    target, target_us = (shape.target, shape.target_us) if aimed else (None, None)
+    wanted_us = target * compute if target is not None and compute is not None else target_us
     return Row(
         shape=shape,
         mode=mode,
@@ -78,7 +79,8 @@ def row(
         best_peer=best,
         to_best=mine / peers[best] if mine is not None and best is not None else None,
         target=target,
-        meets_target=ratio <= target if ratio is not None and target is not None else None,
+        target_us=target_us,
+        meets_target=mine <= wanted_us if mine is not None and wanted_us is not None else None,
     )
 
 

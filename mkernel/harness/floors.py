@@ -5,20 +5,30 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mkernel.plan.model import CombineShape, DtypeName, OpName, Shape
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    AttentionShape,
+    CombineShape,
+    DtypeName,
+    MoeShape,
+    OpName,
+    Shape,
+)
 from mkernel.plan.predict import payloads, work
 from mkernel.topology.model import Model
 
 
 class Rates(NamedTuple):
     """Of one rank: TFLOP/s of its matrix unit; GB/s that it adds up, sends to one peer and sends in
-    all; microseconds that a launch takes."""
+    all; microseconds that a launch takes. ``between_units_gbs``: GB/s between its matrix and its vector
+    units, where these meet in memory alone."""
 
     matrix_tflops: float
     sums_gbs: float
     link_gbs: float
     egress_gbs: float
     launch_us: float
+    between_units_gbs: float | None = None
 
 
 class Floor(Model):
@@ -35,7 +45,10 @@ def floors(
 ) -> tuple[Floor, ...]:
     """Products (of a combine: sums in float32), one link, and all links of a rank.
 
-    Ranks exchange elements of ``dtype``, each once; routing is uniform.
+    Ranks exchange elements of ``dtype``, each once; routing is uniform, and a token that several
+    experts of a rank get goes there once. Attention's scores go from
+    matrix to vector units in float32, the weights made of them back in ``dtype``: each is stored and
+    loaded.
     """
     flop = work(shape, world)
     if isinstance(shape, CombineShape):  # a multiplication and an addition of 4 bytes each
@@ -46,9 +59,17 @@ def floors(
         us = flop / rates.matrix_tflops / 1e6
         compute = Floor(resource="products", amount=flop, unit="flop", us=us)
     pair = sum(payloads(op, shape, dtype, world)) if world > 1 else 0.0
+    if op == "moe_dispatch_gemm" and isinstance(shape, MoeShape):
+        pair *= min(1.0, world / shape.top_k)
     every = pair * (world - 1)
+    meetings: tuple[Floor, ...] = ()
+    if isinstance(shape, AttentionShape) and rates.between_units_gbs is not None:
+        amount = 2.0 * (4 + DTYPE_BYTES[dtype]) * flop / (4.0 * shape.head_dim)
+        us = amount / rates.between_units_gbs / 1e3
+        meetings = (Floor(resource="scores and weights", amount=amount, unit="B", us=us),)
     return (
         compute,
+        *meetings,
         Floor(resource="one link", amount=pair, unit="B", us=pair / rates.link_gbs / 1e3),
         Floor(resource="egress", amount=every, unit="B", us=every / rates.egress_gbs / 1e3),
     )

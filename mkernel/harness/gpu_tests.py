@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from mkernel.errors import InputFileError
 from mkernel.harness.results import write
+from mkernel.schema_version import SchemaVersion
 from mkernel.topology.model import Model, first_error
 
 FILE = "gpu_tests.json"
@@ -48,7 +49,7 @@ class TestRuns(Model):
 
     __test__ = False
 
-    format: Literal["mkernel-gpu-tests-1"] = FORMAT
+    format: Annotated[Literal["mkernel-gpu-tests-1"], SchemaVersion] = FORMAT
     runs: tuple[TestRun, ...]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import WorldError
 from mkernel.launch import report
 
@@ -41,7 +42,7 @@ class Guard:
         self._changed = threading.Condition()
         self._step: tuple[str, float, float] | None = None  # what, seconds, deadline
         self._closed = False
-        threading.Thread(target=self._watch, daemon=True).start()
+        Thread(self._watch, name="mkernel-guard").start()
 
     @contextmanager
     def step(self, what: str, seconds: float) -> Iterator[None]:

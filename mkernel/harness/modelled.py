@@ -15,11 +15,12 @@ from mkernel import api
 from mkernel.backends.accelerators.ascend import reference
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.explain import Explanation, explain
-from mkernel.backends.accelerators.ascend.machine import Machine
+from mkernel.backends.accelerators.ascend.machine import Machine, using
 from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.accelerators.ascend.trace import communication
 from mkernel.harness.floors import Floor, Rates, floor_us, floors
 from mkernel.harness.run_report import Clock, modelled_clock
-from mkernel.harness.spec import GEMMS, VIEWS, Shape, size_text
+from mkernel.harness.spec import VIEWS, Shape, size_text
 from mkernel.plan.model import DtypeName, LaunchPlan, OpName
 from mkernel.tabular import Column, Sheet, amount
 from mkernel.topology.model import Model
@@ -109,13 +110,17 @@ def shapes(
     """Our schedule at each shape; ``explained``: and where its time goes."""
     rows = []
     for each in wanted:
-        plan = _planned(each, ranks, dtype, layout)
-        traces = _traces(plan)
+        with using(machine):
+            plan = _planned(each, ranks, dtype, layout)
+            traces = _traces(plan)
         runs = {view: model(traces, machine, view, tracks=False) for view in VIEWS}
+        alone = model(communication(traces), machine, tracks=False).total_us if ranks > 1 else 0.0
         sized = Sized(op=each.op, sizes=each.named_sizes)
         why = _explained(plan, traces, machine) if explained else None
         rows.append(
-            ModelledRow(shape=sized, ranks=ranks, modelled=modelled_clock([runs]), explained=why)
+            ModelledRow(
+                shape=sized, ranks=ranks, modelled=modelled_clock([runs], alone), explained=why
+            )
         )
         on_row(each.size)
     return ModelledReport(machine=machine, rows=tuple(rows))
@@ -129,7 +134,8 @@ def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonRep
         theirs = [reference.trace(each.shape, rank) for rank in range(each.ranks)]
         reference_ms = model(theirs, machine, tracks=False).total_us / 1e3
         shape = Shape(op="all_gather_gemm", m=each.m, n=each.n, k=each.k)
-        ours = _traces(_planned(shape, each.ranks))
+        with using(machine):
+            ours = _traces(_planned(shape, each.ranks))
         ours_ms = model(ours, machine, tracks=False).total_us / 1e3
         rows.append(
             PublishedComparison(
@@ -165,12 +171,13 @@ def _planned(
     dtype: DtypeName = "float16",
     layout: Literal["row", "column"] = "row",
 ) -> LaunchPlan:
-    """The plan of a call in one node. GEMMs give float32, the others the dtype of their inputs."""
+    """The plan of a call in one node. AllGather+GEMM gives float32, as the published one does; the
+    others the dtype of their inputs."""
     sizes: dict[str, Any] = shape.named_sizes
     return api.plan(
         shape.op,
         dtype=dtype,
-        out_dtype=None if shape.op in GEMMS else dtype,
+        out_dtype=None if shape.op == "all_gather_gemm" else dtype,
         b_layout=layout,
         nodes=1,
         ranks_per_node=ranks,
@@ -183,16 +190,22 @@ def _traces(plan: LaunchPlan) -> list[bytes]:
     return [record(plan, rank) for rank in range(plan.world_size)]
 
 
-def _explained(plan: LaunchPlan, traces: Sequence[bytes], machine: Machine) -> Explained:
+def rates_of(machine: Machine, dtype: DtypeName) -> Rates:
+    """What floors take of a machine."""
     cube, clock = machine.cube, machine.clock_ghz
-    macs = cube.macs_per_cycle_32bit if plan.dtype == "float32" else cube.macs_per_cycle_16bit
-    rates = Rates(
+    macs = cube.macs_per_cycle_32bit if dtype == "float32" else cube.macs_per_cycle_16bit
+    return Rates(
         matrix_tflops=2e-3 * macs * clock * machine.aic_cores,
         sums_gbs=machine.vector.bytes_per_cycle * clock * machine.aiv_cores,
-        link_gbs=machine.fabric.link_gbs,
-        egress_gbs=machine.fabric.egress_gbs,
+        link_gbs=machine.fabric.link_rate,
+        egress_gbs=machine.fabric.egress_rate,
         launch_us=machine.chip.launch_us,
+        between_units_gbs=machine.chip.l2_gbs,
     )
+
+
+def _explained(plan: LaunchPlan, traces: Sequence[bytes], machine: Machine) -> Explained:
+    rates = rates_of(machine, plan.dtype)
     found = floors(plan.op, plan.shape, plan.dtype, plan.world_size, rates)
     predicted = plan.prediction
     return Explained(
@@ -205,7 +218,7 @@ def _explained(plan: LaunchPlan, traces: Sequence[bytes], machine: Machine) -> E
 
 def render(report: ModelledReport) -> RenderableType:
     """Shapes for a terminal."""
-    times = ("compute only", "communication", "sequential", "pipelined")
+    times = ("compute only", "communication only", "sequential", "pipelined")
     drawn = Sheet(
         (
             *(Column(name, key=True) for name in ("op", "world", "M x N x K, or sizes")),

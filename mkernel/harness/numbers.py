@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkernel.errors import InputFileError
 from mkernel.harness import conditions, gpu_tests
-from mkernel.harness.bench_report import SHORT, cells, heads, nodes, where
+from mkernel.harness.bench_report import SHORT, cells, heads, inputs, nodes, where
 from mkernel.harness.results import Report, Row, read
 
 HEAD = """# Measured numbers
@@ -110,7 +110,9 @@ def _failures(row: Row) -> list[str]:
         return found
     if mine.figures is None:
         return [*found, f"mkernel has no figure: {mine.why}"]
-    if row.meets_target is False:
+    if row.meets_target is False and row.target_us is not None:
+        found.append(f"{mine.figures.median_us:.0f} us, target {row.target_us:g}")
+    elif row.meets_target is False:
         found.append(f"{mine.figures.to_gemm:.3f} of the product alone, target {row.target:g}")
     if row.to_best is not None and row.to_best > 1:
         found.append(f"{row.to_best:.3f} of the best peer ({row.best_peer})")
@@ -133,7 +135,7 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
     return [
         f"## {path.stem}",
         "",
-        f"{report.spec.dtype}, {layout}accelerator `{report.accelerator}`, "
+        f"{inputs(report)}, {layout}accelerator `{report.accelerator}`, "
         f"{report.spec.iterations} iterations, on {on} ({hardware['cpu']}, {hardware['cores']} cores), "
         f"{', '.join(versions)}{drawn}. {source['date']}.",
         *(f"- {sentence}" for sentence in conditions.sentences(report)),

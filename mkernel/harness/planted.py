@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from mkernel.harness import library_attention
 from mkernel.harness.contenders import Contender, GlooMatmul, NcclCublas
+from mkernel.harness.library_peers import GatheredExperts, Ring
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -121,3 +123,37 @@ class Hangs(_Broken):
         while self._calls == 4 and self.problem.rank == 0:
             time.sleep(1)
         return self._honest.call(inputs, outputs)
+
+
+class RowsOfTheNextExpert(GatheredExperts):
+    """Every expert multiplies by the weights of the one before."""
+
+    name = "rows_of_the_next_expert"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        w = "w" if self.op == "moe_dispatch_gemm" else "w2"
+        return super().call({**inputs, w: inputs[w].roll(1, 0)}, outputs)
+
+
+class StaleKeys(Ring):
+    """Attends to the keys of the call before."""
+
+    name = "stale_keys"
+    _before: torch.Tensor | None = None
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        k = inputs["k"]
+        stale, self._before = self._before, k.clone()
+        return super().call({**inputs, "k": k if stale is None else stale}, outputs)
+
+
+class MergesWithoutRescaling(Ring):
+    """Adds what parts found as if each had all keys."""
+
+    name = "merges_without_rescaling"
+
+    def merged(self, parts: list[library_attention.Part], dtype: torch.dtype) -> Tensors:
+        right = library_attention.merged(parts, dtype)
+        for each in parts[1:]:
+            right["out"][:, :, each.first :] = each.out
+        return right

@@ -61,9 +61,14 @@ class Problem:
         """Whether rows of A come from all ranks."""
         return isinstance(self.case, GemmCase) and self.case.gemm.gathers
 
+    @property
+    def fast_accum(self) -> bool:
+        """Whether products of e4m3 operands may be added with fewer bits."""
+        return bool(self.case.options.get("use_fast_accum", False))
+
     def oracle(self, kind: Kind) -> Oracle:
         """What makes the inputs of a kind of work and knows its truth."""
-        if kind == "op":
+        if kind == "op" or (kind == "compute" and not isinstance(self.case, GemmCase)):
             return self.case
         assert isinstance(self.case, GemmCase), f"{self.op} has no parts that are timed alone"
         return _PARTS[kind](self.case)

@@ -168,6 +168,9 @@ def _plans(job: Job) -> list[LaunchPlan | None]:
     found: list[LaunchPlan | None] = []
     for case in job.cases:
         given: dict[str, Any] = {"dtype": case.dtype, "out_dtype": case.out_dtype, **case.sizes}
+        if "scales" in case.options:
+            given |= {"scales": case.options["scales"], "b_layout": case.layout}
+            given["use_fast_accum"] = case.options.get("use_fast_accum", False)
         try:
             found.append(api.plan(case.op, **given))
         except MkernelError:

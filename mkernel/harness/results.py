@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from mkernel.errors import InputFileError
 from mkernel.harness.problem import Kind
 from mkernel.harness.spec import BenchSpec, Mode, Shape
+from mkernel.schema_version import SchemaVersion
 from mkernel.topology.model import Model, first_error
 from mkernel.user_files import parse_json, read_file
 
@@ -76,7 +77,7 @@ class Row(Model):
             neither takes the NIC, the bytes by the rails' rate). floor_us: the larger of the two.
         best_peer: fastest right contender beside mkernel that does the whole op.
         to_best: mkernel's time over that peer's.
-        target: the shape's, where it is meant for this world. meets_target: None without one.
+        target, target_us: the shape's, where they are meant for this world. meets_target: None without.
     """
 
     shape: Shape
@@ -88,6 +89,7 @@ class Row(Model):
     best_peer: str | None = None
     to_best: float | None = None
     target: float | None = None
+    target_us: float | None = None
     meets_target: bool | None = None
 
     @property
@@ -150,7 +152,7 @@ class Report(Model):
         conditions: None in files from before it was recorded.
     """
 
-    format: Literal["mkernel-bench-1"] = FORMAT
+    format: Annotated[Literal["mkernel-bench-1"], SchemaVersion] = FORMAT
     name: str
     ranks: int
     nodes: int = 1
@@ -192,12 +194,7 @@ def read(path: Path) -> Report | None:
             raise
         raise InputFileError(f"result {path} is not JSON: {error}") from error
     told = content.get("format") if isinstance(content, dict) else None
-    if told != FORMAT:
-        if isinstance(told, str) and told.startswith(_FAMILY):
-            raise InputFileError(
-                f"result {path}: format {told!r} is of another version of mkernel; this one reads "
-                f"{FORMAT!r}: measure again, or render it by that version"
-            )
+    if not isinstance(told, str) or not told.startswith(_FAMILY):
         return None
     try:
         return Report.model_validate(content)

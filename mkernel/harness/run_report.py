@@ -76,15 +76,16 @@ Views = Mapping[View, ModelledRun]
 """A call in each view, on the modelled machine."""
 
 
-def modelled_clock(calls: Sequence[Views]) -> Clock:
-    """The three views in modelled time, of calls that follow each other."""
+def modelled_clock(calls: Sequence[Views], comm_us: float | None = None) -> Clock:
+    """The three views in modelled time, of calls that follow each other. ``comm_us``: communication
+    alone, where it was modelled by itself; else what is sequential and not compute."""
 
     def total_ms(view: View) -> float:
         return sum(call[view].total_us for call in calls) / 1e3
 
     return clock(
         total_ms("compute_only"),
-        sum(_comm_us(call["sequential"]) for call in calls) / 1e3,
+        (sum(_comm_us(call["sequential"]) for call in calls) if comm_us is None else comm_us) / 1e3,
         total_ms("sequential"),
         total_ms("pipelined"),
     )
@@ -196,8 +197,14 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
     ):
         times = [1e3 * getattr(each, attribute) for _, _, each in clocks]
         table.row(label, *(in_unit(time, unit) for time, unit in zip(times, units, strict=True)))
-    table.row("speed-up over sequential", *(f"{each.speedup:.2f}x" for _, _, each in clocks))
-    table.row("overlap efficiency", *(_efficiency(each) for _, _, each in clocks))
+    table.row(
+        "speed-up over sequential",
+        *(_unless_noisy(each, f"{each.speedup:.2f}x") for _, _, each in clocks),
+    )
+    table.row(
+        "overlap efficiency",
+        *(_unless_noisy(each, f"{each.overlap_efficiency:.0%}") for _, _, each in clocks),
+    )
     legend = "; ".join(f"{name}: {where}" for name, where, _ in clocks)
     legend = f"{legend}. Median over {report.iterations} calls of the slowest rank's time."
     if any(_noisy(each) for _, _, each in clocks):
@@ -252,10 +259,10 @@ def _carrier(report: RunReport) -> str:
     return f", {amount(report.nic_bytes)} through the NIC" if through else ""
 
 
-def _efficiency(each: Clock) -> str:
-    return _NOISY if _noisy(each) else f"{each.overlap_efficiency:.0%}"
+def _unless_noisy(each: Clock, said: str) -> str:
+    return _NOISY if _noisy(each) else said
 
 
 def _noisy(each: Clock) -> bool:
-    """Whether an efficiency would say nothing."""
+    """Whether what overlap gains would say nothing."""
     return each.noise_ms > 0 and min(each.compute_only_ms, each.comm_only_ms) <= each.noise_ms

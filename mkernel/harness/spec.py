@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
-from mkernel.plan.model import DtypeName, OpName
+from mkernel.plan.model import DtypeName, OpName, ScaleMode
+from mkernel.plan.scales import RESULTS
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from mkernel.topology.model import Finite, Model, Name
@@ -22,6 +23,8 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 Mode = Literal["kernel", "eager", "graph", "first"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
+SPARE_ROWS = 256
+"""Of a capacity, beyond a quarter more than balanced routing needs."""
 LOOP_CALLS = 20
 """Calls of a turn in the modes ``eager`` and ``graph``."""
 
@@ -51,7 +54,7 @@ class Shape(Finite):
         m, n, k: of a GEMM op. sizes: of another op, by name.
         name: the layer or group it stands for.
         target: largest time as a ratio to the product alone, in a world of ``target_ranks`` on
-            ``target_accelerator``; None: any.
+            ``target_accelerator``; None: any. target_us: the same in microseconds, for H200s.
         ranks: the world that it is meant for; None: any.
         layout: of B in memory; None: the run's.
     """
@@ -63,6 +66,7 @@ class Shape(Finite):
     sizes: dict[str, int] = Field(default_factory=dict)
     name: Name = ""
     target: float | None = Field(None, gt=0)
+    target_us: float | None = Field(None, gt=0)
     target_ranks: int | None = Field(None, ge=1)
     target_accelerator: str | None = None
     ranks: int | None = Field(None, ge=1)
@@ -98,11 +102,10 @@ class Shape(Finite):
         scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))
         return 4.0 * scores * sizes["head_dim"] / world / (2 if sizes.get("causal") else 1)
 
-    def target_for(self, world: int, accelerator: str) -> float | None:
-        """The target in a world of that many ranks on an accelerator backend."""
+    def aimed_at(self, world: int, accelerator: str) -> bool:
+        """Whether the targets are meant for a world of that many ranks on an accelerator backend."""
         here = self.target_ranks in (None, world)
-        with_it = self.target_accelerator in (None, accelerator)
-        return self.target if here and with_it else None
+        return here and self.target_accelerator in (None, accelerator)
 
 
 class BenchSpec(Model):
@@ -114,6 +117,10 @@ class BenchSpec(Model):
         modes: what is timed, each for all shapes (:data:`MODE_TEXT`).
         iterations: timed turns of each contender; warmup: untimed ones before.
         launches: what a call costs the host to launch counts too, in mode ``kernel``.
+        routing: of MoE (:mod:`mkernel.cases.moe`). capacity: whether a dispatch is given one, so that
+            no size depends on its routing and graphs capture it.
+        dtype: of the inputs; of results too, but of e4m3 inputs, whose ``scales`` are named, bfloat16.
+        fast_accum: their products may be added with fewer bits (``use_fast_accum``).
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
@@ -123,22 +130,37 @@ class BenchSpec(Model):
     modes: tuple[Mode, ...] = ("kernel",)
     dtype: DtypeName = "bfloat16"
     layout: Literal["row", "column"] = "row"
+    scales: ScaleMode | None = None
+    routing: Literal["uniform", "zipf"] = "uniform"
+    capacity: bool = False
+    fast_accum: bool = False
     warmup: int = Field(3, ge=1)
     iterations: int = Field(20, ge=1)
     seed: int = Field(0, ge=0)
     launches: bool = False
     timeout_s: float = Field(60.0, ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)
 
-    def job(self) -> Job:
-        """What its ranks do."""
+    def _options(self, shape: Shape, ranks: int) -> dict[str, Any]:
+        """Of the shape's case."""
+        if not shape.op.startswith("moe"):
+            scales = {} if self.scales is None else {"scales": self.scales}
+            fast = {"use_fast_accum": True} if self.fast_accum else {}
+            return {"replicate_b": False} | scales | fast
+        rows = shape.sizes["tokens"] * shape.sizes["top_k"]
+        most = rows * ranks if self.routing == "zipf" else rows * 5 // 4 + SPARE_ROWS
+        found: dict[str, Any] = {"routing": self.routing}
+        return found | {"capacity": min(most, rows * ranks)} if self.capacity else found
+
+    def job(self, ranks: int) -> Job:
+        """What they do."""
         cases = tuple(
             case_of(shape.op)(
                 sizes=shape.named_sizes,
                 dtype=self.dtype,
-                out_dtype=self.dtype,
-                layout=shape.layout or self.layout,
+                out_dtype=self.dtype if self.scales is None else RESULTS[0],
+                layout=self.layout if self.scales else shape.layout or self.layout,
                 seed=self.seed,
-                options={"replicate_b": False},
+                options=self._options(shape, ranks),
             )
             for shape in self.shapes
         )

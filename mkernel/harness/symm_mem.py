@@ -16,7 +16,12 @@ import torch
 from torch import distributed
 
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contenders import Contender, PartAlone
+from mkernel.harness.contenders import (
+    Contender,
+    PartAlone,
+    product,
+    scales_without_product,
+)
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -85,10 +90,16 @@ class SymmMem(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return _unusable(problem) if problem.op in GEMMS else "has no such op"
+        if problem.op not in GEMMS:
+            return "has no such op"
+        if problem.case.options.get("scales") == "tensor" and problem.gathers:
+            return "multiplies all ranks' rows by one rank's scale"
+        return _unusable(problem) or scales_without_product(problem)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
+        if "a_scale" in inputs and self._sum is None:
+            return {"out": self._scaled(inputs, outputs["out"].dtype)}
         if self._gathers:
             # Without the gathered A it would choose multicast for small shapes.
             _, (result,) = ops.fused_all_gather_matmul(
@@ -97,10 +108,26 @@ class SymmMem(Contender):
             return {"out": result}
         if self._sum is None:
             return {"out": ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)}
-        torch.matmul(a, b, out=self._sum)
+        product(a, inputs, self._sum, fast=self.fast)
         if self._sum.nbytes <= ONE_SHOT_BYTES:
             return {"out": ops.one_shot_all_reduce(self._sum, "sum", self._group)}
         return {"out": ops.two_shot_all_reduce_(self._sum, "sum", self._group)}
+
+    def _scaled(self, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+        """Of e4m3 operands."""
+        ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
+        of_a, of_b = inputs["a_scale"], inputs["b_scale"]
+        result: torch.Tensor
+        if self._gathers:
+            _, (result,) = ops.fused_all_gather_scaled_matmul(
+                a, [b], of_a, [of_b], 0, self._group, [None], [None], [dtype], [self.fast]
+            )
+            return result
+        shape = [a.shape[0], b.shape[1]]
+        result = ops.fused_scaled_matmul_reduce_scatter(
+            a, b, of_a, of_b, "sum", 0, 0, self._group, shape, None, None, dtype, self.fast
+        )
+        return result
 
 
 def pull_order(rank: int, world: int) -> tuple[int, ...]:
@@ -152,7 +179,9 @@ class Copy(PartAlone):
 
 def _symmetric(shape: tuple[int, ...], problem: Problem) -> torch.Tensor:
     """Memory of its own: a handle's buffers start at the allocation, and a pool would share one."""
+    case = problem.case
+    dtype = case.dtype if problem.gathers else case.out_dtype
     made: torch.Tensor = _module()._SymmetricMemory.empty_strided_p2p(
-        shape, (shape[1], 1), getattr(torch, problem.case.dtype), problem.device
+        shape, (shape[1], 1), getattr(torch, dtype), problem.device
     )
     return made

@@ -1,5 +1,5 @@
-"""When each rank communicated and computed, on one of two clocks that are never mixed; as a picture,
-and as a Perfetto trace (Trace Event Format; open it at ui.perfetto.dev).
+"""When each rank communicated and computed, on one of two clocks that are never mixed; and as a
+Perfetto trace (Trace Event Format; open it at ui.perfetto.dev).
 
 *Modelled*, where the backend models time: every core of one pipelined call. Else *wall*: only how long
 a call's communication and compute took in all is known, not when, so each view's last timed call
@@ -19,8 +19,6 @@ from mkernel.harness.spec import VIEWS
 from mkernel.harness.turns import Turns
 from mkernel.plan.simulate import Traced
 
-_COLOURS = {"call": "#d0d0d0", "compute": "#2a6fbb", "comm": "#d9822b"}
-_WAITING = "#d0d0d0"
 _GAP = 1.05  # between views, in lengths of the one before
 
 
@@ -32,6 +30,7 @@ class Timeline:
         clock, label: which clock it is, in a sentence and in a few words.
         title: of the picture. total_us: its length in microseconds.
         pipes: what is known beyond the tracks of the picture.
+        sections: names of what follows each other, and where each begins, in microseconds.
     """
 
     clock: str
@@ -40,6 +39,7 @@ class Timeline:
     total_us: float
     tracks: tuple[Track, ...]
     pipes: tuple[Track, ...] = ()
+    sections: tuple[tuple[str, float], ...] = ()
 
 
 def modelled(calls: Sequence[ModelledRun]) -> Timeline:
@@ -48,7 +48,7 @@ def modelled(calls: Sequence[ModelledRun]) -> Timeline:
     return Timeline(
         clock=f"modelled, {machine}; not measured",
         label=f"modelled time, {machine}",
-        title="pipelined: all cores of a track overlaid; grey waits for a signal",
+        title="a pipelined call: the share of each rank's cores that work",
         total_us=sum(call.total_us for call in calls),
         tracks=_one_after_another([(call.total_us, call.tracks) for call in calls]),
         pipes=_one_after_another([(call.total_us, (*call.pipes, *call.links)) for call in calls]),
@@ -93,7 +93,7 @@ def simulated(found: Traced) -> Timeline:
     return Timeline(
         clock=f"simulated with the constants of {found.result.constants}; not measured",
         label=f"simulated, {found.result.constants}",
-        title="simulated call: links of one node of each kind, and its ranks' tiles",
+        title="a simulated call: links of one node of each kind, and its ranks' tiles",
         total_us=found.result.time_us,
         tracks=tuple(tracks),
     )
@@ -107,7 +107,9 @@ def wall(ranks: Sequence[Mapping[str, Turns]]) -> Timeline:
         for kind in ("call", "compute", "comm")
     }
     start = end = 0.0
+    sections = []
     for view in VIEWS:
+        sections.append((view.replace("_", " "), 1e6 * start))
         for rank, found in enumerate(ranks):
             took = {"call": found[view].seconds[-1], **found[view].parts[-1]}
             for kind, seconds in took.items():
@@ -120,53 +122,11 @@ def wall(ranks: Sequence[Mapping[str, Turns]]) -> Timeline:
     return Timeline(
         clock="wall, measured on this host; comm and compute are a call's sums, drawn from its start",
         label="wall time on this host",
-        title=f"{', then '.join(VIEWS).replace('_', ' ')}; comm and compute in all, "
-        "drawn from the call's start; grey: the call",
+        title="how long a call of each view computed and communicated in all",
         total_us=1e6 * end,
         tracks=tuple(tracks.values()),
+        sections=tuple(sections),
     )
-
-
-def write_timeline(run: Timeline, path: Path) -> None:
-    """Draw one row a rank and kernel, shaded by how many of its tracks are busy.
-
-    Raises:
-        ImportError: matplotlib is missing (extra ``bench``).
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = sorted(
-        {(track.rank, track.kernel) for track in run.tracks},
-        key=lambda row: (row[0], tuple(_COLOURS).index(row[1])),
-    )
-    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.45 * len(rows)), constrained_layout=True)
-    for row, (rank, kind) in enumerate(rows):
-        tracks = [track for track in run.tracks if (track.rank, track.kernel) == (rank, kind)]
-        for track in tracks:
-            for waiting in (True, False):
-                spans = [
-                    (span.start_us, span.duration_us)
-                    for span in track.spans
-                    if span.duration_us > 0 and (span.name == "TWAIT") == waiting
-                ]
-                axes.broken_barh(
-                    spans,
-                    (row - 0.4, 0.8),
-                    facecolors=_WAITING if waiting else _COLOURS[kind],
-                    alpha=0.9 / max(1.0, len(tracks) ** 0.5),
-                    linewidth=0,
-                )
-    axes.set_yticks(range(len(rows)), [f"rank {rank} {kind}" for rank, kind in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, run.total_us)
-    axes.set_xlabel(f"µs; {run.clock}")
-    axes.set_title(run.title)
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def write_trace(run: Timeline, path: Path) -> None:

@@ -4,7 +4,7 @@ A turn draws inputs and poisons outputs (:mod:`mkernel.harness.work`), is timed 
 (:mod:`mkernel.harness.protocol`), and is then checked: every turn but those that warm up. A contender
 that was wrong once is wrong. The order of peers alternates between iterations, and at the end each rank
 in its turn comes late once; these turns are checked and not timed. Views take turns in their order: the
-machine's mood hits all alike. MoE is timed as what a layer does: dispatch and combine together.
+machine's mood hits all alike.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ class Row:
 
     def _check(self, name: str, wanted: Wanted, outputs: Tensors) -> None:
         """Compare a result with the truth; of a peer's large ones only some rows."""
+        judged = wanted.judged(outputs)
         found = wanted.problem.compared(
-            wanted.kind, outputs, wanted.turn, wanted.promised, sampled=not self._job.views
+            wanted.kind, judged, wanted.turn, wanted.promised, sampled=not self._job.views
         )
         self._found[name].add(found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,18 +28,22 @@ PARTS = ("communication", "bytes")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a result must be: the truth of a kind of work at ``problem`` on the inputs of ``turn``;
-    ``promised``: which of its outputs, None: all."""
+    """What a result must be: the truth of a kind of work at ``problem`` on the inputs of ``turn``.
+
+    ``promised``: which of its outputs, None: all. ``judged``: what a call's results say of them.
+    """
 
     problem: Problem
     kind: Kind
     turn: int
     promised: tuple[str, ...] | None
+    judged: Callable[[Tensors], Tensors]
 
     @classmethod
-    def of(cls, contender: Contender, turn: int) -> Wanted:
-        """What a contender promises."""
-        return cls(contender.problem, contender.kind, turn, contender.promised())
+    def of(cls, contender: Contender, turn: int, inputs: Inputs) -> Wanted:
+        """What a contender promises of these inputs."""
+        judged = partial(contender.judged, inputs=inputs)
+        return cls(contender.problem, contender.kind, turn, contender.promised(), judged)
 
 
 class Work(ABC):
@@ -78,7 +83,7 @@ class OneCall(Work):
 
     def prepare(self, turn: int) -> list[Wanted]:
         self._outputs = poisoned(self._contender, self._inputs, self._contender.outputs(), turn)
-        return [Wanted.of(self._contender, turn)]
+        return [Wanted.of(self._contender, turn, self._inputs)]
 
     def run(self) -> Sequence[Tensors]:
         return (self._contender.call(self._inputs, self._outputs),)
@@ -96,7 +101,10 @@ class Loop(Work):
     def prepare(self, turn: int) -> list[Wanted]:
         for number, (inputs, outputs) in enumerate(self._sets):
             poisoned(self._contender, inputs, outputs, turn + number)
-        return [Wanted.of(self._contender, turn + number) for number in range(2)]
+        return [
+            Wanted.of(self._contender, turn + number, inputs)
+            for number, (inputs, _) in enumerate(self._sets)
+        ]
 
     def run(self) -> Sequence[Tensors]:
         before = last = None
@@ -106,7 +114,8 @@ class Loop(Work):
         assert before is not None
         assert last is not None
         # A contender with one result memory has overwritten the result before the last.
-        return (last,) if before["out"].data_ptr() == last["out"].data_ptr() else (before, last)
+        one, other = (next(iter(result.values())).data_ptr() for result in (before, last))
+        return (last,) if one == other else (before, last)
 
 
 class Replay(Loop):

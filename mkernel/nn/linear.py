@@ -24,6 +24,7 @@ from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.gemm_all_reduce import gemm_all_reduce
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+from mkernel.ops.registration import ops
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -177,7 +178,7 @@ def column_product(
     _check(x, weight.shape[1], split)
     if split is not None:
         return all_gather_gemm(x, weight.t(), bias=bias, gather_dim=split, group=group)
-    product: Tensor = torch.ops.mkernel.replicated_gemm(x.flatten(0, -2), weight.t(), group=group)
+    product: Tensor = ops.replicated_gemm(x.flatten(0, -2), weight.t(), group=group)
     y = product.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 

@@ -18,11 +18,21 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.errors import ArgumentError
 from mkernel.ops import around, derivatives, validate
-from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
+from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch
-from mkernel.ops.registration import group_name, register
+from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.scaled_gemm import SCALED_OPTIONS, register_scaled, scaled_result
+from mkernel.ops.scales import (
+    Scaled,
+    as_matrix,
+    check_alike,
+    refuse_gradients,
+    scale_of_rows,
+    scaled,
+)
 from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -35,6 +45,9 @@ def all_gather_gemm(
     a: Tensor,
     b: Tensor,
     *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
     bias: Tensor | None = None,
     gather_dim: int = 0,
     out: Tensor | None = None,
@@ -52,6 +65,9 @@ def all_gather_gemm(
     a: Tensor,
     b: Tensor,
     *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
     bias: Tensor | None = None,
     gather_dim: int = 0,
     out: Tensor | None = None,
@@ -69,6 +85,9 @@ def all_gather_gemm(
     a: Tensor,
     b: Sequence[Tensor],
     *,
+    a_scale: Tensor | None = None,
+    b_scale: Sequence[Tensor] | None = None,
+    use_fast_accum: bool = False,
     bias: Sequence[Tensor] | None = None,
     gather_dim: int = 0,
     out: Sequence[Tensor] | None = None,
@@ -86,6 +105,9 @@ def all_gather_gemm(
     a: Tensor,
     b: Sequence[Tensor],
     *,
+    a_scale: Tensor | None = None,
+    b_scale: Sequence[Tensor] | None = None,
+    use_fast_accum: bool = False,
     bias: Sequence[Tensor] | None = None,
     gather_dim: int = 0,
     out: Sequence[Tensor] | None = None,
@@ -102,6 +124,9 @@ def all_gather_gemm(
     a: Tensor,
     b: Tensor | Sequence[Tensor],
     *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | Sequence[Tensor] | None = None,
+    use_fast_accum: bool = False,
     bias: Tensor | Sequence[Tensor] | None = None,
     gather_dim: int = 0,
     out: Tensor | Sequence[Tensor] | None = None,
@@ -130,10 +155,20 @@ def all_gather_gemm(
             are never copied, parts of such ones (``W[:, 256:512]``) on most accelerators. Or several,
             which share one gather: the widest product is computed while rows arrive, the others by
             torch when they are there.
-        bias: [N_r], in the dtype of ``a``; of several b, one each.
+        a_scale, b_scale: float32, beside e4m3 ``a`` and ``b`` (``torch.float8_e4m3fn``), of which b is
+            K-major: one element each; or [M, 1] and [1, N]; or [M, K / 128] and [K / 128, N / 128]
+            (rounded up), by blocks of 128 of a row of A and 128 x 128 of B. M, N, K: of this rank's a
+            and b; where a has more dimensions, so has a_scale. A product of elements counts times
+            their scales. Scales of a are this rank's own and go where its rows go; what is returned or
+            given as ``gathered`` are the elements alone. Of several b, one b_scale each. There are no
+            gradients.
+        use_fast_accum: products of e4m3 operands may be added with fewer bits than float32 has, where
+            the device is faster so, as in ``torch._scaled_mm``; the same on every rank.
+        bias: [N_r], in the dtype of ``a`` (of e4m3 ones, of C); of several b, one each.
         gather_dim: dimension of ``a`` along which ranks have parts; any but the last.
         out: [M, N_r] to write to, contiguous; allocated where None. Of several b, one each.
-        out_dtype: of C; default: that of ``out``, else that of ``a``.
+        out_dtype: of C; default: that of ``out``, else that of ``a``; of e4m3 operands bfloat16, else
+            float16 or float32.
         chunk: tiles of A a communication chunk; default: the planner's choice.
         gathered: [M, K], contiguous, in the dtype of ``a``, to write the gathered A to. In memory of
             :func:`mkernel.empty` it costs nothing where kernels gather there.
@@ -162,12 +197,29 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
-    if isinstance(b, list | tuple):
+    if isinstance(b, (list, tuple)):
         results, whole = _several(
-            a, b, bias, gather_dim, out, out_dtype, chunk, gathered, save_gathered, group
-        )
+            a, b, _scaled_many(a_scale, b_scale, use_fast_accum, b), bias, gather_dim,
+            out, out_dtype, chunk, gathered, save_gathered, group,
+        )  # fmt: skip
         return (results, whole) if return_gathered else results
     one: tuple[Any, Any, Any] = (b, bias, out)
+    of_one: Any = b_scale
+    given = scaled(a_scale, of_one, use_fast_accum)
+    if given is not None:
+        return _one_scaled(
+            a,
+            one[0],
+            given,
+            bias,
+            gather_dim,
+            out,
+            out_dtype,
+            chunk,
+            gathered,
+            return_gathered,
+            group,
+        )
     return _one(
         a, *one, gather_dim, out_dtype, chunk, gathered, return_gathered, save_gathered, group
     )
@@ -196,7 +248,7 @@ def _one(
     traced = traced_outputs(given, a, b, bias)
     if traced or (given is None and seen_by_torch(a, b, bias)):
         c: Tensor
-        c, whole = torch.ops.mkernel.all_gather_gemm_gathered(
+        c, whole = ops.all_gather_gemm_gathered(
             a,
             b,
             bias,
@@ -223,6 +275,32 @@ def _one(
         group=group,
     ).outputs
     return (done["out"], done["gathered"]) if return_gathered else done["out"]
+
+
+def _one_scaled(
+    a: Tensor,
+    b: Tensor,
+    given: Scaled,
+    bias: Any,
+    gather_dim: int,
+    out: Any,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    gathered: Tensor | None,
+    return_gathered: bool,
+    group: Group,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The product of e4m3 operands with one b."""
+    if gathered is None and not return_gathered:
+        return scaled_result(
+            OP, a, b, given, bias, gather_dim,
+            out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+        )  # fmt: skip
+    lists = [None if each is None else [each] for each in (bias, out)]
+    (c,), whole = _several(
+        a, [b], [given], lists[0], gather_dim, lists[1], out_dtype, chunk, gathered, False, group
+    )
+    return (c, whole) if return_gathered else c
 
 
 def _gathered(
@@ -268,6 +346,7 @@ def _gathered_fake(
 def _several(
     a: Tensor,
     b: Sequence[Tensor],
+    scales: Sequence[Scaled] | None,
     bias: Any,
     gather_dim: int,
     out: Any,
@@ -282,8 +361,28 @@ def _several(
     outs = _one_each("out", out, b)
     parts = [OP.local(a, *each, gather_dim, group) for each in zip(b, biases, strict=True)]
     a, b, biases = parts[0][0], [each[1] for each in parts], [each[2] for each in parts]
-    if out is None and gathered is None and seen_by_torch(a, *b, *biases):
-        results, whole = torch.ops.mkernel.all_gather_gemms(
+    if scales is not None:
+        of_b = {f"b_scale[{at}]": each.b for at, each in enumerate(scales)}
+        refuse_gradients(OP.name, a=a, a_scale=scales[0].a, gathered=gathered, **of_b)
+        for at, each in enumerate(zip(b, biases, outs, strict=True)):
+            named = zip(("b", "bias", "out"), each, strict=True)
+            refuse_gradients(OP.name, **{f"{name}[{at}]": one for name, one in named})
+        if out is None and gathered is None and seen_by_torch(a, *b, *biases):
+            results, whole = ops.all_gather_gemms_scaled(
+                a,
+                b,
+                scales[0].a,
+                [each.b for each in scales],
+                [] if bias is None else biases,
+                gather_dim=gather_dim,
+                out_dtype=out_dtype,
+                use_fast_accum=scales[0].use_fast_accum,
+                chunk=chunk,
+                group=group_name(group),
+            )
+            return list(results), whole
+    elif out is None and gathered is None and seen_by_torch(a, *b, *biases):
+        results, whole = ops.all_gather_gemms(
             a,
             b,
             [] if bias is None else biases,
@@ -294,7 +393,18 @@ def _several(
             group=group_name(group),
         )
         return list(results), whole
-    return _call_several(a, b, biases, gather_dim, outs, out_dtype, chunk, gathered, group)
+    return _call_several(a, b, scales, biases, gather_dim, outs, out_dtype, chunk, gathered, group)
+
+
+def _scaled_many(
+    a_scale: Tensor | None, b_scale: Any, use_fast_accum: bool, b: Sequence[Tensor]
+) -> list[Scaled] | None:
+    """The scales of each product, or none."""
+    if a_scale is None and b_scale is None:
+        scaled(None, None, use_fast_accum)
+        return None
+    found = (scaled(a_scale, one, use_fast_accum) for one in _one_each("b_scale", b_scale, b))
+    return [one for one in found if one is not None]
 
 
 def _one_each(name: str, given: Any, b: Sequence[Tensor]) -> list[Tensor | None]:
@@ -302,8 +412,10 @@ def _one_each(name: str, given: Any, b: Sequence[Tensor]) -> list[Tensor | None]
         raise ArgumentError("b", "an empty list", "a matrix, or a list of one or more")
     if given is None:
         return [None] * len(b)
-    if not isinstance(given, list | tuple) or len(given) != len(b):
-        found = f"{len(given)} of them" if isinstance(given, list | tuple) else type(given).__name__
+    if not isinstance(given, (list, tuple)) or len(given) != len(b):
+        found = (
+            f"{len(given)} of them" if isinstance(given, (list, tuple)) else type(given).__name__
+        )
         raise ArgumentError(name, found, f"a list of {len(b)}, one for each b")
     return list(given)
 
@@ -312,6 +424,7 @@ def _one_each(name: str, given: Any, b: Sequence[Tensor]) -> list[Tensor | None]
 def _call_several(
     a: Tensor,
     b: Sequence[Tensor],
+    scales: Sequence[Scaled] | None,
     biases: Sequence[Tensor | None],
     dim: int,
     outs: Sequence[Tensor | None],
@@ -329,19 +442,23 @@ def _call_several(
         validate.on_device(label[0], matrix, world.accelerator.device)
     columns = tuple(each.shape[1] for each in b)
     widest = columns.index(max(columns))
+    unless = result_dtype(a)
+    dtype = out_dtype or next((each.dtype for each in outs if each is not None), unless)
     for number, (b_name, bias_name, _) in enumerate(names):  # of the widest the call checks it
         other, bias = b[number], biases[number]
         if number != widest:
             validate.same_dtype(f"{b_name}.dtype", other, "a", a)
             validate.same_columns(b_name, other, b[widest])
         if number != widest and bias is not None:
-            validate.vector(bias_name, bias, columns[number], a.dtype)
+            validate.vector(bias_name, bias, columns[number], a.dtype if scales is None else dtype)
             validate.on_device(bias_name, bias, world.accelerator.device)
-    dtype = out_dtype or next((each.dtype for each in outs if each is not None), a.dtype)
+    if scales is not None:
+        check_alike(a, b, scales, world.accelerator.device)
     done = OP.call(
         a,
         b[widest],
         biases[widest],
+        scaled=None if scales is None else scales[widest],
         dim=dim,
         out=outs[widest],
         out_dtype=dtype,
@@ -354,6 +471,8 @@ def _call_several(
     dim = validate.dimension("gather_dim", dim, whole)
     lead = OP.lead(whole, dim, 1)
     rows, results = around.as_rows(whole, dim), []
+    if scales is not None and len(b) > 1:
+        rows = dequantised(rows, scale_of_rows(done.outputs["gathered_scale"], len(rows)))
     for number, width in enumerate(done.plan.products):
         out = outs[number]
         if number == done.plan.launched:
@@ -361,7 +480,10 @@ def _call_several(
             continue
         made = rows.new_empty((len(rows), width), dtype=dtype)
         shaped = around.from_rows(made, lead, dim)
-        around.product(rows, b[number], biases[number], made)
+        other = b[number]
+        if scales is not None:
+            other = dequantised(other, as_matrix(scales[number].b))
+        around.product(rows, other, biases[number], made)
         if out is not None:
             shaped = validate.output(names[number][2], out, tuple(shaped.shape), dtype, dim).copy_(
                 shaped
@@ -383,7 +505,7 @@ def _several_kernel(
 ) -> tuple[list[Tensor], Tensor]:
     nothing: list[Tensor | None] = [None] * len(b)
     biases: list[Tensor | None] = [*bias] if bias else nothing
-    return _call_several(a, b, biases, gather_dim, nothing, out_dtype, chunk, None, group)
+    return _call_several(a, b, None, biases, gather_dim, nothing, out_dtype, chunk, None, group)
 
 
 def _several_fake(
@@ -402,7 +524,46 @@ def _several_fake(
     return results, OP.fake_gathered(a, gather_dim, ranks)
 
 
+def _several_scaled_kernel(
+    a: Tensor,
+    b: list[Tensor],
+    a_scale: Tensor,
+    b_scale: list[Tensor],
+    bias: list[Tensor],
+    *,
+    gather_dim: int = 0,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[list[Tensor], Tensor]:
+    nothing: list[Tensor | None] = [None] * len(b)
+    biases: list[Tensor | None] = [*bias] if bias else nothing
+    scales = [Scaled(a_scale, one, use_fast_accum) for one in b_scale]
+    return _call_several(a, b, scales, biases, gather_dim, nothing, out_dtype, chunk, None, group)
+
+
+def _several_scaled_fake(
+    a: Tensor,
+    b: list[Tensor],
+    a_scale: Tensor,
+    b_scale: list[Tensor],
+    bias: list[Tensor],
+    *,
+    use_fast_accum: bool = False,
+    **options: Any,
+) -> tuple[list[Tensor], Tensor]:
+    return _several_fake(a, b, bias, **options)
+
+
 OP.register(derivatives.save_gather, derivatives.gather_backward)
+register_scaled(OP)
+register(
+    "all_gather_gemms_scaled(Tensor a, Tensor[] b, Tensor a_scale, Tensor[] b_scale, Tensor[] bias, "
+    f"*, int gather_dim=0, {SCALED_OPTIONS}) -> (Tensor[], Tensor)",
+    _several_scaled_kernel,
+    _several_scaled_fake,
+)
 register(
     f"all_gather_gemm_gathered({OP.arguments}) -> (Tensor, Tensor)",
     _gathered,

@@ -3,8 +3,12 @@ rows that the backend takes, results become what the caller asked for.
 
     a [.., K] ──(copy a)──▶ rows ─▶┐          ┌─▶ rows ──(+ bias)──(copy out)──▶ out [.., N]
     b [K, N] ──(copy b)──────────▶ │  launch  │
+    a_scale, b_scale ──(copy)────▶ │          │
     bias [N] ──(copy bias)───────▶ │ (+ bias) │
+    residual [.., N] ──▶ rows ───▶ │ (+ norm) │─▶ rows ──(+ residual, norm)──▶ residual_out [.., N]
                                    └──────────┴─▶ rows ──(copy gathered)──▶ gathered [.., K]
+
+A norm comes behind a bias; where the launch does not normalise, neither adds it the residual.
 
 Rows are counted with the dimension that ranks share outermost, so that those of a rank follow each
 other. What is allocated lies so too: where that dimension is not the first, the result is a view.
@@ -13,11 +17,27 @@ other. What is allocated lies so too: where that dimension is not the first, the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.plan.model import LaunchPlan
+
+
+class Normed(NamedTuple):
+    """What rows of a sum are normalised with, and what is added to them before. Packed."""
+
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """By the names of a launch's tensors."""
+        there = {} if self.residual is None else {"residual": self.residual}
+        return there | {"norm_weight": self.weight}
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:
@@ -42,8 +62,10 @@ def before(plan: LaunchPlan, given: Mapping[str, Tensor], dim: int) -> dict[str,
     for name, tensor in given.items():
         if name == "b":
             launched[name] = _repacked(plan, tensor) if "b" in plan.copies else tensor
-        elif name == "bias":
-            launched[name] = tensor.contiguous() if "bias" in plan.copies else tensor
+        elif name in ("bias", "norm_weight"):
+            launched[name] = tensor.contiguous() if name in plan.copies else tensor
+        elif name.endswith("_scale"):
+            launched[name] = _scale_as_launched(name, tensor, dim)
         elif name not in plan.copies:
             launched[name] = as_rows(tensor, dim)
         elif name == "a":
@@ -55,17 +77,33 @@ def before(plan: LaunchPlan, given: Mapping[str, Tensor], dim: int) -> dict[str,
     return launched
 
 
+def _scale_as_launched(name: str, scale: Tensor, dim: int) -> Tensor:
+    if name == "gathered_scale":
+        return scale
+    if scale.numel() == 1:
+        return scale.view(1, 1)
+    return as_rows(scale, dim).contiguous() if name == "a_scale" else scale.t().contiguous().t()
+
+
 def after(
     plan: LaunchPlan,
     launched: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
     dim: int,
     bias: Tensor | None,
+    norm: Normed | None = None,
 ) -> None:
     """Fill the caller's outputs from those of the launch."""
-    if plan.bias == "after":
-        assert bias is not None
-        launched["out"].add_(bias)
+    out, addends = launched["out"], [bias] if bias is not None and plan.bias == "after" else []
+    if plan.norm is not None and plan.norm.step == "after":
+        assert norm is not None
+        if norm.residual is not None:
+            addends.append(as_rows(norm.residual, dim))
+        new = as_rows(given["residual_out"], dim)
+        add_and_normalise(out, addends, norm.weight, norm.eps, out, new)
+    else:
+        for addend in addends:
+            out.add_(addend)
     for name in ("out", "gathered"):
         if name in plan.copies and name in given:
             outer = given[name].movedim(dim, 0)

@@ -10,7 +10,7 @@ import torch
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import path_of
 from mkernel.plan.around import NOTHING, Around
-from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice
+from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
 from mkernel.plan.planner import plan
 from mkernel.plan.shapes import takes
 from mkernel.world.calls import CallRecord
@@ -60,11 +60,17 @@ def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
     return found
 
 
-def engine_for(world: World, op: str, sizes: Mapping[str, Any], dtype: str | None) -> Engine:
+def engine_for(
+    world: World,
+    op: str,
+    sizes: Mapping[str, Any],
+    dtype: str | None,
+    scales: Scales | None = None,
+) -> Engine:
     """What runs a call of these sizes. Unsupported."""
     if not world.backends.companions:
         return world.engine(op)
-    return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype))
+    return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype, scales))
 
 
 def plan_for(
@@ -87,7 +93,7 @@ def plan_for(
     key = (op, *sizes.items(), dtype, out_dtype, b_layout, around, repr(chunk), path)
     found = world.planned[key]
     if found is None:
-        engine = engine_for(world, op, sizes, dtype)
+        engine = engine_for(world, op, sizes, dtype, around.scales)
         found = world.planned[key] = plan(
             op,
             sizes,

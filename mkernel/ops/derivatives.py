@@ -7,6 +7,8 @@ scattered, 1 a row of ones:
     C = RS(a @ b) + bias    da = AG(dC) @ b^T      db = a^T @ AG(dC)      dbias = 1 @ AG(dC)
     C = AR(a @ b) + bias    da = dC @ b^T          db = a^T @ dC          dbias = 1 @ dC
 
+With a norm of C + residual (``backends/contracts/norm.py``) dC, which is dResidual too, is the norm's.
+
 AllGather+GEMM and GEMM+ReduceScatter are each other's backward. With the first two every rank's loss is
 its own, and the gradients are those of the sum of all losses; the bias of the second is one tensor that
 every rank holds, and so is its gradient. C of GEMM+AllReduce is one tensor that every rank holds: so is
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mkernel.ops.around import as_rows
+from mkernel.ops.registration import ops
 
 _FEWEST_COLUMNS = 8
 """Columns of a product that is thrown away: kernels take no fewer than 16 bytes of a row."""
@@ -30,7 +33,6 @@ _FEWEST_COLUMNS = 8
 def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor:
     """AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
     some = b[:, :_FEWEST_COLUMNS].contiguous()
-    ops = torch.ops.mkernel
     gathered: Tensor = ops.all_gather_gemm_gathered(a, some, gather_dim=dim, **options)[1]
     return gathered
 
@@ -130,7 +132,7 @@ def _of_gather(
             right = torch.cat([each for _, each in parts])
             parts = [(left, right)]
         if parts:
-            of_a = torch.ops.mkernel.gemm_reduce_scatter(*parts[0], scatter_dim=dim, **ctx.options)
+            of_a = ops.gemm_reduce_scatter(*parts[0], scatter_dim=dim, **ctx.options)
     if needs_b and any(each is not None for each, _ in given):
         whole = kept[0] if kept else _gathered(a, b[0], dim, ctx.options)
         rows = as_rows(whole, dim).t()
@@ -159,10 +161,9 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
     if not needs_a:
         whole = _gathered(of_c, turned, dim, options)
     elif needs_b or needs_bias:
-        ops = torch.ops.mkernel
         of_a, whole = ops.all_gather_gemm_gathered(of_c, turned, gather_dim=dim, **options)
     else:
-        of_a = torch.ops.mkernel.all_gather_gemm(of_c, turned, gather_dim=dim, **options)
+        of_a = ops.all_gather_gemm(of_c, turned, gather_dim=dim, **options)
     of_b = as_rows(a, dim).t() @ as_rows(whole, dim) if needs_b and whole is not None else None
     of_bias = _of_bias(whole, a.dtype) if needs_bias and whole is not None else None
     return _given(ctx, of_a, of_b, of_bias)
@@ -184,4 +185,41 @@ def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
         of_c @ b.t() if needs_a else None,
         as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
         _of_bias(of_c, a.dtype) if needs_bias else None,
+    )
+
+
+def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps a, b and the weight, and the new residual, whose rows were normalised."""
+    ctx.set_materialize_grads(False)
+    _keep(ctx, keyword_only_inputs, None)
+    a, b, weight, *given = inputs
+    ctx.eps = keyword_only_inputs["eps"]
+    ctx.residual = None if not given or given[0] is None else given[0].dtype
+    ctx.save_for_backward(a, b, weight, output[1])
+
+
+def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
+    """Of GEMM+AllReduce with a norm: nothing travels. With x = r / s, s = sqrt(mean(r^2) + eps) and
+    g = dOut * weight, dr = (g - x * mean(g * x)) / s + dNew, and r is the sum + residual."""
+    a, b, weight, new = ctx.saved_tensors
+    row = new.to(torch.promote_types(new.dtype, torch.float32))
+    scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + ctx.eps)
+    x = row * scale
+    of_row, of_weight = torch.zeros_like(row), torch.zeros_like(x)
+    if of_out is not None:
+        of_weight = of_out * x
+        g = of_out * weight
+        of_row = (g - x * (g * x).mean(-1, keepdim=True)) * scale
+    if of_new is not None:
+        of_row = of_row + of_new
+    of_c = of_row.to(a.dtype)
+    wanted: tuple[bool, ...] = ctx.needs_input_grad
+    needs_a, needs_b, needs_weight, needs_residual, needs_bias = (*wanted, False, False)[:5]
+    return _given(
+        ctx,
+        of_c @ b.t() if needs_a else None,
+        as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
+        of_weight.flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None,
+        of_row.to(ctx.residual) if needs_residual else None,
+        _of_bias(of_row, a.dtype) if needs_bias else None,
     )

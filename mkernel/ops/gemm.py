@@ -13,23 +13,27 @@ from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
-from mkernel.errors import ShapeError
+from mkernel.errors import DtypeError, ShapeError
 from mkernel.ops import around, validate
-from mkernel.ops.common import Done, Execution, checked, plan_for, tensor_signature
+from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.plain import plain, seen_by_torch
-from mkernel.ops.registration import group_name, register
+from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.scales import Scaled, check_scaled, scale_strides
 from mkernel.ops.sharded import local
 from mkernel.ops.untraced import untraced
-from mkernel.plan.around import Around
+from mkernel.plan.around import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan, PathChoice
+from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, PathChoice
+from mkernel.plan.scales import RESULTS, scale_sizes
 from mkernel.plan.strides import Stored, Strides, copied, rows_of, stored
 from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
-_ARGUMENTS = ("a", "b", "bias", "out", "gathered")
+_ARGUMENTS = (
+    "a", "b", "bias", "out", "gathered", "residual", "norm_weight", "a_scale", "b_scale",
+)  # fmt: skip
 
 
 def _differ(a: Tensor, b: Tensor) -> ShapeError:
@@ -111,39 +115,46 @@ class GemmOp:
         chunk: int | None = None,
         path: PathChoice | None = None,
         products: tuple[int, ...] = (),
+        norm: around.Normed | None = None,
+        scaled: Scaled | None = None,
     ) -> Checked:
         """Check the arguments of a call, and plan it."""
-        capabilities = world.engine(self.name).claims
         device = world.accelerator.device
         validate.activation("a", a)
         validate.matrix("b", b)
         validate.on_device("a", a, device)
         validate.on_device("b", b, device)
         dim = validate.dimension(self.dim or "dim", dim, a)
-        dtype = validate.dtype_name("a.dtype", a.dtype, capabilities.dtypes)
-        validate.same_dtype("b.dtype", b, "a", a)
-        wanted = out_dtype or (out.dtype if out is not None else a.dtype)
+        scales = None if scaled is None else check_scaled(a, b, scaled, device)
+        capabilities = engine_for(world, self.name, {}, None, scales).claims
+        dtype = E4M3 if scales is not None else _dtype_of(a, b, capabilities)
+        wanted = out_dtype or (out.dtype if out is not None else result_dtype(a))
         out_name = validate.dtype_name("out_dtype", wanted, capabilities.out_dtypes)
+        beside = a.dtype if scales is None else wanted
         k, n = b.shape
         if a.shape[-1] != k:
             raise _differ(a, b)
         if bias is not None:
-            validate.vector("bias", bias, n, a.dtype)
+            validate.vector("bias", bias, n, beside)
             validate.on_device("bias", bias, device)
+        if norm is not None:
+            check_norm(norm, (*a.shape[:-1], n), beside, wanted, device)
         lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
         rows = prod(whole if self.gathers else a.shape[:-1])
         outputs = [("out", out, lead, n, wanted)]
         if not isinstance(gathered, bool):
             outputs.append(("gathered", gathered, whole, k, a.dtype))
-        strides: dict[str, Strides] = {}
-        for name, output, *_ in outputs:
-            if output is not None and output.dim() == a.dim():
-                packed = output.movedim(dim, 0).is_contiguous()
-                strides[name] = "packed" if packed else "scattered"
+        strides: dict[str, Strides] = {
+            name: "packed" if output.movedim(dim, 0).is_contiguous() else "scattered"
+            for name, output, *_ in outputs
+            if output is not None and output.dim() == a.dim()
+        }
         outermost = a.movedim(dim, 0)
         step = max(1, capabilities.alignment_bytes // a.element_size())
         strides["a"] = rows_of(outermost.shape, outermost.stride(), step)
         layout, strides["b"] = _readable(b, step, capabilities)
+        if scaled is not None:
+            strides |= scale_strides(scaled, dim)
         if bias is not None and capabilities.adds_bias:
             strides["bias"] = "packed" if bias.is_contiguous() else "scattered"
         copies = copied(strides, capabilities.takes_pitched(self.name))
@@ -154,16 +165,22 @@ class GemmOp:
             dtype,
             out_name,
             b_layout=layout,
-            around=Around(copies, bias is not None, products),
+            around=Around(
+                copies,
+                bias is not None,
+                products,
+                None if norm is None else Norm(norm.residual is not None, norm.eps),
+                scales,
+            ),
             chunk=chunk,
             path=path,
         )
         for name, output, sizes, width, output_dtype in outputs:
             if output is not None:
-                shape = (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :], width)
-                validate.on_device(name, output, device)
-                validate.output(name, output, shape, output_dtype, dim)
-        direct = a.dim() == 2 and not plan.copies and plan.bias != "after"
+                _check_output(name, output, sizes, width, output_dtype, dim, device)
+        behind = plan.bias == "after" or (plan.norm is not None and plan.norm.step == "after")
+        flat = scaled is None or scaled.a.dim() == scaled.b.dim() == 2
+        direct = a.dim() == 2 and flat and not plan.copies and not behind
         return Checked(plan, wanted, dim, lead, whole, direct)
 
     @untraced
@@ -180,11 +197,14 @@ class GemmOp:
         gathered: bool | Tensor = False,
         products: tuple[int, ...] = (),
         path: PathChoice | None = None,
+        norm: around.Normed | None = None,
+        scaled: Scaled | None = None,
         group: Group = None,
         signature: bytes | None = None,
         **execution: Unpack[Execution],
     ) -> Done:
-        """One call in a group's world. Outputs: ``out``, and ``gathered`` if asked.
+        """One call in a group's world. Outputs: ``out``, and ``gathered`` if asked; with a norm
+        ``residual_out``; with scales ``gathered_scale`` beside ``gathered``, as a launch has it.
 
         Args:
             dim: of ``a``, along which ranks share rows.
@@ -193,7 +213,17 @@ class GemmOp:
             signature: as :meth:`_known` gave it.
         """
         world = current(group)
-        a, b, bias, out, gathered = plain(self.name, _ARGUMENTS, (a, b, bias, out, gathered))
+        residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
+        a_scale, b_scale = (None, None) if scaled is None else (scaled.a, scaled.b)
+        a, b, bias, out, gathered, residual, weight, a_scale, b_scale = plain(
+            self.name,
+            _ARGUMENTS,
+            (a, b, bias, out, gathered, residual, weight, a_scale, b_scale),
+        )
+        if scaled is not None:
+            scaled = scaled._replace(a=a_scale, b=b_scale)
+        if norm is not None:
+            norm = around.Normed(residual, weight, norm.eps)
         known = checked(
             world,
             (
@@ -208,6 +238,9 @@ class GemmOp:
                 repr(chunk),
                 path,
                 products,
+                *(() if norm is None else _signatures(norm)),
+                *(() if scaled is None else tuple(map(tensor_signature, scaled[:2]))),
+                scaled is not None and scaled.use_fast_accum,
             ),
             lambda: self.check(
                 world,
@@ -221,30 +254,33 @@ class GemmOp:
                 chunk=chunk,
                 path=path,
                 products=products,
+                norm=norm,
+                scaled=scaled,
             ),
         )
         plan = known.plan
-        overwritten = []
-        if out is None:
-            rows = torch.empty((prod(known.lead), plan.gemm.n), dtype=known.dtype, device=a.device)
-            out = around.from_rows(rows, known.lead, known.dim)
-        else:
-            overwritten.append(out)
-        outputs = {"out": out}
-        if gathered is not False:
-            if gathered is True:
-                rows = torch.empty((plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device)
-                gathered = around.from_rows(rows, known.whole, known.dim)
-            else:
-                overwritten.append(gathered)
-            outputs["gathered"] = gathered
-        given = {"a": a, "b": b, **({"bias": bias} if plan.bias == "launch" else {}), **outputs}
+        overwritten = [each for each in (out, gathered) if isinstance(each, Tensor)]
+        outputs = _outputs(known, a, out, gathered)
+        given = {"a": a, "b": b, **({"bias": bias} if plan.bias == "launch" else {})}
+        if norm is not None:
+            outputs["residual_out"] = torch.empty_like(
+                outputs["out"], memory_format=torch.contiguous_format
+            )
+        launches_norm = plan.norm is not None and plan.norm.step == "launch"
+        if norm is not None and launches_norm:
+            given |= norm.given
+        if scaled is not None:
+            given |= {"a_scale": scaled.a, "b_scale": scaled.b}
+        given |= outputs
         if known.direct:
             record = world.run(plan, given, signature=signature, **execution)
         else:
-            launched = around.before(plan, given, known.dim)
+            taken = {
+                name: x for name, x in given.items() if launches_norm or name != "residual_out"
+            }
+            launched = around.before(plan, taken, known.dim)
             record = world.run(plan, launched, **execution)
-            around.after(plan, launched, given, known.dim, bias)
+            around.after(plan, launched, given, known.dim, bias, norm)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
         return Done(plan, record, outputs)
@@ -275,7 +311,7 @@ class GemmOp:
         a, b, bias = self.local(a, b, bias, dim, group)
         traced = traced_outputs(out, a, b, bias)
         if traced or (out is None and seen_by_torch(a, b, bias)):
-            registered = getattr(torch.ops.mkernel, self.name)
+            registered = getattr(ops, self.name)
             dims = {} if self.dim is None else {self.dim: dim}
             wanted = out_dtype or (None if out is None else out.dtype)
             result: Tensor = registered(
@@ -392,7 +428,7 @@ class GemmOp:
             raise _differ(a, b)
         dim = validate.dimension(self.dim or "dim", dim, a)
         lead = self.lead(a, dim, ranks)
-        made = a.new_empty((*lead, b.shape[1]), dtype=out_dtype or a.dtype)
+        made = a.new_empty((*lead, b.shape[1]), dtype=out_dtype or result_dtype(a))
         return made.movedim(0, dim) if dim else made
 
     def fake_gathered(self, a: Tensor, dim: int, ranks: int) -> Tensor:
@@ -419,14 +455,94 @@ def copied_to(name: str, out: Tensor, result: Tensor, dim: int) -> Tensor:
     return out.copy_(result)
 
 
+def check_norm(
+    norm: around.Normed, shape: tuple[int, ...], dtype: torch.dtype, out: torch.dtype, device: str
+) -> None:
+    """Of a result of that shape and dtype ``out``, where ``a`` has ``dtype``. ShapeError, DtypeError,
+    LayoutError, ArgumentError."""
+    validate.vector("norm_weight", norm.weight, shape[-1], dtype)
+    validate.on_device("norm_weight", norm.weight, device)
+    validate.contiguous("norm_weight", norm.weight)
+    if norm.residual is not None:
+        validate.on_device("residual", norm.residual, device)
+        validate.output("residual", norm.residual, shape, out, 0)
+        validate.contiguous("residual", norm.residual)
+
+
+def _signatures(norm: around.Normed) -> tuple[object, ...]:
+    return (tensor_signature(norm.residual), tensor_signature(norm.weight), norm.eps)
+
+
 def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
     """Sizes of the gathered A's dimensions but its last, ``dim`` first."""
     return (a.shape[dim] * ranks, *a.shape[:dim], *a.shape[dim + 1 : -1])
 
 
+def _outputs(
+    known: Checked, a: Tensor, out: Tensor | None, gathered: bool | Tensor
+) -> dict[str, Tensor]:
+    """What a call writes to: the caller's, or new ones. ``gathered``: False where it is not wanted."""
+    plan = known.plan
+    if out is None:
+        rows = torch.empty((prod(known.lead), plan.gemm.n), dtype=known.dtype, device=a.device)
+        out = around.from_rows(rows, known.lead, known.dim)
+    outputs = {"out": out}
+    if gathered is not False:
+        if gathered is True:
+            rows = torch.empty((plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device)
+            gathered = around.from_rows(rows, known.whole, known.dim)
+        outputs["gathered"] = gathered
+        if plan.scales is not None:
+            outputs["gathered_scale"] = _gathered_scale(plan, a.device)
+    return outputs
+
+
+def _check_output(
+    name: str,
+    output: Tensor,
+    sizes: tuple[int, ...],
+    width: int,
+    dtype: torch.dtype,
+    dim: int,
+    device: str,
+) -> None:
+    """``sizes``: of its dimensions but the last, ``dim`` first."""
+    shape = (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :], width)
+    validate.on_device(name, output, device)
+    validate.output(name, output, shape, dtype, dim)
+
+
+def _dtype_of(a: Tensor, b: Tensor, capabilities: AcceleratorCapabilities) -> DtypeName:
+    """Of operands without scales. DtypeError."""
+    if a.dtype == torch.float8_e4m3fn:
+        legal = "one of " + ", ".join(capabilities.dtypes)
+        raise DtypeError("a.dtype", a.dtype, legal, why="e4m3 operands need a_scale and b_scale")
+    found = validate.dtype_name("a.dtype", a.dtype, capabilities.dtypes)
+    validate.same_dtype("b.dtype", b, "a", a)
+    return found
+
+
+def result_dtype(a: Tensor) -> torch.dtype:
+    """Of a result whose dtype the caller leaves open."""
+    return validate.DTYPES[RESULTS[0]] if a.dtype == torch.float8_e4m3fn else a.dtype
+
+
+def _gathered_scale(plan: LaunchPlan, device: torch.device) -> Tensor:
+    """Memory for the scales of all ranks' rows; one a rank, where they are one for all of its rows."""
+    assert plan.scales is not None
+    mode = plan.scales.mode
+    rows = plan.world_size if mode == "tensor" else plan.gemm.m
+    columns = scale_sizes(mode, rows, plan.gemm.n, plan.gemm.k)[0][1]
+    return torch.empty((rows, columns), dtype=torch.float32, device=device)
+
+
 def _readable(b: Tensor, step: int, capabilities: AcceleratorCapabilities) -> Stored:
-    """How b lies, or will lie when it has been copied into a layout that the backend reads."""
+    """How b lies, or will lie when it has been copied into a layout that the backend reads. What is
+    e4m3 and not column-major stays as it is, to be refused."""
     found = stored(b.shape, b.stride(), step)
+    if b.dtype == torch.float8_e4m3fn:
+        by_columns = rows_of(b.shape[::-1], b.stride()[::-1], step)
+        return found if by_columns == "scattered" else Stored("column", by_columns)
     if found.layout in capabilities.b_layouts:
         return found
     return Stored(capabilities.b_layouts[0], "scattered")

@@ -4,36 +4,100 @@ Data flow of one call on rank r:
   a @ b, rows of the next ranks first, own rows last ──▶ partial rows of each owner
   partial rows ──▶ one slot a source at the owner of the row, as soon as they are computed
   owner: adds the slots in rank order, in float32, rounds once, and sends the rows to every rank
+  with a norm: + residual ──▶ the new residual ──▶ every row divided by its root mean square, * weight
 The order of the sum is fixed and it is rounded once, by its owner: every rank holds the same bits.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any, overload
 
+import torch
+from torch import Tensor
+
+from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
-from mkernel.ops.gemm import GemmOp
+from mkernel.ops.around import Normed
+from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
+from mkernel.ops.plain import seen_by_torch
+from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.scaled_gemm import register_scaled, scaled_result
+from mkernel.ops.scales import scaled
+from mkernel.ops.sharded import local
+from mkernel.world import profiling
 from mkernel.world.groups import Group
+from mkernel.world.lifecycle import current
 
 OP = GemmOp("gemm_all_reduce")
+EPS = 1e-6
+"""Of a norm, where the caller names none."""
 
 
+@overload
 def gemm_all_reduce(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = EPS,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
-) -> torch.Tensor:
+) -> Tensor: ...
+
+
+@overload
+def gemm_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float = EPS,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def gemm_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = EPS,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The sum over ranks of a @ b (+ bias), on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b. Products accumulate in float32; partial results are added in
     rank order, in float32, and rounded once. A bias is added to the rounded sum, which is then rounded
     again.
+
+    With ``norm_weight`` the rows of the sum are normalised, as blocks of a transformer do next:
+    r = sum + residual, out = r / sqrt(mean(r^2) + eps) * norm_weight, in float32 (of float64,
+    float64); out and the new residual r are rounded once each, the sum perhaps before that. Whether
+    the launch does it or the op behind it, ``LaunchPlan.norm`` says.
 
     Args:
         a: [M, K_r], this rank's columns of A, or an activation such as [B, S, K_r]. What is not packed
@@ -42,16 +106,30 @@ def gemm_all_reduce(
         b: [K_r, N], this rank's rows of B, with any strides: row-major and column-major ones (the
             transpose of a contiguous [N, K_r]) are never copied, parts of such ones on most
             accelerators not either.
-        bias: [N], in the dtype of ``a``, the same on every rank; added once.
+        a_scale, b_scale: float32, beside e4m3 ``a`` and ``b`` (``torch.float8_e4m3fn``), of which b is
+            K-major: one element each; or [M, 1] and [1, N]; or [M, K / 128] and [K / 128, N / 128]
+            (rounded up), by blocks of 128 of a row of A and 128 x 128 of B. M, N, K: of this rank's a
+            and b; where a has more dimensions, so has a_scale. A product of elements counts times
+            their scales. There are no gradients.
+        use_fast_accum: products of e4m3 operands may be added with fewer bits than float32 has, where
+            the device is faster so, as in ``torch._scaled_mm``; the same on every rank.
+        bias: [N], in the dtype of ``a`` (beside scales, of the result), the same on every rank; added
+            once.
+        residual: [M, N], or [B, S, N], contiguous, in the dtype of the result, the same on every rank;
+            it is not written to. Only beside ``norm_weight``.
+        norm_weight: [N] contiguous, in the dtype of ``a``, the same on every rank. Not beside scales.
+        eps: added to the mean of squares; the same on every rank, above 0.
         out: [M, N] contiguous to write to; allocated where None. In memory of :func:`mkernel.empty`
             kernels write it on every rank without a copy.
-        out_dtype: of the result; default: that of ``out``, else that of ``a``.
+        out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
+            bfloat16, else float16 or float32.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
     Returns:
-        C [M, N], or [B, S, N]. A DTensor placed as the op takes it (a sharded along its last
-        dimension, b along 0, bias replicated) counts as its local part; the result is plain.
+        C [M, N], or [B, S, N]; with ``residual`` the normalised rows and the new residual. A DTensor
+        placed as the op takes it (a sharded along its last dimension, b along 0, the others
+        replicated) counts as its local part; the result is plain.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
@@ -59,7 +137,112 @@ def gemm_all_reduce(
             grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    return OP.result(a, b, bias, 0, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+    given = scaled(a_scale, b_scale, use_fast_accum)
+    if norm_weight is None:
+        if residual is not None:
+            raise ArgumentError("norm_weight", None, "a weight, beside residual")
+        if given is not None:
+            return scaled_result(
+                OP, a, b, given, bias, 0, out=out, out_dtype=out_dtype, chunk=chunk, group=group
+            )
+        return OP.result(a, b, bias, 0, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+    if given is not None:
+        raise ArgumentError("norm_weight", "a tensor", "None, beside scales: normalise the result")
+    normed, new = _normed(
+        a, b, norm_weight, residual, bias, float(eps), out, out_dtype, chunk, group
+    )
+    return normed if residual is None else (normed, new)
+
+
+def _normed(
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
+    """Both results, through torch's dispatcher where torch has to see the call."""
+    a, b, bias = OP.local(a, b, bias, 0, group)
+    residual, weight = (
+        local("residual", residual, None, group),
+        local("norm_weight", weight, None, group),
+    )
+    given = (a, b, weight, residual, bias)
+    traced = traced_outputs(out, *given)
+    if not traced and (out is not None or not seen_by_torch(*given)):
+        return _called(*given, eps, out, out_dtype, chunk, group)
+    wanted = out_dtype or (None if out is None else out.dtype)
+    normed, new = ops.gemm_all_reduce_norm(
+        *given, eps=eps, out_dtype=wanted, chunk=chunk, group=group_name(group)
+    )
+    return (normed if out is None else copied_to("out", out, normed, 0)), new
+
+
+def _called(
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
+    if profiling.wanted():
+        with profiling.named(OP.name):
+            return _called(a, b, weight, residual, bias, eps, out, out_dtype, chunk, group)
+    norm = Normed(residual, weight, eps)
+    outputs = OP.call(
+        a, b, bias, norm=norm, out=out, out_dtype=out_dtype, chunk=chunk, group=group
+    ).outputs
+    return outputs["out"], outputs["residual_out"]
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = EPS,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return _called(a, b, norm_weight, residual, bias, eps, None, out_dtype, chunk, group)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    group: str,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    made = OP.fake(a, b, 0, out_dtype, current(group).size)
+    return made, torch.empty_like(made)
 
 
 OP.register(derivatives.save_reduce, derivatives.reduce_backward)
+register_scaled(OP)
+register(
+    "gemm_all_reduce_norm(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual=None, "
+    "Tensor? bias=None, *, float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, str group) "
+    "-> (Tensor, Tensor)",
+    _kernel,
+    _fake,
+    derivatives.save_norm,
+    derivatives.norm_backward,
+)

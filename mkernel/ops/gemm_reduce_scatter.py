@@ -13,6 +13,8 @@ import torch
 
 from mkernel.ops import derivatives
 from mkernel.ops.gemm import GemmOp
+from mkernel.ops.scaled_gemm import register_scaled, scaled_result
+from mkernel.ops.scales import scaled
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
@@ -22,6 +24,9 @@ def gemm_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
     bias: torch.Tensor | None = None,
     scatter_dim: int = 0,
     out: torch.Tensor | None = None,
@@ -44,12 +49,20 @@ def gemm_reduce_scatter(
         b: [K_r, N], this rank's rows of B, with any strides: row-major and column-major ones (the
             transpose of a contiguous [N, K_r]) are never copied, parts of such ones on most
             accelerators not either.
-        bias: [N], in the dtype of ``a``, the same on every rank; added once. So is its gradient, the
-            sum over all ranks' rows.
+        a_scale, b_scale: float32, beside e4m3 ``a`` and ``b`` (``torch.float8_e4m3fn``), of which b is
+            K-major: one element each; or [M, 1] and [1, N]; or [M, K / 128] and [K / 128, N / 128]
+            (rounded up), by blocks of 128 of a row of A and 128 x 128 of B. M, N, K: of this rank's a
+            and b; where a has more dimensions, so has a_scale. A product of elements counts times
+            their scales. There are no gradients.
+        use_fast_accum: products of e4m3 operands may be added with fewer bits than float32 has, where
+            the device is faster so, as in ``torch._scaled_mm``; the same on every rank.
+        bias: [N], in the dtype of ``a`` (beside scales, of the result), the same on every rank; added
+            once. So is its gradient, the sum over all ranks' rows.
         scatter_dim: dimension of ``a`` along which ranks get parts of the result; any but the last. W
             divides it.
         out: [M/W, N] to write to, contiguous; allocated where None.
-        out_dtype: of the result; default: that of ``out``, else that of ``a``.
+        out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
+            bfloat16, else float16 or float32.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
@@ -65,9 +78,16 @@ def gemm_reduce_scatter(
             grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    given = scaled(a_scale, b_scale, use_fast_accum)
+    if given is not None:
+        return scaled_result(
+            OP, a, b, given, bias, scatter_dim,
+            out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+        )  # fmt: skip
     return OP.result(
         a, b, bias, scatter_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
     )
 
 
 OP.register(derivatives.save_scatter, derivatives.scatter_backward)
+register_scaled(OP)

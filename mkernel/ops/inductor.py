@@ -15,9 +15,29 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
+from mkernel.errors import Unsupported
+
 _waiting: list[tuple[OpOverload, Any]] = []
+
+
+def keeps_order() -> bool:
+    """Whether Inductor has something to note an order in. That of torch 2.6 has not: ranks would call
+    ops in different ones."""
+    from torch._inductor.graph import GraphLowering
+
+    return "additional_star_deps" in GraphLowering.__init__.__code__.co_names
+
+
+def require_order() -> None:
+    """Unsupported: this Inductor keeps no order."""
+    if not keeps_order():
+        raise Unsupported(
+            f"the Inductor of torch {torch.__version__} keeps no order between communicating ops; take "
+            "a newer torch (2.13 was tried), compile with backend='aot_eager', or call ops eagerly"
+        )
 
 
 def keep_order(op: OpOverload, effect: Any) -> None:
@@ -35,12 +55,31 @@ def teach(*, load: bool = False) -> None:
             op, effect = _waiting.pop()
             lower = fallback_handler(op)  # type: ignore[no-untyped-call]
             register_lowering(op, type_promotion_kind=None)(_ordered(op, effect, lower))
+            _refuse_without_order(op)
+
+
+def _refuse_without_order(op: OpOverload) -> None:
+    """Torch 2.6 lowers an op with a token by itself, and would merge calls whose inputs are equal."""
+    from torch._inductor.lowering import lowerings
+
+    if keeps_order():
+        return
+    effects = torch.ops.higher_order.with_effects
+    lower = lowerings[effects]
+
+    def refused(token: Any, called: OpOverload, *arguments: Any, **keywords: Any) -> Any:
+        if called is op:
+            require_order()
+        return lower(token, called, *arguments, **keywords)
+
+    lowerings[effects] = refused
 
 
 def _ordered(op: OpOverload, effect: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
     def lowered(*arguments: Any, **keywords: Any) -> Any:
         from torch._inductor.virtualized import V
 
+        require_order()
         graph = V.graph
         first = len(graph.operations)
         result = lower(*arguments, **keywords)

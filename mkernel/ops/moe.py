@@ -25,7 +25,7 @@ from mkernel.ops import moe_backward as gradients
 from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
-from mkernel.ops.registration import group_name, register
+from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.untraced import untraced
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
@@ -136,7 +136,7 @@ def dispatch(
     )
     words = _routing_words(world, topk_ids, experts)
     routing = torch.empty(words, dtype=torch.int32, device=x.device)
-    routing[-1] = _mark(world)
+    routing[-1:].fill_(_mark(world))  # by a kernel, which graphs capture
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
     record = world.run(plan, tensors, **execution)
     counts = record.results["counts"]
@@ -185,7 +185,7 @@ def moe_dispatch_gemm(
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     if seen_by_torch(x, w):
-        outputs, counts, routing = torch.ops.mkernel.moe_dispatch_gemm(
+        outputs, counts, routing = ops.moe_dispatch_gemm(
             x,
             topk_ids,
             w,
@@ -306,7 +306,7 @@ def moe_combine(
     result: Tensor
     if seen_by_torch(y, topk_weights):
         expect_handle(handle)
-        result = torch.ops.mkernel.moe_combine(
+        result = ops.moe_combine(
             y, *handle, topk_weights, out_dtype=out_dtype, group=group_name(group)
         )
         return result

@@ -18,7 +18,7 @@ from torch import Tensor
 from mkernel.ops import validate
 from mkernel.ops.common import plan_for
 from mkernel.ops.plain import plain
-from mkernel.ops.registration import register
+from mkernel.ops.registration import ops, register
 from mkernel.ops.untraced import untraced
 from mkernel.plan.model import DtypeName
 from mkernel.world.lifecycle import current
@@ -135,7 +135,7 @@ def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) 
 
 def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
     """dx and dw, in one call."""
-    of_x, of_w = torch.ops.mkernel.moe_dispatch_backward(
+    of_x, of_w = ops.moe_dispatch_backward(
         of_outputs.contiguous(), *ctx.saved_tensors, **ctx.options
     )
     return of_x, None, of_w
@@ -149,7 +149,7 @@ def save_combine(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -
 
 def combine_backward(ctx: Any, of_out: Tensor) -> Any:
     """dy and dweights, in one call."""
-    of_y, of_weights = torch.ops.mkernel.moe_combine_backward(
+    of_y, of_weights = ops.moe_combine_backward(
         of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
     )
     return of_y, None, None, of_weights

@@ -13,7 +13,7 @@ same plan; but of a narrow ``partial_dtype``, which is rounded to before, the wa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from mkernel.ops import validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
 from mkernel.ops.plain import plain, seen_by_torch
-from mkernel.ops.registration import group_name, register
+from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.untraced import untraced
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.pipeline import Returns
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -60,8 +60,9 @@ def _plan(
     experts, features, hidden = w2.shape
     wishes: dict[str, Any] = {} if returns is None else {"returns": returns}
     if partial_dtype is not None:
+        # Sums' dtype is legal beside those of results; the plan says which that is.
         wishes["partial_dtype"] = validate.dtype_name(
-            "partial_dtype", partial_dtype, claims.out_dtypes
+            "partial_dtype", partial_dtype, get_args(DtypeName)
         )
     return plan_for(
         world,
@@ -164,7 +165,7 @@ def moe_gemm_combine(
     result: Tensor
     if seen_by_torch(h, w2, topk_weights):
         expect_handle(handle)
-        result = torch.ops.mkernel.moe_gemm_combine(
+        result = ops.moe_gemm_combine(
             h,
             w2,
             *handle,
@@ -261,7 +262,7 @@ def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
 
 
 def _derivatives(ctx: Any, of_out: Tensor) -> Any:
-    of_h, of_w2, of_weights = torch.ops.mkernel.moe_gemm_combine_backward(
+    of_h, of_w2, of_weights = ops.moe_gemm_combine_backward(
         of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
     )
     return of_h, of_w2, None, None, of_weights

@@ -35,12 +35,11 @@ def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any
             and DTensor among them; one without dense memory of its own.
         Unsupported: the call is inside a mode or transform that has to see or trace what it does.
     """
-    quiet = not (dispatch_modes() or function_modes() or tracing()) and transforms() is None
-    if quiet and _usual(values):  # in nearly every call; it costs a microsecond
+    if just_computing() and _usual(values):  # in nearly every call; it costs a microsecond
         return values
     _refuse_surroundings(op)
     with torch._C.DisableTorchFunction():  # a default device is a mode, which each look would enter
-        if _usual(values):
+        if forward_ad._current_level < 0 and _usual(values):
             return values
         return tuple(
             _examined(name, value) if isinstance(value, Tensor) else value
@@ -60,6 +59,15 @@ def seen_by_torch(*values: Any) -> bool:
     return False
 
 
+def just_computing() -> bool:
+    """Whether no mode, trace, transform or forward-mode derivative of torch is active."""
+    return (
+        not (dispatch_modes() or function_modes() or tracing())
+        and transforms() is None
+        and forward_ad._current_level < 0
+    )
+
+
 def _usual(values: tuple[Any, ...]) -> bool:
     """Whether none of the arguments needs a closer look."""
     try:
@@ -77,7 +85,7 @@ def _usual(values: tuple[Any, ...]) -> bool:
                 return False
     except RuntimeError:  # without a storage there is no address
         return False
-    return forward_ad._current_level < 0
+    return True
 
 
 def _examined(name: str, value: Tensor) -> Tensor:

@@ -9,17 +9,24 @@ order in which the program calls ops, since its peers wait for it. Torch's compi
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
 
 from mkernel.ops import checkpointing, inductor
+from mkernel.ops.eager import EagerOp
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 _LIBRARY = torch.library.Library("mkernel", "FRAGMENT")  # type: ignore[no-untyped-call]
+ops = SimpleNamespace()
+"""The ops by their names, as the package calls them: like ``torch.ops.mkernel``, and faster where torch
+need not see the call."""
 _ORDERED = getattr(effects, "EffectType", None) or effects._EffectType  # the name before torch 2.9
+# Before torch 2.7 compilers keep no more than the order of strides.
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
 def register(
@@ -42,12 +49,16 @@ def register(
     """
     name = schema.partition("(")[0]
     qualified = f"mkernel::{name}"
-    _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+    _LIBRARY.define(schema, tags=(_STRIDES,))  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, _asked(fake) if communicates else fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)
-    op = getattr(torch.ops.mkernel, name).default
+    registered = getattr(torch.ops.mkernel, name)
+    op = registered.default
+    takes_lists = any("List" in str(each.type) for each in op._schema.arguments)
+    quick = registered if takes_lists else EagerOp(registered, kernel, save, backward)
+    setattr(ops, name, quick)
     if communicates:
         effects._register_effectful_op(op, _ORDERED.ORDERED)
         inductor.keep_order(op, _ORDERED.ORDERED)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mkernel.ops.registration import register
+from mkernel.ops.registration import ops, register
 
 
 def _product(a: Tensor, b: Tensor, *, group: str) -> Tensor:
@@ -30,7 +29,7 @@ def _product_backward(ctx: Any, of_c: Tensor) -> Any:
     of_a = of_b = None
     of_c = of_c.contiguous()
     if ctx.needs_input_grad[0]:
-        of_a = torch.ops.mkernel.gemm_all_reduce(of_c, b.t(), group=ctx.group)
+        of_a = ops.gemm_all_reduce(of_c, b.t(), group=ctx.group)
     if ctx.needs_input_grad[1]:
         of_b = a.t() @ of_c
     return of_a, of_b

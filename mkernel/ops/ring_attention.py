@@ -22,7 +22,7 @@ from mkernel.ops import ring_attention_backward as gradients
 from mkernel.ops.attention_layout import common_layout
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
-from mkernel.ops.registration import group_name, register
+from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -190,7 +190,7 @@ def ring_attention(
     """
     if seen_by_torch(q, k, v):
         out: torch.Tensor
-        out, lse = torch.ops.mkernel.ring_attention(
+        out, lse = ops.ring_attention(
             q, k, v, cu_seqlens, causal=causal, scale=scale, chunk=chunk, group=group_name(group)
         )
         return (out, lse) if return_lse else out

@@ -4,6 +4,7 @@ Data flow of one call on rank r:
   q, dO (own) and the forward's log-sum-exp stay; k, v of every rank come by, one block a step
   scores are computed again ──▶ added to dq here, and to dk, dv of the block, which follow it
   after W steps dk, dv of the own block are home; sums are float32 and rounded once
+(`streams`; on `hopper` keys and values go to every rank at once, and their gradients straight home)
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from mkernel.ops import documents, validate
 from mkernel.ops.attention_layout import common_layout, lying
-from mkernel.ops.common import plan_for
+from mkernel.ops.common import engine_for, plan_for
 from mkernel.ops.plain import plain
-from mkernel.ops.registration import register
+from mkernel.ops.registration import ops, register
 from mkernel.ops.untraced import untraced
 from mkernel.world.lifecycle import current
 
@@ -47,17 +48,7 @@ def _kernel(
     if cu_seqlens is not None:
         given["cu_seqlens"] = cu_seqlens
     given = dict(zip(given, plain(OP, tuple(given), tuple(given.values())), strict=True))
-    engine = world.engine(OP)
-    claims, layout = engine.claims, common_layout({"q": q, "k": k, "v": v})
-    dtype = validate.dtype_name("q.dtype", q.dtype, claims.dtypes)
-    found = {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v")}
-    if layout not in claims.attention_layouts:
-        layout = "heads"
-    given = {
-        name: lying(tensor, layout) if tensor.dim() == 4 else tensor.contiguous()
-        for name, tensor in given.items()
-    }
-    written = {name: lying(tensor, layout) for name, tensor in found.items()}
+    layout = common_layout({"q": q, "k": k, "v": v})
     batch, heads, rows, width = q.shape
     sizes: dict[str, Any] = {
         "batch": batch,
@@ -67,12 +58,25 @@ def _kernel(
         "head_dim": width,
         "causal": causal,
     }
+    if cu_seqlens is not None:
+        sizes["documents"] = True
+    asked = {**sizes, "layout": layout}
+    engine = engine_for(world, OP, asked, str(q.dtype).removeprefix("torch."))
+    claims = engine.claims
+    dtype = validate.dtype_name("q.dtype", q.dtype, claims.dtypes)
+    found = {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v")}
+    if layout not in claims.attention_layouts:
+        layout = "heads"
+    given = {
+        name: lying(tensor, layout) if tensor.dim() == 4 else tensor.contiguous()
+        for name, tensor in given.items()
+    }
+    written = {name: lying(tensor, layout) for name, tensor in found.items()}
     if layout != "heads":
         sizes["layout"] = layout
     if cu_seqlens is not None:
         documents.require(engine)
         documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
-        sizes["documents"] = True
     plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
     options = {"scale": width**-0.5 if scale is None else float(scale)}
     world.run(plan, {**given, **written}, options=options)
@@ -110,7 +114,5 @@ def backward(ctx: Any, of_out: Tensor | None, of_lse: Tensor | None) -> Any:
     if of_out is None:
         of_out = torch.zeros_like(out)
     inputs += [None] * (4 - len(inputs))
-    found = torch.ops.mkernel.ring_attention_backward(
-        of_out, of_lse, *inputs, out, lse, **ctx.options
-    )
+    found = ops.ring_attention_backward(of_out, of_lse, *inputs, out, lse, **ctx.options)
     return *found, None

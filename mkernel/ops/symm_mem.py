@@ -7,6 +7,8 @@ for: a gather and products, or a product and a reduce scatter. The world of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+from mkernel.plan.scales import RESULTS
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
@@ -106,6 +109,184 @@ def fused_matmul_reduce_scatter(
     else:
         c = gemm_reduce_scatter(A, B, scatter_dim=dim, out_dtype=wide, group=group_name)
     return c if reduce_op == "sum" else (c / ranks).to(A.dtype)
+
+
+def fused_all_gather_scaled_matmul(
+    A: Tensor,
+    Bs: Sequence[Tensor],
+    A_scale: Tensor,
+    B_scales: Sequence[Tensor],
+    gather_dim: int,
+    group_name: Group,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    """``_scaled_mm(all_gather(A, gather_dim), B, A_scale, B_scale)`` for each B, as
+    ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
+
+    Args:
+        A: e4m3 [..., K], as of :func:`fused_all_gather_matmul`. Bs: e4m3 [K, N] each, K-major.
+        A_scale: float32, one element, this rank's for all that it gathers; or [..., 1] for each row of
+            A; or of all ranks' rows, of which this rank's part is taken. B_scales: one element each, or
+            [1, N]. Also both by blocks (:func:`mkernel.all_gather_gemm`).
+        gather_dim: any dimension but the last.
+        biases: [N] each, in its result's dtype, or None. result_scales: of None alone, since no result
+            is e4m3. out_dtypes: all the same.
+        use_fast_accum: of each; it is used where all have it.
+
+    Returns:
+        (the gathered A, products), each [..., N] with all ranks' sizes along ``gather_dim``.
+
+    Raises:
+        ShapeError, ArgumentError, and the other errors of :func:`mkernel.all_gather_gemm`.
+    """
+    dim = _dimension("gather_dim", gather_dim, "A", A)
+    if dim == A.dim() - 1:
+        raise ArgumentError("gather_dim", gather_dim, "a dimension of rows: K is not gathered")
+    lists = {
+        "B_scales": B_scales,
+        "biases": biases,
+        "result_scales": result_scales,
+        "out_dtypes": out_dtypes,
+        "use_fast_accum": use_fast_accum,
+    }
+    if not Bs:
+        raise ArgumentError("Bs", "an empty list", "one matrix or more")
+    for name, given in lists.items():
+        if len(given) != len(Bs):
+            raise ArgumentError(name, f"{len(given)} of them", f"{len(Bs)}, one for each B")
+    for place, each in enumerate(Bs):
+        validate.matrix(f"Bs[{place}]", each)
+    _no_result_scale("result_scales", *result_scales)
+    dtype = _result_dtype("out_dtypes", *out_dtypes)
+    added: list[Tensor] | None = None
+    if any(one is not None for one in biases):
+        added = [
+            torch.zeros(b.shape[1], dtype=dtype, device=b.device) if one is None else one
+            for one, b in zip(biases, Bs, strict=True)
+        ]
+    of_a, of_bs = _scales_of_gather(A, A_scale, B_scales, dim, group_name)
+    products, gathered = all_gather_gemm(
+        A,
+        Bs,
+        a_scale=of_a,
+        b_scale=of_bs,
+        bias=added,
+        use_fast_accum=all(use_fast_accum),
+        gather_dim=dim,
+        out_dtype=dtype,
+        return_gathered=True,
+        group=group_name,
+    )
+    return gathered, products
+
+
+def _scales_of_gather(
+    A: Tensor, A_scale: Tensor, B_scales: Sequence[Tensor], dim: int, group: Group
+) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`mkernel.all_gather_gemm` takes them: those of A are of this rank's rows. A single one,
+    which is this rank's for the rows of all, belongs to the products of this rank, with B's."""
+    if A_scale.numel() == 1 and all(each.numel() == 1 for each in B_scales):
+        return torch.ones_like(A_scale), [each * A_scale.view(each.shape) for each in B_scales]
+    world = current(group)
+    if A_scale.dim() == A.dim() and A_scale.shape[dim] == A.shape[dim] * world.size:
+        A_scale = A_scale.narrow(dim, world.rank * A.shape[dim], A.shape[dim])
+    return A_scale, list(B_scales)
+
+
+def fused_scaled_matmul_reduce_scatter(  # noqa: PLR0917 - torch's own arguments
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: Group,
+    output_shape: Sequence[int] | None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """``reduce_scatter(_scaled_mm(A, B, A_scale, B_scale), reduce_op)``, as
+    ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``.
+
+    Sums as in :func:`fused_matmul_reduce_scatter`.
+
+    Args:
+        A: e4m3 [..., K], two dimensions at least. B: e4m3 [K, N], K-major.
+        A_scale, B_scale: float32, one element each; or [..., 1] and [1, N]; or by blocks
+            (:func:`mkernel.gemm_reduce_scatter`).
+        reduce_op: ``sum`` or ``avg``.
+        orig_scatter_dim: dimension of the product, in the shape ``output_shape``, of which each rank
+            keeps a part. scatter_dim_after_maybe_reshape: the same one of A, which follows from it.
+        output_shape: of the product before it is scattered; None: that of A, with N.
+        bias, result_scale: None alone: ranks would each add the bias, and no result is e4m3.
+        out_dtype: of the result.
+
+    Returns:
+        This rank's part of the sum or mean.
+
+    Raises:
+        ShapeError, ArgumentError, and the other errors of :func:`mkernel.gemm_reduce_scatter`.
+    """
+    validate.matrix("B", B)
+    _dimension("scatter_dim_after_maybe_reshape", scatter_dim_after_maybe_reshape, "A", A)
+    sizes = (*A.shape[:-1], B.shape[1]) if output_shape is None else tuple(output_shape)
+    if prod(sizes[:-1]) * A.shape[-1] != A.numel() or sizes[-1] != B.shape[1]:
+        raise ShapeError("output_shape", sizes, f"that of A @ B, {(*A.shape[:-1], B.shape[1])}")
+    if not 0 <= orig_scatter_dim < len(sizes):
+        raise ArgumentError("orig_scatter_dim", orig_scatter_dim, f"0 to {len(sizes) - 1}")
+    if reduce_op not in ("sum", "avg"):
+        raise ArgumentError("reduce_op", reduce_op, "sum or avg")
+    if bias is not None:
+        raise ArgumentError("bias", "a tensor", "None: add it to the result")
+    _no_result_scale("result_scale", result_scale)
+    dtype = _result_dtype("out_dtype", out_dtype)
+    world = current(group_name)
+    if sizes[orig_scatter_dim] % world.size:
+        legal = f"a multiple of {world.size} along dimension {orig_scatter_dim}"
+        raise ShapeError("output_shape", sizes, legal)
+    wide = dtype_of_sum(world, dtype) if reduce_op == "avg" else None
+    options: dict[str, Any] = {
+        "use_fast_accum": use_fast_accum,
+        "out_dtype": wide or dtype,
+        "group": group_name,
+    }
+    if (
+        orig_scatter_dim == len(sizes) - 1
+    ):  # columns of the product, which are rows of its transpose
+        rows = A_scale if A_scale.numel() == 1 else A_scale.flatten(0, -2).t()
+        columns = B_scale if B_scale.numel() == 1 else B_scale.t()
+        left, right = B.t(), A.flatten(0, -2).t()
+        c = gemm_reduce_scatter(left, right, a_scale=columns, b_scale=rows, **options)
+        c = c.t().reshape(*sizes[:-1], -1)
+    else:
+        scale = A_scale if A_scale.numel() == 1 else A_scale.reshape(*sizes[:-1], -1)
+        left = A.reshape(*sizes[:-1], A.shape[-1])
+        c = gemm_reduce_scatter(
+            left, B, a_scale=scale, b_scale=B_scale, scatter_dim=orig_scatter_dim, **options
+        )
+    return c if reduce_op == "sum" else (c / world.size).to(dtype)
+
+
+def _no_result_scale(name: str, *given: Tensor | None) -> None:
+    if any(each is not None for each in given):
+        raise ArgumentError(
+            name, "a tensor", "None: it is of e4m3 results, which there are none of"
+        )
+
+
+def _result_dtype(name: str, *given: torch.dtype | None) -> torch.dtype:
+    """That of all results. ArgumentError."""
+    first = given[0]
+    if first is None or any(each != first for each in given):
+        found = ", ".join(map(str, given))
+        raise ArgumentError(name, found, f"one dtype for all: {', '.join(RESULTS)}")
+    return first
 
 
 def dtype_of_sum(world: World, dtype: torch.dtype) -> torch.dtype | None:

@@ -15,6 +15,7 @@ _NAMES: dict[torch.dtype, DtypeName] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
+    torch.float8_e4m3fn: "float8_e4m3fn",
 }
 DTYPES: dict[DtypeName, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
-from mkernel.plan.model import DtypeName, OpName, PathChoice
+from mkernel.plan.model import E4M3, DtypeName, OpName, PathChoice
 from mkernel.plan.ops import COMPANIONS, canonical, forward
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.shapes import check_integer
@@ -99,6 +99,7 @@ def check_dtype(
 ) -> DtypeName:
     """The value, or a dtype of torch, as a dtype of those that the backend claims. DtypeError."""
     value = str(value).removeprefix("torch.")
+    value = E4M3 if value == "float8_e4m3" else value
     if value not in _DTYPES:
         raise DtypeError(argument, repr(value), f"one of: {', '.join(_DTYPES)}")
     if value not in claimed:

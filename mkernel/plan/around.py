@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, get_args
 
 from mkernel.errors import ArgumentError
-from mkernel.plan.model import Copied, OpName
+from mkernel.plan.model import Copied, OpName, Scales
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 
 _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+
+
+class Norm(NamedTuple):
+    """Of the rows of a sum over ranks: whether a residual is added before, and what is added to the
+    mean of squares."""
+
+    residual: bool
+    eps: float
 
 
 class Around(NamedTuple):
@@ -17,12 +26,16 @@ class Around(NamedTuple):
     Attributes:
         copies: tensors that the op copies: operands before, results after the launch.
         bias: whether there is one.
+        norm: of the results of GEMM+AllReduce; None: there is none.
         products: columns of each B where AllGather+GEMM is given several; the most of these are N.
+        scales: of e4m3 operands; None: the operands are others.
     """
 
     copies: tuple[Copied, ...] = ()
     bias: bool = False
     products: tuple[int, ...] = ()
+    norm: Norm | None = None
+    scales: Scales | None = None
 
 
 NOTHING = Around()
@@ -42,9 +55,12 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
     legal = [one for one in get_args(Copied) if one != "gathered" or op == "all_gather_gemm"]
     if not around.bias:
         legal.remove("bias")
+    if around.scales is None:
+        legal = [one for one in legal if not one.endswith("_scale")]
     for name in around.copies:
         if name not in legal:
             raise ArgumentError("copies", repr(name), f"of {', '.join(legal)}")
+    _check_norm(op, around.norm)
     products = around.products
     if products and op != "all_gather_gemm":
         raise ArgumentError("products", products, f"(): {op} has one product")
@@ -54,3 +70,12 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
         raise ArgumentError(
             "products", products, f"at most {columns} columns, those of the launched one"
         )
+
+
+def _check_norm(op: OpName, norm: Norm | None) -> None:
+    if norm is None:
+        return
+    if op != "gemm_all_reduce":
+        raise ArgumentError("norm", repr(norm), f"nothing: {op} has no such step")
+    if not 0 < norm.eps < math.inf:
+        raise ArgumentError("eps", norm.eps, "a finite number above 0")

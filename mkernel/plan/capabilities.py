@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import Self
 
-from mkernel.plan.model import AttentionLayout, AttentionShape, DtypeName
+from mkernel.plan.model import AttentionLayout, AttentionShape, DtypeName, ScaleMode
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -32,6 +32,12 @@ class AcceleratorCapabilities(Model):
     adds_bias: bool = False
     """Whether launches of GEMM ops add a bias before they round results. Else the op adds it to rounded
     ones, and rounds again."""
+    adds_norm: bool = False
+    """Whether launches of GEMM+AllReduce add a residual and normalise rows. Else the op does both, on
+    rounded sums."""
+    scale_modes: tuple[ScaleMode, ...] = ()
+    """Scales with which GEMM ops take e4m3 operands, of which B is column-major; empty: they take none.
+    Such results are those of ``out_dtypes`` that :data:`mkernel.plan.scales.RESULTS` has."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other
@@ -72,6 +78,10 @@ class AcceleratorCapabilities(Model):
     attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
     documents: bool = False
     """Whether attention takes sequences of several packed documents."""
+    routing_of_ids: bool = False
+    """Whether the routing words of its MoE handles begin with the ids of all ranks' tokens and end with
+    the rows of the outputs. Backends with it read each other's handles: an op that reads one may run on
+    another backend than the dispatch."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that it runs on; empty: any."""
     architectures: tuple[str, ...] = ()

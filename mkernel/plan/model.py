@@ -17,12 +17,18 @@ from typing_extensions import Self
 from mkernel.errors import ArgumentError
 from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.schedule import AnySchedule, Schedule
+from mkernel.schema_version import SchemaVersion
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Model, fingerprint
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable
 
-DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
+DtypeName = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
+E4M3: DtypeName = "float8_e4m3fn"
+"""Of operands of GEMM ops that come with scales (:mod:`mkernel.plan.scales`), and of nothing else."""
+ScaleMode = Literal["tensor", "row", "block"]
+"""Of e4m3 operands: one scale each; one for each row of A and each column of B; one for each 128 of a
+row of A and each 128 x 128 of B."""
 _Schedule = TypeVar("_Schedule", bound=Schedule)
 PathName = Literal["fused", "library"]
 """How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
@@ -30,11 +36,18 @@ collective of the backend's own, one after the other."""
 PathChoice = Literal["auto", "fused", "library"]
 AttentionLayout = Literal["heads", "positions"]
 """How q, k and v lie in memory: packed as [B, H, S, D], or as [B, S, H, D]."""
-Copied = Literal["a", "b", "bias", "out", "gathered"]
+Copied = Literal["a", "b", "bias", "out", "gathered", "a_scale", "b_scale"]
 """A tensor of a GEMM op between which and the launch a copy may stand."""
 BiasStep = Literal["launch", "after"]
-"""Who adds a bias: the launch, before it rounds results; or the op to these, after the launch."""
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Who adds a bias, or a residual and normalises: the launch, before it rounds results; or the op to
+these, after the launch."""
+DTYPE_BYTES: dict[str, int] = {
+    "float8_e4m3fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
 
 
 def sums_of(dtype: DtypeName, out_dtype: DtypeName) -> DtypeName:
@@ -140,10 +153,27 @@ class Prediction(Model):
     )
 
 
+class NormStep(Model):
+    """RMSNorm of the rows of GEMM+AllReduce's sum, perhaps with a residual added to it before
+    (``backends/contracts/norm.py``)."""
+
+    step: BiasStep
+    residual: bool
+    eps: float = Field(gt=0)
+
+
+class Scales(Model):
+    """How the e4m3 operands of a GEMM op are scaled. ``use_fast_accum``: their products may be added
+    with fewer bits than float32 has, where the device is faster so, as in ``torch._scaled_mm``."""
+
+    mode: ScaleMode
+    use_fast_accum: bool = False
+
+
 class CommonPart(Model):
     """What plans of all backends share: one op, one shape, one world. The same on every rank."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[Literal[1], SchemaVersion] = 1
     op: OpName
     shape: Shape
     dtype: DtypeName
@@ -160,6 +190,10 @@ class CommonPart(Model):
         description="where there is one, added to each row of out: by the launch before it rounds, or "
         "by the op after the launch",
     )
+    norm: NormStep | None = Field(
+        None, description="where rows of GEMM+AllReduce are normalised: how, and by whom"
+    )
+    scales: Scales | None = Field(None, description="of e4m3 operands; of others none")
     products: tuple[int, ...] = Field(
         (),
         description="AllGather+GEMM with several B: the columns of each, in the caller's order. The "

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName, Prediction
 from mkernel.plan.predict import prediction
-from mkernel.topology.cost import MachineConstants, PathConstants, Product, products, transfer_us
+from mkernel.topology.cost import (
+    FewRowsConstants,
+    MachineConstants,
+    PathConstants,
+    Product,
+    products,
+    transfer_us,
+)
 
 FLOAT32_PARTIALS = 1 << 16
 """Elements of a result up to which the library path adds float32 partial results. They keep small
@@ -21,8 +28,32 @@ experts, keep the limit of error whatever the data: in fewer the error, 2.4e-3 o
 scatters too far."""
 
 
-def fusable(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> bool:
-    """Whether the fused path may be taken where there is another."""
+def few_rows(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    constants: MachineConstants | None,
+) -> FewRowsConstants | None:
+    """Those of the kernel for few rows, if that is what the fused path of one node runs."""
+    found = None if constants is None else constants.few_rows
+    if op != "gemm_all_reduce" or found is None or shape.m > found.most_rows:
+        return None
+    sent = shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
+    return found if world == 1 or world * sent <= found.most_bytes else None
+
+
+def fusable(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    constants: MachineConstants | None = None,
+) -> bool:
+    """Whether the fused path may be taken where there is another. Of few rows it sends the same partial
+    results as the library path."""
+    if few_rows(op, shape, dtype, world, constants) is not None:
+        return True
     sums = op != "all_gather_gemm" and world > 1 and dtype != "float32"
     return not sums or shape.m * shape.n >= LEAST_FUSED_SUMS * world
 
@@ -53,19 +84,22 @@ def predict(
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
     same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
-    and a measured share of min(T_c, T_m).
+    and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
+    is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s.
     """
     fused, library = constants.fused, constants.library
     if fused is None or library is None:
         return None
     ours = _fused(op, shape, dtype, world, fused_cores, fused, constants)
+    few = few_rows(op, shape, dtype, world, constants)
+    start_us = fused.start_us if few is None else few.start_us
     theirs = _library(op, shape, dtype, world, cores, library, constants)
     both = {
-        "fused_us": ours.pipelined + fused.start_us,
+        "fused_us": ours.pipelined + start_us,
         "library_us": theirs.pipelined + library.start_us,
     }
     return (
-        prediction(*ours, fused.start_us, constants, **both),
+        prediction(*ours, start_us, constants, **both),
         prediction(*theirs, library.start_us, constants, **both),
     )
 
@@ -87,6 +121,9 @@ def _fused(
     path: PathConstants,
     constants: MachineConstants,
 ) -> _Times:
+    few = few_rows(op, shape, dtype, world, constants)
+    if few is not None:
+        return _few_rows(shape, dtype, world, few)
     comm = _exchanges_us(op, shape, DTYPE_BYTES[dtype], DTYPE_BYTES[dtype], world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
@@ -103,6 +140,14 @@ def _fused(
 
     product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
     return _Times(product.total_us, comm, whole(product))
+
+
+def _few_rows(shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants) -> _Times:
+    """T_c: N·K·s / weights_gbs. T_m: latency + (W-1)·M·N·s / rate, once, behind it."""
+    compute = transfer_us(shape.n * shape.k * DTYPE_BYTES[dtype], few.weights_gbs, 0.0)
+    sent = (world - 1) * shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
+    comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
+    return _Times(compute, comm, compute + comm)
 
 
 def _library(

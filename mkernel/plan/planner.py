@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, missing, paths
-from mkernel.plan.around import NOTHING, Around, check_around
+from mkernel.plan.around import NOTHING, Around, Norm, check_around
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import (
+    E4M3,
     BiasStep,
     CommonPart,
     DtypeName,
     GemmShape,
     LaunchPlan,
+    NormStep,
     OpName,
     PathChoice,
     PathName,
@@ -31,6 +33,7 @@ from mkernel.plan.model import (
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.request import Scheduler, ScheduleRequest
+from mkernel.plan.scales import RESULTS, check_blocks, check_scales
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
 from mkernel.plan.strides import Layout
@@ -82,9 +85,10 @@ def explain(
             ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call: ``capacity`` of
             a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and ``returns``, how
             results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is faster.
-        dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``.
+        dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM ops with
+            ``around.scales`` ``float8_e4m3fn``.
         out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the
-            backend's results may differ from its inputs.
+            backend's results may differ from its inputs, of e4m3 operands ``bfloat16``.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
         around: what a GEMM op does before and after the launch.
         world: where the ranks are; it has a process group where the capabilities ask for one.
@@ -171,10 +175,15 @@ def common_part(
     sizes = plan.shape.model_dump(exclude={"kind"})
     asked, _ = _checked(
         plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
-        capabilities, nic, verbs, plan.path, Around(plan.copies, plan.bias is not None, plan.products),
+        capabilities, nic, verbs, plan.path, _around_of(plan),
     )  # fmt: skip
     links = _links(asked.op, world, accelerator, capabilities)[0]
     return _common(asked, world, accelerator, capabilities, plan.path, links)
+
+
+def _around_of(plan: LaunchPlan) -> Around:
+    norm = None if plan.norm is None else Norm(plan.norm.residual, plan.norm.eps)
+    return Around(plan.copies, plan.bias is not None, plan.products, norm, plan.scales)
 
 
 class _Asked(NamedTuple):
@@ -214,12 +223,18 @@ def _checked(
         )
     nodes, ranks_per_node = world.nodes, world.ranks_per_node
     arguments.check_world(nodes, ranks_per_node)
-    in_dtype = arguments.check_dtype("dtype", dtype, capabilities.dtypes, accelerator)
+    scales, taken = around.scales, capabilities.dtypes
+    if name in GEMMS:  # what there is of it, its scales decide
+        taken = (*taken, E4M3)
+    in_dtype = arguments.check_dtype("dtype", dtype, taken, accelerator)
+    check_scales(in_dtype, out_dtype, b_layout, scales, capabilities, accelerator)
     default = "float32" if capabilities.mixed_dtypes and name in GEMMS else in_dtype
+    if scales is not None:
+        default = next(one for one in RESULTS if one in capabilities.out_dtypes)
     result_dtype = arguments.check_dtype(
         "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
     )
-    if not capabilities.mixed_dtypes and result_dtype != in_dtype:
+    if not capabilities.mixed_dtypes and result_dtype != in_dtype and scales is None:
         raise DtypeError(
             "out_dtype",
             repr(result_dtype),
@@ -228,7 +243,10 @@ def _checked(
         )
     layout = arguments.check_layout(b_layout, name, capabilities, accelerator)
     shape = shape_of(name, sizes, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
-    columns = shape.n if isinstance(shape, GemmShape) else None
+    columns = None
+    if isinstance(shape, GemmShape):
+        columns = shape.n
+        check_blocks(scales, shape.k)
     check_around(name, around, columns)
     library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
     by_nics = nodes > 1 and not capabilities.process_group
@@ -287,7 +305,7 @@ def _planned(
             measured=measured,
         )
     )
-    shared = {**vars(common), "prediction": found.prediction}
+    shared = {**vars(common), "prediction": _with_known_rate(found.prediction, common, constants)}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
     made: LaunchPlan | WhatIf = (
@@ -296,6 +314,18 @@ def _planned(
         else LaunchPlan(**shared, schedule=found.schedule)
     )
     return Planned(made, _path_alternatives(path, measured) + found.alternatives, found.pipeline)
+
+
+def _with_known_rate(
+    times: Prediction | None, plan: CommonPart, constants: MachineConstants | None
+) -> Prediction | None:
+    """Times that say where the rate of a dtype is not known and another one's stands for it."""
+    if times is None or constants is None or constants.knows_rate(plan.dtype):
+        return times
+    named = (
+        f"{times.constants}, with the rate of float32 for that of {plan.dtype}, which is unknown"
+    )
+    return times.model_copy(update={"constants": named})
 
 
 @lru_cache(maxsize=256)
@@ -327,6 +357,8 @@ def _common(
         **fields,
         copies=around.copies,
         bias=bias if around.bias else None,
+        norm=_norm_step(around, claims),
+        scales=around.scales,
         products=around.products,
         path=path,
         nodes=where.nodes,
@@ -337,6 +369,14 @@ def _common(
         routes=links.table,
         nics=where.nic_plan.schedule if asked.nic else None,
     )
+
+
+def _norm_step(around: Around, claims: AcceleratorCapabilities) -> NormStep | None:
+    """The launch normalises where nothing is added behind it."""
+    if around.norm is None:
+        return None
+    launch = claims.adds_norm and (claims.adds_bias or not around.bias)
+    return NormStep(step="launch" if launch else "after", **around.norm._asdict())
 
 
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:
@@ -361,7 +401,7 @@ def _predicted(
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):
         return wanted, None
-    if not paths.fusable(op, shape, dtype, world):
+    if not paths.fusable(op, shape, dtype, world, constants):
         wanted = "library"
     if constants is None:
         return wanted, None

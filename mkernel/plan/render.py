@@ -104,7 +104,7 @@ def plan(
 
 def _around(made: CommonPart) -> str:
     """What the op does before and after the launch."""
-    before = [name for name in made.copies if name in ("a", "b", "bias")]
+    before = [name for name in made.copies if name not in ("out", "gathered")]
     after = [name for name in made.copies if name not in before]
     steps = [f"copies {' and '.join(before)}"] if before else []
     if made.products:
@@ -114,7 +114,13 @@ def _around(made: CommonPart) -> str:
         ]
     if made.bias is not None:
         steps += [{"launch": "the launch adds the bias", "after": "adds the bias"}[made.bias]]
+    if made.norm is not None:
+        what = "adds the residual and normalises" if made.norm.residual else "normalises"
+        steps += [{"launch": f"the launch {what}", "after": what}[made.norm.step]]
     steps += [f"copies {' and '.join(after)}"] if after else []
+    if made.scales is not None:
+        fast = ", fast accumulation" if made.scales.use_fast_accum else ""
+        steps.insert(0, f"scales by {made.scales.mode}{fast}")
     return "; ".join(steps)
 
 

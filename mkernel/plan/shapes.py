@@ -12,12 +12,14 @@ from pydantic import ValidationError
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import (
     DTYPE_BYTES,
+    E4M3,
     AttentionShape,
     CombineShape,
     DtypeName,
     GemmCombineShape,
     GemmShape,
     MoeShape,
+    Scales,
     Shape,
     sums_of,
 )
@@ -133,9 +135,12 @@ def takes(
     sizes: Mapping[str, Any],
     world: int,
     dtype: str | None,
+    scales: Scales | None = None,
 ) -> bool:
     """Whether a backend that has the op takes calls of these sizes, as far as backends differ in it: in
-    attention. True of sizes that none takes: whoever plans them says why."""
+    attention, and in scales. True of sizes that none takes: whoever plans them says why."""
+    if scales is not None:
+        return scales.mode in capabilities.scale_modes
     if SHAPES[forward(op)] is not AttentionShape:
         return True
     try:
@@ -196,9 +201,10 @@ def _check_gemm(
     if op != "gemm_all_reduce":  # the others cut M over the ranks
         _check_multiple("m", shape.m, world, "the number of ranks")
     # K is a row's length in A, N in C and in row-major B: every row must start aligned. The
-    # narrowest of the dtypes decides for N.
+    # narrowest of the dtypes decides for N. An e4m3 B is never row-major.
     _check_aligned("k", shape.k, dtype, capabilities)
-    _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
+    in_rows = out_dtype if dtype == E4M3 else _narrow(dtype, out_dtype)
+    _check_aligned("n", shape.n, in_rows, capabilities)
 
 
 def _check_experts(

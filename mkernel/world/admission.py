@@ -21,6 +21,7 @@ from mkernel.plan.model import (
     first_difference,
 )
 from mkernel.plan.planner import common_part
+from mkernel.plan.scales import scale_sizes
 from mkernel.plan.strides import rows_of
 from mkernel.topology.world_map import WorldMap
 from mkernel.world.identity import Backends
@@ -91,6 +92,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
     shape, world = plan.shape, plan.world_size
     given, result = (plan.dtype,), (plan.out_dtype,)
     if isinstance(shape, GemmShape):
+        vector = given if plan.scales is None else result
         own, gathers = shape.m // world, plan.op == "all_gather_gemm"
         rows = own if plan.op == "gemm_reduce_scatter" else shape.m
         found = {
@@ -99,7 +101,19 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "out": _Planned((rows, shape.n), result),
         }
         if plan.bias == "launch":
-            found["bias"] = _Planned((shape.n,), given)
+            found["bias"] = _Planned((shape.n,), vector)
+        if plan.norm is not None and plan.norm.step == "launch":
+            found["norm_weight"] = _Planned((shape.n,), vector)
+            found["residual_out"] = found["out"]
+            if plan.norm.residual:
+                found["residual"] = found["out"]
+        if plan.scales is not None:
+            of_a, of_b = scale_sizes(plan.scales.mode, found["a"].shape[0] or 1, shape.n, shape.k)
+            found["a_scale"] = _Planned(of_a, ("float32",))
+            found["b_scale"] = _Planned(of_b, ("float32",), stored=True)
+            if gathers:
+                ranks = world if plan.scales.mode == "tensor" else shape.m
+                found["gathered_scale"] = _Planned((ranks, of_a[1]), ("float32",))
         return found | ({"gathered": _Planned((shape.m, shape.k), given)} if gathers else {})
     if isinstance(shape, AttentionShape):
         rows = shape.sequence // world

@@ -92,10 +92,7 @@ class Agreement:
                 if told and told["call"] == number and told["plan"] not in ("", key):
                     raise self._refused(rank, (key, told["plan"]), call)
 
-        try:
-            keys = self._keys(key, check)
-        except Timeout as error:
-            raise Timeout(f"{error}. {self._failure.who_is_behind()}".rstrip()) from error
+        keys = self._keys(key, check)
         # Whoever is in this agreement has read what was said in the last one.
         if self._said:
             self._exchange.forget(f"plans/{self._said}/{self._exchange.rank}")
@@ -111,7 +108,10 @@ class Agreement:
         if self._board is None:
             told: dict[int, str] = self._exchange.gather("plan", key, check)
             return told
-        digests = self._board.gather(bytes.fromhex(key), check)
+        try:
+            digests = self._board.gather(bytes.fromhex(key), check)
+        except Timeout as late:
+            self._failure.raise_late(late)
         return {rank: digest.hex() for rank, digest in digests.items()}
 
     def _differs(self, rank: int, keys: Mapping[int, str], call: Told) -> PlanMismatch:

@@ -12,7 +12,7 @@ from mkernel.world.exchange import Check
 from mkernel.world.failure import FailureMonitor
 
 _FIRST_LOOK_S = 0.002
-"""How long a rank looks at its board alone, before it asks whether the others still live."""
+"""How long a rank looks at the boards alone, before it asks whether the others still live."""
 
 
 def native() -> ModuleType | None:
@@ -23,10 +23,10 @@ def native() -> ModuleType | None:
         return None
 
 
-def nbytes(ranks: int) -> int:
-    """Bytes of a board, wherever it begins at a multiple of the alignment; 0: there is none."""
+def nbytes() -> int:
+    """Bytes of a board, wherever it begins; 0: there is none."""
     made = native()
-    return 0 if made is None else made.board_bytes(ranks) + made.ALIGNMENT
+    return 0 if made is None else made.BYTES + made.ALIGNMENT
 
 
 class Board:
@@ -43,7 +43,7 @@ class Board:
     ) -> None:
         self._native = board
         align = board.ALIGNMENT
-        self._boards = {rank: -(-address // align) * align for rank, address in boards.items()}
+        self._boards = [-(-boards[rank] // align) * align for rank in sorted(boards)]
         self._failure = failure
         self._turn = 0
 
@@ -55,12 +55,10 @@ class Board:
         """
         self._turn = turn = self._turn + 1
         ranks, rank, native = len(self._boards), self._failure.rank, self._native
-        for board in self._boards.values():
-            native.board_tell(board, ranks, turn, rank, digest)
-        own = self._boards[rank]
+        native.board_tell(self._boards[rank], turn, digest)
 
         def look(missing: set[int]) -> dict[int, bytes]:
-            found: list[bytes | None] = native.board_await(own, ranks, turn, _FIRST_LOOK_S)
+            found: list[bytes | None] = native.board_await(self._boards, turn, _FIRST_LOOK_S)
             return {rank: told for rank in missing if (told := found[rank]) is not None}
 
         return wait_for(
@@ -69,5 +67,5 @@ class Board:
             self._failure.timeout_s,
             check,
             f"ranks {{missing}} did not reach call {self._failure.call[0]}",
-            lambda pause: native.board_await(own, ranks, turn, pause),
+            lambda pause: native.board_await(self._boards, turn, pause),
         )

@@ -23,12 +23,10 @@ _Value = TypeVar("_Value")
 
 _POLL_FIRST_S = 0.0005
 _POLL_MOST_S = 0.01
+STORES_HOST = 0
+"""The rank that is blamed where the store is lost: it hosts it, unless a launcher does."""
 LATE = "ranks {missing} did not reach {key!r}"
 """What a Timeout says of missing ranks, and of what all were to set."""
-
-
-class StoreLost(WorldError):
-    """The bootstrap store does not answer."""
 
 
 class Bootstrap:
@@ -37,14 +35,15 @@ class Bootstrap:
     Args:
         store: a client of its own (a blocking request of another user would hold up this one).
         secret: what messages are sealed with; empty: whoever reaches the store is trusted.
-        tell: called with an Untrusted before it is raised, on the thread that reads.
+        tell: called with an Untrusted, and with a PeerFailure of the store, before it is raised, on the
+            thread that asks.
     """
 
     def __init__(
         self,
         store: Store,
         secret: bytes = b"",
-        tell: Callable[[Untrusted], None] = lambda error: None,
+        tell: Callable[[WorldError], None] = lambda error: None,
     ) -> None:
         self._store = store
         self._sealing = Seal(secret)
@@ -76,28 +75,31 @@ class Bootstrap:
             with self._lock:
                 return action()
         except RuntimeError as error:  # torch raises DistStoreError and kin, all RuntimeErrors
-            raise StoreLost(
+            lost = PeerFailure(
                 f"the bootstrap store does not answer ({str(error).splitlines()[0]}); the process "
-                "that hosts it is gone"
-            ) from error
+                "that hosts it is gone",
+                STORES_HOST,
+            )
+            self._tell(lost)
+            raise lost from error
 
     def publish(self, key: str, value: Any) -> None:
-        """Set ``key`` to a JSON-safe value. StoreLost."""
+        """Set ``key`` to a JSON-safe value. PeerFailure."""
         sealed: Any = self._seal(key, value)  # torch takes bytes too, but its annotations say str
         self._request(lambda: self._store.set(key, sealed))
 
     def publish_first(self, key: str, value: Any) -> Any:
-        """Set ``key`` unless it is set; return what it holds now. StoreLost, Untrusted."""
+        """Set ``key`` unless it is set; return what it holds now. PeerFailure, Untrusted."""
         sealed: Any = self._seal(key, value)
         return self._open(key, self._request(lambda: self._store.compare_set(key, "", sealed)))
 
     def peek(self, key: str) -> Any | None:
-        """The value of ``key`` or None where it is not set. Does not wait. StoreLost, Untrusted."""
+        """The value of ``key`` or None where it is not set. Does not wait. PeerFailure, Untrusted."""
         sealed = self._request(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if sealed is None else self._open(key, sealed)
 
     def forget(self, key: str) -> None:
-        """Delete ``key``, if it is set. StoreLost."""
+        """Delete ``key``, if it is set. PeerFailure."""
         self._request(lambda: self._store.delete_key(key))
 
     def collect(

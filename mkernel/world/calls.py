@@ -181,6 +181,7 @@ class Calls:
             self._await_all()
             if self._flushes:
                 self._flush()
+            self._raise_refused()
             times, recorded = instrumented.times(launch), instrumented.trace(launch)
             return CallRecord(times, recorded, launch.results())
 
@@ -190,10 +191,19 @@ class Calls:
         Raises:
             WorldError: what broke one of them, the same kind on every rank. Timeout also where the
                 device did not come to a call within twice the deadline.
+            CapacityExceeded: a queued dispatch had more rows than that; the world goes on.
         """
         with self._turns:
             self._await_all()
             self._failure.raise_if_broken()
+            self._raise_refused()
+
+    def _raise_refused(self) -> None:
+        """Raise what a queued call refused, whose rank then goes on."""
+        if self._queues:
+            error = self._accelerator.refused()
+            if error is not None:
+                raise error
 
     def drain(self) -> None:
         """:meth:`synchronize`, for what no error has ended yet."""

@@ -30,8 +30,10 @@ class Chosen:
 def chosen() -> Chosen | None:
     """The current device, where the process has used any, else that of LOCAL_RANK; None: there is
     neither. To be asked before backends look at devices: to look may be to use one."""
+    if not torch.accelerator.is_available():
+        return None
     found = torch.accelerator.current_accelerator()
-    if found is None or not torch.accelerator.is_available():
+    if found is None:
         return None
     kind, module = found.type, torch.get_device_module(found.type)
     text = os.environ.get("LOCAL_RANK", "")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Store
 
-from mkernel.errors import ArgumentError
-from mkernel.world.bootstrap import StoreLost
+from mkernel.errors import ArgumentError, PeerFailure
+from mkernel.world.bootstrap import STORES_HOST
 
 _FIRST_PORT, _PORTS = 15000, 15000
 """Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
@@ -46,7 +46,7 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
 
 def rendezvous(job: Started) -> tuple[Store, Store]:
     """Two clients of the job's store: requests of one client wait for each other, and the watchdog must
-    not. StoreLost: there is no store."""
+    not. PeerFailure: there is no store."""
     if job.url is None:
         store = torch.distributed.HashStore()
         return store, store
@@ -55,9 +55,10 @@ def rendezvous(job: Started) -> tuple[Store, Store]:
             next(torch.distributed.rendezvous(job.url, job.rank, job.size))[0] for _ in range(2)
         )
     except RuntimeError as error:  # torch raises DistNetworkError and kin, all RuntimeErrors
-        raise StoreLost(
+        raise PeerFailure(
             f"rank {job.rank} finds no store at {_shown(job.url)} ({str(error).splitlines()[0]}); "
-            "it is rank 0 that hosts it, at MASTER_ADDR and MASTER_PORT"
+            "it is rank 0 that hosts it, at MASTER_ADDR and MASTER_PORT",
+            STORES_HOST,
         ) from error
     return one, two
 

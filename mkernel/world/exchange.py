@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from mkernel.errors import Timeout
 from mkernel.world.bootstrap import LATE
 from mkernel.world.failure import FailureMonitor
 
@@ -38,19 +39,19 @@ class Exchange:
         check: Check | None = None,
         late: str = LATE,
     ) -> dict[int, Any]:
-        """The values of ``key/<rank>``, of all ranks by default. Timeout, PeerFailure.
+        """The values of ``key/<rank>``, of all ranks by default. Timeout (which breaks the world),
+        PeerFailure.
 
         Args:
             check: by default ends the wait where the world is broken or one of the ranks has left.
             late: what a Timeout says of the ranks that are missing.
         """
-        return self._bootstrap.collect(
-            key,
-            range(self.size) if ranks is None else ranks,
-            self._failure.timeout_s,
-            check or self._failure.check_peers,
-            late,
-        )
+        wanted = range(self.size) if ranks is None else ranks
+        watch = check or self._failure.check_peers
+        try:
+            return self._bootstrap.collect(key, wanted, self._failure.timeout_s, watch, late)
+        except Timeout as error:
+            self._failure.raise_late(error)
 
     def gather(
         self, topic: str, value: Any, check: Check | None = None, late: str = LATE

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import Store
 
@@ -175,6 +175,13 @@ class FailureMonitor:
         nothing = (_transport.AbortCode.none, _transport.Diagnosis())
         raise self._attribute(*(self._recorded() or nothing))
 
+    def raise_late(self, late: Timeout) -> NoReturn:
+        """Break the world because a rank did not come in time, and raise its first failure."""
+        error = Timeout(f"{late}. {self.who_is_behind()}".rstrip())
+        self.tell(error)
+        self.raise_first_cause(error)
+        raise error from late
+
     def raise_first_cause(self, error: BaseException) -> None:
         """Raise the world's first failure where ``error`` is only what it led to here: memory or a
         connection of a peer that is gone, say."""
@@ -211,7 +218,8 @@ class FailureMonitor:
 
     def _failed(self, notice: Notice) -> WorldError:
         """The notice's error, which says where the failure is kept."""
-        return replace(notice, message=notice.message + self._keep()).error()
+        kept = self._keep()
+        return replace(notice, message=notice.message.removesuffix(kept) + kept).error()
 
     def _keep(self) -> str:
         """Keep a record of the world's first failure, once. Where it is, as the end of a message; what
@@ -246,7 +254,8 @@ class FailureMonitor:
         if nic is not None:
             return nic
         if code == _transport.AbortCode.peer_failure:
-            text = f"rank {self.rank} lost its connection to rank {who.peer} in call {who.op}"
+            call = self._call_of(who.op)
+            text = f"rank {self.rank} lost its connection to rank {who.peer} in call {call}"
             return PeerFailure(text, who.peer)
         if code == _transport.AbortCode.timeout:
             diagnosis = Diagnosis(
@@ -256,7 +265,7 @@ class FailureMonitor:
                 signal=who.signal,
                 seen=who.seen,
                 wanted=who.wanted,
-                op=who.op,
+                op=self._call_of(who.op),
                 chunk=None if who.chunk == _NO_CHUNK else who.chunk,
                 peer=who.peer,
             )
@@ -269,6 +278,12 @@ class FailureMonitor:
                 diagnosis,
             )
         return Timeout(f"the NIC did not complete its puts within {self.timeout_s:g} s")
+
+    def _call_of(self, op: int) -> int:
+        """The number of a call of which a diagnosis has the low 32 bits: the latest with these."""
+        latest = self.call[0]
+        found = latest - ((latest - op) & 0xFFFFFFFF)
+        return found if found > 0 else op
 
     def who_is_behind(self) -> str:
         """The first rank that has not reached this call, in words, and the other world that keeps it

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -114,6 +115,8 @@ class Membership:
 
         own = self._backends
         machine.usable_accelerator(own.accelerator)
+        if own.nic is not None and own.verbs is not None:
+            machine.usable_nic(own.nic, own.verbs)  # or a node without one says nothing of why
         self.topology = self._gather_topology(peers)
         for name in own.accelerators:
             nics = (own.nic, own.verbs) if name == own.accelerator else (None, None)
@@ -189,7 +192,7 @@ class Membership:
     def _meet(self) -> dict[int, Peer]:
         """All ranks, once each has said who it is and the same as this one about the world."""
         world = {
-            "mkernel": __version__,  # first: what else a version says may have another meaning
+            "mkernel": __version__,
             "nodes": self._me.nodes,
             "ranks_per_node": self._me.ranks_per_node,
             "accelerator": self._backends.accelerator,
@@ -209,12 +212,19 @@ class Membership:
             },
         )
         hellos = self._exchange.collect("hello")
+        for other in range(
+            self._me.size
+        ):  # first: what else a version says may have another meaning
+            versions = __version__, _version_in(hellos[other])
+            if versions[1] not in (None, versions[0]):
+                raise PlanMismatch((rank, other), "world.mkernel", versions, _SAME_VERSION)
         peers = {other: Peer.from_hello(other, told) for other, told in hellos.items()}
         for other in range(self._me.size):
             found = first_difference(world, hellos[other]["world"], "world")
             if found:
-                advice = _SAME_VERSION if found[0] == "world.mkernel" else _SAME_ON_ALL_RANKS
-                raise PlanMismatch((rank, other), found[0], (found[1], found[2]), advice)
+                raise PlanMismatch(
+                    (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
+                )
         self._devices = {other: told.get("device") for other, told in hellos.items()}
         return peers
 
@@ -267,13 +277,9 @@ class Membership:
                 "RDMA device up on each (`mkernel doctor` says what is missing) and use verbs "
                 f"{SYSTEM!r}, which `auto` takes where it finds one"
             )
-        backend = registry.nic(name)
-        status = backend.status(verbs)
-        if not status.usable:
-            raise BackendUnavailable(f"nic {name!r} on {verbs!r}: {status.detail}; {status.remedy}")
         engine = self.engine
         lanes = engine.map.nic_plan.of_rank(me.rank, self.topology.nodes[me.node].nics)
-        session = backend.open(verbs, lanes, settings.nic_settings)
+        session = registry.nic(name).open(verbs, lanes, settings.nic_settings)
         self._undo.callback(session.close)
         if session.fifo == 0:
             raise BackendUnavailable(
@@ -292,6 +298,13 @@ class Membership:
         engine.heap.staged = engine.map.links.table.staged
         _check_reach(engine.accelerator, name, session.capabilities(), staged=engine.heap.staged)
         self._exchange.barrier()  # nobody puts before every queue pair is ready to receive
+
+
+def _version_in(hello: Any) -> str | None:
+    """Which version of mkernel wrote a hello; None: it does not say, or nobody of ours wrote it."""
+    world = hello.get("world") if isinstance(hello, dict) else None
+    version = world.get("mkernel") if isinstance(world, dict) else None
+    return version if isinstance(version, str) else None
 
 
 def _check_reach(

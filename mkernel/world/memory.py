@@ -125,7 +125,7 @@ class SymmetricHeap:
         # lies the rank's board.
         pad_bytes = _transport.pad_bytes(_transport.MOST_SIGNALS)
         self._pad = self._allocate(
-            pad_bytes + board.nbytes(identity.size),
+            pad_bytes + board.nbytes(),
             lambda memory: _transport.pad_format(memory.address, _transport.MOST_SIGNALS),
             HostPages(),
         )

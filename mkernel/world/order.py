@@ -82,7 +82,7 @@ class DeviceOrder:
         if len(self.turns) < 2:
             return
         module = torch.get_device_module(self._device)
-        stream, captured = module.current_stream(), _capturing(module)
+        stream, captured = module.current_stream(), capturing(module)
         last = self.last.get(captured)
         if last is None or last.stream == stream or last.world == world:
             return
@@ -90,7 +90,7 @@ class DeviceOrder:
             self._after(last, stream)
             return
         with module.stream(last.stream):
-            if not _capturing(module):
+            if not capturing(module):
                 return  # that capture is over: its graph is ordered by its stream
         try:
             stream.wait_event(last.stream.record_event())
@@ -105,7 +105,7 @@ class DeviceOrder:
         if event is None:
             module = torch.get_device_module(self._device)
             with module.stream(last.stream):
-                captures = _capturing(module)  # by now: an event would be of that capture
+                captures = capturing(module)  # by now: an event would be of that capture
             if captures:
                 self._drain([turns for turns in self.turns if turns.world == last.world])
                 return
@@ -122,12 +122,13 @@ class DeviceOrder:
         if len(self.turns) < 2:
             return
         module = torch.get_device_module(self._device)
-        stream, captured = module.current_stream(), _capturing(module)
+        stream, captured = module.current_stream(), capturing(module)
         event = None if captured else stream.record_event()
         self.last[captured] = Queued(world, stream, event)
 
 
-def _capturing(module: Any) -> bool:
+def capturing(module: Any) -> bool:
+    """Whether the current stream is captured, of a device whose functions are torch's ``module``."""
     asked = getattr(module, "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
+from mkernel.errors import PeerFailure
 from mkernel.world.exchange import Exchange
 from mkernel.world.identity import Identity
 
@@ -60,7 +61,7 @@ def allocate(
         prepare: called with the own memory before any peer can reach it.
 
     Raises:
-        Timeout: a rank did not take part. OSError: no memory.
+        Timeout: a rank did not take part. PeerFailure: one is gone. OSError: no memory.
     """
     rank, own = identity.rank, identity.node
     near = [r for r, node in enumerate(identity.node_of) if node == own and r != rank]
@@ -77,7 +78,14 @@ def allocate(
         peers: dict[int, SymmetricMemory] = {}
         told = exchange.collect(f"region/{region}/node{own}", near)
         for peer in near:
-            peers[peer] = source.attach(told[peer])
+            try:
+                peers[peer] = source.attach(told[peer])
+            except (FileNotFoundError, ProcessLookupError) as error:  # before the watchdog saw it
+                text = (
+                    f"rank {peer} died, or ended its world, before its memory was mapped ({error}); "
+                    "look at its own output"
+                )
+                raise PeerFailure(text, peer) from error
             undo.callback(peers[peer].close)
         if session is not None:
             keys = exchange.collect(f"region/{region}/nic", far)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import (
     Cancelled,
     Diagnosis,
@@ -26,7 +27,7 @@ from mkernel.errors import (
     Untrusted,
     WorldError,
 )
-from mkernel.world.bootstrap import Bootstrap, StoreLost
+from mkernel.world.bootstrap import Bootstrap
 
 NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled", "Untrusted"]
 
@@ -162,10 +163,10 @@ class Watchdog:
             if peer.host == host:
                 with contextlib.suppress(ProcessLookupError, OSError):
                     self._pidfds[os.pidfd_open(peer.pid)] = peer.rank
-        self._thread = threading.Thread(target=self._run, name="mkernel-watchdog", daemon=True)
+        self._thread = Thread(self._run, name="mkernel-watchdog")
 
     def start(self) -> None:
-        """Report the first heartbeat and start watching."""
+        """Report the first heartbeat and start watching. RuntimeError: no thread can be had."""
         self._last = {peer: (0, time.monotonic()) for peer in self._peers}
         self._report("live")
         self._thread.start()
@@ -176,9 +177,9 @@ class Watchdog:
             return
         self._stopping.set()
         os.write(self._wake_write, b"x")
-        if self._thread.ident is not None:
+        if self._thread.is_alive():
             self._thread.join()
-        with contextlib.suppress(StoreLost):
+        with contextlib.suppress(PeerFailure):
             self._report("left")
         for fd in (*self._pidfds, self._wake_read, self._wake_write):
             os.close(fd)
@@ -197,7 +198,7 @@ class Watchdog:
         """Publish a failure; returns the world's first notice, maybe another's. Any thread."""
         try:
             return Notice.from_json(self._bootstrap.publish_first("abort", notice.to_json()))
-        except (StoreLost, Untrusted):
+        except (PeerFailure, Untrusted):
             return notice
 
     def _report(self, state: str) -> None:
@@ -207,27 +208,32 @@ class Watchdog:
         )
 
     def _run(self) -> None:
+        try:
+            notice = self._watch()
+        except Exception as error:  # of memory, say: no world goes on that nobody watches
+            notice = Notice.from_error(self._rank, error)
+            if not isinstance(error, PeerFailure):  # then the store is lost: nobody can be told
+                with contextlib.suppress(Exception):
+                    notice = self.raise_alarm(notice)
+        if notice is not None:
+            self._on_notice(notice)
+
+    def _watch(self) -> Notice | None:
+        """The world's first notice; None once it is to stop."""
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
         for fd in self._pidfds:
             poller.register(fd, select.POLLIN)
-        while not self._stopping.is_set():
-            notice: Notice | None = None
-            try:
-                ready = [fd for fd, _ in poller.poll(1000 * self._heartbeat_s)]
-                if self._stopping.is_set():
-                    return
-                for fd in ready:
-                    if fd in self._pidfds:
-                        poller.unregister(fd)
-                notice = self._look([self._pidfds[fd] for fd in ready if fd in self._pidfds])
-            except StoreLost as error:
-                notice = Notice("PeerFailure", 0, str(error), {})
-            except Untrusted as error:
-                notice = self.raise_alarm(Notice.from_error(self._rank, error))
-            if notice is not None:
-                self._on_notice(notice)
-                return
+        notice: Notice | None = None
+        while notice is None:
+            ready = [fd for fd, _ in poller.poll(1000 * self._heartbeat_s)]
+            if self._stopping.is_set():
+                return None
+            for fd in ready:
+                if fd in self._pidfds:
+                    poller.unregister(fd)
+            notice = self._look([self._pidfds[fd] for fd in ready if fd in self._pidfds])
+        return notice
 
     def _look(self, dead: list[int]) -> Notice | None:
         for rank in dead:

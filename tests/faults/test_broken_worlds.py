@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
+from in_world import ABSENT_S, DEADLINE_S, TOLD_S, stores, survivors
 
 import mkernel
 from mkernel.cases import case_of
 from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import PeerFailure, PlanMismatch, Timeout, WorldError
-from mkernel.launch import report
+from mkernel.launch import host_store, report
 from mkernel.world.agreement import Agreement
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -143,6 +143,36 @@ def test_a_rank_that_left_is_named() -> None:
         launch(leave_early, nodes=1, ranks_per_node=3)
 
 
+def waits_on_the_host(pause_s: float) -> tuple[str, ...]:
+    """What a rank raises, twice, whose peer does not come to a call that is new to it."""
+    world = mkernel.world()
+    call()
+    world.barrier()
+    give_up_after(ABSENT_S)
+    if world.rank == 1:
+        time.sleep(pause_s)  # its own deadline comes later
+    if world.rank == 2:
+        time.sleep(2 * ABSENT_S + pause_s)
+    said = []
+    for rows in (384, 640):
+        with pytest.raises(WorldError) as caught:
+            call(rows=rows)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    mkernel.finalize(caught.value)
+    return tuple(said)
+
+
+@pytest.mark.parametrize("accelerator", ["ascend", "streams"])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_wait_on_the_host_breaks_the_world_too(nodes: int, accelerator: str) -> None:
+    said = mkernel.launch(
+        waits_on_the_host, ABSENT_S / 2, nodes=nodes, ranks_per_node=3 // nodes,
+        timeout_s=DEADLINE_S, accelerator=accelerator,
+    )  # fmt: skip
+    (once,) = {text for each in said for text in each}
+    assert re.match(r"Timeout: ranks \[(1, )?2\] did not reach", once)
+
+
 def report_stays_broken() -> None:
     world = mkernel.world()
     call()
@@ -165,6 +195,38 @@ def test_later_calls_raise_the_same_error() -> None:
     with pytest.raises(PeerFailure):
         launch(report_stays_broken, ranks_per_node=2, on_report=seen.__setitem__)
     assert seen == {0: ("PeerFailure", "PeerFailure")}
+
+
+def calls_without_a_store(port: int) -> tuple[str, int]:
+    mkernel.finalize()
+    mkernel.init(ranks_per_node=2, accelerator="ascend", stores=stores(port))
+    call()
+    mkernel.world().barrier()
+    report("there")
+    with pytest.raises(WorldError) as caught:
+        new_shapes_for_ever()
+    mkernel.finalize(caught.value)
+    assert isinstance(caught.value, PeerFailure)
+    return type(caught.value).__name__, caught.value.peer
+
+
+def new_shapes_for_ever() -> None:
+    for rows in range(128, 100_000, 128):  # each is agreed on through the store
+        call(rows=rows)
+
+
+def test_a_lost_store_is_a_peer_failure_on_whichever_thread_finds_it() -> None:
+    held: dict[str, object] = {}
+    held["store"], port = host_store(2, DEADLINE_S)
+    there: set[int] = set()
+
+    def lose(rank: int, said: str) -> None:
+        there.add(rank)
+        if len(there) == 2:
+            held.clear()
+
+    told = launch(calls_without_a_store, port, ranks_per_node=2, on_report=lose)
+    assert told == [("PeerFailure", 0)] * 2
 
 
 def kill_while_calling(victim: int) -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 NODES = 3
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 STALLED_S = 4.0
 """Deadline where nothing else may tell of a fault."""
 FAULTS = "MKERNEL_SOFTVERBS_FAULTS"

@@ -26,8 +26,10 @@ from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so tha
 from mkernel.cli import main as cli_main
 from mkernel.cli import run as cli_run
 from mkernel.errors import ArgumentError, InputFileError, MkernelError, Untrusted, WorldError
-from mkernel.harness import bench_run
+from mkernel.harness import bench_run, gpu_tests, inputs, results
+from mkernel.plan.model import LaunchPlan
 from mkernel.topology import discover
+from mkernel.topology.cost import load_constants
 from mkernel.topology.model import Topology
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.sealing import Seal
@@ -79,6 +81,22 @@ def topology(data: bytes) -> None:
     except InputFileError:
         return
     assert Topology.model_validate_json(found.model_dump_json()) == found
+
+
+def files(data: bytes) -> None:
+    """A file of mkernel's own, as all that read one: a plan, results, constants, inputs."""
+    _FILE.write_bytes(data)
+    with contextlib.suppress(InputFileError):
+        made = LaunchPlan.from_file(_FILE, "plan")
+        assert LaunchPlan.model_validate_json(made.model_dump_json()).digest() == made.digest()
+    for read in (results.read, gpu_tests.read, load_constants):
+        with contextlib.suppress(InputFileError):
+            read(_FILE)
+    for suffix, count in ((".safetensors", 1), (".npy", 2)):
+        file = _FILE.with_suffix(suffix)
+        file.write_bytes(data)
+        with contextlib.suppress(MkernelError):  # tensors that are no operands too
+            inputs.load("all_gather_gemm", (file,) * count)
 
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -181,4 +199,5 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "bootstrap": bootstrap,
     "topology": topology,
     "arguments": arguments,
+    "files": files,
 }

@@ -12,7 +12,8 @@ import torch
 from hopper_ranks import LATE_S, spin
 
 import mkernel
-from mkernel.backends.accelerators.hopper import attention
+from mkernel.backends.accelerators.hopper import attention, attention_backward, attention_ring
+from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
 from mkernel.ops.zigzag import zigzag_positions
@@ -266,10 +267,10 @@ def faulty(shape: Attention, fault: str) -> list[str]:
     work = Work(shape)
     found = [f"before the fault: {text}" for text in work.failures(0, work.call())]
     assert not found, found
-    right: Callable[..., attention.Seen] = attention.attend
-    native = attention.native()
+    right: Callable[..., Seen] = attention.attend
+    native = attention_ring.native()
 
-    def attend(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> attention.Seen:
+    def wrong(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
         if fault == "seam" and not causal:  # the last key is not seen
             k, v = k[:, :, :-1], v[:, :, :-1]
         seen = right(q, k, v, first, causal, scale)
@@ -291,39 +292,210 @@ def faulty(shape: Attention, fault: str) -> list[str]:
 
     old = [work.given[name].clone() for name in "kv"]
     nothing = [torch.zeros_like(one) for one in old]
-    attention.attend = attend
+    attention.attend = wrong
     if fault in ("stale", "early flag"):
-        attention.native = Native  # type: ignore[assignment]
+        attention_ring.native = Native  # type: ignore[assignment]
     work.fill(1)
     result = work.call()
     mkernel.synchronize()
     return work.failures(1, result)
 
 
-def trained(shape: Attention) -> list[str]:
-    """Gradients that are off: of a sum over outputs, against float64 of the whole sequence."""
-    work = Work(shape)
-    whole = {name: each.double().requires_grad_() for name, each in work.case._whole(0).items()}
-    groups = shape.heads // shape.kv_heads
-    k, v = (whole[name].repeat_interleave(groups, 1) for name in "kv")
-    scores = whole["q"] @ k.transpose(2, 3) * shape.width**-0.5
-    if shape.causal:
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    weights = torch.randn(whole["q"].shape, generator=work.case.generator(7, 7, -1), device="cuda")
-    ((scores.softmax(3) @ v) * weights).sum().backward()
-    mine = work.case.positions(work.rank, work.world).cuda()
-    given = {name: tensor.clone().requires_grad_() for name, tensor in work.given.items()}
-    out = mkernel.ring_attention(*(given[name] for name in INPUTS), causal=shape.causal)
-    (out * weights[:, :, mine].to(out.dtype)).sum().backward()
-    mkernel.synchronize()
+class Trained:
+    """A size's gradients on this rank, and their truth: of a weighed sum over outputs, and log-sum-exps
+    where ``lse``."""
+
+    def __init__(self, shape: Attention, seed: int = 0, *, lse: bool = False) -> None:
+        self.shape, self.work, self.lse = shape, Work(shape, seed), lse
+
+    def weights(self, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of outputs and log-sum-exps of the whole sequence, in the dtype that they have."""
+        case, length = self.work.case, self.shape.rows * self.work.world
+        sizes = self.shape.batch, self.shape.heads, length, self.shape.width
+        draw = case.generator(turn, 7, -1)
+        of_out = torch.randn(sizes, generator=draw, device="cuda")
+        of_lse = torch.randn(sizes[:3], generator=draw, device="cuda")
+        return of_out.to(getattr(torch, self.shape.dtype)), of_lse
+
+    def call(self, turn: int) -> dict[str, torch.Tensor]:
+        """dq, dk, dv by autograd, on fresh inputs."""
+        self.work.fill(turn)
+        mine = self.work.case.positions(self.work.rank, self.work.world).cuda()
+        of_out, of_lse = (each[:, :, mine] for each in self.weights(turn))
+        leaves = {name: each.detach().requires_grad_() for name, each in self.work.given.items()}
+        out, lse = mkernel.ring_attention(
+            *(leaves[name] for name in INPUTS),
+            causal=self.shape.causal,
+            scale=self.shape.scale,
+            return_lse=True,
+        )
+        outputs, of = ((out, lse), (of_out, of_lse)) if self.lse else ((out,), (of_out,))
+        found = torch.autograd.grad(outputs, [leaves[name] for name in INPUTS], of)
+        return dict(zip(INPUTS, found, strict=True))
+
+    def truth(self, turn: int) -> dict[str, torch.Tensor]:
+        """The same of the whole sequence in float64, at this rank's positions."""
+        shape, case = self.shape, self.work.case
+        whole = {n: each.double().requires_grad_() for n, each in case._whole(turn).items()}
+        k, v = (whole[name].repeat_interleave(shape.heads // shape.kv_heads, 1) for name in "kv")
+        scale = shape.width**-0.5 if shape.scale is None else shape.scale
+        scores = whole["q"] @ k.transpose(2, 3) * scale
+        if shape.causal:
+            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        of_out, of_lse = (each.double() for each in self.weights(turn))
+        total = ((scores.softmax(3) @ v) * of_out).sum()
+        if self.lse:
+            total = total + (scores.logsumexp(3) * of_lse).sum()
+        total.backward()
+        mine = case.positions(self.work.rank, self.work.world).cuda()
+        return {name: each.grad[:, :, mine] for name, each in whole.items()}  # type: ignore[index]
+
+    def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
+        """Empty where all three are right."""
+        limit = GRADIENT_LIMIT[self.shape.dtype]
+        return [
+            f"rank {self.work.rank} {self.shape} turn {turn} {what}: d{name} is off by {error:.2e}"
+            for name, truth in self.truth(turn).items()
+            if not (error := compare(found[name], truth).error) <= limit
+        ]
+
+
+GRADIENT_LIMIT = {"bfloat16": 1e-2, "float16": 1.5e-3}
+"""Relative Frobenius error. What is rounded (``out``, weights, what each part gives, the sum) has one
+of up to 2.8e-3 each in bfloat16, of random tensors."""
+
+
+def trained(shapes: Sequence[Attention], seed: int, lse: bool = False) -> list[str]:
+    """Gradients that are off, of two calls each."""
     found = []
-    for name, tensor in given.items():
-        truth: Any = whole[name].grad
-        error = compare(tensor.grad, truth[:, :, mine]).error  # type: ignore[arg-type]
-        if not error <= 1e-2:
-            found.append(f"rank {work.rank}: the gradient of {name} is off by {error:.1e}")
+    for shape in shapes:
+        work = Trained(shape, seed, lse=lse)
+        for turn in range(2):
+            found += work.failures(turn, work.call(turn))
+    mkernel.synchronize()
     return found
+
+
+def trained_in_any_order(shapes: Sequence[Attention], rounds: int) -> list[str]:
+    """Failures of many calls, ranks late by turns, shapes mixed, without a wait of the host."""
+    works = [Trained(shape) for shape in shapes]
+    kept = []
+    for turn in range(rounds):
+        if turn % (works[0].work.world + 1) == works[0].work.rank:
+            spin(LATE_S / 10)
+        work = works[turn % len(works)]
+        kept.append((work, turn, work.call(turn)))
+    mkernel.synchronize()
+    return [text for work, turn, found in kept for text in work.failures(turn, found, "queued")]
+
+
+def trained_in_a_graph(shape: Attention, replays: int) -> list[str]:
+    """Failures of a captured backward, with new inputs before every replay."""
+    work = Trained(shape)
+    static = work.call(0)  # plans, workspaces and libraries are made outside of the capture
+    mkernel.synchronize()
+    op = torch.ops.mkernel.ring_attention_backward
+    given = work.work.given
+    of_out = torch.empty_like(given["q"])
+    out, lse = torch.empty_like(given["q"]), torch.empty(given["q"].shape[:3], device="cuda")
+    group = mkernel.world().name
+
+    def backward() -> dict[str, torch.Tensor]:
+        found = op(of_out, None, *(given[n] for n in INPUTS), None, out, lse, causal=shape.causal,
+                   group=group)  # fmt: skip
+        return dict(zip(INPUTS, found, strict=True))
+
+    mine = work.work.case.positions(work.work.rank, work.work.world).cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = backward()
+    found = []
+    for turn in range(1, replays + 1):
+        work.work.fill(turn)
+        results = mkernel.ring_attention(
+            *(given[n] for n in INPUTS), causal=shape.causal, return_lse=True
+        )
+        for place, tensor in zip((out, lse), results, strict=True):
+            place.copy_(tensor)
+        of_out.copy_(work.weights(turn)[0][:, :, mine])
+        for tensor in static.values():
+            poison.fill(tensor)
+        graph.replay()
+        found += work.failures(turn, static, "replayed")
+    mkernel.synchronize()
+    return found
+
+
+def same_gradients(shape: Attention, times: int) -> list[str]:
+    """What differs between calls on the same inputs, under torch's deterministic algorithms."""
+    work = Trained(shape)
+
+    def call() -> dict[str, torch.Tensor]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return work.call(0)
+        finally:
+            torch.use_deterministic_algorithms(False)  # products of the truth need no fixed order
+
+    first = call()
+    found = work.failures(0, first, "deterministic")
+    for turn in range(times):
+        if turn % work.work.world == work.work.rank:
+            spin(LATE_S / 10)
+        again = call()
+        found += [
+            f"rank {work.work.rank} d{name} of call {turn} has other bits"
+            for name in first
+            if not torch.equal(first[name], again[name])
+        ]
+    mkernel.synchronize()
+    return found
+
+
+GRADIENT_FAULTS = ("wrong head", "own sums", "stale", "early flag", "not added")
+
+
+def faulty_gradients(shape: Attention, fault: str) -> list[str]:
+    """Failures with a fault in the backward, after a right call."""
+    work = Trained(shape)
+    found = [f"before the fault: {text}" for text in work.failures(0, work.call(0))]
+    assert not found, found
+    right, native = attention_backward.gradients, attention_backward.native()
+
+    def gradients(given: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Any:
+        if fault == "wrong head":
+            given = given._replace(lse=given.lse.roll(1, 1))
+        if fault == "own sums":  # the log-sum-exp of this part's keys alone
+            lse = given.lse.clone()
+            lse[:, :, first:] = attend(given.q, k, v, first, causal, scale).lse
+            given = given._replace(lse=lse)
+        return right(given, k, v, first, causal, scale)
+
+    class Native:
+        """The native module, which sends home what it should not, or adds less."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def push_gradients(
+            self, device: int, world: Any, owner: int, k: int, v: int, *rest: Any
+        ) -> None:
+            wrong = {"stale": old, "early flag": nothing}.get(fault)
+            if wrong is not None:
+                k, v = (one.data_ptr() for one in wrong)
+            native.push_gradients(device, world, owner, k, v, *rest)
+
+        def Sum(self, given: Any, *rest: Any) -> Any:
+            return native.Sum(given[:1] if fault == "not added" else given, *rest)
+
+    old = [work.work.given[name].clone() for name in "kv"]
+    nothing = [torch.zeros_like(one) for one in old]
+    attention_backward.gradients = gradients
+    attention_backward.native = Native  # type: ignore[assignment]
+    result = work.call(1)
+    mkernel.synchronize()
+    return work.failures(1, result)
 
 
 def runs_on(widths: Sequence[int]) -> list[str]:

@@ -236,6 +236,55 @@ def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
     return failures
 
 
+def parts(shape: Shape, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(a, b) of an all-reduce's every rank, the same wherever they are made."""
+    world, made = mkernel.world(), []
+    dtype = getattr(torch, shape.dtype)
+    for rank in range(world.size):
+        chance = torch.Generator("cuda").manual_seed(1000 * seed + rank)
+        a = torch.randn(shape.m, shape.k, generator=chance, device="cuda").to(dtype)
+        b = torch.randn(shape.k, shape.n, generator=chance, device="cuda").to(dtype)
+        made.append((a, b.t().contiguous().t() if shape.layout == "column" else b))
+    return made
+
+
+def of_zeros(shapes: Sequence[Shape]) -> list[str]:
+    """Failures of sums with parts that are zeros, of either sign: rows of all, or one rank's."""
+    failures = []
+    for turn, shape in enumerate(list(shapes) * 4):
+        made, rank = parts(shape, turn), mkernel.world().rank
+        kind = turn // len(shapes)
+        for other, (a, _) in enumerate(made):
+            if kind < 3:
+                a[:: kind + 1] = -0.0 if (turn + other) % 2 else 0.0
+            elif other == turn % len(made):
+                a.zero_()
+        expected = sum(a.double() @ b.double() for a, b in made)
+        assert isinstance(expected, torch.Tensor)
+        result = mkernel.gemm_all_reduce(*made[rank]).double()
+        error = float((result - expected).norm())
+        if not error <= TOLERANCE[shape.dtype] * float(expected.norm()):
+            failures.append(f"rank {rank} {shape} zeros of kind {kind}: off by {error:.1e}")
+    mkernel.synchronize()
+    return failures
+
+
+def with_bias(shapes: Sequence[Shape]) -> list[str]:
+    """Failures of sums with a bias, the same on all ranks."""
+    failures = []
+    for turn, shape in enumerate(shapes):
+        made, rank = parts(shape, turn), mkernel.world().rank
+        a, b = made[rank]
+        row = torch.linspace(-300, 500, shape.n, device=a.device).to(a.dtype)
+        result = mkernel.gemm_all_reduce(a, b, bias=row).double()
+        expected = sum(x.double() @ y.double() for x, y in made) + row.double()
+        error = float((result - expected).norm() / expected.norm())
+        if not error <= TOLERANCE[shape.dtype]:
+            failures.append(f"rank {rank} {shape}: error {error:.1e}")
+    mkernel.synchronize()
+    return failures
+
+
 def two_streams(shapes: Sequence[Shape], rounds: int) -> list[str]:
     """Failures of calls that are queued on two streams at once, in the same order on all ranks."""
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import attention_ranks
 import pytest
-from attention_ranks import FAULTS, Attention
+from attention_ranks import FAULTS, GRADIENT_FAULTS, Attention
 from device_buffers import needs_gpus, takes_ranks
 from survivors import judge_absence, judge_survivors
 
 import mkernel
+from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.errors import ShapeError
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -23,6 +25,10 @@ several = pytest.mark.parametrize(
     "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 both = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+claimed = pytest.mark.skipif(
+    "ring_attention_backward" not in capabilities.ops(),
+    reason="hopper does not claim the backward (capabilities.py: UNCLAIMED)",
+)
 DRAWS = 200
 MIXED = [
     Attention(1, 4, 4, 256, causal=True),
@@ -151,13 +157,64 @@ def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
     judge_survivors("hopper", Attention(1, 4, 2, 256), world)
 
 
-@needs_gpus(2)
+@worlds
+@claimed
+def test_gradients_of_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    # Large scores make weights of nearly 1, where dO·v - dO·O cancels: the library itself is off there.
+    shapes = [replace(drawn(chance), scale=chance.choice((None, 0.05, -0.1))) for _ in range(DRAWS)]
+    right(world, attention_ranks.trained, shapes, seed)
+
+
+@worlds
 @both
-def test_gradients_by_the_companion(causal: bool) -> None:
-    """NCCL, which carries them, has no two ranks share a GPU."""
-    for lies in ("heads", "positions"):
-        shape = Attention(1, 4, 2, 128, causal=causal, lies=lies)
-        right(2, attention_ranks.trained, shape, accelerator="hopper,streams")
+@claimed
+def test_gradients_of_large_ones(world: int, causal: bool) -> None:
+    right(world, attention_ranks.trained, [Attention(1, 8, 2, 2048, causal=causal)], 1)
+
+
+@several
+@both
+@claimed
+def test_gradients_of_the_log_sum_exp(world: int, causal: bool) -> None:
+    shapes = [
+        Attention(2, 4, 2, 128, width, causal, dtype, lies)
+        for width, dtype, lies in (
+            (128, "bfloat16", "heads"), (64, "float16", "positions"), (64, "bfloat16", "heads"),
+        )
+    ]  # fmt: skip
+    right(world, attention_ranks.trained, shapes, 1, True)
+
+
+@several
+@claimed
+def test_gradients_with_late_ranks(world: int) -> None:
+    right(world, attention_ranks.trained_in_any_order, MIXED, 40)
+
+
+@worlds
+@both
+@claimed
+def test_gradients_in_a_graph(world: int, causal: bool) -> None:
+    right(world, attention_ranks.trained_in_a_graph, Attention(1, 8, 4, 256, causal=causal), 10)
+
+
+@several
+@both
+@claimed
+def test_gradients_are_the_same_bits_where_torch_promises_it(world: int, causal: bool) -> None:
+    shape = Attention(1, 8, 2, 512, causal=causal)
+    right(world, attention_ranks.same_gradients, shape, 8)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+@claimed
+def test_faults_of_gradients_are_seen(fault: str, world: int) -> None:
+    shape = Attention(1, 4, 2, 128, causal=True)
+    assert all(launched(world, attention_ranks.faulty_gradients, shape, fault)), "on every rank"
 
 
 @needs_gpus(2)

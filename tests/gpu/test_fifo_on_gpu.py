@@ -25,7 +25,7 @@ FAULTS = (
 pytestmark = [
     needs_gpus(1),
     pytest.mark.skipif(
-        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built: MKERNEL_NATIVE_TESTS and nvcc"
+        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built; `make test` builds it, with nvcc"
     ),
 ]
 

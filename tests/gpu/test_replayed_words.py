@@ -18,7 +18,7 @@ FAULTS = ("count_not_moved_on", "count_moved_on_twice", "set_goes_back", "epoch_
 pytestmark = [
     needs_gpus(1),
     pytest.mark.skipif(
-        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built: MKERNEL_NATIVE_TESTS and nvcc"
+        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built; `make test` builds it, with nvcc"
     ),
 ]
 on_one_gpu_or_two = pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=needs_gpus(2))])

@@ -15,7 +15,7 @@ import pytest
 from mkernel.cli.main import main
 
 MKERNEL = str(Path(sys.executable).parent / "mkernel")
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """With what must end, however busy the machine is."""
 
 Done = subprocess.CompletedProcess[str]

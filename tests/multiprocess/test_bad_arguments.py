@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from in_world import DEADLINE_S
 
 import mkernel
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
@@ -126,4 +127,6 @@ def one_rank_wrong() -> str:
 @pytest.mark.parametrize("accelerator", ["ascend", "streams"])
 def test_a_wrong_call_on_one_rank_is_the_error_that_launch_raises(accelerator: str) -> None:
     with pytest.raises(ShapeError, match="1-D"):
-        mkernel.launch(one_rank_wrong, ranks_per_node=2, timeout_s=60, accelerator=accelerator)
+        mkernel.launch(
+            one_rank_wrong, ranks_per_node=2, timeout_s=DEADLINE_S, accelerator=accelerator
+        )

@@ -20,6 +20,11 @@ OTHERS = {
     "moe_gemm_combine": "tokens=160 hidden=64 features=128 experts=4 top_k=2",
     "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
 }
+PEERS = {
+    "moe_dispatch_gemm": ("gather+grouped",),
+    "moe_gemm_combine": ("gather+grouped",),
+    "ring_attention": ("ring",),
+}
 SMALL = ["--ranks", "2", "--shapes", "256x128x192", "--iterations", "3", "--warmup", "1"]
 
 
@@ -60,6 +65,29 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
                  "256 x 128 x 192"):  # fmt: skip
         assert part in page, part
     assert page.index("misses") < page.index("## x")
+
+
+def test_fast_accumulation_is_recorded(tmp_path: Path) -> None:
+    """In the result, in what was planned and in the line above the table; other inputs have none."""
+    file = tmp_path / "x.json"
+    scaled = ["--dtype", "float8_e4m3", "--accelerator", "streams"]
+    once = ["--ranks", "2", "--shapes", "64x32x64", "--iterations", "1", "--warmup", "1"]
+    done = bench("ag_gemm", *once, *scaled, "--fast-accum", "--json", str(file))
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "float8_e4m3fn with row scales, fast accumulation" in done.stdout
+    report = results.read(file)
+    assert report is not None
+    assert report.spec.fast_accum
+    sizes = ["--m", "64", "--n", "32", "--k", "64", "--warmup", "0", "--iterations", "1"]
+    for fast in ([], ["--fast-accum"]):
+        ran = mkernel("run", "ag_gemm", *scaled, *sizes, "--nodes", "1", "--json", *fast)
+        assert ran.returncode == 0, ran.stderr
+        scales = json.loads(ran.stdout)["plan"]["scales"]
+        assert scales == {"mode": "row", "use_fast_accum": bool(fast)}
+    for command in ("run", "bench", "plan"):
+        refused = mkernel(command, "ag_gemm", "--fast-accum")
+        assert refused.returncode == 2
+        assert "--fast-accum" in refused.stderr
 
 
 def test_modes_and_drawn_shapes(tmp_path: Path) -> None:
@@ -132,6 +160,7 @@ def test_a_faulty_backend_has_no_right_row(tmp_path: Path, op: str, fault: str) 
     file = tmp_path / "x.json"
     done = bench(op, *SMALL, "--shapes", OTHERS.get(op, "256x128x192"), "--dtype", "float16",
                  "--peers", "none", "--json", str(file),
+                 *(["--capacity"] if op.startswith("moe") else []),  # results of one shape
                  "--accelerator", f"mkernel.conformance.faults:{fault}")  # fmt: skip
     assert done.returncode == 1
     for row in json.loads(file.read_text())["rows"]:
@@ -162,13 +191,49 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
         assert report.nodes == (2 if "--nodes" in where else 1)
         assert report.carrier == ("torch.distributed (gloo)" if "streams" in where else "cx7")
         (row,) = report.rows
-        assert row.best_peer == "gloo+matmul"
+        assert row.best_peer in ("gloo+matmul", *PEERS.get(op, ()))
         assert row.to_best is not None
         assert row.entries["mkernel"].error is not None
-        assert (row.entries["gemm"].state == "right") == (op in GEMMS)
+        assert (row.entries["gemm"].state == "right") == (op != "moe_combine")
+        for name in ("gloo+matmul", *PEERS.get(op, ())):
+            assert row.entries[name].state == "right", name
     page = bench("--render", str(tmp_path)).stdout
     assert "tokens=160 hidden=24" in page
     assert ("2 emulated nodes" in page) == ("--nodes" in where)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf"])
+def test_experts_with_a_capacity(tmp_path: Path, routing: str) -> None:
+    """Rows beyond those of a turn's routing are no results, whatever they hold."""
+    file = tmp_path / "x.json"
+    done = bench("moe_dispatch_gemm,moe_gemm_combine", "--ranks", "2", "--accelerator", "streams",
+                 "--shapes", OTHERS["moe_gemm_combine"], "--iterations", "2", "--warmup", "1",
+                 "--dtype", "bfloat16", "--capacity", "--routing", routing, "--json", str(file),
+                 "--mode", "kernel,eager")  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    for row in json.loads(file.read_text())["rows"]:
+        for name in ("mkernel", "gloo+matmul", "gather+grouped", "gemm"):
+            assert row["entries"][name]["state"] == "right", (row["shape"]["op"], name)
+
+
+@pytest.mark.parametrize(
+    ("op", "fault"),
+    [
+        ("moe_dispatch_gemm", "RowsOfTheNextExpert"),
+        ("moe_gemm_combine", "RowsOfTheNextExpert"),
+        ("ring_attention", "MergesWithoutRescaling"),
+        ("ring_attention", "StaleKeys"),
+    ],
+)
+def test_wrong_peers_of_other_ops(tmp_path: Path, op: str, fault: str) -> None:
+    file, name = tmp_path / "x.json", f"mkernel.harness.planted:{fault}"
+    done = bench(op, "--ranks", "2", "--accelerator", "streams", "--shapes", OTHERS[op],
+                 "--iterations", "2", "--warmup", "1", "--only-peers", "--peers", name,
+                 "--json", str(file))  # fmt: skip
+    assert done.returncode == 1
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["entries"][name]["state"] == "wrong"
+    assert row["entries"]["gemm"]["state"] == "right"
 
 
 @pytest.mark.parametrize("op", ["moe_combine", "ring_attention"])
@@ -211,6 +276,9 @@ def test_what_hangs_is_named() -> None:
         (["moe_combine", "--ranks", "5"], "experts that is a multiple of 5"),
         (["ring_attention", "--shapes", "sequence=6 causal=1", "--ranks", "2"], "twice the number"),
         (["ring_attention", "--random", "3"], "--random"),
+        (["ag_gemm", "--capacity"], "an op of MoE"),
+        (["ring_attention", "--routing", "zipf"], "an op of MoE"),
+        (["moe_combine", "--routing", "even"], "uniform or zipf"),
         (["moe_combine", "--mode", "graph", "--accelerator", "streams"], "depend on its data"),
         (["--nodes", "3", "--ranks", "4"], "a multiple of 3"),
         (["--peers", "nobody"], "'nobody'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from in_world import DEADLINE_S
 
 import mkernel
 from mkernel.errors import ArgumentError, DtypeError
@@ -34,7 +35,9 @@ def refused() -> list[str]:
 
 
 def test_plans_of_other_worlds_and_tensors() -> None:
-    for said in mkernel.launch(refused, ranks_per_node=2, accelerator="streams", timeout_s=60):
+    for said in mkernel.launch(
+        refused, ranks_per_node=2, accelerator="streams", timeout_s=DEADLINE_S
+    ):
         assert len(said) == 3, said
         assert "plan.placement.sites[0].seats[0].accelerator = cpu7" in said[0]
         assert "plan.carrier = pigeons" in said[1]

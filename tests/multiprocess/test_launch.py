@@ -8,19 +8,19 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command_line import ends, group_of
+from in_world import DEADLINE_S, TOLD_S
 
 import mkernel
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure
 from mkernel.launch import report
 from mkernel.world.watchdog import Watchdog
 
-DEADLINE_S = 60.0
-TOLD_S = DEADLINE_S / 2
-"""Of what must come well before a deadline, however busy the machine is."""
+launch = partial(mkernel.launch, timeout_s=DEADLINE_S)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -76,7 +76,7 @@ def report_twice() -> None:
 
 
 def test_results_come_in_rank_order() -> None:
-    results = mkernel.launch(where, 10, nodes=2, ranks_per_node=2, accelerator="ascend")
+    results = launch(where, 10, nodes=2, ranks_per_node=2, accelerator="ascend")
     assert results == [(10, 4, 0, 0), (11, 4, 0, 1), (12, 4, 1, 0), (13, 4, 1, 1)]
 
 
@@ -84,9 +84,7 @@ def test_results_come_in_rank_order() -> None:
 def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(KeyError, match="planted failure") as caught:
-        mkernel.launch(
-            fail_on, rank, "raise", ranks_per_node=3, timeout_s=DEADLINE_S, accelerator="ascend"
-        )
+        launch(fail_on, rank, "raise", ranks_per_node=3, accelerator="ascend")
     assert f"rank {rank}" in str(caught.value.__cause__)
     assert "in fail_on" in str(caught.value.__cause__)
     assert time.monotonic() - start < TOLD_S
@@ -95,9 +93,7 @@ def test_first_failure_is_raised_with_its_traceback(rank: int) -> None:
 def test_a_rank_that_failed_has_not_merely_left() -> None:
     failures: list[str] = []
     with pytest.raises(KeyError, match="planted failure"):
-        mkernel.launch(
-            tell_failure, ranks_per_node=2, on_report=lambda rank, text: failures.append(text)
-        )
+        launch(tell_failure, ranks_per_node=2, on_report=lambda rank, text: failures.append(text))
     (failure,) = failures
     assert failure.startswith("rank 0 failed: KeyError: 'planted failure' (kept for ")
 
@@ -114,26 +110,24 @@ def tell_failure() -> None:
 def test_dead_rank_is_a_peer_failure(what: str, how: str) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure, match=how) as caught:
-        mkernel.launch(
-            fail_on, 1, what, nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S, accelerator="ascend"
-        )
+        launch(fail_on, 1, what, nodes=2, ranks_per_node=2, accelerator="ascend")
     assert caught.value.peer == 1
     assert time.monotonic() - start < TOLD_S
 
 
 def test_error_that_does_not_unpickle_keeps_its_text() -> None:
     with pytest.raises(mkernel.errors.MkernelError, match="Unpicklable: 1 and 2"):
-        mkernel.launch(raise_unpicklable, accelerator="ascend")
+        launch(raise_unpicklable, accelerator="ascend")
 
 
 def test_second_init_is_refused() -> None:
     with pytest.raises(AlreadyInitialized):
-        mkernel.launch(init_again, accelerator="ascend")
+        launch(init_again, accelerator="ascend")
 
 
 def test_reports_reach_the_launcher_in_order() -> None:
     seen: list[tuple[int, str]] = []
-    mkernel.launch(
+    launch(
         report_twice,
         ranks_per_node=2,
         on_report=lambda r, p: seen.append((r, p)),
@@ -154,20 +148,20 @@ def test_reports_reach_the_launcher_in_order() -> None:
 )
 def test_wrong_arguments_are_named(arguments: dict[str, float], named: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        mkernel.launch(where, 0, **arguments)  # type: ignore[arg-type]
+        launch(where, 0, **arguments)  # type: ignore[arg-type]
     assert caught.value.argument == named
 
 
 def test_function_that_does_not_pickle_is_named() -> None:
     with pytest.raises(ArgumentError) as caught:
-        mkernel.launch(lambda: None)
+        launch(lambda: None)
     assert caught.value.argument == "fn"
 
 
 def test_unknown_backends_are_named() -> None:
     for argument in ("accelerator", "nic"):
         with pytest.raises(mkernel.errors.UnknownBackend) as caught:
-            mkernel.launch(where, 0, nodes=2, **{argument: "tpu"})
+            launch(where, 0, nodes=2, **{argument: "tpu"})
         assert caught.value.argument == argument
 
 
@@ -184,12 +178,12 @@ import mkernel
 def body():
     from mkernel.launch import report
     report("started")
-    time.sleep(60)
+    time.sleep(600)
 
 if __name__ == "__main__":
     try:
         mkernel.launch(
-            body, nodes=1, ranks_per_node=2, timeout_s=30,
+            body, nodes=1, ranks_per_node=2, timeout_s=300,
             on_report=lambda rank, what: print(what, flush=True),
         )
     except KeyboardInterrupt:
@@ -206,7 +200,7 @@ def look():
     return mkernel.__file__, mkernel.world().size
 
 if __name__ == "__main__":
-    print(*mkernel.launch(look, nodes=1, ranks_per_node=2))
+    print(*mkernel.launch(look, nodes=1, ranks_per_node=2, timeout_s=240))
 """
 
 

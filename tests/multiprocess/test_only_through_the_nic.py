@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from in_world import arrivals
+from in_world import DEADLINE_S, arrivals
 
 import mkernel
 from mkernel.errors import Timeout
@@ -55,5 +55,5 @@ def test_dead_links_end_in_an_error_not_in_a_result(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MKERNEL_SOFTVERBS_FAULTS", "drop@1")
     with pytest.raises((mkernel.errors.NicError, Timeout)):
         mkernel.launch(
-            gathered_bytes, nodes=2, ranks_per_node=1, timeout_s=30, accelerator="ascend"
+            gathered_bytes, nodes=2, ranks_per_node=1, timeout_s=DEADLINE_S, accelerator="ascend"
         )

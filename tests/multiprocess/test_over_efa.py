@@ -13,6 +13,8 @@ from mkernel.errors import WorldError
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 ROWS, K, N = 129, 520, 264
+SOME_PARTS = "16384"
+"""Bytes of a message: half of a whole tile, 128 rows by 64 float32; more than a tile at an edge."""
 HELD_NS = "5000000"
 """A packet in four comes up to so much later: longer than a tile takes to compute."""
 
@@ -35,7 +37,7 @@ def calls(count: int) -> list[tuple[bool, float]]:
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 @pytest.mark.parametrize(
-    "message", ["1073741824", "32768", "4096"], ids=["whole", "some-parts", "parts"]
+    "message", ["1073741824", SOME_PARTS, "4096"], ids=["whole", "some-parts", "parts"]
 )
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
 def test_reordered_and_placed_twice(
@@ -56,7 +58,7 @@ def test_reordered_and_placed_twice(
 def test_a_miscounted_immediate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal of a put of many messages is raised before the last of them: stale rows. The
     numbers of messages that came too late may also stop a later call for good."""
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "32768")
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", SOME_PARTS)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
     fault = "mkernel.conformance.nic_faults:MiscountedImmediate"
     try:

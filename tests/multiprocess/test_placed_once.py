@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from counted import found
-from in_world import gathers, stores
+from in_world import DEADLINE_S, gathers, stores
 
 import mkernel
 from mkernel.errors import ArgumentError
@@ -43,7 +43,12 @@ def found_by_a_world(port: int) -> dict[str, int]:
 def test_a_world_is_placed_once(accelerator: str, nodes: int) -> None:
     store, port = host_store(2 * nodes, 30)
     counts = mkernel.launch(
-        found_by_a_world, port, nodes=nodes, ranks_per_node=2, accelerator=accelerator, timeout_s=60
+        found_by_a_world,
+        port,
+        nodes=nodes,
+        ranks_per_node=2,
+        accelerator=accelerator,
+        timeout_s=DEADLINE_S,
     )
     assert counts == [{"kinds": 1, "place": 1, "routes": 1}] * (2 * nodes)
     del store
@@ -61,5 +66,5 @@ def test_a_world_refuses_pins_that_do_not_fit(pinning: dict[str, Any], message: 
     with pytest.raises(ArgumentError, match=message):
         mkernel.launch(
             abs, 1, nodes=2, ranks_per_node=2, accelerator="ascend", nic="cx7", verbs="soft",
-            settings=settings, timeout_s=60,
+            settings=settings, timeout_s=DEADLINE_S,
         )  # fmt: skip

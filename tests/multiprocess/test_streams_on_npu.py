@@ -11,6 +11,7 @@ import npu_backend
 import pytest
 import torch
 from command_line import mkernel as mkernel_command
+from in_world import DEADLINE_S
 from npu_backend import ALL, CUBES, VECTORS
 
 import mkernel
@@ -47,7 +48,12 @@ def called(op: Any, view: View) -> tuple[bool, Told, tuple[int, int]]:
 
 def launch(op: str, backend: str = "OnNpu", view: View = "pipelined") -> list[Any]:
     return mkernel.launch(
-        called, op, view, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=60
+        called,
+        op,
+        view,
+        ranks_per_node=2,
+        accelerator=f"npu_backend:{backend}",
+        timeout_s=DEADLINE_S,
     )
 
 
@@ -126,7 +132,7 @@ def judge_order(order: list[tuple[str, str, str]]) -> None:
 @pytest.mark.parametrize("backend", ["SideBySide", "NotJoined"])
 def test_products_side_by_side(backend: str) -> None:
     for right, order in mkernel.launch(
-        ordered, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=60
+        ordered, ranks_per_node=2, accelerator=f"npu_backend:{backend}", timeout_s=DEADLINE_S
     ):
         assert right
         if backend == "SideBySide":
@@ -163,7 +169,7 @@ def queued() -> tuple[bool, bool, bool]:
 
 def test_calls_may_be_left_to_a_device_that_queues() -> None:
     found = mkernel.launch(
-        queued, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=60
+        queued, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=DEADLINE_S
     )
     assert found == [(True, True, True)] * 2
 
@@ -179,7 +185,7 @@ def never_done() -> None:
 def test_a_queued_call_that_never_ends_is_a_timeout() -> None:
     with pytest.raises(Timeout, match=r"rank (\d) .* chunk 0 of rank (?!\1)\d"):
         mkernel.launch(
-            never_done, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=60
+            never_done, ranks_per_node=2, accelerator="npu_backend:Queueing", timeout_s=DEADLINE_S
         )
 
 
@@ -201,7 +207,7 @@ def test_an_npu_is_chosen_where_there_is_one(installed: Any) -> None:
 def test_ranks_may_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def launched() -> list[Any]:
         return mkernel.launch(
-            placed, ranks_per_node=3, accelerator="npu_backend:TwoNpus", timeout_s=60
+            placed, ranks_per_node=3, accelerator="npu_backend:TwoNpus", timeout_s=DEADLINE_S
         )
 
     with pytest.raises(ArgumentError, match="at most 2, the number of ascend accelerators"):

@@ -16,7 +16,7 @@ import mkernel
 from mkernel.world.groups import Group
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 def ranks(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from in_world import DEADLINE_S
 from torch import Tensor
 from torch.library import opcheck
 
@@ -23,14 +24,20 @@ def on_ranks(
 ) -> list[Any]:
     """What ``check`` returns on each rank."""
     return mkernel.launch(
-        check, *arguments, ranks_per_node=ranks, accelerator=accelerator, timeout_s=60
+        check, *arguments, ranks_per_node=ranks, accelerator=accelerator, timeout_s=DEADLINE_S
     )
 
 
-def checked(op: Any, arguments: Iterable[Any], **options: Any) -> dict[str, str]:
-    """Findings of torch.library.opcheck of an op in the world; all ranks check in lock-step."""
+def checked(
+    op: Any, arguments: Iterable[Any], *, tests: Sequence[str] | None = None, **options: Any
+) -> dict[str, str]:
+    """Findings of torch.library.opcheck of an op in the world; all ranks check in lock-step. ``tests``:
+    those of its tests; None: all."""
     group = {"group": mkernel.world().name}
-    found = opcheck(op.default, tuple(arguments), {**options, **group}, raise_exception=False)
+    some = {} if tests is None else {"test_utils": tuple(tests)}
+    found = opcheck(
+        op.default, tuple(arguments), {**options, **group}, raise_exception=False, **some
+    )
     return {name: str(outcome) for name, outcome in found.items() if outcome != "SUCCESS"}
 
 

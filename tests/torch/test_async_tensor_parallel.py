@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 
 import mkernel
 from mkernel.async_tensor_parallel import Report, patterns, rewrite
@@ -111,6 +112,44 @@ def reduces(reduce_op: str, make: Callable[..., Tensor] = torch.matmul) -> Any:
         return funcol.all_reduce(make(*inputs), reduce_op, distributed.group.WORLD)
 
     return program
+
+
+E4M3_K, E4M3_N = 32, 48
+
+
+def quantised(x: Tensor, w: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+    """Operands in e4m3, w as its transpose, and scales far from 1."""
+    e4m3 = torch.float8_e4m3fn
+    return x.to(e4m3), w.to(e4m3).t(), *(each.float().abs() + 0.1 for each in scales)
+
+
+def scaled_mm(x: Tensor, w: Tensor, of_x: Tensor, of_w: Tensor) -> Tensor:
+    """Of an activation of any number of dimensions."""
+    of_rows = of_x if of_x.numel() == 1 else of_x.flatten(0, -2)
+    c = torch._scaled_mm(x.flatten(0, -2), w, of_rows, of_w, out_dtype=torch.float32)
+    return c.view(*x.shape[:-1], -1)
+
+
+def scaled_gathers(
+    dim: int, also: Callable[[Tensor], Any] | None = None, gathers_scales: bool = True
+) -> Callable[..., Any]:
+    def program(*inputs: Tensor) -> Any:
+        x, w, of_x, of_w = quantised(*inputs)
+        group = distributed.group.WORLD
+        if of_x.numel() > 1 and gathers_scales:
+            of_x = funcol.all_gather_tensor(of_x, dim, group)
+        if torch.compiler.is_compiling():
+            whole = funcol.all_gather_tensor(x, dim, group)
+        else:  # gloo knows bytes alone
+            whole = funcol.all_gather_tensor(x.view(torch.uint8), dim, group).view(x.dtype)
+        c = scaled_mm(whole, w, of_x, of_w)
+        return c if also is None else (c, also(whole))
+
+    return program
+
+
+def scaled_sums(reduce: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda *inputs: reduce(scaled_mm(*quantised(*inputs)))
 
 
 def swapped(x: Tensor, w: Tensor) -> Tensor:
@@ -214,6 +253,39 @@ CASES = {
     ),
     "other order": Case(swapped, (PART, WEIGHT), {}, ("as its left side",)),
     "sum in other order": Case(scatters_swapped, (WHOLE, WEIGHT), {}, ("is no matrix product",)),
+    "e4m3 rows": Case(
+        scaled_gathers(0), ((ROWS[0], E4M3_K), (E4M3_N, E4M3_K), (ROWS[0], 1), (1, E4M3_N)),
+        {"all_gather_gemm_scaled": 1},
+    ),
+    "e4m3 sequences": Case(
+        scaled_gathers(1),
+        ((B, S // RANKS, E4M3_K), (E4M3_N, E4M3_K), (B, S // RANKS, 1), (1, E4M3_N)),
+        {"all_gather_gemm_scaled": 1},
+    ),
+    "e4m3 with one scale": Case(
+        scaled_gathers(1), ((B, S // RANKS, E4M3_K), (E4M3_N, E4M3_K), (), ()),
+        {"all_gather_gemm_scaled": 1},
+    ),
+    "e4m3 gathered is used": Case(
+        scaled_gathers(1, lambda whole: whole.float()),
+        ((B, S // RANKS, E4M3_K), (E4M3_N, E4M3_K), (B, S // RANKS, 1), (1, E4M3_N)),
+        {"all_gather_gemms_scaled": 1},
+    ),
+    "sum of e4m3 rows": Case(
+        scaled_sums(lambda c: funcol.reduce_scatter_tensor(c, "sum", 0, distributed.group.WORLD)),
+        ((B * S, E4M3_K), (E4M3_N, E4M3_K), (B * S, 1), (1, E4M3_N)),
+        {"gemm_reduce_scatter_scaled": 1},
+    ),
+    "mean of e4m3 sequences": Case(
+        scaled_sums(lambda c: funcol.reduce_scatter_tensor(c, "avg", 1, distributed.group.WORLD)),
+        ((B, S, E4M3_K), (E4M3_N, E4M3_K), (B, S, 1), (1, E4M3_N)),
+        {"gemm_reduce_scatter_scaled": 1},
+    ),
+    "sum of e4m3": Case(
+        scaled_sums(lambda c: funcol.all_reduce(c, "sum", distributed.group.WORLD)),
+        ((B, S, E4M3_K), (E4M3_N, E4M3_K), (), ()),
+        {"gemm_all_reduce_scaled": 1},
+    ),
     "two of a chain": Case(
         lambda x, v, w: scatters(1, "sum")(gathers(1, torch.matmul)(x, v).relu(), w),
         (PART, WEIGHT, (N, H)),
@@ -244,10 +316,15 @@ def called(world: mkernel.World) -> list[str]:
     return found
 
 
+def here(results: Any) -> Any:
+    """Eager collectives return tensors that may be on their way, which older torch cannot compare."""
+    return tree_map_only(funcol.AsyncCollectiveTensor, lambda each: each.wait(), results)
+
+
 def close(found: Any, wanted: Any, dtype: torch.dtype) -> bool:
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     try:
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found, here(wanted), rtol=tolerance, atol=tolerance)
     except AssertionError:
         return False
     return True
@@ -299,6 +376,22 @@ def test_a_program(name: str, every_case: list[dict[str, Found]]) -> None:
         assert found.equal
 
 
+def scales_of_all_rows(world: mkernel.World) -> list[str]:
+    shapes = ((6, E4M3_K), (E4M3_N, E4M3_K), (6 * RANKS, 1), (1, E4M3_N))
+    inputs = [drawn(str(i), *shape) for i, shape in enumerate(shapes)]
+    with mkernel.enable_async_tensor_parallel() as enabled:
+        program = compiled(scaled_gathers(0, gathers_scales=False))
+        with pytest.raises(RuntimeError, match="scalar type"):  # gloo gathers no e4m3
+            program(*inputs)
+    return [each.why for each in enabled.report.decisions]
+
+
+def test_a_gather_whose_scales_are_not_gathered_is_left(tmp_path: Path) -> None:
+    for found in ranks(with_a_world, tmp_path, scales_of_all_rows, size=RANKS):
+        (why,) = found
+        assert "scales of what it gathers are not gathered" in why
+
+
 # ---- rewrites that are wrong -------------------------------------------------------------------------
 
 
@@ -308,6 +401,12 @@ def any_order(piece: torch.fx.Node, place: int, count: int) -> Any:
     return next((each for each in found if each is not None), None)
 
 
+def scales_as_they_lie(graph: Any, rows: torch.fx.Node, *rest: Any) -> torch.fx.Node:
+    """Puts rows in the order of ranks, but not their scales."""
+    return rows if rows.meta["val"].shape[1] == 1 else _rows_by_rank(graph, rows, *rest)
+
+
+_rows_by_rank = rewrite._rows_by_rank
 _part = patterns._part
 _reduction = patterns.reduction
 
@@ -330,6 +429,12 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     "the wrong dimension": (
         patterns, "reduction", lambda *a: dataclasses.replace(_reduction(*a), dim=0),
         "sum of sequences",
+    ),
+    "one scale goes with its rows": (
+        rewrite, "_scales_of_gather", lambda graph, scales, sources: scales, "e4m3 with one scale",
+    ),
+    "scales of rows are left in the order of the program": (
+        rewrite, "_rows_by_rank", scales_as_they_lie, "mean of e4m3 sequences",
     ),
     "gathered parts in any order": (patterns, "_part", any_order, "other order"),
     "scattered parts in any order": (patterns, "_part", any_order, "sum in other order"),

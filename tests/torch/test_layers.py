@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_world import DEADLINE_S
 from torch import Tensor
 from torch.nn import Linear, Module, Sequential
 
@@ -78,7 +79,7 @@ def test_a_pair_of_layers_is_the_unsharded_one(
     y.square().sum().backward()
     results = mkernel.launch(
         trained, bias, sequence_parallel, compiled,
-        ranks_per_node=RANKS, accelerator="streams", timeout_s=60,
+        ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S,
     )  # fmt: skip
     splits = {"first.weight": 0, "first.bias": 0, "second.weight": 1, "second.bias": None}
     gradients = dict(zip(splits, [p.grad for p in whole.parameters()], strict=False))
@@ -125,13 +126,15 @@ def refused() -> str:
 
 def test_state_dicts_of_the_part_and_of_the_whole_are_loaded() -> None:
     for same, error in mkernel.launch(
-        reloaded, ranks_per_node=RANKS, accelerator="streams", timeout_s=60
+        reloaded, ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S
     ):
         assert same
         assert "size mismatch" in error
 
 
 def test_features_that_ranks_cannot_share_are_refused_by_name() -> None:
-    for error in mkernel.launch(refused, ranks_per_node=RANKS, accelerator="streams", timeout_s=60):
+    for error in mkernel.launch(
+        refused, ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S
+    ):
         assert "in_features" in error
         assert str(HIDDEN + 1) in error

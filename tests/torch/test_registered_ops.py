@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from in_world import DEADLINE_S
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -31,7 +32,7 @@ def operand(name: str, rank: int, *shape: int) -> Tensor:
 
 def on_ranks(check: Callable[..., Any], *arguments: Any, accelerator: str = "streams") -> list[Any]:
     return mkernel.launch(
-        check, *arguments, ranks_per_node=RANKS, accelerator=accelerator, timeout_s=60
+        check, *arguments, ranks_per_node=RANKS, accelerator=accelerator, timeout_s=DEADLINE_S
     )
 
 

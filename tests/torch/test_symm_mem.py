@@ -14,7 +14,12 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 import mkernel
 from mkernel.errors import ArgumentError, MkernelError, ShapeError
-from mkernel.ops.symm_mem import fused_all_gather_matmul, fused_matmul_reduce_scatter
+from mkernel.ops.symm_mem import (
+    fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
+    fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -55,6 +60,12 @@ def same(found: list[Any], wanted: list[Any], dtype: torch.dtype = torch.float32
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+as_torchs = pytest.mark.skipif(
+    "return_A" not in str(torch.ops.symm_mem.fused_all_gather_matmul.default._schema),
+    reason=f"torch.ops.symm_mem of torch {torch.__version__} takes other arguments: no return_A",
+)
+
+
 def like_torch() -> int:
     """How many calls have been compared with torch's own, which runs collectives and products here."""
     group = distributed.group.WORLD
@@ -85,12 +96,22 @@ def like_torch() -> int:
     return compared
 
 
+@as_torchs
 def test_results_are_torchs(tmp_path: Path) -> None:
     found = ranks(like_torch, tmp_path, size=RANKS)
     assert found == [12 * 3 + 9 * 3] * RANKS
 
 
-@pytest.mark.parametrize("function", [fused_all_gather_matmul, fused_matmul_reduce_scatter])
+@as_torchs
+@pytest.mark.parametrize(
+    "function",
+    [
+        fused_all_gather_matmul,
+        fused_matmul_reduce_scatter,
+        fused_all_gather_scaled_matmul,
+        fused_scaled_matmul_reduce_scatter,
+    ],
+)
 def test_arguments_are_torchs(function: Any) -> None:
     schema = getattr(torch.ops.symm_mem, function.__name__).default._schema
     ours = inspect.signature(function).parameters.values()
@@ -139,5 +160,142 @@ def refused() -> list[str]:
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     words = ("Bs", "gather_dim = 2", "A = (12,)", "reduce_op", "(3, 8)", "no such group")
     for said in ranks(refused, tmp_path, size=RANKS):
+        for text, word in zip(said, words, strict=True):
+            assert word in text
+
+
+# ---- e4m3 ----------------------------------------------------------------------------------------
+
+N = 16
+
+
+def quantised(name: str, *shape: int) -> Tensor:
+    return drawn(name, *shape).to(torch.float8_e4m3fn)
+
+
+def scale(name: str, *shape: int) -> Tensor:
+    return drawn(name, *shape).abs().add(0.1)
+
+
+def scaled_gathers(mode: str, dims: int, dim: int, group: str, fused: Any) -> Any:
+    shape = (*SHAPES[dims][:-1], 32)
+    single = mode == "tensor"
+    bs = [quantised(f"b{i}", N + i * 16, 32).t() for i in range(2)]
+    of_a = scale("a_scale") if single else scale("a_scale", *shape[:-1], 1)
+    if mode == "replicated":
+        parts = [torch.empty_like(of_a) for _ in range(RANKS)]
+        distributed.all_gather(parts, of_a)
+        of_a = torch.cat(parts, dim)
+    of_bs = [scale("b_scale") if single else scale("b_scale", 1, b.shape[1]) for b in bs]
+    biases = [None, drawn("bias", N + 16).bfloat16()]
+    whole, products = fused(
+        quantised("a", *shape), bs, of_a, of_bs, dim, group,
+        biases, [None] * 2, [torch.bfloat16] * 2, [False] * 2,
+    )  # fmt: skip
+    return [whole.float(), *products]
+
+
+def gathered_by_torch(mode: str, dims: int, dim: int, group: str) -> Any:
+    """By torch's own function, with bytes gathered where the group's library knows no e4m3."""
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+
+    def as_bytes(x: Tensor, *where: Any) -> Tensor:
+        if x.dtype != torch.float8_e4m3fn:
+            return gather(x, *where)  # type: ignore[no-any-return]
+        found: Tensor = symm_mem.funcol.wait_tensor(gather(x.view(torch.uint8), *where))
+        return found.view(x.dtype)
+
+    torch.ops._c10d_functional.all_gather_into_tensor = as_bytes
+    try:
+        fused = symm_mem._fused_all_gather_scaled_matmul_fallback
+        return scaled_gathers(mode, dims, dim, group, fused)
+    finally:
+        torch.ops._c10d_functional.all_gather_into_tensor = gather
+
+
+def scaled_scatters(
+    fused: Any, mode: str, dims: int, dim: int, reduce_op: str, flat: bool, group: str
+) -> Any:
+    lead, single = SHAPES[dims][:-1], mode == "tensor"
+    a, of_a = quantised("a", *lead, 32), scale("a_scale", *(() if single else (*lead, 1)))
+    b, of_b = quantised("b", N, 32).t(), scale("b_scale", *(() if single else (1, N)))
+    if flat:  # as Inductor calls it
+        a, of_a = a.flatten(0, -2), of_a if single else of_a.flatten(0, -2)
+    after = min(dim, a.dim() - 1)
+    return fused(
+        a, b, of_a, of_b, reduce_op, dim, after, group, [*lead, N], out_dtype=torch.float32
+    )
+
+
+def scaled_like_torch() -> int:
+    group = distributed.group.WORLD
+    assert group is not None
+    mkernel.init(group, accelerator="streams", timeout_s=TIMEOUT_S)
+    name, compared = group.group_name, 0
+    for dims in SHAPES:
+        for dim in range(dims - 1):
+            for mode in ("tensor", "row", "replicated"):
+                case = (mode, dims, dim, name)
+                found = scaled_gathers(*case, fused_all_gather_scaled_matmul)
+                same(found, gathered_by_torch(*case), torch.bfloat16)
+                compared += 1
+        for dim in range(dims):
+            for mode, reduce_op, flat in (
+                ("tensor", "sum", False),
+                ("row", "sum", True),
+                ("row", "avg", False),
+            ):
+                last = (mode, dims, dim, reduce_op, flat, name)
+                wanted = scaled_scatters(
+                    symm_mem._fused_scaled_matmul_reduce_scatter_fallback, *last
+                )
+                same([scaled_scatters(fused_scaled_matmul_reduce_scatter, *last)], [wanted])
+                compared += 1
+    return compared
+
+
+def test_results_of_e4m3_are_torchs(tmp_path: Path) -> None:
+    assert ranks(scaled_like_torch, tmp_path, size=RANKS) == [6 * 3 + 9 * 3] * RANKS
+
+
+def scaled_refused() -> list[str]:
+    mkernel.init(distributed.group.WORLD, accelerator="streams", timeout_s=TIMEOUT_S)
+    a, b, one = quantised("a", 4, 32), quantised("b", 8, 32).t(), torch.ones(())
+    bf16, said = torch.bfloat16, []
+
+    def gather(
+        out: Any = bf16, *, dim: int = 0, result: Any = None, fast: Any = (False,), bs: Any = (b,)
+    ) -> Any:
+        given = a, bs, one, [one], dim, "0", [None], [result], [out], fast
+        return fused_all_gather_scaled_matmul(*given)
+
+    def scatter(out: Any = bf16, *, op: str = "sum", dim: int = 0, **options: Any) -> Any:
+        given = a, b, one, one, op, dim, 0, "0", options.pop("output_shape", None)
+        return fused_scaled_matmul_reduce_scatter(*given, out_dtype=out, **options)
+
+    for call in (
+        lambda: gather(None),
+        lambda: gather(dim=1),
+        lambda: gather(result=one),
+        lambda: gather(fast=()),
+        lambda: gather(bs=()),
+        lambda: gather(bs=(b.contiguous(),)),
+        lambda: scatter(None),
+        lambda: scatter(op="max"),
+        lambda: scatter(dim=2),
+        lambda: scatter(bias=torch.ones(8)),
+        lambda: scatter(result_scale=one),
+        lambda: scatter(output_shape=[3, 8]),
+    ):
+        with pytest.raises(MkernelError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_wrong_arguments_of_e4m3_are_named(tmp_path: Path) -> None:
+    words = ("out_dtypes", "gather_dim", "result_scales", "use_fast_accum", "Bs", "K-major")
+    words += ("out_dtype", "reduce_op", "orig_scatter_dim", "bias", "result_scale", "output_shape")
+    for said in ranks(scaled_refused, tmp_path, size=RANKS):
         for text, word in zip(said, words, strict=True):
             assert word in text

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_world import DEADLINE_S
 
 import mkernel
 
@@ -31,7 +32,7 @@ def test_a_wrong_contender_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     import whole_layers_ranks
 
     for found in mkernel.launch(
-        whole_layers_ranks.turns, ranks_per_node=2, accelerator="streams", timeout_s=60
+        whole_layers_ranks.turns, ranks_per_node=2, accelerator="streams", timeout_s=DEADLINE_S
     ):
         assert isinstance(found["library"], float)
         assert isinstance(found["mkernel"], float)

@@ -19,8 +19,9 @@ from mkernel.topology.world_map import world_map
 from mkernel.world.admission import admit_plan, admit_tensors
 from mkernel.world.identity import Backends
 
-FOLLOWED_BY_OPS = ("copies", "bias", "products")
-"""What of a plan of a GEMM op the op follows, around the launch (``tests/torch/test_operands.py``)."""
+FOLLOWED_BY_OPS = ("copies", "bias", "norm", "products")
+"""What of a plan of a GEMM op the op follows, around the launch (``tests/torch/test_operands.py``,
+``tests/torch/test_norm.py``)."""
 
 Path = tuple[str | int, ...]
 Launch = Callable[[LaunchPlan], object]

@@ -86,7 +86,8 @@ def test_rates_are_in_the_file_alone() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float)
     }
-    native = {114_688, 16}  # the layout of the flags, which test_hopper_tuning compares
+    # The layout of the flags, and of a tile of few rows, which test_hopper_tuning compares.
+    native = {114_688, 16, 128, 64, 8}
     assert {value for value in written if isinstance(value, float)} <= {1e6}
     assert {value for value in written if value > 2} - native <= {1e6}
 

@@ -59,7 +59,9 @@ def test_diagnosis_names_everything() -> None:
 def test_what_is_no_numbered_signal_is_named() -> None:
     ended = replace(DIAGNOSIS, signal=0xFFFFFFFF)
     full = replace(DIAGNOSIS, signal=0xFFFFFFFE)
+    mail = replace(DIAGNOSIS, signal=0xFFFFFFFD)
     assert "on the signal that it is done with a call: saw 3" in str(ended)
+    assert "on sums that say themselves that they have come: saw 3" in str(mail)
     assert "on the signal that the command FIFO has room: saw 3" in str(full)
 
 

@@ -16,7 +16,7 @@ import pytest
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.fd_exchange import Offer, fetch, offer
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def _server_threads() -> list[str]:
@@ -180,3 +180,29 @@ def test_a_forked_child_serves_its_own_offers(memfd: int, offered: Offer) -> Non
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(fetch(offered.address, TIMEOUT_S))
+
+
+@pytest.mark.parametrize("with_descriptor", [False, True])
+def test_half_an_answer_is_none(memfd: int, with_descriptor: bool) -> None:
+    """It says that the offer is there and sends nothing, or sends something and says that it is not."""
+    name = f"mkernel-test-{os.getpid()}-{with_descriptor}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def answer() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(64)
+                if with_descriptor:
+                    socket.send_fds(client, [b"\xff"], [memfd])
+                else:
+                    client.send(fd_exchange._FOUND)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="no longer offers"):
+            fetch({"socket": name, "cookie": "00" * 16}, TIMEOUT_S)
+        thread.join()
+        assert len(os.listdir("/proc/self/fd")) <= before

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkernel.errors import ArgumentError, Unsupported
-from mkernel.ops.plain import plain
+from mkernel.ops.plain import _usual, plain
 
 PLAIN = torch.ones(4, 4)
 
@@ -211,3 +211,13 @@ def test_a_transform_is_refused_whatever_the_arguments_are(
         return x * 1
 
     inside(body)
+
+
+def test_usual_arguments_take_the_short_way() -> None:
+    """Tensors and parameters without anything to record, and what stands for none."""
+    tensor, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    assert _usual((tensor, parameter, None, False, True)) is True
+    for unusual in (tensor.as_subclass(Functional), torch._neg_view(tensor), wanting_gradients()):
+        assert _usual((None, unusual)) is False
+        assert _usual((tensor, True, unusual)) is False
+    assert _usual((Dispatching(tensor),)) is False

@@ -28,6 +28,7 @@ class Claims:
     def __init__(self, ops: tuple[str, ...], between_nodes: bool) -> None:
         self.ops, self.between_nodes, self.process_group = ops, between_nodes, False
         self.one_node_ops: tuple[str, ...] = ()
+        self.routing_of_ids = False
 
     def provides(self, op: str, nodes: int) -> bool:
         return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
@@ -229,6 +230,10 @@ def test_an_op_goes_to_the_first_that_provides_it(install: Install) -> None:
     # It would read what the dispatch on another accelerator left in words of its own.
     with pytest.raises(Unsupported, match=r"'moe' does not provide 'moe_dispatch_backward'"):
         selection.provider(world, "moe_dispatch_backward")
+    for name in ("moe", "streams"):  # they read each other's words
+        registry.accelerator(name).capabilities().routing_of_ids = True
+    assert selection.provider(world, "moe_dispatch_backward") == "streams"
+    assert selection.provider(world, "moe_combine") == "moe"
     backends = {"hopper": Accelerator(20), "streams": Accelerator(10)}
     backends["hopper"].capabilities().one_node_ops = ("ring_attention",)
     install(backends)

@@ -29,6 +29,7 @@ LEAVES = {
     "mkernel.errors",
     "mkernel.failure_record",
     "mkernel.printable",
+    "mkernel.schema_version",
     "mkernel.tabular",
     "mkernel.user_files",
     "mkernel.version",
@@ -55,6 +56,7 @@ HARNESS = {*API, "mkernel.cases"}
 MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.errors": {"mkernel.printable"},
     "mkernel.printable": set(),
+    "mkernel.schema_version": {"mkernel.printable", "mkernel.version"},
     "mkernel.tabular": set(),
     "mkernel.version": set(),
     "mkernel.user_files": LEAVES,

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.backends.accelerators.ascend import races
 from mkernel.backends.accelerators.ascend import schedule as schedules
 from mkernel.backends.accelerators.ascend.machine import FILE, machine
 from mkernel.backends.accelerators.ascend.native import native
@@ -32,6 +33,7 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
+from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
@@ -76,9 +78,13 @@ class AscendLaunch(Launch, InstrumentedLaunch):
         native: _ascend.Launch,
         call: Call,
         finish: Callable[[], Mapping[str, Any]] | None,
+        race_folder: Path | None = None,
     ) -> None:
-        """Called by ``AscendAccelerator.launch``. ``finish``: as in :class:`.op.Prepared`."""
+        """Called by ``AscendAccelerator.launch``. ``finish``: as in :class:`.op.Prepared`.
+        ``race_folder``: for what races between ranks are found in."""
         self._native = native
+        self._races = race_folder
+        self._rank, self._number = call.rank, call.number
         self._finish = finish
         self._results: Mapping[str, Any] = {}
         self._refused: CapacityExceeded | None = None
@@ -107,6 +113,9 @@ class AscendLaunch(Launch, InstrumentedLaunch):
             raise
         if done:
             _in_flight.discard(self)
+            folder, self._races = self._races, None
+            if folder is not None:
+                races.keep(folder, self._rank, self._number, self._native.race_log())
             finish, self._finish = self._finish, None
             if finish is not None:
                 try:
@@ -189,6 +198,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             ops=tuple(_OPS),
             dtypes=("float16", "bfloat16", "float32"),
             out_dtypes=("float32", "float16", "bfloat16"),
+            rounded_partials=True,
             b_layouts=("row", "column"),
             pitched=("a", "b"),
             alignment_bytes=16,
@@ -197,7 +207,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             simulated=True,
             compute_cores=machine().aic_cores,
             comm_cores=machine().aiv_cores,
-            constants=machine().constants(),
+            constants=_constants(),
         )
 
     @classmethod
@@ -231,11 +241,11 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         areas = (g.inbox_bytes, g.inbox_bytes, g.outbox_bytes, g.outbox_bytes, g.scratch_bytes)
         return Workspace(areas, signals=g.words)
 
-    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun:
-        """Replay on the default machine description (``machine.json``)."""
+    def model(self, plan: LaunchPlan, traces: Sequence[bytes], view: View) -> ModelledRun:
+        """Replay on the machine description that plans are made with, its NIC as fast as the plan's."""
         from mkernel.backends.accelerators.ascend.timeline import model
 
-        return model(traces, machine(), view)
+        return model(traces, machine().with_nics_of(plan.routes), view)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """The tables of the routing, and the rows of the outputs."""
@@ -254,6 +264,10 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
                 f"plan.schedule = {plan.schedule} takes {blocks.cube} AIC and "
                 f"{blocks.comm} + {blocks.vector} AIV cores; the chip has {chip.aic_cores} AIC and "
                 f"{chip.aiv_cores} AIV cores"
+            )
+        if self._races is not None and len(call.peers) < plan.world_size - 1:
+            raise Unsupported(
+                "MKERNEL_ASCEND_RACES looks at worlds of one node: no log has what a NIC does"
             )
         prepared = op.prepare(call)
         module.set_slots(self._slots or max(1, len(os.sched_getaffinity(0)) // plan.world_size))
@@ -278,13 +292,19 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             view=call.view,
             trace=call.trace,
             strict=self._strict,
+            log_races=self._races is not None,
         )
         self._newest = started
-        return AscendLaunch(started, call, prepared.finish)
+        return AscendLaunch(started, call, prepared.finish, self._races)
 
     def at_deadline(self) -> str:
         """Strict simulation: every core of the newest call that was waiting then, and for what."""
         return "" if self._newest is None else self._newest.at_deadline
+
+    @cached_property
+    def _races(self) -> Path | None:
+        settings = load_as(AscendSettings)
+        return Path(settings.races) if settings.strict and settings.races is not None else None
 
     @cached_property
     def _strict(self) -> _ascend.Strict | None:
@@ -309,6 +329,19 @@ def record(plan: LaunchPlan, rank: int) -> bytes:
         node=node,
     )
     return trace
+
+
+def _constants() -> MachineConstants:
+    """Those of the machine; what settings say of plans is part of where they come from, by which
+    plans are told apart."""
+    made = machine().constants()
+    chosen = load_as(AscendSettings).model_dump(
+        exclude={"machine", "strict", "races", "seed"}, exclude_defaults=True
+    )
+    if not chosen:
+        return made
+    said = ", ".join(f"{name} {value}" for name, value in chosen.items())
+    return made.model_copy(update={"source": f"{made.source}; plans with {said}"})
 
 
 def _has_torch_npu() -> bool:

@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.ascend.trace import (
 )
 from mkernel.topology.model import Model
 
-_OF_MEMORY = (Kind.TLOAD, Kind.TSTORE, Kind.TPUT)
+_OF_MEMORY = (Kind.TLOAD, Kind.TSTORE, Kind.TPUT, Kind.TGET)
 
 
 class RankUse(Model):
@@ -61,9 +61,11 @@ def explain(traces: Sequence[bytes], machine: Machine) -> Explanation:
         for _, records in own:
             moved = records[np.isin(records["kind"], _OF_MEMORY) & (records["pipe"] != Pipe.V)]
             touched[rank] += moved["amount"].sum()
-            puts = moved[moved["kind"] == Kind.TPUT]
-            np.add.at(touched, puts["peer"], puts["amount"].astype(float))
+            puts, gets = (moved[moved["kind"] == kind] for kind in (Kind.TPUT, Kind.TGET))
+            for each in (puts, gets):
+                np.add.at(touched, each["peer"], each["amount"].astype(float))
             np.add.at(sent[rank], puts["peer"], puts["amount"].astype(float))
+            np.add.at(sent[:, rank], gets["peer"], gets["amount"].astype(float))
     np.fill_diagonal(sent, 0.0)
     fabric = machine.fabric
     ranks = []
@@ -94,11 +96,11 @@ def explain(traces: Sequence[bytes], machine: Machine) -> Explanation:
             RankUse(
                 rank=rank,
                 pipes=pipes,
-                memory_us=touched[rank] / machine.chip.memory_gbs / 1e3,
-                egress_us=sent[rank].sum() / fabric.egress_gbs / 1e3,
-                ingress_us=sent[:, rank].sum() / fabric.ingress_gbs / 1e3,
+                memory_us=touched[rank] / machine.chip.l2_gbs / 1e3,
+                egress_us=sent[rank].sum() / fabric.egress_rate / 1e3,
+                ingress_us=sent[:, rank].sum() / fabric.ingress_rate / 1e3,
                 links={
-                    peer: sent[rank, peer] / fabric.link_gbs / 1e3
+                    peer: sent[rank, peer] / fabric.link_rate / 1e3
                     for peer in range(world)
                     if peer != rank
                 },

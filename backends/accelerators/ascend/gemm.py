@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.ascend.op import Blocks, Matrix, Prepared, matrix, native
-from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
+from mkernel.backends.accelerators.ascend.schedule import (
+    GemmSchedule,
+    ProductSchedule,
+    ReduceSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import LaunchPlan
 
@@ -25,10 +29,11 @@ class GemmOp:
 
     def geometry(self, plan: LaunchPlan) -> _Geometry:
         """ValueError for tiles that the on-chip buffers cannot hold."""
-        shape, chunking, world = plan.gemm, plan.part(GemmSchedule).chunking, plan.world_size
+        how: ProductSchedule = plan.part(GemmSchedule if _gathers(plan) else ReduceSchedule)
+        shape, chunking, world = plan.gemm, how.chunking, plan.world_size
         cut = chunking.model_dump(exclude={"chunks_per_rank"})
         geometry: _Geometry
-        if _gathers(plan):
+        if not isinstance(how, ReduceSchedule):
             geometry = native().AgGemmGeometry(
                 world=world,
                 m_local=shape.m // world,
@@ -45,6 +50,8 @@ class GemmOp:
                 k=shape.k,
                 dtype=plan.dtype,
                 out_dtype=plan.out_dtype,
+                partial_dtype=how.partial_dtype,
+                band=how.band,
                 replicated=plan.op == "gemm_all_reduce",
                 **cut,
             )
@@ -57,7 +64,7 @@ class GemmOp:
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
         """Cube cores compute, vector cores communicate."""
-        how = plan.part(GemmSchedule)
+        how: ProductSchedule = plan.part(GemmSchedule if _gathers(plan) else ReduceSchedule)
         return Blocks(comm=how.comm_cores, cube=how.cube_cores)
 
     def prepare(self, call: Call) -> Prepared:

@@ -7,14 +7,22 @@ Rates are GB/s (1e9 bytes a second) in one direction.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from mkernel.backends.accelerators.ascend.settings import AscendSettings
+from mkernel.errors import ArgumentError
+from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Finite
+from mkernel.topology.routes import RouteTable
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend
@@ -53,21 +61,38 @@ class Pipes(Finite):
     memory_latency_ns: float = Field(ge=0, description="of a load or store; overlaps with others")
 
 
-class Chip(Finite):
+class Shared(Finite):
     """What the cores of a rank share."""
 
-    memory_gbs: float = Field(gt=0, description="all loads and stores together: HBM through L2")
+    l2_gbs: float = Field(gt=0, description="all loads and stores together")
+    hbm_gbs: float = Field(gt=0, description="what is read of a call's inputs for the first time")
     launch_us: float = Field(ge=0, description="from the host's call to the first instruction")
 
 
 class Fabric(Finite):
     """Links between the ranks of a node."""
 
-    link_gbs: float = Field(gt=0, description="one ordered pair of ranks")
+    link_gbs: float = Field(gt=0, description="one ordered pair of ranks, as it is rated")
+    efficiency: float = Field(gt=0, le=1, description="the share of rated links that transfers get")
     link_latency_us: float = Field(ge=0)
-    egress_gbs: float = Field(gt=0, description="all that a rank sends")
-    ingress_gbs: float = Field(gt=0, description="all that a rank receives")
+    egress_gbs: float = Field(gt=0, description="all that a rank sends, rated")
+    ingress_gbs: float = Field(gt=0, description="all that a rank receives, rated")
     signal_latency_us: float = Field(ge=0, description="from raising to being seen at a peer")
+
+    @property
+    def link_rate(self) -> float:
+        """GB/s that one ordered pair of ranks gets."""
+        return self.link_gbs * self.efficiency
+
+    @property
+    def egress_rate(self) -> float:
+        """GB/s that a rank sends in all."""
+        return self.egress_gbs * self.efficiency
+
+    @property
+    def ingress_rate(self) -> float:
+        """GB/s that a rank receives in all."""
+        return self.ingress_gbs * self.efficiency
 
 
 class NicModel(Finite):
@@ -76,6 +101,14 @@ class NicModel(Finite):
     gbs: float = Field(gt=0)
     latency_us: float = Field(ge=0, description="last byte sent to signal seen")
     proxy_us: float = Field(ge=0, description="command pushed to transfer started")
+
+
+class Chip(Finite):
+    """A chip of the same kind with other cores."""
+
+    name: str
+    aic_cores: int = Field(ge=1)
+    aiv_cores: int = Field(ge=1)
 
 
 class Machine(Finite):
@@ -89,9 +122,25 @@ class Machine(Finite):
     cube: Cube
     vector: Vector
     pipes: Pipes
-    chip: Chip
+    chip: Shared
     fabric: Fabric
     nic: NicModel
+    chips: dict[str, Chip] = Field(
+        default_factory=dict, description="chips by the name that the setting `machine` gives"
+    )
+
+    def with_nics_of(self, routes: RouteTable) -> Machine:
+        """The same with NICs as fast as those of a node's rails together, the slowest node's."""
+        rails = {
+            (route.src_site, rail.src_nic): rail.bandwidth_gbs
+            for route in routes.classes
+            for rail in route.rails
+        }
+        if not rails:
+            return self
+        nodes = {site for site, _ in rails}
+        gbs = min(sum(rate for (site, _), rate in rails.items() if site == node) for node in nodes)
+        return self.model_copy(update={"nic": self.nic.model_copy(update={"gbs": gbs})})
 
     def native(self) -> _ascend.Machine:
         """The same numbers in the replay's units (ns, bytes a ns)."""
@@ -112,11 +161,12 @@ class Machine(Finite):
         made.store_rate = self.pipes.fix_gbs
         made.put_rate = self.pipes.mte3_gbs
         made.memory_ns = self.pipes.memory_latency_ns
-        made.memory_rate = self.chip.memory_gbs
-        made.link_rate = self.fabric.link_gbs
+        made.memory_rate = self.chip.l2_gbs
+        made.hbm_rate = self.chip.hbm_gbs
+        made.link_rate = self.fabric.link_rate
         made.link_ns = self.fabric.link_latency_us * 1e3
-        made.egress_rate = self.fabric.egress_gbs
-        made.ingress_rate = self.fabric.ingress_gbs
+        made.egress_rate = self.fabric.egress_rate
+        made.ingress_rate = self.fabric.ingress_rate
         made.proxy_ns = self.nic.proxy_us * 1e3
         made.nic_rate = self.nic.gbs
         made.nic_ns = self.nic.latency_us * 1e3
@@ -131,12 +181,13 @@ class Machine(Finite):
 
         return MachineConstants(
             name="ascend",
-            source=f"{self.name}, the machine description of the ascend backend; not measured here",
+            source=f"{self.name}, machine description {self.fingerprint[:8]} of the ascend backend; "
+            "not measured here",
             float16_tflops_per_core=tflops(self.cube.macs_per_cycle_16bit),
             bfloat16_tflops_per_core=tflops(self.cube.macs_per_cycle_16bit),
             float32_tflops_per_core=tflops(self.cube.macs_per_cycle_32bit),
-            memory_gbs=self.chip.memory_gbs,
-            p2p_gbs=self.fabric.link_gbs,
+            memory_gbs=self.chip.l2_gbs,
+            p2p_gbs=round(self.fabric.link_rate, 2),
             p2p_latency_us=self.fabric.link_latency_us,
             nic_gbs=self.nic.gbs,
             nic_latency_us=self.nic.proxy_us + self.nic.latency_us,
@@ -146,12 +197,44 @@ class Machine(Finite):
         )
 
 
-def load_machine(path: str | Path | None = None) -> Machine:
-    """A machine description; ``None``: the A3-class default. InputFileError names the bad field."""
-    return machine() if path is None else Machine.from_file(Path(path), "machine description")
+def load_machine(which: str | Path | None = None) -> Machine:
+    """A machine description: the name of a chip of the default file, or a file. ``None``: as the
+    setting ``machine`` says, by default the A3-class chip.
+
+    Raises:
+        ArgumentError: the name of no chip, nor of a file.
+        InputFileError: names the bad field.
+    """
+    if which is None:
+        return machine()
+    if isinstance(which, str):
+        chip = _default().chips.get(which)
+        if chip is not None:
+            return _default().model_copy(update=dict(chip))
+        if not Path(which).suffix and not os.path.lexists(which):
+            known = ", ".join(_default().chips)
+            raise ArgumentError("machine", repr(which), f"a file, or one of: {known}")
+    return Machine.from_file(Path(which), "machine description")
+
+
+def machine() -> Machine:
+    """The one that :func:`using` gives, or the setting ``machine``."""
+    return _given.get() or load_machine(load_as(AscendSettings).machine)
+
+
+@contextmanager
+def using(described: Machine) -> Iterator[None]:
+    """Plans and models within take this machine."""
+    token = _given.set(described)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+_given: ContextVar[Machine | None] = ContextVar("machine", default=None)
 
 
 @cache
-def machine() -> Machine:
-    """The default; read once."""
+def _default() -> Machine:
     return Machine.from_file(FILE, "machine description")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.ascend.op import Blocks, Prepared, dense, native
-from mkernel.backends.accelerators.ascend.schedule import VECTORS_PER_CUBE, AttentionSchedule
+from mkernel.backends.accelerators.ascend.predict import VECTORS_PER_CUBE
+from mkernel.backends.accelerators.ascend.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import ShapeError
 from mkernel.plan.model import AttentionShape, LaunchPlan

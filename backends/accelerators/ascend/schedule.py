@@ -6,29 +6,77 @@ node first, then the others.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from pydantic import Field
 
-from mkernel.plan.chunking import tiling
-from mkernel.plan.model import MoeShape, OpName
-from mkernel.plan.pipeline import Chunking, Tiling
+from mkernel.backends.accelerators.ascend.machine import machine
+from mkernel.backends.accelerators.ascend.predict import (
+    VECTORS_PER_CUBE,
+    attended,
+    gathered,
+    reduced,
+)
+from mkernel.backends.accelerators.ascend.predict_moe import combined, dispatched
+from mkernel.backends.accelerators.ascend.settings import AscendSettings
+from mkernel.plan.chunking import MAX_CHUNKS, comm_blocks, cut, tiling
+from mkernel.plan.decide import Alternative, choose
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    AttentionShape,
+    CombineShape,
+    DtypeName,
+    MoeShape,
+    OpName,
+    Prediction,
+)
+from mkernel.plan.paths import LEAST_FUSED_SUMS
+from mkernel.plan.pipeline import Chunking, GemmTile, Pipeline, Tiling
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows, by_tiles
+from mkernel.settings import load_as
 
-VECTORS_PER_CUBE = 2
-"""Vector cores of the compute kernel beside each of its cube cores, where it has any."""
+MOE_CHUNKS: dict[OpName, int] = {"moe_dispatch_gemm": 32, "moe_combine": 64}
+MOE_TOKENS = 64
+"""The most chunks a rank, and the fewest tokens of a chunk where there are more than four."""
+MOE_SENDERS: dict[OpName, int] = {"moe_dispatch_gemm": 2, "moe_combine": 4}
+"""Vector cores that send to one rank: then each core serves one, and none waits for another's link."""
+GATHER_TILE = GemmTile(depth_bytes=256)
+REDUCE_TILE = GemmTile(depth_bytes=128)
+"""Narrow along K: then L1 has three or four stages of loads, and room for the columns of B, or the rows
+of A, that it keeps."""
+SHORT_TILE, SHORT_K_BYTES = GemmTile(columns=128, depth_bytes=256, step_bytes=256), 3 << 10
+"""Of GEMM+ReduceScatter, for products of so short a K that L1 keeps all of A's rows: L0C holds two such
+tiles, so that one is stored while the next is multiplied, and no tile loads more for being narrow. An
+AllReduce gets each of its results with a link's latency twice, so that fewer and wider ones gain."""
 
 
-class GemmSchedule(Schedule):
+class ProductSchedule(Schedule):
     """How a GEMM op runs. ``chunking`` is of what a rank sends. ``cube_cores`` multiply;
     ``comm_cores``, vector cores, communicate."""
 
-    kind: Literal["ascend.gemm"] = "ascend.gemm"
     chunking: Chunking
     cube_cores: int = Field(ge=1)
     comm_cores: int = Field(ge=1)
+
+
+class GemmSchedule(ProductSchedule):
+    """AllGather+GEMM."""
+
+    kind: Literal["ascend.gemm"] = "ascend.gemm"
+
+
+class ReduceSchedule(ProductSchedule):
+    """GEMM+ReduceScatter and GEMM+AllReduce. Results of single ranks travel in ``partial_dtype``:
+    float32, or that of the output, to which each is then rounded once before they are added. Output
+    tiles are numbered in bands of ``band`` groups of ``tile_m`` rows, within a band column by column
+    (``kernels/gemm_reduce/args.hpp``)."""
+
+    kind: Literal["ascend.gemm_reduce"] = "ascend.gemm_reduce"
+    partial_dtype: DtypeName
+    band: int = Field(ge=1)
 
 
 class DispatchSchedule(Schedule):
@@ -76,7 +124,22 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     """GEMM ops in chunks of tiles, the others in chunks of rows."""
     plan = request.plan
     made = _BY_ROWS.get(plan.op)
-    found = by_tiles(request) if made is None else by_rows(request)
+    if made is None:
+        return _gemm(request)
+    if plan.op == "ring_attention" and request.comm_blocks is None:
+        # A block sends as fast as a link; every further one costs half a cube core.
+        destinations = plan.ranks_per_node - 1 + (plan.nodes > 1)
+        request = replace(request, comm_blocks=max(1, destinations))
+    if isinstance(plan.shape, MoeShape | CombineShape) and request.chunk is None:
+        # Vector cores take chunks in turns, so that there must be several for each.
+        chunks = min(MOE_CHUNKS[plan.op], max(4, plan.shape.tokens // MOE_TOKENS))
+        request = replace(request, chunk=-(-plan.shape.tokens // chunks))
+    if isinstance(plan.shape, MoeShape | CombineShape) and request.comm_blocks is None:
+        others = max(1, plan.world_size - 1)
+        most = _most_senders(plan.op, request.capabilities.comm_cores)
+        each = min(MOE_SENDERS[plan.op], max(1, most // others))
+        request = replace(request, comm_blocks=min(others * each, most))
+    found = by_rows(request)
     decided = found.schedule.model_dump(exclude={"kind", "order"})
     decided |= cores(
         plan.op,
@@ -86,7 +149,183 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     )
     if isinstance(plan.shape, MoeShape):
         decided["tiling"] = tiling(plan.dtype)
-    return found._replace(schedule=(made or GemmSchedule)(**decided))
+    if request.constants and not request.measured:
+        pipeline = replace(found.pipeline, comm_blocks=decided["comm_cores"])
+        known = plan, request.links, pipeline, request.constants, machine()
+        if isinstance(plan.shape, AttentionShape):
+            # Fewer cores that have equally many tiles of queries beat more that have not.
+            most = decided["cube_cores"]
+            counts = range(most, most - 1 if request.compute_blocks else most * 3 // 4, -1)
+            by_cores = {count: attended(*known, count) for count in counts}
+            decided["cube_cores"] = min(by_cores, key=lambda count: by_cores[count].pipelined_us)
+            times = by_cores[decided["cube_cores"]]
+        else:
+            rows, vectors = decided["rows_per_chunk"], decided["vector_cores"]
+            if isinstance(plan.shape, MoeShape):
+                times = dispatched(*known, rows, vectors, decided["tiling"])
+            else:
+                times = combined(*known, rows, vectors)
+        found = found._replace(prediction=times)
+    return found._replace(schedule=made(**decided))
+
+
+def _gemm(request: ScheduleRequest) -> Scheduled:
+    """What the settings say of tiles, cores and chunks stands; a call's own wish goes first."""
+    how, claims = load_as(AscendSettings), request.capabilities
+    request = replace(
+        request,
+        compute_blocks=request.compute_blocks or _at_most(how.cube_cores, claims.compute_cores),
+        comm_blocks=request.comm_blocks or _at_most(how.comm_cores, claims.comm_cores),
+    )
+    if request.plan.op == "all_gather_gemm":
+        return _gather(request, how)
+    return _reduce(request, how)
+
+
+def _at_most(wish: int | None, most: int) -> int | None:
+    return None if wish is None else min(wish, most)
+
+
+def _tile(usual: GemmTile, how: AscendSettings, dtype: DtypeName) -> GemmTile:
+    depth = usual.depth_bytes if how.tile_k is None else how.tile_k * DTYPE_BYTES[dtype]
+    step = next(step for step in range(usual.step_bytes, 0, -1) if depth % step == 0)
+    return GemmTile(
+        rows=how.tile_m or usual.rows,
+        columns=how.tile_n or usual.columns,
+        depth_bytes=depth,
+        step_bytes=step,
+    )
+
+
+def _gather(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
+    """Chunks and blocks by predicted times: few blocks a destination and small chunks bring the first
+    chunks early, many send at the link's rate without a gap for their signals."""
+    plan, constants = request.plan, request.constants
+    world = plan.world_size
+    tile = _tile(GATHER_TILE, how, plan.dtype)
+    found = by_tiles(request, tile=tile)
+    pipeline, alternatives = found.pipeline, tuple[Alternative, ...]()
+    if request.measured is None and constants is not None:
+
+        def times(option: Pipeline) -> Prediction:
+            return gathered(plan, request.links, option, constants, machine())
+
+        def cut_in(tiles: int | None) -> Chunking:
+            return cut("all_gather_gemm", plan.gemm, world, plan.dtype, tiles, tile)
+
+        whole = cut_in(1).chunks_per_rank  # tiles
+        least = -(-whole // min(MAX_CHUNKS, how.most_chunks))
+        cuts, blocks = [cut_in(request.chunk or least)], [pipeline.comm_blocks]
+        if request.chunk is None:
+            cuts += [cut_in(factor * least) for factor in (2, 4, 8, 16) if factor * least < whole]
+        if request.comm_blocks is None:
+            few = comm_blocks(plan.nodes, plan.ranks_per_node, request.capabilities.comm_cores)
+            blocks = [few, max(1, few // 2), min(2 * few, request.capabilities.comm_cores)]
+        options = [
+            replace(pipeline, chunking=chunking, comm_blocks=count)
+            for count in dict.fromkeys(blocks)
+            for chunking in dict.fromkeys(cuts)
+        ]
+        pipeline, alternatives = choose(
+            "chunk and blocks",
+            options,
+            lambda option: times(option).pipelined_us,
+            lambda option: (
+                f"{option.chunking.tiles_per_chunk if option.chunking else 0} tiles, "
+                f"{option.comm_blocks} blocks"
+            ),
+        )
+        found = found._replace(prediction=times(pipeline))
+    decided = {
+        "chunking": pipeline.chunking,
+        "cube_cores": pipeline.compute_blocks,
+        "comm_cores": pipeline.comm_blocks,
+    }
+    return found._replace(
+        schedule=GemmSchedule(**decided), pipeline=pipeline, alternatives=alternatives
+    )
+
+
+def _reduce(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
+    """Bands of as many row groups as give all ranks' owners together one tile a core; chunks of one
+    tile, or of what divides a band, so that a core goes on with the same rows. All vector cores
+    communicate.
+    Partial results travel in the output's dtype where that is predicted to gain, and sums are large
+    enough that the error stays within one rounding's (``LEAST_FUSED_SUMS``)."""
+    plan, claims = request.plan, request.capabilities
+    shape, world = plan.gemm, plan.world_size
+    everywhere = plan.op == "gemm_all_reduce"
+    cube = request.compute_blocks or claims.compute_cores
+
+    def owned(tile: GemmTile) -> int:
+        tiles = groups(tile) * -(-shape.n // tile.columns)
+        return -(-tiles // (world if everywhere else 1))
+
+    def groups(tile: GemmTile) -> int:
+        return -(-(shape.m if everywhere else shape.m // world) // tile.rows)
+
+    tile = _tile(REDUCE_TILE, how, plan.dtype)
+    band = _band(cube, world, groups(tile))
+    short = shape.k * DTYPE_BYTES[plan.dtype] <= SHORT_K_BYTES and not (everywhere and world > 1)
+    asked = how.tile_m or how.tile_n or how.tile_k
+    if short and not asked and owned(SHORT_TILE) <= band * how.most_chunks:
+        tile = SHORT_TILE
+    whole = replace(
+        request,
+        chunk=request.chunk or _chunk(owned(tile), band, how.most_chunks),
+        comm_blocks=request.comm_blocks or claims.comm_cores,
+    )
+    found = by_tiles(whole, tile=tile)
+    kinds: list[DtypeName] = [plan.out_dtype]
+    if plan.out_dtype != "float32":
+        small = shape.m * shape.n < LEAST_FUSED_SUMS * world
+        kinds.insert(0 if small else 1, "float32")
+        if small:
+            kinds = kinds[:1]
+    times: dict[DtypeName, Prediction] = {}
+
+    def pipelined_us(kind: DtypeName) -> float:
+        assert request.constants is not None
+        times[kind] = reduced(
+            plan, request.links, found.pipeline, request.constants, machine(), kind, band
+        )
+        return times[kind].pipelined_us
+
+    partial, considered = kinds[0], tuple[Alternative, ...]()
+    if request.constants is not None:
+        pipelined_us(partial)
+        partial, considered = choose("partials", kinds, pipelined_us)
+    schedule = ReduceSchedule(**_decided(found), partial_dtype=partial, band=band)
+    return Scheduled(
+        schedule,
+        found.pipeline,
+        request.measured or times.get(partial),
+        found.alternatives + considered,
+    )
+
+
+def _band(cores: int, world: int, groups: int) -> int:
+    """Row groups of an owner that are computed at once: the most with which bands of all owners fill
+    the cores evenly; where none do, as many as there are cores for."""
+    most = max(1, min(cores // world, groups))
+    even = [band for band in range(1, most + 1) if cores % (band * world) == 0]
+    return max(even, default=most)
+
+
+def _chunk(tiles: int, band: int, most: int) -> int:
+    """Tiles a chunk: the fewest that divide a band and make at most so many chunks of an owner's, else
+    whole bands."""
+    least = -(-tiles // most)
+    for chunk in range(least, band + 1):
+        if band % chunk == 0:
+            return chunk
+    return -(-least // band) * band
+
+
+def _decided(found: Scheduled) -> dict[str, Any]:
+    decided = found.schedule.model_dump(exclude={"kind", "order"})
+    cube, comm = found.pipeline.compute_blocks, found.pipeline.comm_blocks
+    return decided | {"cube_cores": cube, "comm_cores": comm}
 
 
 def cores(op: OpName, cube: int, comm: int, vectors: int) -> dict[str, int]:
@@ -94,8 +333,9 @@ def cores(op: OpName, cube: int, comm: int, vectors: int) -> dict[str, int]:
 
     Args:
         cube, comm: cores for each kernel as the cost model has them; vectors: vector cores of the chip,
-            which both kernels of MoE and of attention share. In MoE at most half of them communicate;
-            in attention all but those of one cube core, and so there may be fewer cube cores.
+            which both kernels of MoE and of attention share. In a dispatch at most half of them
+            communicate, in a combine two thirds; in attention all but those of one cube core, and so
+            there may be fewer cube cores.
     """
     if op == "ring_attention":
         comm = min(comm, vectors - VECTORS_PER_CUBE)
@@ -103,6 +343,11 @@ def cores(op: OpName, cube: int, comm: int, vectors: int) -> dict[str, int]:
         return {"cube_cores": cube, "comm_cores": comm}
     if op not in _BY_ROWS:
         return {"cube_cores": cube, "comm_cores": comm}
-    comm = min(comm, vectors // 2)
+    comm = min(comm, _most_senders(op, vectors))
     shared = {"vector_cores": min(VECTORS_PER_CUBE * cube, vectors - comm), "comm_cores": comm}
     return shared if op == "moe_combine" else {"cube_cores": cube, **shared}
+
+
+def _most_senders(op: OpName, vectors: int) -> int:
+    """Vector cores of MoE that may communicate: a combine's have more to do than its sums."""
+    return max(1, vectors * 2 // 3 if op == "moe_combine" else vectors // 2)

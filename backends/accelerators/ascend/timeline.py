@@ -39,7 +39,7 @@ _NAMES = {int(kind): kind.name for kind in Kind} | {
     _VECTOR_WORK: "VECTOR",
 }
 _SIGNALS = (Kind.TNOTIFY, Kind.TWAIT, Kind.NIC_PUT)
-_BETWEEN_RANKS = (Kind.TPUT, *_SIGNALS)
+_BETWEEN_RANKS = (Kind.TPUT, Kind.TGET, *_SIGNALS)
 
 _Spans = npt.NDArray[np.void]
 
@@ -144,17 +144,22 @@ def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Track]:
 
 
 def _links(spans: _Spans) -> Iterator[Track]:
-    """Each link of a rank: when any core put something to that peer."""
-    puts = spans[(spans["kind"] == Kind.TPUT) & (spans["peer"] != spans["rank"])]
-    for rank, peer in np.unique(puts[["rank", "peer"]]):
-        own = puts[(puts["rank"] == rank) & (puts["peer"] == peer)]
+    """Each link of a rank: when any core put something to that peer, or the peer's got it."""
+    moved = spans[np.isin(spans["kind"], (Kind.TPUT, Kind.TGET)) & (spans["peer"] != spans["rank"])]
+    gets = moved["kind"] == Kind.TGET
+    moved["rank"], moved["peer"] = (
+        np.where(gets, moved["peer"], moved["rank"]),
+        np.where(gets, moved["rank"], moved["peer"]),
+    )
+    for rank, peer in np.unique(moved[["rank", "peer"]]):
+        own = moved[(moved["rank"] == rank) & (moved["peer"] == peer)]
         own = own[np.argsort(own["start_ns"], kind="stable")]
         start = own["start_ns"] / 1e3
         until = np.maximum.accumulate(start + own["duration_ns"] / 1e3)
         first = np.concatenate(([0], np.flatnonzero(start[1:] > until[:-1]) + 1))
         last = np.concatenate((first[1:] - 1, [len(own) - 1]))
         busy = [
-            Span("TPUT", float(start[i]), float(until[j] - start[i]), None, int(peer))
+            Span("LINK", float(start[i]), float(until[j] - start[i]), None, int(peer))
             for i, j in zip(first, last, strict=True)
         ]
         yield Track(int(rank), f"link to rank {peer}", "comm", busy)

@@ -43,6 +43,7 @@ class Kind(IntEnum):
     TROWEXPANDMUL = 26
     TROWEXPANDDIV = 27
     SCALAR = 28
+    TGET = 29
 
 
 class Pipe(IntEnum):
@@ -112,7 +113,7 @@ def instruction(
     amount: int = 0,
     width: int = 0,
 ) -> Records:
-    """One record; ``amount`` and ``width`` as in ``sim::Record``."""
+    """One record; ``amount``, ``width`` and, of loads and puts, ``signal`` as in ``sim::Record``."""
     return np.array([(kind, pipe, 0, 0, chunk, signal, peer, amount, 0, width)], dtype=RECORD)
 
 

@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.backends.accelerators.hopper import attention_tuning, tuning
+from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
     ATTENTION,
     HIERARCHICAL_OPS,
+    MOE,
     MOST_RANKS,
     library_ops,
     ops,
@@ -29,7 +30,7 @@ from mkernel.backends.cuda.mover import nic_access, offer_mover
 from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
-from mkernel.errors import BackendUnavailable
+from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
@@ -136,7 +137,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops and ring attention in half precision, for what this build has kernels of."""
+        """The GEMM ops, MoE and ring attention in half precision, as far as this build has kernels."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -164,7 +165,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 settles_puts=True,
                 library_ops=library_ops(),
                 hierarchical_ops=HIERARCHICAL_OPS,
-                one_node_ops=(ATTENTION,),
+                one_node_ops=(*ATTENTION, *MOE),
+                routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,
                 attention_layouts=("heads", "positions"),
@@ -179,6 +181,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """Tiles, chunks, who pushes them; on the library path, what is sent and how."""
         if isinstance(request.plan.shape, AttentionShape):
             return attention_tuning.schedule(request)
+        if request.plan.op in MOE:
+            return moe_tuning.schedule(request)
         return tuning.schedule(request)
 
     # ---- a world's life, and its calls -----------------------------------------------------------
@@ -224,6 +228,24 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         from mkernel.backends.accelerators.hopper.dispatch import executor_of
 
         return executor_of(plan).workspace(plan)
+
+    def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
+        """The ids of all ranks, tables for the device, and how many rows the outputs have
+        (kernels/moe/tables.cuh)."""
+        from mkernel.backends.accelerators.hopper.moe import sizes_of
+
+        words: int = sizes_of(world, tokens, top_k, experts).table_words()
+        return words
+
+    def dispatched_rows(self, routing: torch.Tensor) -> int | None:
+        """Of dispatches of this process."""
+        from mkernel.backends.accelerators.hopper.moe import known_height
+
+        return known_height(routing)
+
+    def refused(self) -> MkernelError | None:
+        """A dispatch whose rows were more than its capacity."""
+        return None if self._session is None else self._session.refused()
 
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,8 @@ from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.backends.cuda.native import ARCHITECTURE
 from mkernel.backends.cuda.pinned import PinnedMemory
-from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.backends.runtime.threads import Thread
+from mkernel.errors import ArgumentError, BackendUnavailable, CapacityExceeded
 from mkernel.plan.recent import Recent
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator
@@ -43,17 +43,23 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         number: int,
         events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
         again: Callable[[], Again | None] = lambda: None,
+        results: Mapping[str, Any] | None = None,
     ) -> None:
         """``number``: the call's number in ``order``. ``events``: the call lies between them, where
-        it is timed. ``again``: of :meth:`again`."""
+        it is timed. ``again``: of :meth:`again`. ``results``: outputs that only the call found out."""
         self._order = order
         self._number = number
         self._events = events
         self._again = again
+        self._results = results or {}
 
     def wait(self, timeout_s: float) -> bool:
         """True once the device is past the call. RuntimeError where the device has failed."""
         return _await(self._order, self._number, timeout_s)
+
+    def results(self) -> Mapping[str, Any]:
+        """Outputs whose sizes only the call found out."""
+        return self._results
 
     def again(self) -> Again | None:
         """By the executor's starter."""
@@ -145,9 +151,7 @@ class DeviceSession:
 
     def _drained(self, timeout_s: float) -> bool:
         # No call of CUDA's waits with a deadline; a thread that is left behind waits for good.
-        waiting = threading.Thread(
-            target=_synchronize, args=(self.index,), name="mkernel-drain", daemon=True
-        )
+        waiting = Thread(_synchronize, self.index, name="mkernel-drain")
         waiting.start()
         waiting.join(timeout_s)
         return not waiting.is_alive()
@@ -199,15 +203,23 @@ class DeviceSession:
         if events is not None:
             events[0].record()
         try:
-            calls.start(call, stream)
+            results = calls.start(call, stream)
         finally:
             if events is not None:
                 events[1].record()
             number = order.end(stream)
         strides = {name: tensor.stride() for name, tensor in call.tensors.items()}
         return HopperLaunch(
-            order, number, events, again=partial(self._again, calls, call.symmetric, strides)
+            order,
+            number,
+            events,
+            again=partial(self._again, calls, call.symmetric, strides),
+            results=results,
         )
+
+    def refused(self) -> CapacityExceeded | None:
+        """What a call refused once it had seen its data, since this was last asked."""
+        return self._context.reports.refused()
 
     def _again(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.hopper.moe_reports import MoeReports
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -28,6 +29,7 @@ class DispatchContext:
         control: address of the rank's HostControl; ``control_block``: its owner.
         multiprocessors: the most that kernels take; None: all.
         network: the way to other nodes, from the first call on that has one.
+        reports: of MoE dispatches.
     """
 
     device: int
@@ -36,6 +38,7 @@ class DispatchContext:
     control_block: _hopper.ControlBlock | None = None
     multiprocessors: int | None = None
     network: _hopper.DeviceNetwork | None = None
+    reports: MoeReports = field(default_factory=MoeReports)
 
     def network_of(self, call: Call) -> _hopper.Network | None:
         """What the kernels of this call use to reach other nodes; None: there are none. ArgumentError,

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
+from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.gemm import AllGatherExecutor, ReduceExecutor
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.moe import (
+    CombineExecutor,
+    DispatchExecutor,
+    GemmCombineExecutor,
+)
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
@@ -26,8 +34,9 @@ class Executor(Protocol):
     def workspace(plan: LaunchPlan) -> Workspace:
         """The symmetric memory that a plan needs on each rank. Unsupported."""
 
-    def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream, which comes after the world's previous call; returns at once."""
+    def start(self, call: Call, stream: int) -> Mapping[str, Any] | None:
+        """Queue one on a stream, which comes after the world's previous call; returns at once. Returns
+        outputs whose sizes only the call finds out: for these the host waits."""
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -40,7 +49,11 @@ FUSED: dict[str, type[Executor]] = {
     "all_gather_gemm": AllGatherExecutor,
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
+    "moe_dispatch_gemm": DispatchExecutor,
+    "moe_combine": CombineExecutor,
+    "moe_gemm_combine": GemmCombineExecutor,
     "ring_attention": AttentionExecutor,
+    "ring_attention_backward": AttentionBackwardExecutor,
 }
 
 
@@ -52,4 +65,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
         )
     if plan.path == "library" and plan.op not in OPS:
         raise Unsupported(f"accelerator 'hopper' has one path of {plan.op}; plan.path is 'library'")
-    return LibraryExecutor if plan.path == "library" else FUSED[plan.op]
+    if plan.path == "library":
+        return LibraryExecutor
+    return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

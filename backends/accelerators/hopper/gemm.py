@@ -139,7 +139,7 @@ class AllGatherExecutor:
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
-        operands = _Operands.of(call)
+        operands = Operands.of(call)
         number, tensors = call_id(call), operands.tensors()
         if call.view == "pipelined":
             self._pipelined.start(number, call.timeout_s, tensors, stream)
@@ -159,7 +159,7 @@ class AllGatherExecutor:
             context.order,
             context.control_block,
             self._pipelined,
-            **_pitches(self._plan, strides),
+            **pitches(self._plan, strides),
         )
 
     def _one_after_the_other(
@@ -255,7 +255,7 @@ class ReduceExecutor:
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
-        operands = _Operands.of(call)
+        operands = Operands.of(call)
         number, tensors = call_id(call), operands.tensors()
         outs = self._outs(call.symmetric) if operands.out is call.tensors["out"] else []
         if call.view == "compute_only":
@@ -278,7 +278,7 @@ class ReduceExecutor:
             context.order,
             context.control_block,
             self._pipelined,
-            **_pitches(self._plan, strides),
+            **pitches(self._plan, strides),
             outs=self._outs(symmetric),
         )
 
@@ -289,7 +289,7 @@ class ReduceExecutor:
         return list(symmetric.get("out", ()))
 
     def _product_then_collective(
-        self, call: Call, operands: _Operands, outs: list[int], stream: int
+        self, call: Call, operands: Operands, outs: list[int], stream: int
     ) -> None:
         made, plan, world, context = native(), call.plan, call.plan.world_size, self._context
         shape, bias = plan.gemm, operands.bias_address
@@ -338,7 +338,7 @@ def _check_network_blocks(plan: LaunchPlan, how: ReduceSchedule) -> None:
         raise ArgumentError("plan.schedule.network_blocks", how.network_blocks, legal)
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """A call's tensors where kernels can address them: its own, or copies."""
 
     a: torch.Tensor
@@ -348,7 +348,7 @@ class _Operands(NamedTuple):
     plan: LaunchPlan
 
     @classmethod
-    def of(cls, call: Call) -> _Operands:
+    def of(cls, call: Call) -> Operands:
         given, plan = call.tensors, call.plan
         bias = aligned(given["bias"]) if plan.bias == "launch" else None
         a, b, out = aligned(given["a"]), aligned(given["b"]), writable(given["out"])
@@ -366,7 +366,7 @@ class _Operands(NamedTuple):
             self.b.data_ptr(),
             self.out.data_ptr(),
             self.bias_address,
-            **_pitches(self.plan, strides),
+            **pitches(self.plan, strides),
         )
         return found
 
@@ -375,7 +375,7 @@ class _Operands(NamedTuple):
         deliver(self.out, call.tensors["out"])
 
 
-def _pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """How far rows of a and b lie apart where the tensors have these strides; 0: they are packed."""
     a_rows = plan.gemm.m // (plan.world_size if plan.op == "all_gather_gemm" else 1)
     by_rows = strides["b"] if plan.b_layout == "row" else strides["b"][::-1]

@@ -68,6 +68,15 @@ class Partials(Sourced):
     scattered_elements: int = Field(ge=0, description="whole products of up to so many elements")
 
 
+class CallTimes(Finite):
+    """What a library's call on a part takes: call_us + flop / rate."""
+
+    work: float = Field(gt=0, description="flop a pair of a query and a key that meet, and element")
+    tflops: float = Field(gt=0, description="all multiprocessors, random half precision")
+    call_us: float = Field(ge=0, description="what a call costs beside that")
+    causal_call_us: float = Field(ge=0, description="the same of a causal one")
+
+
 class Attention(Sourced):
     """Ring attention by a library: calls on parts, and the merge of what they found."""
 
@@ -75,9 +84,8 @@ class Attention(Sourced):
     positions: int = Field(
         ge=1, description="of which a rank's piece of the sequence is a multiple"
     )
-    tflops: float = Field(gt=0, description="of a call, all multiprocessors, random half precision")
-    call_us: float = Field(ge=0, description="what a call costs beside that")
-    causal_call_us: float = Field(ge=0, description="the same of a causal one")
+    forward: CallTimes
+    backward: CallTimes
     merge_us: float = Field(
         ge=0, description="start and end of the merge, the peers' last word included"
     )

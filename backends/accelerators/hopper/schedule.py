@@ -8,7 +8,7 @@ from pydantic import Field
 
 from mkernel.backends.accelerators.hopper.transfer.engines import Engine
 from mkernel.plan.model import DtypeName
-from mkernel.plan.pipeline import Exchange
+from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
@@ -68,6 +68,17 @@ class ReduceSchedule(Schedule):
     exchange: Exchange = "direct"
 
 
+class FewRowsSchedule(Schedule):
+    """How GEMM+AllReduce of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all,
+    take 128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
+    travel."""
+
+    kind: Literal["hopper.few_rows"] = "hopper.few_rows"
+    splits: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    product: DtypeName
+
+
 class AttentionSchedule(Schedule):
     """How ring attention runs. Each rank's keys and values travel whole, by copy engines; ``library``
     computes attention on the own ones and on each peer's as they come, the rank before this one first;
@@ -83,6 +94,24 @@ class AttentionSchedule(Schedule):
         return True
 
 
+class AttentionBackwardSchedule(Schedule):
+    """How the backward of ring attention runs. Keys and values travel as in :class:`AttentionSchedule`,
+    and what each part gives to their gradients travels home, by copy engines; ``library`` computes what
+    the parts give. On the own keys the first ``heads_ahead`` heads of these come before the peers'
+    parts, which arrive meanwhile, and the other heads after them, while gradients travel home. A kernel
+    of ``sum_blocks`` blocks adds the parts up."""
+
+    kind: Literal["hopper.ring_attention_backward"] = "hopper.ring_attention_backward"
+    library: AttentionLibrary
+    heads_ahead: int = Field(ge=1)
+    sum_blocks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
 class LibrarySchedule(Schedule):
     """How a library's product and a collective run. ``product``: the dtype that the product is
     rounded to, in which partial results travel; the output keeps its own. ``way``: of an all-reduce,
@@ -91,3 +120,37 @@ class LibrarySchedule(Schedule):
     kind: Literal["hopper.library"] = "hopper.library"
     product: DtypeName
     way: Way | None = None
+
+
+class DispatchSchedule(Schedule):
+    """How MoE dispatch+GEMM runs. All tokens travel to every rank, by copy engines, while the device
+    sorts their ids; then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
+    tile: first up to ``early_tiles`` whole tiles that need own tokens alone."""
+
+    kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
+    blocks: int = Field(ge=2, multiple_of=2)
+    early_tiles: int = Field(ge=0)
+
+    @property
+    def copy_engines(self) -> bool:
+        """For the tokens."""
+        return True
+
+
+class CombineSchedule(Schedule):
+    """How the MoE combine runs. Rows go to their places at home, where they are added; each by a kernel
+    of ``sum_blocks`` blocks."""
+
+    kind: Literal["hopper.moe_combine"] = "hopper.moe_combine"
+    sum_blocks: int = Field(ge=1)
+
+
+class GemmCombineSchedule(Schedule):
+    """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies. ``returns``: it writes each
+    result to its place at home (``slots``); or a token's results of one rank are added there, and their
+    sum goes home (``ranks``). Sums are made by kernels of ``sum_blocks`` blocks."""
+
+    kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
+    blocks: int = Field(ge=2, multiple_of=2)
+    sum_blocks: int = Field(ge=1)
+    returns: Returns

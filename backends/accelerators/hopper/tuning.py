@@ -10,6 +10,7 @@ import math
 
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
+    FewRowsSchedule,
     GatherSchedule,
     LibrarySchedule,
     ReduceSchedule,
@@ -31,6 +32,11 @@ COPIED_CHUNKS = 16
 """Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
 
 ELEMENT_BYTES = 2
+
+FEW_COLUMNS = 128
+"""Columns of a tile of few rows, and the most parts of its K; as in kernels/few_rows.cuh."""
+MOST_SPLITS = 8
+TILE_DEPTH = 64
 
 _MACHINE = machine()
 TILE_ROWS = _MACHINE.tilings.block_rows
@@ -56,6 +62,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     made: Schedule
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
+    elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
+        made = few_rows(shape.m, shape.n, shape.k, plan.dtype, processors)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -251,6 +259,18 @@ def reduce(
         network_blocks=height // TILE_ROWS if nodes > 1 else 0,
         exchange=exchange,
     )
+
+
+def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRowsSchedule:
+    """K is cut so that the block with most steps of K has fewest; ``k`` is one rank's share."""
+    tiles, steps = _up(n, FEW_COLUMNS), _up(k, TILE_DEPTH)
+
+    def most_steps(splits: int) -> int:
+        return _up(tiles, processors // splits) * _up(steps, splits)
+
+    legal = range(1, min(MOST_SPLITS, steps, processors) + 1)
+    product = paths.partial_dtype(GemmShape(m=m, n=n, k=k), dtype)
+    return FewRowsSchedule(splits=min(legal, key=most_steps), blocks=processors, product=product)
 
 
 def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibrarySchedule:

@@ -8,11 +8,11 @@ from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams import schedule as schedules
 from mkernel.backends.accelerators.streams.device import DEVICES, Device
-from mkernel.backends.accelerators.streams.machine import FILE
+from mkernel.backends.accelerators.streams.machine import FILE, scaled_mm
 from mkernel.backends.accelerators.streams.schedule import StreamsCapabilities
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
@@ -21,7 +21,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
-from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.plan.model import DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
@@ -29,6 +29,7 @@ from mkernel.topology.model import Accelerator, KindName
 if TYPE_CHECKING:
     import torch
 
+    from mkernel.backends.accelerators.streams.abort_word import AbortWord
     from mkernel.backends.accelerators.streams.windows import Windows
     from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
 
@@ -85,6 +86,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         self._capabilities = _capabilities(self._device, copies=self._device.copies)
         self._left: list[Windows] = []  # of worlds whose calls did not end
         self._windows: Windows | None = None  # of the world that is open, where there may be any
+        self._abort: AbortWord | None = None  # of the world that is open, once it has called
 
     def status(self) -> Status:
         """Usable wherever torch.distributed is and the device is there."""
@@ -174,7 +176,11 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Hand the call to the worker's thread. On a device that queues return once it is queued, else
         at once."""
         words = None if self._windows is None else self._windows.words(call)
-        launch = self._worker.start(call, _op(call.plan.op), self._device, words)
+        if self._abort is None:
+            from mkernel.backends.accelerators.streams.abort_word import AbortWord  # native code
+
+            self._abort = AbortWord(call.pad)
+        launch = self._worker.start(call, _op(call.plan.op), self._device, words, self._abort)
         if self._device.queues:
             launch.until_queued()
         return launch
@@ -184,6 +190,9 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         windows, self._windows = self._windows, None
         idle = not self._device.queues or self._worker.idle(timeout_s)
         self._worker.stop()
+        if self._abort is not None:  # a thread that is stuck goes on
+            self._abort.let_go()
+            self._abort = None
         if windows is not None and idle:
             windows.close()
         elif windows is not None:
@@ -216,6 +225,9 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         out_dtypes=dtypes,
         b_layouts=("row", "column"),
         pitched=("b",),
+        adds_norm=True,
+        scale_modes=get_args(ScaleMode) if device.name == "cpu" else (),
+        scaled_mm=scaled_mm(device.name),
         attention_layouts=("heads", "positions"),
         documents=True,
         alignment_bytes=1,
@@ -228,6 +240,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),
+        routing_of_ids=True,
         carrier=f"torch.distributed ({device.collectives})",
         constants=device.constants,
     )

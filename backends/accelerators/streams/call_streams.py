@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from mkernel.backends.accelerators.streams.abort_word import AbortWord
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.landing import landings
 from mkernel.backends.accelerators.streams.schedule import GatherSchedule, StreamsSchedule
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Window, Words
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.transport import _transport
 
 Parcel = tuple[int, torch.Tensor]
 """(peer, contiguous tensor): where to put what comes from there."""
@@ -97,6 +97,7 @@ class CallStreams:
         device: Device,
         where: torch.device,
         scratch: Scratch,
+        abort: AbortWord,
         *,
         words: Words | None = None,
     ) -> None:
@@ -106,6 +107,7 @@ class CallStreams:
         self.sequential = call.view == "sequential"
         self.overlaps = device.has_streams and not self.sequential
         self._call = call
+        self._abort = abort
         self._device = device
         self._where = where
         self._scratch = scratch
@@ -240,7 +242,7 @@ class CallStreams:
         return self._window.abandon((self._comm, self._arrivals, self._compute, *self._beside))
 
     def _stop_where_aborted(self) -> None:
-        if _transport.pad_aborted(self._call.pad):
+        if self._abort.is_set():
             raise Stopped
 
     def _single(self, peer: int, is_receive: bool, tensor: torch.Tensor, chunk: int) -> Any:

@@ -15,10 +15,12 @@ import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.exchange import exchange, take
-from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
+from mkernel.backends.accelerators.streams.scaled import own_rows, products
 from mkernel.backends.accelerators.streams.schedule import RotatingSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.norm import add_and_normalise
+from mkernel.plan.model import NormStep
 
 
 def scatter(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -42,7 +44,26 @@ def all_reduce(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     arrivals = exchange(call, streams, lambda target: own, landed.__getitem__)
     if landed is not places:
         take(streams, arrivals, landed, places)
+    if call.plan.norm is not None and call.plan.norm.step == "launch":
+        _normalise(call, streams, call.plan.norm)
     return {}
+
+
+def _normalise(call: Call, streams: CallStreams, norm: NormStep) -> None:
+    """The residual is added to every row of ``out``, which is then normalised, once all have come and
+    own ones have been sent."""
+    if streams.communicates:
+        streams.finish()
+    tensors = call.tensors
+    with streams.compute():
+        add_and_normalise(
+            tensors["out"],
+            [tensors["residual"]] if norm.residual else [],
+            tensors["norm_weight"],
+            norm.eps,
+            tensors["out"],
+            tensors["residual_out"],
+        )
 
 
 def _shares(call: Call) -> list[tuple[int, int]]:
@@ -55,12 +76,12 @@ def _reduced(
     call: Call, streams: CallStreams, shares: Sequence[tuple[int, int]], out: torch.Tensor
 ) -> None:
     """out [rows of this rank's share, N] = these rows of the sum over ranks of a @ b."""
-    a, rank = call.tensors["a"], call.rank
+    a, rank = own_rows(call), call.rank
     step = call.plan.part(RotatingSchedule).rows_per_chunk
     first, last = shares[rank]
     width, rows = out.shape[1], last - first
     landing = streams.landing("slots")  # of as many rows as any rank has
-    factor = Factor(call.tensors["b"], landing.dtype)
+    multiply = products(call, landing.dtype)
     slots = landing[:, :rows]
 
     waiting = []
@@ -74,7 +95,7 @@ def _reduced(
             if number < len(mine):
                 low, high = mine[number]
                 with streams.compute():
-                    factor.product(a[start + low : start + high], partial[low:high])
+                    multiply(a.part(start + low, start + high), partial[low:high])
                 sends = [Sent(target, partial[low:high], landing[rank, low:high])]
             if number < len(theirs):
                 low, high = theirs[number]
@@ -83,7 +104,7 @@ def _reduced(
             if streams.communicates and not streams.sequential:
                 streams.post(*waiting.pop())
     with streams.compute():
-        factor.product(a[first:last], slots[rank])
+        multiply(a.part(first, last), slots[rank])
     if streams.communicates:
         for parcels in waiting:  # a sequential view: all compute is done
             streams.post(*parcels)

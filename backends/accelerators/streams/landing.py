@@ -6,6 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
+from mkernel.plan.scales import scale_sizes
 
 _ALIGNMENT = 256
 _OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -32,17 +33,20 @@ def landings(plan: CommonPart) -> dict[str, Landing]:
         return {}
     gemm, world = plan.gemm, plan.world_size
     rows = -(-gemm.m // world)
-    wanted: dict[str, tuple[int, DtypeName]] = {}
+    wanted: dict[str, tuple[int, int, DtypeName]] = {}
     if plan.op == "all_gather_gemm":
-        wanted["gathered"] = (gemm.k, plan.dtype)
+        wanted["gathered"] = (rows, gemm.k, plan.dtype)
+        if plan.scales is not None:
+            of_a = scale_sizes(plan.scales.mode, rows, gemm.n, gemm.k)[0]
+            wanted["scales"] = (*of_a, "float32")
     else:
-        wanted["slots"] = (gemm.n, plan.sums)
+        wanted["slots"] = (rows, gemm.n, plan.sums)
     if plan.op == "gemm_all_reduce":
-        wanted["results"] = (gemm.n, plan.out_dtype)
+        wanted["results"] = (rows, gemm.n, plan.out_dtype)
     found, end = {}, 0
-    for name, (columns, dtype) in wanted.items():
+    for name, (height, columns, dtype) in wanted.items():
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        found[name] = Landing(offset, (world, rows, columns), dtype)
+        found[name] = Landing(offset, (world, height, columns), dtype)
         end = offset + found[name].nbytes
     return found
 

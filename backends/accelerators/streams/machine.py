@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from pydantic import Field
 
 from mkernel.backends.cuda.chips import ChipMachine
+from mkernel.plan.model import ScaleMode
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
 
@@ -45,6 +47,15 @@ def torch_device(name: str) -> TorchDevice:
     devices must plan alike."""
     found: TorchDevice = getattr(_file(), name)
     return found
+
+
+@cache
+def scaled_mm(name: str) -> tuple[ScaleMode, ...]:
+    """Scales that ``torch._scaled_mm`` takes on such a device: on CPUs as tried with torch 2.13, the
+    first that is known to take both; on others nothing was tried."""
+    version = metadata.version("torch").split(".")
+    known = name == "cpu" and (int(version[0]), int(version[1])) >= (2, 13)
+    return ("tensor", "row") if known else ()
 
 
 @cache

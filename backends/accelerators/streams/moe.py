@@ -62,7 +62,7 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     with streams.compute():
         routing = route(ids, rank, len(w))
         height = _height(call, streams, routing)
-        words[ids.numel()] = height
+        words[-2] = height  # behind it the world's mark
         remember(words, Remembered(rank, height, routing))
         row_token = routing.row_source
     if how.gathers == "wanted":
@@ -151,7 +151,7 @@ def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
         streams.host_waits()
         ids = _ids(call)
         found = route(ids, call.rank, shape.experts // world)
-        known = Remembered(call.rank, int(words[ids.numel()]), found)
+        known = Remembered(call.rank, int(words[-2]), found)  # behind it the world's mark
         remember(words, known)
     if len(known.routing.counts) * world != shape.experts:
         there = f"of {len(known.routing.counts)} experts a rank"

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from mkernel.backends.accelerators.streams.landing import landing_bytes
-from mkernel.backends.accelerators.streams.machine import torch_device
+from mkernel.backends.accelerators.streams.machine import scaled_mm, torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.chunking import rows_of_a_rank
@@ -22,6 +22,7 @@ from mkernel.plan.model import (
     LaunchPlan,
     MoeShape,
     OpName,
+    ScaleMode,
 )
 from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Pipeline, Returns
@@ -38,6 +39,8 @@ class StreamsCapabilities(AcceleratorCapabilities):
     """Claims on one kind of torch device, whose kind schedules depend on."""
 
     torch_device: DeviceName
+    scaled_mm: tuple[ScaleMode, ...] = ()
+    """Scales that torch has a product for on such devices."""
 
 
 class StreamsSchedule(Schedule):
@@ -74,7 +77,17 @@ class ExchangeSchedule(RotatingSchedule):
     peers_together: bool
 
 
-class GatherSchedule(ExchangeSchedule):
+ScaledProducts = Literal["scaled_mm", "dequantised"]
+
+
+class ScaledSchedule(StreamsSchedule):
+    """A GEMM op. ``scaled_products``: those of e4m3 operands, by ``torch._scaled_mm``; or of operands
+    that were dequantised in float32, where torch has no such product. None: operands are others."""
+
+    scaled_products: ScaledProducts | None = None
+
+
+class GatherSchedule(ExchangeSchedule, ScaledSchedule):
     """AllGather+GEMM. ``products_in_flight`` products run side by side, on streams of their own; own
     rows are cut in so many. ``head_start_cycles`` pass between the first messages and the first
     product, which would take every multiprocessor before a message's kernel has started."""
@@ -84,13 +97,13 @@ class GatherSchedule(ExchangeSchedule):
     head_start_cycles: int = Field(ge=0)
 
 
-class ReduceScatterSchedule(RotatingSchedule):
+class ReduceScatterSchedule(RotatingSchedule, ScaledSchedule):
     """GEMM+ReduceScatter: one product and one message a chunk, one after the other."""
 
     kind: Literal["streams.gemm_reduce_scatter"] = "streams.gemm_reduce_scatter"
 
 
-class AllReduceSchedule(ExchangeSchedule):
+class AllReduceSchedule(ExchangeSchedule, ScaledSchedule):
     """GEMM+AllReduce: the same, then an exchange of the sums."""
 
     kind: Literal["streams.gemm_all_reduce"] = "streams.gemm_all_reduce"
@@ -169,6 +182,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         "window_bytes": window,
         "comm_share": traits.comm_share,
     }
+    if issubclass(_SCHEDULES[plan.op], ScaledSchedule):
+        common["scaled_products"] = _scaled_products(plan, claims.scaled_mm)[0]
     made: StreamsSchedule
     if plan.op == "all_gather_gemm":
         full = plan.gemm.m * plan.gemm.n >= claims.compute_cores * traits.tile_elements
@@ -210,6 +225,16 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     else:
         made = AttentionSchedule(**common)
     return found._replace(schedule=made)
+
+
+def _scaled_products(
+    plan: CommonPart, scaled_mm: tuple[ScaleMode, ...]
+) -> tuple[ScaledProducts | None, ...]:
+    """How products of e4m3 operands may be made, the best way first. Of other operands: None."""
+    if plan.scales is None:
+        return (None,)
+    has = plan.scales.mode in scaled_mm
+    return ("scaled_mm", "dequantised") if has else ("dequantised",)
 
 
 def _grouped(plan: CommonPart, results: DtypeName, device: str) -> bool:
@@ -275,6 +300,10 @@ def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
     _legal(how, "comm_share", device == "npu" or not how.comm_share, f"0 on {device!r} devices")
     if isinstance(how, RotatingSchedule):
         plan.order(how.order)
+    if isinstance(how, ScaledSchedule):
+        ways = _scaled_products(plan, scaled_mm(device))
+        legal = " or ".join(map(str, ways))
+        _legal(how, "scaled_products", how.scaled_products in ways, legal)
     if isinstance(how, GatherSchedule):
         side_by_side, late = how.products_in_flight > 1, how.head_start_cycles > 0
         _legal(how, "products_in_flight", device != "cpu" or not side_by_side, "1 on 'cpu' devices")

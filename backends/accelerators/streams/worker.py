@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.streams.abort_word import AbortWord
 from mkernel.backends.accelerators.streams.call_streams import Broken, CallStreams, Stopped
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
+from mkernel.backends.runtime.threads import Thread
 from mkernel.backends.transport import _transport
 from mkernel.errors import CapacityExceeded, MkernelError, ShapeError
 
@@ -40,8 +42,11 @@ _JOIN_S = 10.0
 class StreamsLaunch(Launch, InstrumentedLaunch):
     """A call on the worker's thread."""
 
-    def __init__(self, call: Call, op: Op, device: Device, words: Words | None) -> None:
+    def __init__(
+        self, call: Call, op: Op, device: Device, words: Words | None, abort: AbortWord
+    ) -> None:
         self._words = words
+        self._abort = abort
         self._call = call
         self._op = op
         self._device = device
@@ -69,7 +74,12 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
                 context = self._device.on(self._stream)
             with torch.inference_mode(self.inference), torch.no_grad(), context:
                 streams = CallStreams(
-                    self._call, self._device, self._where, scratch, words=self._words
+                    self._call,
+                    self._device,
+                    self._where,
+                    scratch,
+                    self._abort,
+                    words=self._words,
                 )
                 try:
                     with streams.shared_cores():
@@ -101,16 +111,13 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
             self._queued.set()
             self._ended.set()
 
-    def _aborted(self) -> bool:
-        return _transport.pad_aborted(self._call.pad)
-
     def _tell(self, broken: Broken) -> None:
         code = _transport.AbortCode.timeout
         if not broken.timed_out:
             code = _transport.AbortCode.peer_failure
             deadline = time.monotonic() + _WORD_S
             while time.monotonic() < deadline:
-                if self._aborted():
+                if self._abort.is_set():
                     return
                 time.sleep(_LOOK_S)
             # The world's error is the same on every rank; what the library said goes beside it.
@@ -121,7 +128,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         who.chunk = broken.chunk
         who.peer = broken.peer
         who.seen, who.wanted = self._call.epoch - 1, self._call.epoch
-        _transport.pad_abort(self._call.pad, code, who)
+        self._abort.set(code, who)
 
     # ---- the world's side --------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
             if error is not None:
                 raise error
             return True
-        self.stuck = self._aborted()
+        self.stuck = self._abort.is_set()
         return self.stuck
 
     def until_queued(self) -> None:
@@ -140,7 +147,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         then comes after it. At once where the call has failed."""
         deadline = time.monotonic() + self._call.timeout_s
         while not self._queued.wait(_LOOK_S) and time.monotonic() < deadline:
-            if self._aborted():
+            if self._abort.is_set():
                 return
 
     def ended(self, timeout_s: float) -> bool:
@@ -163,19 +170,20 @@ class Worker:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[StreamsLaunch | None] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._latest: StreamsLaunch | None = None
 
-    def start(self, call: Call, op: Op, device: Device, words: Words | None) -> StreamsLaunch:
+    def start(
+        self, call: Call, op: Op, device: Device, words: Words | None, abort: AbortWord
+    ) -> StreamsLaunch:
         """Run a call after those before it, but not after one that is stuck. A call whose workspace
         is a window has ``words``."""
-        launch = StreamsLaunch(call, op, device, words)
+        launch = StreamsLaunch(call, op, device, words, abort)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
-            self._queue = queue.SimpleQueue()
-            self._thread = threading.Thread(
-                target=_serve, args=(self._queue,), name="mkernel-streams", daemon=True
-            )
-            self._thread.start()
+            launches: queue.SimpleQueue[StreamsLaunch | None] = queue.SimpleQueue()
+            thread = Thread(_serve, launches, name="mkernel-streams")
+            thread.start()  # RuntimeError: the process can have no more; then there is none here
+            self._queue, self._thread = launches, thread
         self._latest = launch
         self._queue.put(launch)
         return launch

@@ -73,7 +73,12 @@ Context::Context(ibv_device* opened) : verbs_context{}, config(Config::from_envi
             mover()->flushed.store([] { open_contexts().show_unflushed(); });
         }
     }
-    engine_ = std::thread([this] { run(); });
+    try {
+        engine_ = std::thread([this] { run(); });
+    } catch (const std::system_error&) {
+        open_contexts().remove(this);
+        throw;
+    }
     pthread_setname_np(engine_.native_handle(), "softverbs");
 }
 
@@ -94,13 +99,17 @@ Qp* Context::create_qp(const ibv_qp_init_attr& init) {
     // Round robin, so that a ring rests before it serves another queue pair.
     while (std::any_of(qps.begin(), qps.end(),
                        [this](const auto& qp) { return ring_of(qp->qp_num) == next_ring_; })) {
-        next_ring_ = (next_ring_ + 1) % kMaxQps;
+        to_next_ring();
     }
     const std::uint32_t number = ((generation_ << 9) | next_ring_) & 0xffffff;
-    next_ring_ = (next_ring_ + 1) % kMaxQps;
-    if (next_ring_ == 0) generation_ = generation_ % 0x7fff + 1;
+    to_next_ring();
     qps.push_back(std::make_unique<Qp>(*this, init, number));
     return qps.back().get();
+}
+
+void Context::to_next_ring() {
+    next_ring_ = (next_ring_ + 1) % kMaxQps;
+    if (next_ring_ == 0) generation_ = generation_ % 0x7fff + 1;
 }
 
 void Context::destroy_qp(Qp* qp) {

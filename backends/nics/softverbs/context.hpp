@@ -131,6 +131,8 @@ struct Context : verbs_context {
     std::uint32_t offers_seen_ = 0;
     bool told_all_ = true;         // no outbox holds anything
     bool failure_raised_ = false;  // of the mover
+    // Queue pairs get rings in turn; each turn is a generation of their numbers.
+    void to_next_ring();
     std::uint32_t next_ring_ = 0;
     std::uint32_t generation_ = 1;
     std::atomic<bool> stop_{false};

@@ -75,7 +75,12 @@ bool DeviceCopies::poll(std::uint64_t now) {
     while (!in_flight_.empty() && !failed_) {
         const InFlight& first = in_flight_.front();
         const int done = mover()->done(mover()->self, first.ticket);
-        if (done < 0 || (done == 0 && now > first.since + kLimitNs)) failed_ = true;
+        if (done < 0) failed_ = true;  // the mover said why
+        if (done == 0 && now > first.since + kLimitNs) {
+            failed_ = true;
+            std::fprintf(stderr, "softverbs: copies of %llu bytes did not end within %llu s\n",
+                         static_cast<unsigned long long>(first.bytes), kLimitNs / 1'000'000'000ULL);
+        }
         if (done <= 0) break;
         bytes_ -= first.bytes;
         in_flight_.pop_front();

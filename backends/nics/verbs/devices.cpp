@@ -77,6 +77,11 @@ bool read_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port, int i
     return verbs.query_gid(context, port, index, &entry.gid) == 0 && !zero(entry.gid);
 }
 
+std::string does_not_open(const std::string& name, int error) {
+    return "RDMA device " + name + " does not open: " + std::strerror(error) +
+           "; check the rights on /dev/infiniband and the limits of locked memory and open files";
+}
+
 }  // namespace
 
 bool registers_dmabufs(const Verbs& verbs, ibv_pd* pd) {
@@ -89,10 +94,14 @@ bool registers_dmabufs(const Verbs& verbs, ibv_pd* pd) {
 
 std::vector<DeviceInfo> list_devices(const Verbs& verbs) {
     std::vector<DeviceInfo> found;
+    std::string unopened;
     const DeviceList list(verbs);
     for (int i = 0; i < list.count; ++i) {
         ibv_context* context = verbs.open_device(list.devices[i]);
-        if (context == nullptr) continue;
+        if (context == nullptr) {
+            unopened = does_not_open(verbs.get_device_name(list.devices[i]), errno);
+            continue;
+        }
         ibv_device_attr device{};
         if (verbs.query_device(context, &device) == 0) {
             ibv_pd* pd = verbs.alloc_pd(context);
@@ -129,6 +138,7 @@ std::vector<DeviceInfo> list_devices(const Verbs& verbs) {
         }
         verbs.close_device(context);
     }
+    if (found.empty() && !unopened.empty()) throw SetupError(unopened);
     return found;
 }
 
@@ -141,9 +151,7 @@ std::shared_ptr<ibv_context> open_device(std::shared_ptr<const Verbs> verbs,
         if (each == name) {
             ibv_context* context = verbs->open_device(list.devices[i]);
             if (context == nullptr) {
-                throw SetupError("RDMA device " + name + " does not open: " + std::strerror(errno) +
-                                 "; check the rights on /dev/infiniband and the limits of locked "
-                                 "memory and open files");
+                throw SetupError(does_not_open(name, errno));
             }
             return {context, [verbs](ibv_context* open) { verbs->close_device(open); }};
         }

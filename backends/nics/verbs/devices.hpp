@@ -30,7 +30,7 @@ struct DeviceInfo {
     bool dmabuf = false;   // registers dmabufs
 };
 
-// Every port of every device. A device that cannot be opened is left out.
+// Every port of every device that opens. Throws SetupError where there are devices and none opens.
 std::vector<DeviceInfo> list_devices(const Verbs& verbs);
 
 // Opens a device by name. Throws SetupError, naming the devices there are.

@@ -15,6 +15,15 @@
 // receives a lane has used and posted again, by a plain write of that number into the sender's
 // memory; a sender keeps back what the peer has no receive for. So however late a receiver looks,
 // it is never without a receive (RNR), and its completion queue never overflows.
+//
+// What holds in every interleaving of both ranks and the network, and is tried in them with this code
+// (tests/native/model/test_put_model.cpp), on one queue pair and on several, RC and SRD:
+//   whole       who sees a put's signal sees all of its bytes
+//   once        a put raises its signal once, by its value
+//   complete    once a mark is reached, nothing reads or sends what was put before it any more
+//   room        no immediate comes where no receive is posted, and no completion queue overflows
+//   apart       the messages of two groups of one number are never taken for one group
+//   ends        no put waits for what does not come
 #pragma once
 
 #include <infiniband/verbs.h>

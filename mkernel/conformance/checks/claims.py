@@ -11,7 +11,7 @@ from mkernel.backends.contracts.status import Status
 from mkernel.conformance.accelerator import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import DtypeName, OpName
+from mkernel.plan.model import E4M3, DtypeName, OpName, ScaleMode
 from mkernel.topology.model import Accelerator
 
 _PATHS = {"p2p", "nic"}
@@ -43,20 +43,23 @@ def _devices(devices: object) -> Iterator[str]:
 def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
     legal: dict[str, set[str]] = {
         "ops": set(get_args(OpName)),
-        "dtypes": set(get_args(DtypeName)),
-        "out_dtypes": set(get_args(DtypeName)),
+        "dtypes": set(get_args(DtypeName)) - {E4M3},  # which scale_modes are about
+        "out_dtypes": set(get_args(DtypeName)) - {E4M3},
         "b_layouts": {"row", "column"},
         "pitched": {"a", "b"},
+        "scale_modes": set(get_args(ScaleMode)),
     }
     for field, names in legal.items():
         values = getattr(claims, field)
-        if not values and field != "pitched":
+        if not values and field not in ("pitched", "scale_modes"):
             yield f"claims no {field}"
         if _repeated(values):
             yield f"{field} names something twice: {', '.join(values)}"
         unknown = sorted(set(values) - names)
         if unknown:
             yield f"{field} claims {', '.join(unknown)}, which mkernel does not have"
+    if claims.scale_modes and "column" not in claims.b_layouts:
+        yield "claims scale_modes, and b_layouts without column, as e4m3 operands lie"
     pair = {"moe_dispatch_gemm", "moe_combine"} & set(claims.ops)
     if len(pair) == 1:
         yield f"claims {pair.pop()} without its other half"

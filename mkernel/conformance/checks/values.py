@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import get_args
+from collections.abc import Iterator, Mapping
+from math import lcm
+from types import MappingProxyType
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -22,11 +24,13 @@ from mkernel.conformance.grid import (
     with_tensors,
 )
 from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
+from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-from mkernel.plan.model import DtypeName
+from mkernel.plan.model import E4M3, DtypeName, ScaleMode
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Returns
+from mkernel.plan.scales import BLOCK, RESULTS
 
 
 def shapes(subject: AcceleratorSubject) -> None:
@@ -73,6 +77,65 @@ def operands(subject: AcceleratorSubject) -> None:
         for options in ({"gap": step}, {"gap": 5 * step}, {"bias": True})
     ]
     subject.judge(each_case, judge_calls, cases, 2, world=(1, 2))
+
+
+def norms(subject: AcceleratorSubject) -> None:
+    """A residual and RMSNorm behind a sum, by the launch where the backend claims it, or the op."""
+    subject.claimed("gemm_all_reduce")
+    cases = [
+        typical(
+            subject, "gemm_all_reduce", 2, sizes, dtype=dtype, out_dtype=out_dtype, options=options
+        )
+        for dtype, out_dtype in subject.capabilities.dtype_pairs()
+        for sizes in ({}, {"m": 1}, {"m": 33})
+        for options in ({"norm": "residual"}, {"norm": "alone"}, {"norm": "residual", "bias": True})
+    ]
+    subject.judge(each_case, judge_calls, cases, 3, world=(1, 2))
+
+
+def scales(subject: AcceleratorSubject) -> None:
+    """e4m3 operands with every kind of scales that is claimed."""
+    claims = subject.capabilities
+    ops = subject.claimed(*GEMMS)
+    if not claims.scale_modes:
+        raise CheckSkipped("scale_modes claims none")
+    results = [one for one in RESULTS if one in claims.out_dtypes]
+    for world in subject.worlds((1, 1), (1, 2), *([] if subject.quick else [subject.largest()])):
+        size = world[0] * world[1]
+        each = [
+            *(_Scaled(out) for out in results),
+            _Scaled(results[0], {"m": size}),
+            _Scaled(results[0], {"m": 33 * size}, chunk=1),
+            _Scaled(results[0], options={"gap": 256, "replicate_b": False}),
+            _Scaled(results[-1], options={"bias": True}),  # it may be added to what was rounded
+        ]
+        cases = [
+            _scaled(subject, op, size, mode, more)
+            for op in ops
+            for mode in claims.scale_modes
+            for more in each
+        ]
+        subject.judge(each_case, judge_calls, cases, 3, world=world)
+
+
+class _Scaled(NamedTuple):
+    out_dtype: DtypeName
+    sizes: Mapping[str, int] = MappingProxyType({})
+    options: Mapping[str, Any] = MappingProxyType({})
+    chunk: int | None = None
+
+
+def _scaled(
+    subject: AcceleratorSubject, op: str, world_size: int, mode: ScaleMode, more: _Scaled
+) -> Case:
+    """A typical case, of which the scales by blocks have some of K and of N."""
+    step = lcm(subject.step(E4M3, more.out_dtype), 8)
+    n, k = BLOCK + step, (3 * BLOCK if mode == "block" else 2 * BLOCK + step)
+    return typical(
+        subject, op, world_size, {"n": n, "k": k, **more.sizes},
+        dtype=E4M3, out_dtype=more.out_dtype, layout="column", chunk=more.chunk,
+        options={"scales": mode, **more.options},
+    )  # fmt: skip
 
 
 _NO_LAYOUT = ("ring_attention", "moe_combine")
@@ -243,6 +306,8 @@ CHECKS = (
     Check("shapes", "every legal shape gives the truth: odd, tiny, ragged, random", shapes),
     Check("dtypes", "every claimed dtype, output dtype and layout gives the truth", dtypes),
     Check("operands", "gaps behind rows of matrices, and a bias, give the truth", operands),
+    Check("scales", "e4m3 operands count times their scales, which go with their rows", scales),
+    Check("norms", "a residual and RMSNorm behind a sum give the truth", norms),
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
     Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),

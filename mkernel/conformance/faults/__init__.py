@@ -30,7 +30,8 @@ from mkernel.conformance.faults.altering import (
     inputs,
     results,
 )
-from mkernel.conformance.faults.rows import Row, checks_by_name, planted
+from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
+from mkernel.conformance.grid import GEMMS
 from mkernel.errors import Unsupported
 from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.ops import COMPANIONS
@@ -99,6 +100,74 @@ def _ignore_gaps(call: Call, b: torch.Tensor) -> torch.Tensor:
         return b
     packed = (1, len(b)) if call.plan.b_layout == "column" else (b.shape[1], 1)
     return b.as_strided(b.shape, packed)
+
+
+def _norm_again(
+    ended: Ended, change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+) -> None:
+    """Normalised rows and the new residual become others, of (sum, residual, weight)."""
+    given = ended.call.tensors
+    if "residual" in given:
+        new = ended.outputs["residual_out"]
+        out, other = change(
+            new.double() - given["residual"],
+            given["residual"].double(),
+            given["norm_weight"].double(),
+        )
+        ended.outputs["out"].copy_(out)
+        new.copy_(other)
+
+
+def _scale(rows: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+
+
+def _norm_before_residual(ended: Ended) -> None:
+    norm = ended.call.plan.norm
+    if norm is not None:
+        _norm_again(ended, lambda s, r, w: (s * _scale(s, norm.eps) * w + r, s + r))
+
+
+def _leave_eps_out(ended: Ended) -> None:
+    _norm_again(ended, lambda s, r, w: ((s + r) * _scale(s + r, 0.0) * w, s + r))
+
+
+def _keep_residual(ended: Ended) -> None:
+    """That of the plan's previous call is added again."""
+    key, norm, given = (
+        (ended.call.plan.digest(), "residual"),
+        ended.call.plan.norm,
+        ended.call.tensors,
+    )
+    if norm is None or "residual" not in given:
+        return
+    older, ended.kept[key] = ended.kept.get(key), given["residual"].double()
+    if older is not None:
+        _norm_again(
+            ended, lambda s, r, w: ((s + older) * _scale(s + older, norm.eps) * w, s + older)
+        )
+
+
+def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
+    """Of rows that have several; a row's only scale stays."""
+    if scale.shape[1] == 1:
+        return scale
+    found = scale.clone()
+    found[:, -1] = 1
+    return found
+
+
+def _previous_scales(name: str) -> Plant:
+    """The call reads those of the plan's previous one."""
+
+    def changed(self: Altered, call: Call) -> Call:
+        if name not in call.tensors:
+            return call
+        key, scale = (call.plan.digest(), name), call.tensors[name]
+        older, self.kept[key] = self.kept.get(key, scale), scale.clone()
+        return replace(call, tensors={**call.tensors, name: older})
+
+    return {"change": changed}
 
 
 def _swap_nodes(ended: Ended) -> None:
@@ -371,6 +440,23 @@ TABLE: tuple[Row, ...] = (
             "dtypes", inputs("b", change=_misread_columns)),
     planted(Altered, "IgnoresGaps", "Reads matrices as if nothing lay between their rows.",
             "operands", inputs("b", change=_ignore_gaps)),
+    planted(Altered, "NormBeforeResidual", "Adds the residual to normalised rows.", "norms",
+            ended(_norm_before_residual), ops=("gemm_all_reduce",)),
+    planted(Altered, "LeavesEpsOut", "Divides by the root mean square alone.", "norms",
+            ended(_leave_eps_out), ops=("gemm_all_reduce",)),
+    planted(Altered, "WeightOfAnotherColumn", "Takes each column's norm weight for the next.", "norms",
+            inputs("norm_weight", change=lambda call, weight: weight.roll(1)),
+            ops=("gemm_all_reduce",)),
+    planted(Altered, "StaleResidual", "Adds the residual of the previous call.", "norms",
+            ended(_keep_residual), ops=("gemm_all_reduce",)),
+    planted(Altered, "ScaleOfAnotherRow", "Takes each row's scale for the next.", "scales",
+            inputs("a_scale", change=lambda call, scale: scale.roll(1, 0)), ops=GEMMS),
+    planted(Altered, "StaleScalesOfA", "Reads the scales of A of the previous call.", "scales",
+            _previous_scales("a_scale"), ops=GEMMS),
+    planted(Altered, "StaleScalesOfB", "Reads the scales of B of the previous call.", "scales",
+            _previous_scales("b_scale"), ops=GEMMS),
+    planted(Altered, "BlockWithoutScale", "Leaves the scales of the last block of K out.", "scales",
+            inputs("a_scale", change=_last_block_unscaled), ops=GEMMS),
     planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
             results(lambda tensor: tensor.copy_(tensor.bfloat16().to(tensor.dtype)))),
     planted(Altered, "SwapsNodes",

@@ -24,11 +24,12 @@ from mkernel.backends.contracts.instrumented import (
 from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.rows import Plant, forwards
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.model import LaunchPlan
 from mkernel.plan.shapes import SHAPES
 
 Tensors = dict[str, torch.Tensor]
 
-OUTPUTS = ("out", "lse", "gathered")
+OUTPUTS = ("out", "lse", "gathered", "gathered_scale", "residual_out")
 """Tensors of a call that a backend writes to."""
 
 
@@ -44,8 +45,8 @@ class Honest(AcceleratorBackend, Instrumented):
         self.device = self.inner.device
         self.collectives = self.inner.collectives
 
-    def model(self, traces: Sequence[bytes], view: View) -> ModelledRun | None:
-        return instrumented.model(self.inner, traces, view)
+    def model(self, plan: LaunchPlan, traces: Sequence[bytes], view: View) -> ModelledRun | None:
+        return instrumented.model(self.inner, plan, traces, view)
 
 
 class Followed(Launch, InstrumentedLaunch):

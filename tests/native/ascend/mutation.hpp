@@ -23,11 +23,13 @@ struct Mutations {
 // NIC_PUTs; `kernels.trace()`: what the latest run issued.
 //
 // First each by itself. A fence keeps nothing apart if the block touched no memory since the one
-// before, but to read it by scalar instructions.
+// before, but to read it by scalar instructions; that of one pipe, if that pipe did not.
 // Then each flag with its wait, which no count can find: only the order of the accesses that it kept
 // apart. A flag set before its pipe's first instruction, or waited for after the other pipe's last
 // one, keeps nothing apart: it only starts or ends the alternation of set and wait, and both ends are
-// needed for the count alone. Nor does one with a fence between its ends, which orders all pipes.
+// needed for the count alone. Nor does one with a fence between its ends, which orders all pipes; a fence
+// of one pipe does so up to that pipe's latest work, which others have led to. Nor does one behind whose
+// start another flag between the same pipes is set, and waited for before the waiting pipe works again.
 template <class Kernels>
 Mutations every_sync_is_needed(const char* name, Kernels& kernels, sim::Role role) {
     using sim::Kind;
@@ -59,17 +61,29 @@ Mutations every_sync_is_needed(const char* name, Kernels& kernels, sim::Role rol
         for (std::size_t i = 0; i < all.size(); ++i) {
             if (is_sync(all[i])) at.push_back(i);
         }
-        bool touched = false;  // memory, since the latest fence
+        // By pipe, as record's number + 1: its latest access of memory, and up to where a fence, or the
+        // order that the fence of one pipe implies, has covered them.
+        std::size_t touched[isa::kPipes] = {}, covered[isa::kPipes] = {};
         for (std::uint32_t i = 0, next = 0; i < at.size(); ++i) {
             for (; next < at[i]; ++next) {
                 const Record& each = all[next];
-                touched = touched || each.kind == Kind::tload || each.kind == Kind::tstore ||
-                          each.kind == Kind::tput || (each.kind == Kind::scalar && each.value > 0);
+                if (each.kind == Kind::tload || each.kind == Kind::tstore ||
+                    each.kind == Kind::tput || each.kind == Kind::tget ||
+                    (each.kind == Kind::scalar && each.value > 0)) {
+                    touched[static_cast<int>(each.pipe)] = next + 1;
+                }
             }
             const Kind kind = all[at[i]].kind;
             if (kind == Kind::tnotify || kind == Kind::nic_put) continue;  // not seen when dry
-            const bool needed = kind != Kind::fence || touched;
-            if (kind == Kind::fence) touched = false;
+            bool needed = kind != Kind::fence;
+            if (kind == Kind::fence) {
+                const auto fenced = static_cast<int>(all[at[i]].pipe);
+                for (int pipe = 0; pipe < isa::kPipes; ++pipe) {
+                    const bool one = fenced > 0;
+                    if (!one || pipe == fenced) needed = needed || touched[pipe] > covered[pipe];
+                    covered[pipe] = std::max(covered[pipe], one ? touched[fenced] : at[i] + 1);
+                }
+            }
             judge({i}, needed);
             ++found.syncs;
             found.idle_syncs += needed ? 0 : 1;
@@ -90,10 +104,32 @@ Mutations every_sync_is_needed(const char* name, Kernels& kernels, sim::Role rol
                     [&](const auto& each) { return each.pipe == pipe && is_work(each); });
             };
             const bool fenced = std::any_of(at.begin() + i, at.begin() + j, [&](std::size_t each) {
-                return all[each].kind == Kind::fence;
+                if (all[each].kind != Kind::fence) return false;
+                if (all[each].pipe == isa::Pipe::S || all[each].pipe == set.pipe) return true;
+                return uses(all[each].pipe, at[i], each);
             });
+            std::size_t works = at[j];  // the waiting pipe, again
+            while (works < all.size() && !(all[works].pipe == set.other && is_work(all[works]))) {
+                ++works;
+            }
+            bool again = false;
+            for (std::size_t later = at[i] + 1; later < works; ++later) {
+                const Record& other = all[later];
+                if (other.kind != Kind::set_flag || other.pipe != set.pipe ||
+                    other.other != set.other) {
+                    continue;
+                }
+                again = again || std::any_of(all.begin() + static_cast<std::ptrdiff_t>(later),
+                                             all.begin() + static_cast<std::ptrdiff_t>(works),
+                                             [&](const Record& wait) {
+                                                 return wait.kind == Kind::wait_flag &&
+                                                        wait.pipe == other.pipe &&
+                                                        wait.other == other.other &&
+                                                        wait.event == other.event;
+                                             });
+            }
             const bool needed =
-                !fenced && uses(set.pipe, 0, at[i]) && uses(set.other, at[j], all.size());
+                !fenced && !again && uses(set.pipe, 0, at[i]) && uses(set.other, at[j], all.size());
             judge({i, j}, needed);
             ++found.pairs;
             found.idle_pairs += needed ? 0 : 1;

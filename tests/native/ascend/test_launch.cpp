@@ -139,7 +139,8 @@ constexpr gemm_reduce::Geometry reduce_geometry(std::uint32_t world, bool replic
             .step_k = 32,
             .tiles_per_chunk = 2,
             .replicated = replicated,
-            .dtype = isa::DType::float32};
+            .dtype = isa::DType::float32,
+            .band = 2};
 }
 
 void geometry_covers_a_slot_once() {

@@ -36,6 +36,10 @@ class CountingCore {
               const isa::Tile&) {
         put += std::uint64_t{to.rows} * to.cols;
     }
+    void tget(std::uint32_t, const isa::GlobalView& to, const isa::GlobalView&, const isa::Tile&,
+              const isa::Tile&) {
+        got += std::uint64_t{to.rows} * to.cols;
+    }
     void tadd(const isa::Tile&, const isa::Tile&, const isa::Tile&) { ++done["TADD"]; }
     void tcvt(const isa::Tile&, const isa::Tile&) { ++done["TCVT"]; }
     void tsub(const isa::Tile&, const isa::Tile&, const isa::Tile&) {}
@@ -68,7 +72,7 @@ class CountingCore {
     void set_flag(isa::Pipe, isa::Pipe, std::uint32_t) { ++flags; }
     void wait_flag(isa::Pipe, isa::Pipe, std::uint32_t) { --flags; }
     void pipe_barrier(isa::Pipe) {}
-    void fence() {}
+    void fence(isa::Pipe = isa::Pipe::ALL) {}
 
     void tnotify(std::uint32_t, std::byte*, std::uint32_t, std::uint64_t) { ++done["TNOTIFY"]; }
     [[nodiscard]] bool twait(std::uint32_t, std::int64_t, std::uint32_t) {
@@ -83,7 +87,7 @@ class CountingCore {
     }
 
     std::map<std::string, std::uint64_t> done;
-    std::uint64_t macs = 0, stored = 0, put = 0;  // elements
+    std::uint64_t macs = 0, stored = 0, put = 0, got = 0;  // elements
     std::uint64_t weighed = 0, scores = 0, divided = 0;
     std::uint64_t put_far = 0;  // bytes
     std::int64_t flags = 0;     // set and not waited for
@@ -182,6 +186,7 @@ CountingCore total(const std::string& name, const Args& args, std::uint32_t bloc
         sum.macs += core.macs;
         sum.stored += core.stored;
         sum.put += core.put;
+        sum.got += core.got;
         sum.weighed += core.weighed;
         sum.scores += core.scores;
         sum.divided += core.divided;
@@ -247,7 +252,10 @@ void gemm_reduce_does_its_work(bool replicated) {
     const std::uint64_t part = std::uint64_t{kM / kWorld} * kN;
     // Partial results travel in four bytes, finished ones in two.
     CHECK(comm.put_far == 2 * part * 4 + (replicated ? 2 * part * 2 : 0));
-    CHECK(comm.put == part + (replicated ? part + (kWorld - 1) * part : 0));
+    CHECK(comm.put == part);
+    CHECK(comm.got == (replicated ? (kWorld - 1) * part : 0));
+    // Results for ranks of the node, and for others.
+    CHECK(comm.stored == (replicated ? 3 : 1) * part);
     CHECK(comm.done.at("TADD") > 0 && comm.done.at("TCVT") > 0);
 }
 
@@ -357,7 +365,9 @@ void ring_attention_does_its_work(bool causal) {
         total("ring_attention_vector", args, kCubes * ring_attention::kVectorsPerCube);
     CHECK(vector.scores == pairs);
     CHECK(vector.divided == results);
-    CHECK(vector.stored == pairs + results + kHeads * rows);
+    // Queries that go on with others' keys: what the own ones gave, a maximum and a sum.
+    const std::uint64_t paused = (results + std::uint64_t{2} * kHeads * rows) / (causal ? 2 : 1);
+    CHECK(vector.stored == pairs + results + kHeads * rows + paused);
     CHECK((vector.done.count("TTRIL") > 0) == causal);
     // The last piece is seen by nobody else.
     const CountingCore comm = total("ring_attention_comm", args, 5);

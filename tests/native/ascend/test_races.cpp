@@ -1,5 +1,6 @@
 // Strict simulation of several cores, of one rank or of all: accesses of the same global memory that no
 // signal orders are reported, whichever happens first; those that one orders are not.
+#include <cstdio>
 #include <functional>
 #include <optional>
 #include <string>
@@ -159,6 +160,31 @@ void ordered_by_signals() {
     call.write(*call.second, {call.view(32768 + 32).base, DType::float16, 2, 16, 128, 1});
 }
 
+// Told of what one pipe has done, another core knows nothing of what the other pipes still read.
+void the_fence_of_one_pipe() {
+    const auto behind = [](bool all) {
+        return says([&](Call& call) {
+            const isa::Tile tile{.buffer = isa::Buffer::UB,
+                                 .dtype = DType::float16,
+                                 .rows = 16,
+                                 .cols = 16,
+                                 .valid_rows = 16,
+                                 .valid_cols = 16};
+            call.first->tload(tile, call.view());
+            if (all) {
+                call.first->fence();
+            } else {
+                call.first->fence(Pipe::MTE3);
+            }
+            call.raise(*call.first, 5);
+            call.await(*call.second, 5);
+            call.write(*call.second, call.view());
+        });
+    };
+    CHECK(behind(true).empty());
+    CHECK(has(behind(false), "overwrites 512 bytes of global memory"));
+}
+
 void pitches_that_differ_are_compared_line_by_line() {
     CHECK(has(says([](Call& call) {
                   call.write(*call.first, {call.view().base, DType::float16, 4, 16, 64, 1});
@@ -263,15 +289,265 @@ void ranks_of_one_process_are_looked_at_together() {
     CHECK(touches(second, 2048, true).empty());
 }
 
+// ---- every kind of race between ranks ------------------------------------------------------------
+
+// Three ranks of a world in one process, each with a core, a pad and memory that all of them reach.
+class World {
+  public:
+    static constexpr std::uint32_t kRanks = 3;
+    static constexpr std::size_t kBytes = 1 << 16;  // the upper half: nobody else's
+
+    World() {
+        std::vector<sim::Races::Range> shared;
+        for (Side& side : sides_) shared.push_back({side.memory.memory.get(), kBytes / 2});
+        races_.emplace(std::move(shared));
+        for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
+            sim::Environment& environment = sides_[rank].environment;
+            environment.pad = sides_[rank].pad.signals;
+            environment.rank = rank;
+            for (const Side& side : sides_) {
+                environment.memory.push_back({side.memory.memory.get(), kBytes, true});
+            }
+            environment.scheduler = &scheduler_;
+            environment.strict.emplace();
+            environment.races = &*races_;
+            launch(rank);
+        }
+    }
+
+    // 16x16 elements of a rank's shared memory.
+    GlobalView of(std::uint32_t rank) { return at(rank, 0); }
+    // A rank writes them, or reads them, and fences.
+    void write(std::uint32_t rank, const GlobalView& view) {
+        copy(rank, view, at(rank, kBytes / 2));
+        core(rank).fence();
+    }
+    void read(std::uint32_t rank, const GlobalView& view, Pipe fenced = Pipe::ALL) {
+        copy(rank, at(rank, kBytes / 2 + 4096), view);
+        core(rank).fence(fenced);
+    }
+    void write_unfenced(std::uint32_t rank, const GlobalView& view) {
+        copy(rank, view, at(rank, kBytes / 2));
+    }
+    void load(std::uint32_t rank, const GlobalView& view, Pipe fenced) {
+        core(rank).tload(tile(), view);
+        core(rank).fence(fenced);
+    }
+    void raise(std::uint32_t rank, std::uint32_t peer, std::uint32_t signal) {
+        core(rank).tnotify(peer, sides_[peer].pad.memory(), signal, 1);
+    }
+    void await(std::uint32_t rank, std::uint32_t peer, std::uint32_t signal,
+               std::uint64_t value = 1) {
+        CHECK(core(rank).twait(signal, static_cast<std::int64_t>(value), peer));
+    }
+    // Rank 0 writes and tells rank 1, which hears of it.
+    void deliver(const GlobalView& place) {
+        write(0, place);
+        raise(0, 1, 5);
+        await(1, 0, 5);
+    }
+    // All ranks' kernels end, and the next call's begin.
+    void next_call() {
+        for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
+            races_->end_kernel(rank);
+            launch(rank);
+        }
+    }
+
+  private:
+    struct Side {
+        test::Pad pad{kSignals};
+        test::Pages memory{kBytes};
+        sim::Environment environment;
+        sim::OnChip on_chip;
+        std::optional<sim::Core> core;
+    };
+    static isa::Tile tile() {
+        return {.buffer = isa::Buffer::UB,
+                .dtype = DType::float16,
+                .rows = 16,
+                .cols = 16,
+                .valid_rows = 16,
+                .valid_cols = 16};
+    }
+    sim::Core& core(std::uint32_t rank) { return *sides_[rank].core; }
+    void launch(std::uint32_t rank) {
+        Side& side = sides_[rank];
+        side.core.emplace(side.environment, Role::comm, 0, 1, side.on_chip, nullptr);
+    }
+    GlobalView at(std::uint32_t rank, std::size_t from) {
+        return {sides_[rank].memory.memory.get() + from, DType::float16, 16, 16, 16, 1};
+    }
+    void copy(std::uint32_t rank, const GlobalView& to, const GlobalView& from) {
+        core(rank).tload(tile(), from);
+        core(rank).set_flag(Pipe::MTE2, Pipe::MTE3, 0);
+        core(rank).wait_flag(Pipe::MTE2, Pipe::MTE3, 0);
+        core(rank).tstore(to, tile());
+    }
+
+    sim::Scheduler scheduler_{2};
+    std::optional<sim::Races> races_;
+    Side sides_[kRanks];
+};
+
+// Rank 0 writes a place and tells rank 1 by signal 5; rank 1 reads it and gives it back by signal 6 of
+// rank 0. What is planted is left out, comes too early, or is another.
+struct Kind {
+    const char* name;
+    const char* report;
+    void (*play)(World&, const GlobalView& place, bool planted);
+};
+
+const Kind kKinds[] = {
+    {"read before arrival", "TWAIT is missing",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.write(0, place);
+         world.raise(0, 1, 5);
+         if (!planted) world.await(1, 0, 5);
+         world.read(1, place);
+     }},
+    {"read before arrival, the read happening first", "overwrites",
+     [](World& world, const GlobalView& place, bool planted) {
+         if (planted) world.read(1, place);
+         world.deliver(place);
+         world.read(1, place);
+     }},
+    {"signal raised before the data", "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         if (planted) world.raise(0, 1, 5);
+         world.write(0, place);
+         if (!planted) world.raise(0, 1, 5);
+         world.await(1, 0, 5);
+         world.read(1, place);
+     }},
+    {"signal raised before the fence", "TNOTIFY",
+     [](World& world, const GlobalView& place, bool planted) {
+         planted ? world.write_unfenced(0, place) : world.write(0, place);
+         world.raise(0, 1, 5);
+         world.await(1, 0, 5);
+         world.read(1, place);
+     }},
+    {"released behind the fence of another pipe", "overwrites",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.load(1, place, planted ? Pipe::MTE3 : Pipe::ALL);
+         world.raise(1, 0, 6);
+         world.await(0, 1, 6);
+         world.write(0, place);
+     }},
+    {"signal of an earlier generation", "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         for (const std::uint64_t generation : {1, 2}) {
+             if (generation == 2) world.await(0, 1, 6);
+             world.write(0, place);
+             world.raise(0, 1, 5);
+             world.await(1, 0, 5, planted ? 1 : generation);
+             world.read(1, place);
+             world.raise(1, 0, 6);
+         }
+     }},
+    {"another signal", "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.raise(2, 1, 7);
+         world.write(0, place);
+         world.raise(0, 1, 5);
+         planted ? world.await(1, 2, 7) : world.await(1, 0, 5);
+         world.read(1, place);
+     }},
+    {"told by a rank that had not been told", "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.write(0, place);
+         world.raise(0, 2, 5);
+         if (planted) world.raise(2, 1, 7);
+         world.await(2, 0, 5);
+         if (!planted) world.raise(2, 1, 7);
+         world.await(1, 2, 7);
+         world.read(1, place);
+     }},
+    {"written again before it is released", "overwrites",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.deliver(place);
+         world.read(1, place);
+         world.raise(1, 0, 6);
+         if (!planted) world.await(0, 1, 6);
+         world.write(0, place);
+     }},
+    {"written again before it is released, the write happening first",
+     "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.write(0, place);
+         world.raise(0, 1, 5);
+         if (planted) world.write(0, place);
+         world.await(1, 0, 5);
+         world.read(1, place);
+         world.raise(1, 0, 6);
+         world.await(0, 1, 6);
+         world.write(0, place);
+     }},
+    {"released before it is read", "overwrites",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.deliver(place);
+         if (planted) world.raise(1, 0, 6);
+         world.read(1, place);
+         if (!planted) world.raise(1, 0, 6);
+         world.await(0, 1, 6);
+         world.write(0, place);
+     }},
+    {"two writers", "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.write(0, place);
+         world.raise(0, 1, 5);
+         if (!planted) world.await(1, 0, 5);
+         world.write(1, place);
+     }},
+    {"left to the next call", "which rank 0 AIV core 0 writes",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.write(0, place);
+         world.raise(0, 1, 5);
+         if (!planted) world.await(1, 0, 5);
+         world.next_call();
+         world.read(1, place);
+     }},
+    {"taken back by the next call", "overwrites",
+     [](World& world, const GlobalView& place, bool planted) {
+         world.deliver(place);
+         world.read(1, place);
+         world.raise(1, 0, 6);
+         if (!planted) world.await(0, 1, 6);
+         world.next_call();
+         world.write(0, place);
+     }},
+};
+
+// In memory of the writer, the reader, and of a rank that only has it.
+void every_kind_between_ranks() {
+    for (const Kind& kind : kKinds) {
+        for (std::uint32_t owner = 0; owner < World::kRanks; ++owner) {
+            for (const bool planted : {false, true}) {
+                World world;
+                const std::string said =
+                    thrown<IsaError>([&] { kind.play(world, world.of(owner), planted); });
+                const bool right = planted ? has(said, kind.report) : said.empty();
+                if (!right) {
+                    std::fprintf(stderr, "%s in memory of rank %u, %s: \"%s\"\n", kind.name, owner,
+                                 planted ? "planted" : "sound", said.c_str());
+                }
+                CHECK(right);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     without_a_signal();
     ordered_by_signals();
+    the_fence_of_one_pipe();
     pitches_that_differ_are_compared_line_by_line();
     what_other_ranks_pass_on_is_not_held_against_anyone();
     scalars_are_compared_once_others_hear_of_them();
     kernels_that_follow_each_other_are_ordered();
     ranks_of_one_process_are_looked_at_together();
+    every_kind_between_ranks();
     return test::finish();
 }

@@ -69,6 +69,7 @@ sim::Machine machine() {
     m.macs_per_ns_16 = 100;
     m.load_rate = 10;
     m.memory_rate = 1000;
+    m.hbm_rate = 1000;
     m.put_rate = 50;
     m.link_rate = 5;
     m.egress_rate = 1000;
@@ -114,6 +115,32 @@ void latency_overlaps_and_issue_does_not() {
     CHECK(near(total({trace(0, 1, {{Role::cube, 0, {load(1000), load(1000)}}})}, m), 2140));
 }
 
+void a_fence_of_one_pipe_waits_for_that_one() {
+    auto m = machine();
+    Record one = fence();
+    one.pipe = Pipe::M;
+    const std::vector<Record> records{load(1000), matmul(2000), one, matmul(5000)};
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, records}})}, m), 100));
+    one.pipe = Pipe::MTE2;
+    const std::vector<Record> other{load(1000), matmul(2000), one, matmul(5000)};
+    CHECK(near(total({trace(0, 1, {{Role::cube, 0, other}})}, m), 150));
+}
+
+// Pieces of inputs come from HBM once, on each rank.
+void inputs_are_read_from_hbm_once() {
+    auto m = machine();
+    m.hbm_rate = 2;
+    Record cold = load(1000), other = load(1000);
+    cold.signal = 7;
+    other.signal = 8;
+    const auto one = [&](std::vector<Record> records) {
+        return total({trace(0, 1, {{Role::cube, 0, std::move(records)}})}, m);
+    };
+    CHECK(near(one({load(1000), load(1000)}), 200));
+    CHECK(near(one({cold, cold}), 600));
+    CHECK(near(one({cold, other}), 1000));
+}
+
 void shared_resources_are_shared() {
     auto m = machine();
     m.memory_rate = 10;  // one core's rate: two cores take turns
@@ -131,6 +158,22 @@ void shared_resources_are_shared() {
     CHECK(near(total({two(1, 2), idle1, idle2}, m), 200));
     m.egress_rate = 5;
     CHECK(near(total({two(1, 2), idle1, idle2}, m), 400));
+    // What one core puts to a rank, and another one gets from there, is on two links.
+    m = machine();
+    Record get = put(1, 1000);
+    get.kind = Kind::tget;
+    const auto both = [&](const Record& first, const Record& second) {
+        return trace(0, 3, {{Role::comm, 0, {first}}, {Role::comm, 1, {second}}});
+    };
+    CHECK(near(total({both(put(1, 1000), get), idle1, idle2}, m), 200));
+    CHECK(near(total({both(get, get), idle1, idle2}, m), 400));
+    m.ingress_rate = 5;  // of this rank, by two that give
+    Record other = get;
+    other.peer = 2;
+    CHECK(near(total({both(get, other), idle1, idle2}, m), 400));
+    m = machine();
+    m.link_ns = 30;  // asked, and given
+    CHECK(near(total({trace(0, 3, {{Role::comm, 0, {get, fence()}}}), idle1, idle2}, m), 260));
     // Two ranks into one.
     m = machine();
     m.ingress_rate = 5;
@@ -208,6 +251,8 @@ void what_never_ends_is_reported() {
 int main() {
     pipes_run_side_by_side_unless_flags_order_them();
     latency_overlaps_and_issue_does_not();
+    a_fence_of_one_pipe_waits_for_that_one();
+    inputs_are_read_from_hbm_once();
     shared_resources_are_shared();
     signals_cross_ranks();
     parts_of_the_compute_kernel_meet_in_every_view();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -56,10 +57,17 @@ void every_pair_is_seen_once(bool causal, std::uint32_t rows, std::uint32_t cube
             ring_attention::Steps cursor(args, cube);
             const std::uint32_t size = cursor.size();
             std::uint32_t steps = 0, items = 0;
-            bool open = false;
+            bool open = false, others = false;
+            std::set<std::pair<std::uint32_t, std::uint32_t>> paused;  // plane and row
             for (; !cursor.done(); cursor.advance(), ++steps) {
                 const ring_attention::Step& step = cursor.step();
-                CHECK(step.first == !open && step.item == items);
+                CHECK(step.opens == !open && step.item == items);
+                CHECK(step.opens == (step.first || step.resumes) && !(step.first && step.resumes));
+                // Others' keys come after all own ones, and each tile is taken up where it was left.
+                others = others || step.source != rank;
+                CHECK(others == (step.source != rank) && (!step.resumes || others));
+                if (step.resumes) CHECK(paused.erase({step.plane, step.row}) == 1);
+                if (step.pauses) CHECK(paused.insert({step.plane, step.row}).second);
                 // Each query sees a key of its first tile, so that it has a maximum from then on.
                 CHECK(!step.first || !step.masked || step.diagonal >= 0);
                 for (std::uint32_t i = 0; i < step.queries; ++i) {
@@ -76,10 +84,11 @@ void every_pair_is_seen_once(bool causal, std::uint32_t rows, std::uint32_t cube
                         CHECK(g.needs(rank, step.source, g.chunk_at(step.piece, step.at + j)));
                     }
                 }
-                open = !step.last;
-                items += step.last ? 1 : 0;
+                CHECK(!(step.last && step.pauses));
+                open = !step.last && !step.pauses;
+                items += open ? 0 : 1;
             }
-            CHECK(steps == size && !open);
+            CHECK(steps == size && !open && paused.empty());
         }
         for (std::uint32_t i = 0; i < seen.size(); ++i) {
             const std::uint32_t key = i % (world * rows),
@@ -91,36 +100,46 @@ void every_pair_is_seen_once(bool causal, std::uint32_t rows, std::uint32_t cube
 
 // --- whole calls --------------------------------------------------------------------------------
 
-constexpr std::uint32_t kHeads = 4, kKvHeads = 2, kRows = 74, kDim = 24;
+constexpr std::uint32_t kDim = 24;
 constexpr std::uint32_t kCubes = 2;
 constexpr float kScale = 0.3f;
 
-Geometry geometry(std::uint32_t world, bool causal, DType dtype = DType::float32) {
+struct Sizes {
+    std::uint32_t heads, kv_heads, rows, rows_per_chunk;
+};
+constexpr Sizes kShort{4, 2, 74, 20};
+// Tiles of queries of two row blocks; of the last ones' second block a few rows, and few keys.
+constexpr Sizes kLong{1, 1, 1024 + 150, 400};
+
+Geometry geometry(const Sizes& sizes, std::uint32_t world, bool causal,
+                  DType dtype = DType::float32) {
     return {.world = world,
-            .heads = kHeads,
-            .kv_heads = kKvHeads,
-            .rows = kRows,
+            .heads = sizes.heads,
+            .kv_heads = sizes.kv_heads,
+            .rows = sizes.rows,
             .head_dim = kDim,
             .causal = causal,
-            .rows_per_chunk = 20,
+            .rows_per_chunk = sizes.rows_per_chunk,
             .cubes = kCubes,
             .dtype = dtype};
 }
 
 struct Rank {
-    Rank()
-        : q(kHeads * kRows * kDim),
-          k(kKvHeads * kRows * kDim),
+    explicit Rank(const Sizes& sizes)
+        : q(sizes.heads * sizes.rows * kDim),
+          k(sizes.kv_heads * sizes.rows * kDim),
           v(k.size()),
           out(q.size()),
-          lse(kHeads * kRows) {}
+          lse(sizes.heads * sizes.rows) {}
     std::vector<float> q, k, v, out, lse;
 };
 
 class World {
   public:
-    World(std::uint32_t world, bool causal)
-        : g_(geometry(world, causal)), memory_(world, test::Sizes::of(g_)), ranks_(world) {}
+    World(std::uint32_t world, bool causal, const Sizes& sizes = kShort)
+        : g_(geometry(sizes, world, causal)),
+          memory_(world, test::Sizes::of(g_)),
+          ranks_(world, Rank(sizes)) {}
 
     void call(std::uint64_t epoch, host::View view) {
         std::mt19937 random(static_cast<unsigned>(epoch));
@@ -170,17 +189,18 @@ class World {
     // The relative error of `out` and `lse` together.
     double error(std::uint32_t rank) const {
         test::Error error;
-        for (std::uint32_t head = 0; head < kHeads; ++head) {
-            for (std::uint32_t row = 0; row < kRows; row += 3) {
-                const float* q = &ranks_[rank].q[(head * kRows + row) * kDim];
+        const std::uint32_t rows = g_.rows;
+        for (std::uint32_t head = 0; head < g_.heads; ++head) {
+            for (std::uint32_t row = 0; row < rows; row += rows < 100 ? 3 : 7) {
+                const float* q = &ranks_[rank].q[(head * rows + row) * kDim];
                 double sum = 0, want[kDim] = {};
                 for (std::uint32_t each = 0; each < g_.world; ++each) {
-                    for (std::uint32_t key = 0; key < kRows; ++key) {
+                    for (std::uint32_t key = 0; key < rows; ++key) {
                         if (g_.causal && position(g_, each, key) > position(g_, rank, row)) {
                             continue;
                         }
                         const std::size_t at =
-                            (std::size_t{head / (kHeads / kKvHeads)} * kRows + key) * kDim;
+                            (std::size_t{head / (g_.heads / g_.kv_heads)} * rows + key) * kDim;
                         double score = 0;
                         for (std::uint32_t i = 0; i < kDim; ++i) {
                             score += static_cast<double>(q[i]) * ranks_[each].k[at + i];
@@ -193,9 +213,9 @@ class World {
                     }
                 }
                 for (std::uint32_t i = 0; i < kDim; ++i) {
-                    error.add(ranks_[rank].out[(head * kRows + row) * kDim + i], want[i] / sum);
+                    error.add(ranks_[rank].out[(head * rows + row) * kDim + i], want[i] / sum);
                 }
-                error.add(ranks_[rank].lse[head * kRows + row], std::log(sum));
+                error.add(ranks_[rank].lse[head * rows + row], std::log(sum));
             }
         }
         return error.relative();
@@ -211,17 +231,17 @@ class World {
 // Dry kernels of rank 1 for the mutation test.
 class Alone : public test::DryRank {
   public:
-    Alone(std::uint32_t world, std::uint32_t near, bool causal, DType dtype)
+    Alone(const Sizes& sizes, std::uint32_t world, std::uint32_t near, bool causal, DType dtype)
         : DryRank(1, world, near) {
-        const auto heads_at = [dtype](std::size_t number, std::uint32_t heads) {
-            return view(number, heads * kRows, kDim, dtype);
+        const auto heads_at = [&](std::size_t number, std::uint32_t heads) {
+            return view(number, heads * sizes.rows, kDim, dtype);
         };
-        args_.geometry = geometry(world, causal, dtype);
-        args_.q = heads_at(1, kHeads);
-        args_.k = heads_at(2, kKvHeads);
-        args_.v = heads_at(3, kKvHeads);
-        args_.out = heads_at(4, kHeads);
-        args_.lse = view(5, kHeads * kRows, 1, DType::float32);
+        args_.geometry = geometry(sizes, world, causal, dtype);
+        args_.q = heads_at(1, sizes.heads);
+        args_.k = heads_at(2, sizes.kv_heads);
+        args_.v = heads_at(3, sizes.kv_heads);
+        args_.out = heads_at(4, sizes.heads);
+        args_.lse = view(5, sizes.heads * sizes.rows, 1, DType::float32);
         bind(args_);
     }
 
@@ -238,8 +258,9 @@ class Alone : public test::DryRank {
     Args args_;
 };
 
-void every_sync_is_needed(const char* name, std::uint32_t near, bool causal, DType dtype) {
-    Alone rank(4, near, causal, dtype);
+void every_sync_is_needed(const char* name, const Sizes& sizes, std::uint32_t near, bool causal,
+                          DType dtype) {
+    Alone rank(sizes, 4, near, causal, dtype);
     const test::Mutations comm = test::every_sync_is_needed(name, rank, Role::comm);
     CHECK(comm.idle_syncs == 0);
     // The last step's fence is followed by the release's, with nothing between; those of all steps
@@ -262,9 +283,13 @@ int main() {
     for (const std::uint32_t ranks : {1u, 3u}) {
         for (const bool causal : {false, true}) test::all_views(World(ranks, causal));
     }
+    for (const bool causal : {false, true}) {
+        World longer(2, causal, kLong);
+        longer.call(1, host::View::pipelined);
+    }
     test::run_all_but_one(World(3, true));
     for (const bool causal : {false, true}) {
-        const Geometry g = geometry(3, causal);
+        const Geometry g = geometry(kShort, 3, causal);
         // A core that sends several chunks sends the last one last.
         test::every_wait_is_needed(
             causal ? "causal" : "all keys", [&] { return std::make_unique<World>(3, causal); },
@@ -275,8 +300,9 @@ int main() {
                 return signal != word_of(Local{number}) && number % g.chunks() != g.chunks() - 1;
             });
     }
-    every_sync_is_needed("one node", 4, false, DType::float16);
-    every_sync_is_needed("two nodes, causal", 2, true, DType::float32);
+    every_sync_is_needed("one node", kShort, 4, false, DType::float16);
+    every_sync_is_needed("two nodes, causal", kShort, 2, true, DType::float32);
+    if (!test::kSanitized) every_sync_is_needed("two blocks", kLong, 4, false, DType::float16);
     sim::Scheduler::shutdown_process();
     return test::finish();
 }

@@ -1,10 +1,14 @@
 // The scheduler of simulated cores: never more than its slots at once, all tasks run, vector cores
 // first, blocked cores let others run, threads end.
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <latch>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "backends/accelerators/ascend/sim/scheduler.hpp"
@@ -39,6 +43,7 @@ void at_most_slots_run(unsigned slots) {
             all.count_down();
         });
     }
+    scheduler.reserve(200);
     scheduler.submit(1, std::move(tasks));
     all.wait();
     CHECK(most <= static_cast<int>(slots));
@@ -49,6 +54,7 @@ void at_most_slots_run(unsigned slots) {
 void blocked_tasks_give_way() {
     Scheduler scheduler(1);
     std::latch raised(1), done(2);
+    scheduler.reserve(2);
     scheduler.submit(1, {[&] {
                              scheduler.begin_block();
                              raised.wait();
@@ -66,6 +72,7 @@ void urgent_tasks_go_first() {
     Scheduler scheduler(1);
     std::latch begun(1), queued(1), done(3);
     std::vector<int> order;
+    scheduler.reserve(3);
     scheduler.submit(1, {[&] {
                              begun.count_down();
                              queued.wait();
@@ -95,9 +102,36 @@ void ending_waits_for_tasks() {
             std::this_thread::sleep_for(std::chrono::microseconds(100));
             ++ran;
         });
+        scheduler.reserve(50);
         scheduler.submit(0, std::move(tasks));
     }
     CHECK(ran == 50);
+}
+
+// A process may have run out of threads. What was there before still works.
+void a_reservation_fails_whole() {
+    Scheduler scheduler(2);
+    scheduler.reserve(1);
+    pthread_attr_t usual, huge;
+    pthread_getattr_default_np(&usual);
+    pthread_getattr_default_np(&huge);
+    pthread_attr_setstacksize(&huge, std::size_t{1} << 47);
+    CHECK(pthread_setattr_default_np(&huge) == 0);
+    bool refused = false;
+    try {
+        scheduler.reserve(3);
+    } catch (const std::system_error&) {
+        refused = true;
+    }
+    CHECK(pthread_setattr_default_np(&usual) == 0);
+    CHECK(refused);
+    std::latch done(1);
+    scheduler.submit(0, {[&] { done.count_down(); }});
+    done.wait();
+    scheduler.reserve(3);
+    std::latch more(3);
+    scheduler.submit(1, std::vector<Scheduler::Task>(3, [&] { more.count_down(); }));
+    more.wait();
 }
 
 }  // namespace
@@ -109,5 +143,6 @@ int main() {
     blocked_tasks_give_way();
     urgent_tasks_go_first();
     ending_waits_for_tasks();
+    a_reservation_fails_whole();
     return test::finish();
 }

@@ -14,6 +14,8 @@
 #include "backends/accelerators/ascend/kernels/ag_gemm/comm.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/compute.hpp"
 #include "backends/accelerators/ascend/kernels/ag_gemm/send_order.hpp"
+#include "backends/accelerators/ascend/kernels/gemm_reduce/comm.hpp"
+#include "backends/accelerators/ascend/kernels/gemm_reduce/compute.hpp"
 #include "backends/accelerators/ascend/sim/core.hpp"
 #include "tests/native/ascend/check.hpp"
 #include "tests/native/ascend/memory.hpp"
@@ -207,6 +209,15 @@ void hazards() {
              core.pipe_barrier(Pipe::ALL);  // done, but not visible
              core.tnotify(1, kMemory, 9, 1);
          });
+    // A fence of one pipe is none of another.
+    says(Role::comm, {"TNOTIFY (pipe S, ", "while what TSTORE (pipe MTE3", "fence() is missing"},
+         [&](sim::Core& core) {
+             core.tload(ub, matrix(64, 64));
+             order(core, Pipe::MTE2, Pipe::MTE3);
+             core.tstore(matrix(64, 64, 1 << 20), ub);
+             core.fence(Pipe::MTE2);
+             core.tnotify(1, kMemory, 9, 1);
+         });
     says(Role::comm,
          {"NIC_PUT (pipe S, ", "queues a put to rank 2 while TLOAD (pipe MTE2", "may still read"},
          [&](sim::Core& core) {
@@ -308,6 +319,7 @@ struct Pair {
     template <class Body>
     std::string beside_a_waiting_core(Body body) {
         std::promise<std::string> said;
+        scheduler.reserve(2);
         scheduler.submit(0, {[&] {
                              sim::Core comm(environment, Role::comm, 0, 1, on_chip[0], nullptr);
                              came.set_value(comm.twait(1, 2, environment.rank));
@@ -372,6 +384,7 @@ void waits_in_vain() {
         Pair pair;
         pair.environment.deadline_ns = transport::monotonic_ns();
         sim::Core compute(pair.environment, Role::cube, 4, 8, pair.on_chip[1], nullptr);
+        pair.scheduler.reserve(1);
         pair.scheduler.submit(1, {[&] { pair.came.set_value(compute.twait(5, 1, 3)); }});
         CHECK(!pair.came.get_future().get());
         timed_out(pair, 5, 3);
@@ -381,9 +394,9 @@ void waits_in_vain() {
 
 // --- the AllGather+GEMM kernels -----------------------------------------------------------------
 
-class Kernels : public test::DryRank {
+class Gather : public test::DryRank {
   public:
-    Kernels(std::uint32_t world, std::uint32_t near) : DryRank(0, world, near) {
+    Gather(std::uint32_t world, std::uint32_t near) : DryRank(0, world, near) {
         args_.geometry = {.world = world,
                           .m_local = 70,
                           .n = 100,
@@ -415,11 +428,85 @@ class Kernels : public test::DryRank {
 };
 
 void every_sync_is_needed(const char* name, std::uint32_t world, std::uint32_t near) {
-    Kernels kernels(world, near);
+    Gather kernels(world, near);
     for (const auto role : {Role::comm, Role::cube}) {
         const test::Mutations found = test::every_sync_is_needed(name, kernels, role);
-        CHECK(found.idle_syncs == 0 && found.idle_pairs == (role == Role::cube ? 24 : 0));
+        // Two blocks; both ends of four stages of L1, and of two halves of L0 and of L0C.
+        CHECK(found.idle_syncs == 0 && found.idle_pairs == (role == Role::cube ? 2 * 2 * 8 : 0));
     }
+}
+
+// --- the kernels of GEMM+ReduceScatter and GEMM+AllReduce ---------------------------------------
+
+class Reduce : public test::DryRank {
+  public:
+    Reduce(std::uint32_t world, std::uint32_t near, bool replicated, DType partial_dtype,
+           std::uint32_t k)
+        : DryRank(0, world, near) {
+        args_.geometry = {.world = world,
+                          .m = replicated ? 200 : 70 * world,
+                          .n = 200,
+                          .k = k,
+                          .tile_m = 32,
+                          .tile_n = 64,
+                          .tile_k = 64,
+                          .step_k = 32,
+                          .tiles_per_chunk = 2,
+                          .replicated = replicated,
+                          .out_dtype = DType::float16,
+                          .partial_dtype = partial_dtype,
+                          .band = 2};
+        const gemm_reduce::Geometry& g = args_.geometry;
+        args_.a = view(1, g.m, g.k, g.dtype);
+        args_.b = view(2, g.k, g.n, g.dtype);
+        args_.out = view(3, g.grid_rows(), g.n, g.out_dtype);
+        bind(args_);
+    }
+
+    std::string run(Role kind, std::uint32_t index, std::vector<std::uint32_t> without,
+                    std::uint32_t blocks = 2) {
+        return says(kind, index, blocks, std::move(without), [&](sim::Core& core) {
+            return kind == Role::comm ? gemm_reduce::comm(core, args_)
+                                      : gemm_reduce::compute(core, args_);
+        });
+    }
+
+  private:
+    gemm_reduce::Args args_;
+};
+
+void every_sync_of_sums_is_needed() {
+    for (const bool replicated : {false, true}) {
+        for (const auto partial : {DType::float16, DType::float32}) {
+            for (const std::uint32_t near : {3u, 2u}) {
+                Reduce kernels(near + (near == 2 ? 2 : 0), near, replicated, partial, 200);
+                for (const auto role : {Role::comm, Role::cube}) {
+                    const test::Mutations found = test::every_sync_is_needed(
+                        replicated ? "AllReduce" : "ReduceScatter", kernels, role);
+                    CHECK(found.idle_syncs == 0);
+                    CHECK(role == Role::cube || found.idle_pairs == 0);
+                }
+            }
+        }
+    }
+}
+
+// What L1 keeps of A is loaded once for all tiles of its rows, whether all of K fits or not.
+void rows_of_a_are_loaded_once() {
+    const auto loads = [](std::uint32_t k) {
+        Reduce kernels(2, 2, false, DType::float16, k);
+        CHECK(kernels.run(Role::cube, 0, {}, 4).empty());
+        std::uint64_t bytes = 0;
+        for (const sim::Record& each : kernels.trace()) {
+            if (each.kind == sim::Kind::tload) bytes += each.amount;
+        }
+        return bytes;
+    };
+    // Block 0 of 4 has a row group of 32 rows with all of B's 200 columns, then one of 6 with 128.
+    CHECK(loads(512) == (32 + 6 + 200 + 128) * std::uint64_t{512} * 2);
+    // 116 of 128 K tiles are kept.
+    CHECK(loads(8192) == (32 + 6 + 200 + 128) * std::uint64_t{8192} * 2 +
+                             (3 * 32 + 6) * std::uint64_t{12} * 64 * 2);
 }
 
 }  // namespace
@@ -431,5 +518,7 @@ int main() {
     waits_in_vain();
     every_sync_is_needed("one node", 3, 3);
     every_sync_is_needed("two nodes", 4, 2);
+    every_sync_of_sums_is_needed();
+    rows_of_a_are_loaded_once();
     return test::finish();
 }

@@ -197,10 +197,12 @@ std::vector<std::shared_ptr<host::Launch>> together(World& world, std::uint64_t 
 }
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr std::uint32_t kFirstCores = 1;  // slow, and not what sanitizers look for
+inline constexpr bool kSanitized = true;
 #else
-inline constexpr std::uint32_t kFirstCores = 3;
+inline constexpr bool kSanitized = false;
 #endif
+// Mutations are slow, and not what sanitizers look for.
+inline constexpr std::uint32_t kFirstCores = kSanitized ? 1 : 3;
 
 // Whether the core had waited for the same signal, and as much, before the wait at that place.
 inline bool again(const std::vector<sim::Record>& records, std::size_t at) {

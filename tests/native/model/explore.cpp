@@ -1,5 +1,7 @@
 #include "tests/native/model/explore.hpp"
 
+#include <malloc.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -57,9 +59,12 @@ enum class State { ready, yielded, asleep, polling, ended };
 
 struct Thread {
     std::function<void()> body;
-    ucontext_t context{};
+    ucontext_t context{};  // where it starts
+    jmp_buf place{};       // where it goes on
     State state = State::ready;
     Knowledge known;
+    Knowledge fenced;    // what it knew at its latest fence
+    Knowledge glimpsed;  // what the stores that it read carried: known from its next fence on
     bool begun = false;
     std::uint64_t waits_beyond = 0;   // yielded: until there are more stores
     const void* waits_for = nullptr;  // asleep
@@ -97,6 +102,7 @@ class Explorer {
   public:
     Explorer(const Make& make, const Settings& settings) : make_(make), settings_(settings) {
         for (auto& stack : stacks_) stack.resize(kStackBytes);
+        ::mallopt(M_TRIM_THRESHOLD, 256 << 20);  // the next execution wants the same again
     }
 
     Found all() {
@@ -227,6 +233,20 @@ class Explorer {
             self.known.view[index_of(word)] = static_cast<std::uint16_t>(word.stores.size() - 1);
         }
     }
+    void fence() {
+        point();
+        running_->known.join(running_->glimpsed);
+        running_->fenced = running_->known;
+    }
+    // One of so many, 0 first; any other is a deviation.
+    std::size_t choose(std::size_t options) {
+        if (options < 2 || deviations_ == settings_.deviations) return 0;
+        if (next_choice_ == choices_.size()) choices_.push_back({0, options});
+        const Choice& now = choices_[next_choice_++];
+        if (now.options != options) throw std::logic_error("the scenario is not deterministic");
+        if (now.picked != 0) ++deviations_;
+        return now.picked;
+    }
     [[nodiscard]] std::uint64_t now() const { return now_; }
 
     [[noreturn]] void fail(const std::string& what) {
@@ -274,7 +294,6 @@ class Explorer {
         ::getcontext(&thread.context);
         thread.context.uc_stack.ss_sp = stack.data();
         thread.context.uc_stack.ss_size = stack.size();
-        thread.context.uc_link = &scheduler_;
         const auto self = reinterpret_cast<std::uintptr_t>(this);
         ::makecontext(&thread.context, reinterpret_cast<void (*)()>(&Explorer::enter), 2,
                       static_cast<unsigned>(self), static_cast<unsigned>(self >> 32));
@@ -289,21 +308,32 @@ class Explorer {
             if (self->found_.wrong.empty()) self->found_.wrong = error.what();
         }
         self->running_->state = State::ended;
+        ::_longjmp(self->scheduler_, 1);
     }
 
     void resume(Thread& thread) {
         running_ = &thread;
         last_ = number_of(thread);
-        thread.begun = true;
-        ::swapcontext(&scheduler_, &thread.context);
+        switch_to(thread);
         running_ = nullptr;
+    }
+
+    // By _setjmp, which, unlike swapcontext, makes no system call.
+    [[gnu::noinline]] void switch_to(Thread& thread) {
+        if (::_setjmp(scheduler_) != 0) return;
+        if (thread.begun) ::_longjmp(thread.place, 1);
+        thread.begun = true;
+        ::setcontext(&thread.context);
+    }
+    [[gnu::noinline]] void switch_back(Thread& self) {
+        if (::_setjmp(self.place) == 0) ::_longjmp(scheduler_, 1);
     }
 
     // The thread that runs stops; whoever is chosen then goes on.
     void leave() {
         Thread& self = *running_;
         self.last = nullptr;
-        ::swapcontext(&self.context, &scheduler_);
+        switch_back(self);
         if (!found_.wrong.empty()) throw Abandoned{};
     }
 
@@ -326,7 +356,7 @@ class Explorer {
         const std::size_t picked = choose(count + 1);
         if (picked == 0) return;
         wanted_ = others[picked - 1];
-        ::swapcontext(&self.context, &scheduler_);
+        switch_back(self);
         if (!found_.wrong.empty()) throw Abandoned{};
     }
 
@@ -382,16 +412,6 @@ class Explorer {
 
     // ---- choices
 
-    // One of so many, 0 first; any other is a deviation.
-    std::size_t choose(std::size_t options) {
-        if (options < 2 || deviations_ == settings_.deviations) return 0;
-        if (next_choice_ == choices_.size()) choices_.push_back({0, options});
-        const Choice& now = choices_[next_choice_++];
-        if (now.options != options) throw std::logic_error("the scenario is not deterministic");
-        if (now.picked != 0) ++deviations_;
-        return now.picked;
-    }
-
     // To the next execution. False: that was the last.
     bool advance() {
         choices_.resize(next_choice_);
@@ -416,7 +436,11 @@ class Explorer {
             }
             made.stores.push_back({from_memory(address, bytes), {}});
         }
-        return words_[known->second];
+        Word& word = words_[known->second];
+        // A thread that has it to itself may have set it as plain data.
+        const std::uint64_t now = from_memory(address, bytes);
+        if (now != word.stores.back().value) word.stores.push_back({now, {}});
+        return word;
     }
     [[nodiscard]] std::size_t index_of(const Word& word) const {
         return static_cast<std::size_t>(&word - words_.data());
@@ -437,6 +461,7 @@ class Explorer {
     void see(Word& word, std::size_t seen, Order order) {
         Knowledge& known = running_->known;
         known.view[index_of(word)] = static_cast<std::uint16_t>(seen);
+        running_->glimpsed.join(word.stores[seen].carried);
         if (acquires(order)) known.join(word.stores[seen].carried);
         if (order == Order::seq_cst) {
             word.in_order = std::max(word.in_order, static_cast<std::uint16_t>(seen));
@@ -451,7 +476,7 @@ class Explorer {
         ++self.known.clock[number_of(self)];
         Store made{value, {}};
         if (passed_on != nullptr) made.carried = *passed_on;
-        if (releases(order)) made.carried.join(self.known);
+        made.carried.join(releases(order) ? self.known : self.fenced);
         word.stores.push_back(made);
         if (order == Order::seq_cst) word.in_order = number;
     }
@@ -460,7 +485,7 @@ class Explorer {
     const Settings& settings_;
     Found found_;
     std::array<std::vector<char>, kMostThreads> stacks_;
-    ucontext_t scheduler_{};
+    jmp_buf scheduler_{};
     std::vector<Thread> threads_;
     Thread* running_ = nullptr;
     Thread* wanted_ = nullptr;
@@ -539,6 +564,9 @@ void writes(const void* data) {
 void require(bool held, const char* what) {
     if (!held) exploring->fail(what);
 }
+std::size_t choose(std::size_t options) {
+    return exploring->choose(options);
+}
 void poll(int eventfd) {
     exploring->poll(eventfd);
 }
@@ -559,6 +587,9 @@ std::uint64_t change(void* word, std::size_t bytes, Order order,
     const std::uint64_t before = from_memory(word, bytes);
     if (const auto value = next(before)) to_memory(word, bytes, *value);
     return before;
+}
+void fence() {
+    if (modelled() && fences) exploring->fence();
 }
 void sleep_while(const void* word, std::uint32_t seen) {
     if (modelled()) exploring->sleep_while(word, seen);

@@ -8,7 +8,8 @@
 // What an operation sees. Each location keeps all its stores. A thread has a *view*, the oldest store of
 // each location that it may still read, and a clock of what happened before. A release leaves both with
 // its store, read-modify-writes pass on what the store they replace carried (the release sequence), and an
-// acquire takes them over. A load may read any store from its view on; a sequentially consistent one, none
+// acquire takes them over. A fence makes releases of the plain stores behind it, and an acquire of the plain
+// loads before it. A load may read any store from its view on; a sequentially consistent one, none
 // older than what such operations saw before it. Plain data has no views: an access that is not ordered
 // after another one, of which one writes, is a race. Modification order is the order of execution.
 //
@@ -86,6 +87,8 @@ void reads(const void* data);
 void writes(const void* data);
 // What is wrong already; the execution ends here.
 void require(bool held, const char* what);
+// One of so many ways to go on, below `options`; any but 0 is a deviation.
+std::size_t choose(std::size_t options);
 // Until the eventfd was rung. Sleeps as poll does.
 void poll(int eventfd);
 
@@ -96,6 +99,10 @@ void store(void* word, std::size_t bytes, std::uint64_t value, Order order);
 // `next`: what to store in place of what is there, or nothing. Returns what was there.
 std::uint64_t change(void* word, std::size_t bytes, Order order,
                      const std::function<std::optional<std::uint64_t>(std::uint64_t)>& next);
+// A thread's fence for all it did and does, an acquire and a release.
+void fence();
+// Planted: false, and fences do nothing.
+inline bool fences = true;
 void sleep_while(const void* word, std::uint32_t seen);
 void wake_all(const void* word);
 void ring(int eventfd);

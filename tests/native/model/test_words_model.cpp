@@ -182,6 +182,67 @@ class Calls : public model::Scenario {
     std::array<Rank, kRanks> ranks_{};
 };
 
+// Ranks that send each other mail in several calls (hopper's device/mailbox.cuh): a word that is not zero has
+// come, and its reader writes zero back, which must be ordered before what is sent there next. `halves`: areas, by the number of the call. A kernel's fence at
+// its begin stands here in the orders of sending and looking.
+template <int kRanks>
+class Mail : public model::Scenario {
+  public:
+    Mail(std::uint64_t halves, std::uint64_t calls) : halves_(halves), calls_(calls) {
+        for (auto& of_rank : words_) {
+            for (auto& from : of_rank) {
+                for (std::uint64_t& word : from) model::name(&word, "mail");
+            }
+        }
+    }
+
+    std::vector<std::function<void()>> threads() override {
+        std::vector<std::function<void()>> all;
+        for (int rank = 0; rank < kRanks; ++rank) {
+            all.emplace_back([this, rank] {
+                for (std::uint64_t epoch = 1; epoch <= calls_; ++epoch) call(rank, epoch);
+            });
+        }
+        return all;
+    }
+    std::string wrong() override {
+        for (const auto& of_rank : words_) {
+            for (const auto& from : of_rank) {
+                for (const std::uint64_t& word : from) {
+                    if (transport::load_relaxed(&word) != 0) return "the area is not all zeros";
+                }
+            }
+        }
+        return "";
+    }
+
+  private:
+    void call(int rank, std::uint64_t epoch) {
+        const std::uint64_t half = epoch % halves_;
+        for (int step = 1; step < kRanks; ++step) {
+            const int peer = (rank + step) % kRanks;
+            model::writes(&places_[peer][rank][half]);
+            transport::store_release(&words_[peer][rank][half], epoch);
+        }
+        for (int step = 1; step < kRanks; ++step) {
+            const int peer = (rank + step) % kRanks;
+            std::uint64_t& word = words_[rank][peer][half];
+            std::uint64_t found = 0;
+            while ((found = transport::load_acquire(&word)) == 0) transport::yield();
+            model::require(found == epoch, "mail of another call");
+            model::writes(&places_[rank][peer][half]);
+            transport::store_relaxed(&word, 0);
+        }
+    }
+
+    template <class Each>
+    using Areas = std::array<std::array<std::array<Each, 2>, kRanks>, kRanks>;  // to, from, half
+
+    std::uint64_t halves_, calls_;
+    Areas<std::uint64_t> words_{};
+    Areas<char> places_{};  // the words again, as data whose stores must be ordered
+};
+
 // Two writers add to one word of a reader's, call after call, each to say that its data is there.
 class Added : public model::Scenario {
   public:
@@ -262,6 +323,12 @@ TEST(a_call_ends) {
     CHECK(!right("told too early", scenario<Calls<2>>(End::told_too_early, 3u)));
 }
 
+TEST(mail_of_several_calls) {
+    CHECK(right("2 ranks", scenario<Mail<2>>(2u, 5u)));
+    CHECK(right("3 ranks", scenario<Mail<3>>(2u, 3u), late()));
+    CHECK(!right("one area", scenario<Mail<2>>(1u, 3u)));
+}
+
 TEST(additions_of_several_calls) {
     CHECK(right("ended calls", scenario<Added>(true)));
     CHECK(!right("a fast writer's next addition", scenario<Added>(false)));
@@ -270,6 +337,7 @@ TEST(additions_of_several_calls) {
 TEST(orders_of_calls) {
     const auto surprises = model::orders_count({{scenario<Calls<2>>(End::handshake, 3u), {}},
                                                 {scenario<Calls<2>>(End::brief, 5u), {}},
+                                                {scenario<Mail<2>>(2u, 5u), {}},
                                                 {scenario<Added>(true), {}}},
                                                {});
     CHECK(surprises.empty());

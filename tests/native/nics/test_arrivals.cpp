@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backends/nics/verbs/arrivals.hpp"
+#include "backends/nics/verbs/wr_id.hpp"
 #include "check.hpp"
 
 using namespace mkernel::nics;
@@ -124,6 +125,21 @@ TEST(every_group_is_raised_once_when_all_of_it_has_come) {
         for (const std::uint32_t lanes : {1u, 2u, 5u}) {
             play(lanes, false, 3000, seed);
             play(lanes, true, 3000, seed);
+        }
+    }
+}
+
+// The number of a request is found again from its low 37 bits, on either side of their edge.
+TEST(request_numbers_go_over_the_edge_of_their_bits) {
+    constexpr std::uint64_t kEdge = std::uint64_t{1} << 37;
+    for (const std::uint64_t base : {std::uint64_t{0}, kEdge, 5 * kEdge}) {
+        for (std::uint64_t number = base + kEdge - 4; number != base + kEdge + 4; ++number) {
+            const std::uint64_t id = verbs::make_wr_id(false, verbs::kMaxPeers - 1, 63, number);
+            CHECK(!verbs::wr_receive(id) && verbs::wr_peer(id) == verbs::kMaxPeers - 1);
+            CHECK(verbs::wr_lane(id) == 63);
+            for (const std::uint64_t later : {0u, 1u, 9u, 4096u}) {
+                CHECK(verbs::wr_number(id, number + later) == number);
+            }
         }
     }
 }

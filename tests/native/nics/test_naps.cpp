@@ -110,7 +110,12 @@ TEST(without_a_device_idling_costs_nothing) {
 TEST(after_an_abort_it_sleeps_beside_commands) {
     Rig rig;
     CHECK(rig.fifo.handle().claim_device());
+    const testing::NamedThread proxy("mkernel-proxy");
+    const std::uint64_t before = proxy.sleeps();
     rig.pad.abort(transport::AbortCode::peer_failure, {});
+    // A round that began before the abort may still take commands; the one behind its sleep does not.
+    for (int waited = 0; proxy.sleeps() < before + 2 && waited < 10'000; ++waited) rest_ms(1);
+    CHECK(proxy.sleeps() >= before + 2);
     static const std::uint32_t nobody = 0;
     CHECK(rig.device.push({}, {&nobody, kMs}) == WaitResult::ok);
     CHECK(cost(0.5) <= 0.02);

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -485,6 +486,37 @@ TEST(creation_is_checked) {
     CHECK(refused(EINVAL, [&](ibv_qp_init_attr& init) { init.cap.max_recv_wr = beyond; }));
     CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_send_sge = 1000; }));
     CHECK(refused(EINVAL, [](ibv_qp_init_attr& init) { init.cap.max_inline_data = 1 << 20; }));
+}
+
+// A queue pair that lives long holds its ring; those made and destroyed beside it take the other rings in
+// turn, and no number comes again before a turn of all generations.
+TEST(queue_pair_numbers_do_not_come_again_beside_one_that_lives) {
+    if (!software()) return;
+    constexpr std::uint32_t kRings = 512;
+    for (std::uint32_t kept_at : {0u, kRings - 1}) {
+        End a;
+        ibv_qp_init_attr init{};
+        init.qp_type = IBV_QPT_RC;
+        init.send_cq = init.recv_cq = a.cq;
+        init.cap = {1, 1, 1, 1, 64};
+        ibv_qp* kept = nullptr;
+        std::set<std::uint32_t> numbers{a.qp->qp_num};
+        std::size_t made = 1;
+        while (made < 3 * kRings) {
+            ibv_qp* qp = a.v->create_qp(a.pd, &init);
+            CHECK(qp != nullptr);
+            if (qp == nullptr) return;
+            ++made;
+            numbers.insert(qp->qp_num);
+            if (kept == nullptr && qp->qp_num % kRings == kept_at) {
+                kept = qp;
+            } else {
+                a.v->destroy_qp(qp);
+            }
+        }
+        CHECK(numbers.size() == made);
+        if (kept != nullptr) a.v->destroy_qp(kept);
+    }
 }
 
 TEST(atomics_are_not_there) {

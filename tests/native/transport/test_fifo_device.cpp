@@ -329,6 +329,38 @@ TEST(the_two_rings_do_not_disturb_each_other) {
     rig.join();
 }
 
+// As if so many commands had gone through the ring before: a host takes the place of the proxy.
+TEST(tickets_go_over_the_edges_of_their_words) {
+    constexpr std::uint64_t kSlots = 4;
+    for (const std::uint64_t edge :
+         {std::uint64_t{1} << 32, std::uint64_t{1} << 62, std::uint64_t{1} << 63}) {
+        transport::FifoSlot slots[kSlots];
+        std::uint64_t tail = edge - 6;
+        for (std::uint64_t lap = tail - kSlots; lap != tail; ++lap) {
+            slots[lap % kSlots].commit = transport::FifoSlot::commit_word(lap, kSlots);
+        }
+        transport::FifoTickets tickets;
+        tickets.head = tickets.tail = tail;
+        tickets.free = kSlots;
+        const std::uint32_t abort = 0;
+        const transport::DeviceLimits limits{&abort, kPatience, nullptr};
+        const transport::FifoDevice fifo{slots, &tail, &tickets, kSlots};
+        for (std::uint64_t ticket = edge - 6; ticket != edge + 6; ++ticket) {
+            const transport::FifoSlot& slot = slots[ticket % kSlots];
+            const std::uint64_t fresh = transport::FifoSlot::commit_word(ticket, kSlots);
+            CHECK(slot.commit != fresh);  // of the lap before
+            transport::PutCommand command;
+            command.bytes = ticket;
+            CHECK(fifo.push(command, limits) == WaitResult::ok);
+            CHECK(slot.commit == fresh && slot.command.bytes == ticket);
+            if (ticket % 2 != 0) tail = ticket + 1;  // drained by twos
+        }
+        const transport::DeviceLimits soon{&abort, kMs, nullptr};
+        for (std::uint64_t i = 0; i < kSlots; ++i) CHECK(fifo.push({}, limits) == WaitResult::ok);
+        CHECK(fifo.push({}, soon) == WaitResult::timed_out);  // full, and seen to be
+    }
+}
+
 TEST(a_ring_takes_one_device) {
     transport::Fifo fifo(4);
     CHECK(!fifo.device_claimed());

@@ -48,7 +48,7 @@ VIEWS_IN_ANY_ORDER: tuple[View, ...] = (
 )  # fmt: skip
 """Of calls one after another: any run of calls without communication, any view after it."""
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 """How long to wait for what must end, however busy the machine is."""
 SIGNALS = 8192
 REGION = 5

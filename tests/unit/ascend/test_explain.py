@@ -53,8 +53,8 @@ def test_links_carry_what_the_op_sends() -> None:
     found = explain(recorded(plan), A3)
     for rank in found.ranks:
         for us in rank.links.values():
-            assert us == pytest.approx(shard / A3.fabric.link_gbs / 1e3)
-        assert rank.egress_us == pytest.approx(3 * shard / A3.fabric.egress_gbs / 1e3)
+            assert us == pytest.approx(shard / A3.fabric.link_rate / 1e3)
+        assert rank.egress_us == pytest.approx(3 * shard / A3.fabric.egress_rate / 1e3)
         assert rank.ingress_us == pytest.approx(rank.egress_us)
 
 

@@ -17,7 +17,7 @@ from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
 from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport._transport import AbortCode, Waiter
-from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError, Unsupported
 from mkernel.plan.pipeline import GemmTile
 
 from .rig import PATIENCE_S, SIGNALS, World, geometry, make_plan, scheduled
@@ -153,7 +153,7 @@ sys.path.insert(0, sys.argv[1])
 from ascend.rig import World, make_plan
 world = World(make_plan(512, 256, 512, ranks_per_node=2))
 world.epoch = 1
-launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=300)
+launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=1000)
 assert not launch.wait(0.1)
 {last}
 """
@@ -168,7 +168,7 @@ def test_a_process_ends_cleanly_with_a_call_in_flight(last: str) -> None:
         cwd=Path(sys.executable).parent,  # not the repository: its folders are no package
         capture_output=True,
         text=True,
-        timeout=4 * PATIENCE_S,  # less than the call has
+        timeout=2 * PATIENCE_S,  # less than the call has
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -226,3 +226,11 @@ def test_what_the_backend_says_of_itself() -> None:
     assert sum(AscendAccelerator().workspace(make_plan(256, 256, 256)).areas) == 0
     with pytest.raises(ValueError, match="slots = 0"):
         AscendAccelerator(slots=0)
+
+
+def test_the_largest_world_and_one_rank_more() -> None:
+    with World(make_plan(64, 8, 8, ranks_per_node=64)) as world:
+        world.check(epochs=1)
+    said = "a world of 65 ranks; at least 1 and at most 64"
+    with pytest.raises(ArgumentError, match=said), World(make_plan(65, 8, 8, ranks_per_node=65)):
+        pass

@@ -48,8 +48,10 @@ def test_published_and_own_kernels_do_the_same_work() -> None:
     s = SMALL
     own = record(make_plan(s.m, s.n, s.k, ranks_per_node=s.ranks), 1)
     theirs = trace(s, 1)
-    for kinds in ((Kind.TMATMUL, Kind.TMATMUL_ACC), (Kind.TPUT,), (Kind.TSTORE,), (Kind.TLOAD,)):
+    for kinds in ((Kind.TMATMUL, Kind.TMATMUL_ACC), (Kind.TPUT,), (Kind.TSTORE,)):
         assert amount(own, *kinds) == amount(theirs, *kinds)
+    # 32 tiles on 24 cores: eight take a second one, for which L1 has kept a K tile of B, 256 x 256.
+    assert amount(own, Kind.TLOAD) == amount(theirs, Kind.TLOAD) - 8 * 256 * 256 * 2
     assert amount(theirs, Kind.TMATMUL, Kind.TMATMUL_ACC) == s.m * s.k * s.n
     assert amount(theirs, Kind.TPUT) == (s.ranks - 1) * s.m // s.ranks * s.k * 2
 
@@ -131,16 +133,16 @@ def test_the_model_reproduces_the_published_table() -> None:
     report = modelled.compare(A3)
     assert len(report.rows) == 8
     assert sum(row.fitted for row in report.rows) == 4
-    assert report.mean_error <= 0.12
-    assert report.worst_error <= 0.20
-    assert report.mean_error_of_checks <= 0.12
+    assert report.mean_error <= 0.065
+    assert report.worst_error <= 0.12
+    assert report.mean_error_of_checks <= 0.065
     assert report.geometric_mean_speedup >= 1.15
     assert all(row.speedup > 1 for row in report.rows)
 
 
 def test_other_constants_do_not_reproduce_it() -> None:
     """Planted fault: the same model with the constants that were guessed before the fit."""
-    guessed = changed(fabric={"link_gbs": 14.0}, pipes={"mte2_gbs": 110.0})
+    guessed = changed(fabric={"efficiency": 0.5}, pipes={"mte2_gbs": 110.0})
     rows = [row for row in published().rows if row.ranks == 2]
     errors = [
         model([trace(row.shape, r) for r in range(row.ranks)], guessed, tracks=False).total_us

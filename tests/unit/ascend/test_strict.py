@@ -55,7 +55,7 @@ def test_a_missing_flag_is_reported_with_its_source_line(seed: int | None) -> No
         with pytest.raises(
             RuntimeError,
             match=r"rank 0 AIC core 2, TEXTRACT \(pipe MTE1, product\.hpp:\d+\): "
-            r"reads L1\[0, \d+\) while TLOAD \(pipe MTE2, product\.hpp:\d+\) may still write it",
+            r"reads L1\[262144, \d+\) while TLOAD \(pipe MTE2, product\.hpp:\d+\) may still write it",
         ):
             launch.wait(PATIENCE_S)
 

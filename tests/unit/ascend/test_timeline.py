@@ -108,7 +108,7 @@ def test_views_are_ordered_and_bounded(nodes: int) -> None:
     # Bytes over the slowest resource, and multiply-adds over the matrix units, from below.
     bytes_of_a_rank = 512 * 2048 * 2
     if nodes == 1:
-        floor_us = bytes_of_a_rank / A3.fabric.link_gbs / 1e3
+        floor_us = bytes_of_a_rank / A3.fabric.link_rate / 1e3
         assert floor_us <= comm_us <= 1.05 * floor_us + 5
     else:
         floor_us = 4 * bytes_of_a_rank / A3.nic.gbs / 1e3

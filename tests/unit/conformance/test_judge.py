@@ -78,6 +78,43 @@ def test_rounded_partial_results_pass_where_they_are_claimed(
     assert Judge(case).problems(outcome(out), 0) != []
 
 
+def test_a_sum_may_be_rounded_to_either_side_where_it_lies_near_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by the campaign: of token 3, column 34, slot 6 sums up to -16.187499, and in float32 to
+    -16.1875, the middle between -16.125 and -16.25."""
+    monkeypatch.setattr(OneRank, "size", 4)
+    monkeypatch.setattr(ranks.mkernel, "world", OneRank)
+    case = case_of("moe_dispatch_gemm")(
+        sizes={"tokens": 171, "features": 64, "experts": 12, "top_k": 8, "hidden": 80},
+        dtype="float16",
+        out_dtype="bfloat16",
+        layout="column",
+        seed=198557948,
+    )
+    true = case.reference(0, 4, 0)
+    out = true["out"].bfloat16()
+    exact, ties = float(true["out"][3, 34]), case.near_ties(0, 4, 0)["out"]
+    assert exact == pytest.approx(-2.783931, abs=1e-6)
+    out[3, 34] = -2.703125  # with -16.25 for -16.125, weighted by 0.598, and rounded itself
+    given = {"outputs": true["outputs"].bfloat16(), "counts": true["counts"]}
+    allowed = 2.0**-7 * true["out"].abs() + 2e-3 * true["out"].square().mean().sqrt()
+    nothing: Any = None
+
+    def problems(out: torch.Tensor) -> list[str]:
+        return Judge(case).problems(Outcome({**given, "out": out}, nothing, nothing), 0)
+
+    assert problems(out) == []
+    assert float(ties[3, 34]) == pytest.approx(0.598 * 0.125, rel=1e-3)
+    assert 0 < float((ties / allowed).mean()) < 0.1  # all others are judged as before, nearly
+    far = (ties == 0).nonzero()[0].tolist()
+    for row, column in ([3, 34], far):
+        wrong = out.clone()
+        wrong[row, column] = true["out"][row, column] + 2 * (allowed + ties)[row, column]
+        (found,) = problems(wrong)
+        assert "out has 1 of 10944 elements that are wrong" in found
+
+
 def test_zeros_are_named(judge: Judge) -> None:
     (found,) = judge.problems(outcome(torch.zeros(200, 300)), 0)
     assert "all zeros" in found

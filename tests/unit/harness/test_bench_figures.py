@@ -93,6 +93,15 @@ def test_a_target_counts_in_the_world_it_is_meant_for(
     assert row(world, elsewhere).meets_target is None
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(1.01, True), (0.99, False)])
+def test_a_target_in_microseconds(share: float, verdict: bool) -> None:
+    mine = row(2, SHAPE).entries["mkernel"].figures
+    assert mine is not None
+    shape = SHAPE.model_copy(update={"target": None, "target_us": share * mine.median_us})
+    assert row(2, shape).meets_target is verdict
+    assert row(4, shape).meets_target is None
+
+
 @pytest.mark.parametrize("error", [4e-3, float("inf"), float("nan")])
 def test_one_wrong_rank_leaves_no_figure(error: float) -> None:
     made = row(symm_mem=turns(1, 1, 1, error=error))

@@ -27,15 +27,29 @@ def test_sizes_on_the_command_line() -> None:
 def test_targets() -> None:
     found = shapes("targets", OPS, 4)
     assert len(found) == 12
-    assert all(each.target_for(4, "hopper") for each in found)
-    assert not any(each.target_for(2, "hopper") for each in found)
-    assert not any(each.target_for(4, "streams") for each in found)
+    assert all(each.aimed_at(4, "hopper") for each in found)
+    assert not any(each.aimed_at(2, "hopper") for each in found)
+    assert not any(each.aimed_at(4, "streams") for each in found)
     assert {each.size for each in found if each.op == "gemm_all_reduce"} == {
         "4096 x 4096 x 1024",
         "8192 x 8192 x 2048",
         "16384 x 16384 x 4096",
         "8192 x 8192 x 7168",
     }
+
+
+def test_targets_of_experts_and_attention() -> None:
+    experts = shapes("moe-targets", ("moe_dispatch_gemm", "moe_gemm_combine"), 2)
+    attention = shapes("ring-targets", ("ring_attention",), 2)
+    assert (len(experts), len(attention)) == (24, 20)
+    for each in (*experts, *attention):
+        assert each.aimed_at(2, "hopper")
+        assert not each.aimed_at(4, "hopper")
+    assert {each.target_us for each in attention} == {each.target for each in experts} == {None}
+    assert {each.target for each in attention} == {1.08, 1.05, 1.03}
+    assert min(each.target_us or 0 for each in experts) == 225
+    with pytest.raises(ArgumentError, match="for 4 ranks"):
+        shapes("moe-targets", ("moe_dispatch_gemm",), 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.harness.floors import Rates, floor_us, floors
-from mkernel.plan.model import CombineShape, GemmShape
+from mkernel.plan.model import AttentionShape, CombineShape, GemmShape, MoeShape
 
 RATES = Rates(matrix_tflops=350.0, sums_gbs=20000.0, link_gbs=28.0, egress_gbs=196.0, launch_us=5.0)
 
@@ -25,6 +25,24 @@ def test_a_combine_adds_in_float32() -> None:
     sums, *links = floors("moe_combine", shape, "float16", 2, RATES)
     assert sums.us == pytest.approx(2 * 64 * 4 * 256 * 4 / 20e6)
     assert links[0].amount == 64 * 4 / 2 * 256 * 2
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(2, 64), (4, 64), (8, 32)])
+def test_a_dispatch_sends_a_token_once_to_a_rank(world: int, tokens: int) -> None:
+    shape = MoeShape(tokens=64, top_k=4, experts=8, hidden=128, features=256)
+    link = floors("moe_dispatch_gemm", shape, "float16", world, RATES)[1]
+    assert link.amount == tokens * 128 * 2
+
+
+def test_scores_pass_the_memory_where_units_meet_in_it() -> None:
+    """12 bytes each, of 16-bit weights."""
+    shape = AttentionShape(batch=1, heads=4, kv_heads=2, sequence=4096, head_dim=128, causal=True)
+    together = floors("ring_attention", shape, "float16", 2, RATES)
+    assert [one.resource for one in together] == ["products", "one link", "egress"]
+    apart = RATES._replace(between_units_gbs=3000.0)
+    found = floors("ring_attention", shape, "float16", 2, apart)[1]
+    assert found.amount == 12 * 4 * 2048 * 4096 / 2
+    assert found.us == pytest.approx(found.amount / 3e6)
 
 
 def test_one_rank_sends_nothing() -> None:

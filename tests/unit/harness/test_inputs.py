@@ -172,6 +172,7 @@ ARRAYS = {
     "no_header": b"\x93NUMPY\x01\x00\xff\xff",
     "code": _npy("__import__('os').system('true')"),
     "zip": b"PK\x03\x04" + b"\0" * 200,
+    "no_end": _npy("{'descr': '<f2', 'fortran_order': False, 'shape': (4, 8"),
     "version": b"\x93NUMPY\x09\x00" + b"\0" * 200,
 }
 

@@ -51,11 +51,11 @@ def test_communication_lasts(
     assert report._comm_us(run) == found
 
 
-def test_an_efficiency_below_the_noise_is_not_shown() -> None:
+def test_what_overlap_gains_below_the_noise_is_not_shown() -> None:
     loud = report.clock(200.0, 4.0, 210.0, 190.0, noise=20.0)
     quiet = report.clock(200.0, 40.0, 240.0, 210.0, noise=20.0)
-    assert "noise" in report._efficiency(loud)
-    assert report._efficiency(quiet) == "75%"
+    assert report._unless_noisy(loud, "1.11x") == "noise"
+    assert report._unless_noisy(quiet, "1.14x") == "1.14x"
 
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -17,8 +17,15 @@ import torch
 from gpu_plans import gpu_plan
 from plan_walk import WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import attention, capabilities, device_world, native
-from mkernel.backends.accelerators.hopper.attention import AttentionExecutor, Seen
+from mkernel.backends.accelerators.hopper import (
+    attention,
+    attention_ring,
+    capabilities,
+    device_world,
+    native,
+)
+from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
+from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
@@ -78,8 +85,11 @@ class Keys(NamedTuple):
     def slot_offset(self, world: int, rank: int, source: int) -> int:
         return 2 * self.bytes * ((source - rank - 1) % world)
 
-    def workspace_bytes(self, world: int) -> int:
-        return DATA_OFFSET + 2 * self.bytes * (world - 1)
+    def gradient_offset(self, world: int, rank: int, from_rank: int) -> int:
+        return 2 * self.bytes * (world - 1 + (from_rank - rank - 1) % world)
+
+    def workspace_bytes(self, world: int, gradients: bool = False) -> int:
+        return DATA_OFFSET + 2 * self.bytes * (world - 1) * (2 if gradients else 1)
 
 
 class Fabric:
@@ -120,8 +130,9 @@ class Fabric:
                     ctypes.memmove(at + number * whole + off, source + off, width)
             self.flags[to, here.rank].set()
 
-    def await_part(self, device: int, here: Here, source: int, stream: int) -> None:
+    def await_part(self, device: int, here: Here, source: int, flag: int, stream: int) -> None:
         self._note(here, ("await", source), stream)
+        assert flag == source
         assert self.flags[here.rank, source].wait(60)
 
     def merge_parts(
@@ -205,7 +216,7 @@ def sizes_of(world: int, **changes: Any) -> Sizes:
 
 def planned(world: int, **changes: Any) -> LaunchPlan:
     claims = HopperAccelerator().capabilities()
-    ops = (*capabilities.OPS, capabilities.ATTENTION)
+    ops = (*capabilities.OPS, *capabilities.ATTENTION)
     return gpu_plan(
         HopperAccelerator(), "ring_attention", world, sizes_of(world, **changes), dtype="bfloat16",
         capabilities=claims.model_copy(update={"ops": ops}),
@@ -218,10 +229,10 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
     def make(world: int) -> Fabric:
         made = Fabric(world)
-        for module in (attention, device_world):
+        for module in (attention, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention, "attend", attended)
-        monkeypatch.setattr(attention, "bytes_at", flat_at)
+        monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
         return made
 
     return make
@@ -424,18 +435,22 @@ class Started:
         def note(*given: Any, **named: Any) -> Any:
             small = [one for one in given if isinstance(one, int) and one < 1 << 20]
             self.told.append((name, *small, str(named)))
-            return found(*given, **named) if name in ("Keys", "Merge", "Part") else None
+            return found(*given, **named) if name in made else None
 
-        starts = ("push_keys", "await_part", "merge_parts")
-        return note if name in ("Keys", "Merge", "Part", *starts) else found
+        made = ("Keys", "Merge", "Part", "Given", "Sum", "Sums")
+        starts = (
+            "push_keys", "await_part", "merge_parts", "push_gradients", "sum_gradients",
+        )  # fmt: skip
+        return note if name in (*made, *starts) else found
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
 def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
     started = Started(native.native())
-    monkeypatch.setattr(attention, "native", lambda: started)
-    monkeypatch.setattr(attention, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
+    for module in (attention, attention_ring):
+        monkeypatch.setattr(module, "native", lambda: started)
+    monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
 
     def seen(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
         started.told.append((tuple(q.shape), tuple(k.shape), k.stride(), first, causal))

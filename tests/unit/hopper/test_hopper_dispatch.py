@@ -229,7 +229,7 @@ def test_one_row_has_no_pitch(queued: list[str], monkeypatch: pytest.MonkeyPatch
     plan = planned("all_gather_gemm", 2, 4096, 512)
     call = last_rank(plan)
     odd = call.tensors["a"].as_strided((1, 512), (3, 1))
-    made = gemm._Operands.of(replace(call, tensors={**call.tensors, "a": odd})).tensors()
+    made = gemm.Operands.of(replace(call, tensors={**call.tensors, "a": odd})).tensors()
     assert made.a_pitch == 0
 
 

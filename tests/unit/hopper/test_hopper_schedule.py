@@ -11,21 +11,23 @@ import torch
 from hopper_calls import CONTEXT, WORKSPACES, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import dispatch, gemm, library, native
+from mkernel.backends.accelerators.hopper import dispatch, few_rows, gemm, library, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
+from mkernel.topology.cost import FewRowsConstants
 
 SENT = ("send_rows", "gemm_reduce")
-BUILT = ("AllGatherSchedule", "ReduceSchedule", "Product")
+BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product")
 STARTED = (
-    "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy", "rendezvous",
-    "push_rows", "all_gather_gemm", "all_gather", *SENT,
+    "FewRowsCalls", "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy",
+    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
 CASES = [
@@ -73,6 +75,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
     monkeypatch.setattr(gemm, "native", lambda: module)
     monkeypatch.setattr(library, "native", lambda: module)
+    monkeypatch.setattr(few_rows, "native", lambda: module)
     monkeypatch.setattr(library, "_mm", multiply)
     return module
 
@@ -109,6 +112,31 @@ def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
     world = world_of_two()
     usual = world.plan(op, SIZES, dtype="bfloat16", path=path)
     assert usual.path == path
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+def with_few_rows() -> AcceleratorCapabilities:
+    """Claims of a machine whose constants have the kernel for few rows."""
+    claims = HopperAccelerator().capabilities()
+    assert claims.constants is not None
+    few = claims.constants.few_rows or FewRowsConstants(
+        most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
+        egress_gbs=350,
+    )  # fmt: skip
+    constants = claims.constants.model_copy(update={"few_rows": few})
+    return claims.model_copy(update={"constants": constants})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("m", [8, 256])
+def test_no_field_of_few_rows_is_decoration(started: Started, m: int) -> None:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    topology = devices.world(devices.node(gpus))
+    world = WalkedWorld(HopperAccelerator(), topology, 2, with_few_rows())
+    usual = world.plan(
+        "gemm_all_reduce", {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused"
+    )
+    assert usual.part(FewRowsSchedule).product == ("float32" if m == 8 else "bfloat16")
     assert decorations(usual, launches(started, world, usual)) == []
 
 

@@ -26,6 +26,32 @@ def by_copy_engines(
     return how.model_copy(update={"tiling": tiling, "chunk_rows": rows, **moved})
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "splits"),
+    [
+        (4096, 2048, 4),
+        (8192, 4096, 2),
+        (7168, 8192, 2),
+        (5120, 1024, 3),
+        (16384, 1024, 1),
+        (512, 64, 1),
+    ],
+)
+def test_weights_of_few_rows_are_read_by_most_multiprocessors(n: int, k: int, splits: int) -> None:
+    how = tuning.few_rows(64, n, k, "bfloat16", PROCESSORS)
+    assert (how.splits, how.blocks) == (splits, PROCESSORS)
+
+
+def test_few_columns_are_cut_into_the_most_parts() -> None:
+    assert tuning.few_rows(64, 512, 8192, "bfloat16", PROCESSORS).splits == tuning.MOST_SPLITS
+    assert tuning.few_rows(64, 512, 8192, "bfloat16", 4).splits == 1
+
+
+def test_small_sums_of_few_rows_travel_unrounded() -> None:
+    assert tuning.few_rows(16, 4096, 512, "float16", PROCESSORS).product == "float32"
+    assert tuning.few_rows(17, 4096, 512, "float16", PROCESSORS).product == "float16"
+
+
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
     assert tuning.tiling(1024, 4, 1024, 4096, PROCESSORS) == "narrow"
     assert tuning.tiling(2048, 4, 1024, 4096, PROCESSORS) == "deep"
@@ -150,6 +176,8 @@ def test_the_workspace_holds_all_shards(made: Any) -> None:
 
 def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
+    few = (tuning.FEW_COLUMNS, tuning.MOST_SPLITS, tuning.TILE_DEPTH)
+    assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH)
     assert made.MAX_RANKS == MOST_RANKS
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SPILLED_BYTES = 8
+SPILLED_BYTES = {"all_gather_gemm": 8, "gemm_reduce": 8, "moe/grouped": 8, "few_rows": 48}
+"""At most. Of few rows the one kernel that spills is that of 256."""
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce"])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", list(SPILLED_BYTES))
 def test_products_overlap_and_stay_in_registers(op: str, tmp_path: Path) -> None:
     """ptxas serialises wgmma (remark C7515) where other instructions write sums on some path to it."""
     nvcc = shutil.which("nvcc")
@@ -35,4 +36,4 @@ def test_products_overlap_and_stay_in_registers(op: str, tmp_path: Path) -> None
     assert "serialized" not in said, said
     spilled = [int(each) for each in re.findall(r"(\d+) bytes spill stores", said)]
     assert spilled, said
-    assert max(spilled) <= SPILLED_BYTES, said
+    assert max(spilled) <= SPILLED_BYTES[op], said

@@ -15,7 +15,7 @@ from mkernel.settings import NicSettings
 from mkernel.topology.lanes import RankLanes, nic_schedule
 from mkernel.topology.model import Nic
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 def settings(**values: Any) -> NicSettings:

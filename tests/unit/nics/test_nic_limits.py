@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -55,3 +57,26 @@ def test_a_device_set_up_wrongly_does_not_open(
     with pytest.raises(BackendUnavailable, match="Invalid argument"):
         opened(backend)
     assert "MKERNEL_SOFTVERBS_FAULTS='explode@3' is not" in capfd.readouterr().err
+
+
+def test_a_device_that_does_not_open_is_told_from_none() -> None:
+    """A process that is out of file descriptors has devices all the same."""
+    code = """
+import os, resource
+from mkernel.backends.nics.provider import provider_status
+
+assert provider_status("soft").usable
+used = max(map(int, os.listdir("/proc/self/fd")))
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (used, most))
+status = provider_status("soft")
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+assert not status.usable
+print(status.detail, "|", status.remedy)
+assert provider_status("soft").usable
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "does not open: Too many open files" in done.stdout
+    assert "ulimit" in done.stdout

@@ -118,3 +118,12 @@ def test_a_device_without_rdma_writes_is_reported(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_not_there_has_no_details() -> None:
     assert Cx7Nic().details("/nowhere/libnothing.so") == ()
+
+
+def test_a_library_of_unknown_version_is_none_the_worse() -> None:
+    known, unknown = (
+        report.library_status(f"/usr/lib/libibverbs.so{end}") for end in (".1.14.44.0", "")
+    )
+    assert (known.usable, known.detail.split()[0]) == (True, "44")
+    assert unknown.usable
+    assert "version unknown" in unknown.detail

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mkernel.plan.chunking import chunking, other_row_chunks, row_chunk
-from mkernel.plan.model import DtypeName, GemmShape
+from mkernel.plan.chunking import chunking, other_row_chunks, row_chunk, rows_of_a_rank
+from mkernel.plan.model import AttentionShape, CombineShape, DtypeName, GemmShape
 from mkernel.plan.order import ConsumptionOrder, Runs
 
 dtypes: st.SearchStrategy[DtypeName] = st.sampled_from(["float16", "bfloat16", "float32"])
@@ -100,3 +100,10 @@ def test_other_row_chunks(rows: int, world: int, chunks: int) -> None:
     assert rows in (default, *others)
     assert len(set(others)) == len(others)
     assert all(1 <= other <= rows and -(-rows // other) <= 4 * chunks for other in others)
+
+
+def test_every_rank_has_its_part_of_a_sequence_and_all_of_its_tokens() -> None:
+    sequence = AttentionShape(batch=1, heads=2, kv_heads=2, sequence=64, head_dim=16, causal=False)
+    tokens = CombineShape(tokens=32, features=40, experts=8, top_k=2)
+    rows = GemmShape(m=66, n=8, k=8)
+    assert [rows_of_a_rank(shape, 4) for shape in (sequence, tokens, rows)] == [16, 32, 17]

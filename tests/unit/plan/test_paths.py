@@ -255,3 +255,46 @@ def test_a_world_of_any_size_is_planned() -> None:
         times = made.prediction
         assert max(times.compute_us, times.comm_us) <= times.pipelined_us
         assert times.pipelined_us <= times.sequential_us
+
+
+FEW = {
+    "most_rows": 256, "most_bytes": 1 << 24, "start_us": 4.0, "weights_gbs": 4000.0,
+    "exchange_us": 3.0, "egress_gbs": 350.0,
+}  # fmt: skip
+
+
+def with_few_rows() -> MachineConstants:
+    return MachineConstants.model_validate(simple().model_dump() | {"few_rows": FEW})
+
+
+def test_few_rows_read_the_weights_and_exchange_once() -> None:
+    shape = GemmShape(m=64, n=8192, k=4096)
+    both = paths.predict("gemm_all_reduce", shape, "bfloat16", 2, 132, 132, with_few_rows())
+    assert both is not None
+    fused, _ = both
+    assert fused.compute_us == pytest.approx(2 * 8192 * 4096 / 4e6)
+    assert fused.comm_us == pytest.approx(3.0 + 64 * 8192 * 2 / 350e3)
+    assert fused.fused_us == pytest.approx(4.0 + fused.compute_us + fused.comm_us)
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "world", "few"),
+    [
+        ("gemm_all_reduce", 256, 8192, 2, True),
+        ("gemm_all_reduce", 257, 8192, 2, False),
+        ("gemm_all_reduce", 256, 8192, 8, False),  # too much to exchange at once
+        ("gemm_all_reduce", 256, 8192, 1, True),
+        ("gemm_reduce_scatter", 256, 8192, 2, False),
+    ],
+)
+def test_which_calls_are_of_few_rows(op: Any, m: int, n: int, world: int, few: bool) -> None:
+    shape = GemmShape(m=m, n=n, k=1024)
+    found = paths.few_rows(op, shape, "bfloat16", world, with_few_rows())
+    assert (found is not None) is few
+    assert paths.few_rows(op, shape, "bfloat16", world, simple()) is None
+
+
+def test_few_rows_keep_the_limit_of_error_however_small() -> None:
+    shape = GemmShape(m=1, n=1024, k=1024)
+    assert not paths.fusable("gemm_all_reduce", shape, "bfloat16", 2, simple())
+    assert paths.fusable("gemm_all_reduce", shape, "bfloat16", 2, with_few_rows())

@@ -155,7 +155,7 @@ def test_a_copy_has_its_own_digest() -> None:
         (("nics",), None, "has the NIC schedule None"),
         (("nics", "queue_pairs"), 0, "greater than or equal to 1"),
         (("routes", "classes", 0, "bandwidth_gbs"), 0, "greater than 0"),
-        (("schema_version",), 2, "Input should be 1"),
+        (("schema_version",), 2, "2 is of another version of mkernel"),
         (("extra",), 1, "Extra inputs"),
     ],
 )

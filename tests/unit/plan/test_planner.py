@@ -183,6 +183,14 @@ def test_a_wrong_argument_is_named(
         make(**options)
 
 
+@pytest.mark.parametrize("size", ["m", "n", "k"])
+def test_the_largest_dimension(size: str) -> None:
+    """Of what the accelerator takes: sizes that 8 divides."""
+    found = make(**{size: 2**31 - 8})
+    assert getattr(found.shape, size) == 2**31 - 8
+    assert LaunchPlan.model_validate_json(found.model_dump_json()) == found
+
+
 def test_the_nodes_are_those_of_the_topology() -> None:
     sizes = {"m": 2048, "n": 1024, "k": 2048}
     backends = {"accelerator": "ascend", "nic": "cx7", "verbs": "soft"}

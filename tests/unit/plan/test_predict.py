@@ -6,12 +6,15 @@ import pytest
 from plan_worlds import CAPABILITIES, world
 from shipped import constants_of
 
+from mkernel.plan.around import Around
 from mkernel.plan.model import (
+    E4M3,
     AttentionShape,
     CombineShape,
     GemmCombineShape,
     GemmShape,
     MoeShape,
+    Scales,
     Shape,
 )
 from mkernel.plan.ops import OpName
@@ -100,3 +103,36 @@ def test_sums_of_ranks_come_home_once_for_each_token_and_rank_that_has_experts_o
     both = 1 - (1 - 1 / W) ** 2
     sent = payloads("moe_gemm_combine", COMBINED, "float16", W, "ranks")
     assert sent == Payloads(gather=32 * both * 24 * 4)
+
+
+def test_gradients_of_what_came_go_home_in_float32() -> None:
+    shape = attention(causal=True)
+    elements = shape.batch * shape.kv_heads * (shape.sequence // W) * shape.head_dim  # of k alone
+    for dtype, size in (("float16", 2), ("float32", 4)):
+        found = payloads("ring_attention_backward", shape, dtype, W)  # type: ignore[arg-type]
+        assert found == Payloads(gather=2 * elements * (size + 4))
+    moe = MoeShape(tokens=32, hidden=24, features=40, experts=8, top_k=2)
+    found = payloads("moe_dispatch_backward", moe, "float16", W)
+    assert found == Payloads(gather=32 * 2 / W * 24 * (2 + 4))
+
+
+def test_a_rate_that_is_not_known_of_e4m3_is_named_and_one_that_is_counts() -> None:
+    claims = CAPABILITIES.model_copy(update={"scale_modes": ("row",)})
+    own = constants_of("ascend")
+    known = own.model_copy(update={"float8_tflops_per_core": 2 * own.float32_tflops_per_core})
+    found = []
+    for dtype, constants in (("float32", own), (E4M3, own), (E4M3, known)):
+        scales = Scales(mode="row") if dtype == E4M3 else None
+        made = plan(
+            "all_gather_gemm", {"m": 4096, "n": 4096, "k": 4096}, dtype=dtype,
+            out_dtype="bfloat16" if scales else None, b_layout="column",
+            around=Around(scales=scales), world=world_map(world(2, 2), 2, constants),
+            accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft",
+        )  # fmt: skip
+        assert made.prediction is not None
+        found.append(made.prediction)
+    float32, unknown, measured = found
+    assert unknown.compute_us == float32.compute_us
+    assert measured.compute_us == pytest.approx(unknown.compute_us / 2)
+    named = "with the rate of float32 for that of float8_e4m3fn, which is unknown"
+    assert [named in each.constants for each in found] == [False, True, False]

@@ -64,3 +64,7 @@ def test_ranges(numbers: set[int]) -> None:
         back.update(range(int(first), int(last or first) + 1))
     assert back == numbers
     assert render.ranges([0, 1, 2, 5]) == "0-2,5"
+
+
+def test_values_are_shown_as_words() -> None:
+    assert [render._word(value) for value in (None, True, False, 3)] == ["none", "yes", "no", "3"]

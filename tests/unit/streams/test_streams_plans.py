@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import devices
 import pytest
 import torch
 from gpu_plans import gpu_plan
-from plan_walk import WalkedWorld, decorations
+from plan_walk import Launch, WalkedWorld, decorations
 from shipped import constants_of
 
 from mkernel.backends.accelerators.streams import (
@@ -20,10 +20,12 @@ from mkernel.backends.accelerators.streams import (
     matmul,
     ring_attention,
     ring_attention_backward,
+    scaled,
     torch_attention,
     window,
     windows,
 )
+from mkernel.backends.accelerators.streams.abort_word import AbortWord
 from mkernel.backends.accelerators.streams.backend import PUT_OPS, StreamsAccelerator, _op
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.routing import route
@@ -37,10 +39,20 @@ from mkernel.backends.accelerators.streams.windows import Windows
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError
-from mkernel.plan.model import CombineShape, GemmCombineShape, LaunchPlan, MoeShape
+from mkernel.plan.around import Around
+from mkernel.plan.model import (
+    E4M3,
+    CombineShape,
+    GemmCombineShape,
+    LaunchPlan,
+    MoeShape,
+    ScaleMode,
+    Scales,
+)
 from mkernel.plan.ops import BACKWARD
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
@@ -203,6 +215,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         made.tell("product of all", tuple(a.shape))
         return a.new_empty((len(a), w.shape[2]))
 
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, *, scale_a: torch.Tensor, **how: Any) -> None:
+        made.tell("scaled product", tuple(a.shape), tuple(scale_a.shape), how["use_fast_accum"])
+
+    def widened(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        made.tell("dequantised", tuple(values.shape), tuple(scale.shape))
+        return dequantised(values, scale)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(scaled, "dequantised", widened)
     monkeypatch.setattr(matmul.Factor, "product", product)
     monkeypatch.setattr(matmul, "_product_of_groups", product_of_all)
     monkeypatch.setattr(ring_attention, "attend", attend)
@@ -238,22 +259,24 @@ def world_of(where: str) -> WalkedWorld:
 
 def tensors(plan: LaunchPlan) -> dict[str, torch.Tensor]:
     made = {}
-    for name, (shape, dtypes, _) in planned_tensors(plan).items():
+    for name, (shape, dtypes, stored) in planned_tensors(plan).items():
         size = [1 if one is None else one for one in shape]
         made[name] = torch.zeros(size, dtype=getattr(torch, dtypes[0]))
+        if stored and plan.scales is not None:
+            made[name] = made[name].t().contiguous().t()
     if "topk_ids" in made:
         made["topk_ids"] = (torch.arange(made["topk_ids"].numel()) % 8).view(-1, 2)
     return made
 
 
 def routed(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> None:
-    """``routing`` of a dispatch whose tokens go everywhere; other tensors get its rows."""
+    """``routing`` of a dispatch whose tokens go everywhere, with a mark; other tensors get its rows."""
     shape = plan.shape
     assert isinstance(shape, CombineShape | GemmCombineShape | MoeShape)
     every = torch.arange(WORLD * shape.tokens * shape.top_k, dtype=torch.int32) % shape.experts
     ids = every.view(WORLD, shape.tokens, shape.top_k)
     rows = len(route(ids, RANK, shape.experts // WORLD).row_token)
-    given["routing"] = torch.cat([every, torch.tensor([rows], dtype=torch.int32)])
+    given["routing"] = torch.cat([every, torch.tensor([rows, 0], dtype=torch.int32)])
     for name in {"y", "h", "grad_y", "grad_h", "grad_outputs"} & given.keys():
         given[name] = given[name].new_zeros((rows, shape.features))
 
@@ -269,8 +292,43 @@ def test_no_field_is_decoration(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, where: str, op: str
 ) -> None:
     world = world_of(where)
-    accelerator: Any = world.accelerator
     usual = world.plan(op, SIZES[op], dtype="bfloat16", out_dtype="bfloat16", chunk=CHUNK)
+    launch = launched(recorder, monkeypatch, world, where, usual)
+    assert decorations(usual, launch) == []
+    if op == "moe_combine":
+        part = Painted(**{**dict(usual.part(CombineSchedule)), "kind": "tests.painted_rows"})
+        found = decorations(usual.model_copy(update={"schedule": part}), launch)
+        assert found == ["schedule.colour: 'red' or 'red-other'"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", get_args(ScaleMode))
+@pytest.mark.parametrize("op", PUT_OPS)
+def test_no_field_of_scaled_operands_is_decoration(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, op: str, mode: ScaleMode
+) -> None:
+    """Fast accumulation is a permission: the reference, which scales by blocks, has no use for it."""
+    world = world_of("cpu")
+    around = Around(scales=Scales(mode=mode))
+    usual = world.plan(
+        op, {"m": 96, "n": 128, "k": 128}, dtype=E4M3, out_dtype="bfloat16", b_layout="column",
+        around=around, chunk=CHUNK,
+    )  # fmt: skip
+    launch = launched(recorder, monkeypatch, world, "cpu", usual)
+    unused = ["scales.use_fast_accum: False or True"] if mode == "block" else []
+    assert decorations(usual, launch) == unused
+
+
+def launched(
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    world: WalkedWorld,
+    where: str,
+    usual: LaunchPlan,
+) -> Launch:
+    """What launches of plans like this one do."""
+    accelerator: Any = world.accelerator
+    op = usual.op
     given, options = tensors(usual), {"scale": 1.0}
     if op.startswith("moe"):
         routed(usual, given)
@@ -296,18 +354,14 @@ def test_no_field_is_decoration(
             window, "bytes_at", lambda at, nbytes: memory[at - start : at - start + nbytes]
         )
         words = accelerator._windows.words(call) if accelerator._windows else None
-        started = StreamsLaunch(call, _op(plan.op), device, words)
+        started = StreamsLaunch(call, _op(plan.op), device, words, AbortWord(call.pad))
         started.run(Scratch())
         assert started.wait(9.0)
         results = {name: tuple(found.shape) for name, found in started.results().items()
                    if isinstance(found, torch.Tensor)}  # fmt: skip
         return needs, recorder.told[:], results
 
-    assert decorations(usual, launch) == []
-    if op == "moe_combine":
-        part = Painted(**{**dict(usual.part(CombineSchedule)), "kind": "tests.painted_rows"})
-        found = decorations(usual.model_copy(update={"schedule": part}), launch)
-        assert found == ["schedule.colour: 'red' or 'red-other'"]
+    return launch
 
 
 def moe_plan(op: str, tokens: int, top_k: int) -> LaunchPlan:

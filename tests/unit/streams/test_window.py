@@ -14,6 +14,7 @@ import torch
 from window_plans import plan
 
 from mkernel.backends.accelerators.streams import window
+from mkernel.backends.accelerators.streams.abort_word import AbortWord
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
 from mkernel.backends.accelerators.streams.exchange import exchange
 from mkernel.backends.accelerators.streams.landing import landing_bytes, landings
@@ -184,7 +185,9 @@ class Rank:
         )  # fmt: skip
         device: Any = self.device
         self.words = self.words or Words(call)
-        return call, CallStreams(call, device, torch.device("cpu"), Scratch(), words=self.words)
+        return call, CallStreams(
+            call, device, torch.device("cpu"), Scratch(), AbortWord(call.pad), words=self.words
+        )
 
 
 def world_of(machine: Machine, plan: LaunchPlan, queues: int) -> list[Rank]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -39,7 +41,7 @@ def test_a_stopped_worker_has_freed_its_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(worker, "StreamsLaunch", Launch)
     monkeypatch.setattr(worker, "Scratch", SlowToFree)
     made: Any = worker.Worker()
-    made.start(None, None, None, None)
+    made.start(None, None, None, None, None)
     assert made.idle(10)
     made.stop()
     assert "mkernel-streams" not in [thread.name for thread in threading.enumerate()]
@@ -48,10 +50,70 @@ def test_a_stopped_worker_has_freed_its_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_whose_launch_lasts_is_stopped_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "StreamsLaunch", Launch)
     goes_on = threading.Event()
-    monkeypatch.setattr(Launch, "run", lambda self, scratch: goes_on.wait(60))
+    monkeypatch.setattr(Launch, "run", lambda self, scratch: goes_on.wait(600))
     made: Any = worker.Worker()
-    made.start(None, None, None, None)
+    made.start(None, None, None, None, None)
     began = time.monotonic()
     made.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 300
     goes_on.set()
+
+
+_OUTLIVES = """
+import sys, threading, types
+import torch
+from mkernel.backends.accelerators.streams import StreamsAccelerator, worker
+from mkernel.backends.accelerators.streams.call_streams import Broken
+from mkernel.backends.transport import _transport
+from mkernel.backends.runtime.host_memory import HostMemory
+
+memory = HostMemory.create(_transport.pad_bytes(8))
+_transport.pad_format(memory.address, 8)
+goes_on = threading.Event()
+
+def blocked_in_a_message(*_, **__):
+    goes_on.wait(60)
+    raise Broken(1, 0, timed_out=sys.argv[1] == "timed out")
+
+worker.CallStreams = blocked_in_a_message
+backend = StreamsAccelerator()
+call = types.SimpleNamespace(
+    plan=types.SimpleNamespace(op="gemm_all_reduce"), tensors={"a": torch.empty(1)},
+    pad=memory.address, number=1, epoch=1, group=None,
+)
+launch = backend.launch(call)
+_transport.pad_abort(memory.address, _transport.AbortCode.peer_failure)
+assert launch.wait(5), "the world has ended the call"
+assert backend.close(5)
+memory.close()
+goes_on.set()
+assert launch.ended(30)
+"""
+
+
+@pytest.mark.parametrize("how", ["timed out", "lost"])
+def test_a_thread_that_outlives_its_world_leaves_its_memory_alone(how: str) -> None:
+    """A message to a rank that is gone blocks it beyond the end of the world on a CPU, where the world
+    does not wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _OUTLIVES, how], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+
+
+def test_a_process_without_a_thread_to_spare_can_still_end_its_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker, "StreamsLaunch", Launch)
+    made: Any = worker.Worker()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            made.start(None, None, None, None, None)
+    made.stop()
+    made.start(None, None, None, None, None)
+    assert made.idle(10)
+    made.stop()

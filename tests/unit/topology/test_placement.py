@@ -251,3 +251,10 @@ def test_rails_of_a_rank_are_alike() -> None:
     assert used(fast[0], storage, fast[1], slower, fast[2]) == ("mlx5_0", "mlx5_1", "mlx5_2")
     assert used(storage, fast[0]) == ("mlx5_3",)
     assert used(*fast, most_rails=2) == ("mlx5_0", "mlx5_1")
+
+
+def test_one_of_two_nics_is_enough_to_take_over_from() -> None:
+    gpus = [gpu(0, 0, numa_node=0), gpu(1, 1, numa_node=0)]
+    affinity = assign_nics(gpus, [nic(i, 0, numa_node=0) for i in range(2)])
+    assert [len(own) for own in affinity.values()] == [1, 1]
+    assert not set(affinity["cuda0"]) & set(affinity["cuda1"])

@@ -21,7 +21,7 @@ from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FabricLink, Nic, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.reshape import split_into_nodes
-from mkernel.topology.routing import routes
+from mkernel.topology.routing import nic_gbs, routes
 from mkernel.topology.world_map import world_map
 
 CONSTANTS = constants_of("ascend")
@@ -142,7 +142,7 @@ def test_compute_is_never_below_its_floors(m: int, n: int, k: int, cores: int) -
 
 def test_the_shipped_constants_are_the_documented_ones() -> None:
     assert CONSTANTS.float16_tflops_per_core == 14.7
-    assert CONSTANTS.p2p_gbs == 17.4
+    assert CONSTANTS.p2p_gbs == 17.36  # 0.62 of a link's 28
     assert CONSTANTS.nic_gbs == 25
     with pytest.raises(ArgumentError, match="dtype"):
         CONSTANTS.tflops_per_core("int8")
@@ -175,3 +175,15 @@ def test_constants_key_a_cache() -> None:
     other = CONSTANTS.model_copy(update={"nic_gbs": 51.0})
     assert hash(again) == hash(CONSTANTS)
     assert other not in {CONSTANTS}
+
+
+def test_a_port_is_rated_in_bits_and_no_faster_than_measured() -> None:
+    loose, tight = (CONSTANTS.model_copy(update={"nic_most_gbs": most}) for most in (None, 10.0))
+    assert nic_gbs(soft(speed_gbps=400), loose) == 50
+    assert nic_gbs(soft(speed_gbps=400), tight) == 10
+    assert nic_gbs(SOFT, loose) == CONSTANTS.nic_gbs
+
+
+def test_float64_is_half_as_fast_as_float32() -> None:
+    rates = [CONSTANTS.tflops_per_core(dtype) for dtype in ("float32", "float64")]
+    assert rates[1] == rates[0] / 2 > 0

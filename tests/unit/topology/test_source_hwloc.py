@@ -214,3 +214,18 @@ def test_a_matrix_that_does_not_fit_is_a_note(
     tmp_path: Path, objects: str, values: str, noted: str
 ) -> None:
     assert noted in linked(tmp_path, matrix(objects, values)).notes[0].message
+
+
+def test_what_else_a_network_card_has_is_no_interface(tmp_path: Path) -> None:
+    disk = 'name="nvme0n1" osdev_type="0">'
+    card = function("01:00.0", "0200 [15b3:1021]", disk, net("ens1"))
+    nics = found(tmp_path, HOST.format(card)).topology.nodes[0].nics
+    assert [nic.id for nic in nics] == ["ens1"]
+
+
+def test_a_device_of_one_port_is_called_as_itself(tmp_path: Path) -> None:
+    card = function(
+        "01:00.0", "0207 [15b3:1021]", rdma("mlx5_0", '<info name="Port1State" value="4"/>')
+    )
+    nics = found(tmp_path, HOST.format(card)).topology.nodes[0].nics
+    assert [(n.id, n.port, n.active) for n in nics] == [("mlx5_0", 1, True)]

@@ -53,6 +53,7 @@ class FakeNvml:
         """(GPU, link) → kind and address of the other end; any other link is down or not there."""
         self.refused: dict[tuple[int, int], int] = {}
         self.nodes: dict[int, list[int]] = {}
+        self.capability = (9, 0)
 
     def _call(self, name: str) -> None:
         if name in self.fail:
@@ -88,7 +89,7 @@ class FakeNvml:
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
         self._call("capability")
-        return 9, 0
+        return self.capability
 
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
         if link >= 18:
@@ -248,3 +249,35 @@ def test_a_link_is_as_fast_as_its_lesser_side(tmp_path: Path) -> None:
 
 def test_a_link_that_nobody_describes_has_no_rate(tmp_path: Path) -> None:
     assert pci.device_gbs(SysfsTree(tmp_path).pci("pci0000:00/0000:01:00.0"), idles=True) is None
+
+
+def test_numa_nodes_beyond_the_first_word(tmp_path: Path) -> None:
+    library = FakeNvml([("A", "0000:3b:00.0"), ("B", "0000:5d:00.0")])
+    library.nodes = {0: [0, 1 << 1], 1: [1 << 3]}
+    assert [gpu.numa_node for gpu in nvml.read(tmp_path, library).accelerators] == [65, 3]
+
+
+@pytest.mark.parametrize(
+    ("capability", "gbs"), [((6, 0), 20.0), ((7, 5), 25.0), ((8, 6), 14.0625), ((9, 0), 25.0)]
+)
+def test_links_are_as_fast_as_their_generation(
+    tmp_path: Path, capability: tuple[int, int], gbs: float
+) -> None:
+    library = FakeNvml([("A", "0000:3b:00.0"), ("B", "0000:5d:00.0")])
+    library.capability = capability
+    for one, other in ((0, "0000:5d:00.0"), (1, "0000:3b:00.0")):
+        library.links[one, 0] = (0, other)
+    assert [link.gbs for link in nvml.read(tmp_path, library).fabric] == [round(gbs, 3)]
+
+
+def test_a_bridge_is_as_fast_as_it_can_be(tmp_path: Path) -> None:
+    """Its link slows down with an idle device below it, and is told for all of them."""
+    for name, value in {
+        "current_link_speed": "2.5 GT/s PCIe",
+        "max_link_speed": "32.0 GT/s PCIe",
+        "current_link_width": "16",
+        "max_link_width": "16",
+    }.items():
+        (tmp_path / name).write_text(value)
+    assert pci.port_gbs(tmp_path) == pci.link_gbs(32.0, 16)
+    assert pci.device_gbs(tmp_path, idles=False) == pci.link_gbs(2.5, 16)

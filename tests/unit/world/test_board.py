@@ -26,7 +26,7 @@ class Boards:
     """Boards of the ranks of one node, in this process."""
 
     def __init__(self, ranks: int, timeout_s: float = 30.0) -> None:
-        self._memory = [ctypes.create_string_buffer(board.nbytes(ranks)) for _ in range(ranks)]
+        self._memory = [ctypes.create_string_buffer(board.nbytes()) for _ in range(ranks)]
         addresses = {rank: ctypes.addressof(one) for rank, one in enumerate(self._memory)}
         self.of = [Board(native, addresses, monitor(rank, timeout_s)) for rank in range(ranks)]  # type: ignore[arg-type]
 
@@ -99,16 +99,24 @@ def test_a_digest_of_another_turn_is_none_of_this() -> None:
     assert boards.of[1].gather(digest("b"), nothing)[0] == digest("never heard")
 
 
+def test_a_rank_writes_on_its_own_board_alone() -> None:
+    """So one that was stopped while the others gave it up writes into nothing that is theirs."""
+    boards = Boards(3, timeout_s=0.05)
+    with pytest.raises(Timeout):
+        boards.of[1].gather(digest("late"), nothing)
+    assert [bool(memory.raw.strip(b"\0")) for memory in boards._memory] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        (0, 2, 1, 0, digest("")),
-        (64, 2, 0, 0, digest("")),
-        (64, 2, 1, 2, digest("")),
-        (64, 2, 1, 0, b""),
+        (0, 1, digest("")),
+        (8, 1, digest("")),
+        (64, 0, digest("")),
+        (64, 1, b""),
     ],
 )
 def test_what_is_no_word_on_a_board_is_refused(arguments: tuple[Any, ...]) -> None:
     assert native is not None
-    with pytest.raises(ValueError, match=r"no board|rank"):
+    with pytest.raises(ValueError, match=r"no board|turn"):
         native.board_tell(*arguments)

@@ -46,7 +46,7 @@ def test_collect_names_who_is_missing(store: HashStore) -> None:
     start = time.monotonic()
     with pytest.raises(Timeout, match=r"ranks \[0, 2\] did not reach 'x'"):
         bootstrap.collect("x", range(3), 0.2)
-    assert 0.2 <= time.monotonic() - start < 20
+    assert time.monotonic() - start >= 0.2
 
 
 def test_collect_can_be_interrupted(store: HashStore) -> None:

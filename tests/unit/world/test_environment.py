@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.world.environment import Started, first_host, started
+from mkernel.world.environment import _FIRST_PORT, Started, first_host, started
 
 SRUN = {
     "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": "gpu[03-07]",
@@ -23,10 +23,13 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADD
         ({"RANK": "1", "WORLD_SIZE": "2"}, Started(1, 2, 2, "env://")),
         (SRUN, Started(7, 10, 2, "tcp://gpu03:16239")),
         ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}, Started(7, 10, 2, "tcp://10.0.0.1:99")),
+        ({n: v for n, v in SRUN.items() if n not in ("SLURM_JOB_ID", "SLURM_STEP_ID")},
+         Started(7, 10, 2, f"tcp://gpu03:{_FIRST_PORT}")),
         ({**SRUN, **TORCHRUN}, Started(3, 4, 2, "env://")),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Started(0, 1, 1, None)),
     ],
-    ids=["alone", "torchrun", "by hand", "srun", "srun, store named", "torchrun in srun", "one task"],
+    ids=["alone", "torchrun", "by hand", "srun", "srun, store named", "srun, no numbers",
+         "torchrun in srun", "one task"],
 )  # fmt: skip
 def test_what_launchers_set(environment: dict[str, str], found: Started) -> None:
     assert started(environment) == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from pydantic import SecretStr
 from torch.distributed import HashStore
 
+from mkernel.backends.runtime import fd_exchange
 from mkernel.errors import ArgumentError, Timeout, Untrusted
 from mkernel.settings import Settings
 from mkernel.world.bootstrap import Bootstrap
@@ -83,3 +85,17 @@ def test_an_address_that_leads_nowhere(address: Any) -> None:
             store, 1, 2, name="tp", one_host=True,
             settings=Settings().model_copy(update={"timeout_s": 1.0}),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", ["", "mkernel job secret", "x" * 4096])
+def test_a_memory_that_holds_something_else(held: str) -> None:
+    """Whose offer was put into the store in place of rank 0's."""
+    memory = os.memfd_create("not-a-secret", os.MFD_CLOEXEC)
+    os.pwrite(memory, held.encode(), 0)
+    store = HashStore()
+    offered = fd_exchange.offer(memory)
+    Bootstrap(store).publish("secret/0", offered.address)
+    with pytest.raises(Untrusted, match="it holds something else"):
+        world_key(store, 1, 2, name="tp", one_host=True, settings=Settings())
+    offered.close()
+    os.close(memory)

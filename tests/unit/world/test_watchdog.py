@@ -29,8 +29,9 @@ class World:
         peers = {rank: Peer(rank, "here", here) for rank in (0, 1)}
         peers |= {rank: Peer(rank, "there", there) for rank in (2, 3)}
         self.beats = dict.fromkeys((1, 2, 3), 0)
+        self.failed: Notice | None = None
         self.watchdog = Watchdog(
-            self.bootstrap, 0, peers, HEARTBEAT_S, dict, lambda: None, lambda notice: None
+            self.bootstrap, 0, peers, HEARTBEAT_S, dict, lambda: self.failed, lambda notice: None
         )
         monkeypatch.setattr(self.watchdog._thread, "start", lambda: None)
         self.watchdog.start()
@@ -106,6 +107,22 @@ def test_what_was_reported_while_this_rank_slept_counts(world: World) -> None:
     assert world.look(after_s=10 * LIMIT_S) is None
 
 
+def test_a_watchdog_that_fails_ends_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    bootstrap, told = Bootstrap(HashStore()), []
+
+    def no_memory() -> Notice:
+        raise MemoryError("nothing is left")
+
+    peers = {0: Peer(0, "here", os.getpid())}
+    failing = Watchdog(bootstrap, 0, peers, HEARTBEAT_S, dict, no_memory, told.append)
+    failing._run()
+    failing.stop()
+    (notice,) = told
+    assert (notice.kind, notice.rank) == ("PeerFailure", 0)
+    assert notice.message == "rank 0 failed: MemoryError: nothing is left"
+    assert bootstrap.peek("abort") == notice.to_json()
+
+
 def test_a_rank_that_left_may_be_silent(world: World) -> None:
     world.report(2, 3, state="left")
     assert world.look_until(world.now + 3 * LIMIT_S) is None
@@ -118,3 +135,26 @@ def test_silence_of_a_process_of_this_host_says_nothing(world: World) -> None:
     while world.now < until:
         world.report(2, 3)
         assert world.look() is None
+
+
+def test_a_rank_reports_before_it_first_looks(world: World) -> None:
+    told = world.bootstrap.peek("heartbeat/0")
+    assert (told["beat"], told["state"]) == (1, "live")
+
+
+def test_an_own_failure_is_told_once_it_has_stood_for_a_heartbeat(world: World) -> None:
+    """A dead peer shows up as one too, and its death is the better word."""
+    assert world.look() is None
+    world.failed = Notice("Timeout", 0, "waited for rank 1", {})
+    assert world.look() is None
+    assert world.look() == world.failed
+    assert Notice.from_json(world.bootstrap.peek("abort")) == world.failed
+
+
+def test_an_own_failure_that_goes_away_is_none(world: World) -> None:
+    for _ in range(2):
+        world.failed = Notice("Timeout", 0, "waited for rank 1", {})
+        assert world.look() is None
+        world.failed = None
+        assert world.look() is None
+    assert world.bootstrap.peek("abort") is None

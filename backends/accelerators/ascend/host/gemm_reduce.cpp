@@ -8,6 +8,16 @@ namespace mkernel::ascend::host {
 void check(const gemm_reduce::Geometry& g) {
     check_tiling(g.tiling(), g.dtype);
     check_world(g.world);
+    if (g.partial_dtype != g.out_dtype && g.partial_dtype != isa::DType::float32) {
+        throw std::invalid_argument(
+            std::string("plan.schedule.partial_dtype = ") + isa::name_of(g.partial_dtype) +
+            " is not legal; expected float32 or that of the output, " + isa::name_of(g.out_dtype));
+    }
+    if (g.band == 0 || g.band > divide_up(g.grid_rows(), g.tile_m)) {
+        throw std::invalid_argument(
+            "plan.schedule.band = " + std::to_string(g.band) + " is not legal; expected 1 to " +
+            std::to_string(divide_up(g.grid_rows(), g.tile_m)) + ", the groups of tile_m rows");
+    }
 }
 
 namespace {

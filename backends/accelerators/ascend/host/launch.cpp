@@ -6,6 +6,8 @@
 #include <functional>
 #include <set>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace mkernel::ascend::host {
 
@@ -70,6 +72,7 @@ Launch::Launch(Call call) : call_(std::move(call)) {
 
 std::shared_ptr<Launch> Launch::start(Call call) {
     const std::shared_ptr<Launch> launch(new Launch(std::move(call)));
+    launch->reserve();
     {
         const std::lock_guard lock(g_running_mutex);
         g_running.insert(launch.get());
@@ -81,8 +84,16 @@ std::shared_ptr<Launch> Launch::start(Call call) {
         launch->waits_.emplace(launch->environment_.pad, launch->environment_.rank,
                                launch->comm_.blocks() + launch->compute_.blocks());
         launch->environment_.waits = &*launch->waits_;
+        if (started.log_races) {
+            std::vector<sim::Races::Range> shared;
+            for (const Peer& peer : started.peers) {
+                shared.push_back({peer.inbox, started.kernels->inbox_bytes()});
+            }
+            launch->race_log_.emplace(launch->environment_.rank, std::move(shared));
+        }
+        sim::RaceLog* log = launch->race_log_ ? &*launch->race_log_ : nullptr;
         launch->environment_.races =
-            started.races ? started.races.get() : &launch->races_.emplace();
+            started.races ? started.races.get() : &launch->races_.emplace(log);
     }
     const bool one_after_other = started.view == View::sequential && communicates;
     const bool compute_first = started.kernels->compute_first();
@@ -91,6 +102,18 @@ std::shared_ptr<Launch> Launch::start(Call call) {
     }
     if (!one_after_other || compute_first) launch->submit(launch->compute_);
     return launch;
+}
+
+void Launch::reserve() const {
+    const std::size_t cores = comm_.blocks() + compute_.blocks();
+    const bool looks = call_.view == View::sequential && !comm_.parts.empty();  // `arrived`
+    try {
+        environment_.scheduler->reserve(cores + (looks ? 1 : 0));
+    } catch (const std::system_error& error) {
+        throw std::runtime_error("no host thread for one of " + std::to_string(cores) +
+                                 " simulated cores: " + error.code().message() +
+                                 "; raise the limit of threads (`ulimit -u`, pids.max)");
+    }
 }
 
 void Launch::submit(Kernel& kernel) {

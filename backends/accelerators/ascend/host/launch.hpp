@@ -16,6 +16,7 @@
 
 #include "backends/accelerators/ascend/host/kernels.hpp"
 #include "backends/accelerators/ascend/sim/core.hpp"
+#include "backends/accelerators/ascend/sim/race_log.hpp"
 
 namespace mkernel::ascend::host {
 
@@ -34,6 +35,7 @@ struct Call {
     bool trace = false;
     std::optional<sim::StrictOptions> strict;
     std::shared_ptr<sim::Races> races;  // strict: of the whole world; null: this call has its own
+    bool log_races = false;             // strict, in a world of one node: for `race_log`
 };
 
 // The trace blob (sim/trace.hpp) of a rank's call without running it: no signal is awaited, and
@@ -44,6 +46,7 @@ std::string record(Call call);
 
 class Launch : public std::enable_shared_from_this<Launch> {
   public:
+    // Throws where the host has no threads for its cores; nothing was started then.
     static std::shared_ptr<Launch> start(Call call);
 
     // True once both kernels have returned. Rethrows what an instruction of them reported.
@@ -58,6 +61,9 @@ class Launch : public std::enable_shared_from_this<Launch> {
     }
     // Trace blob (sim/trace.hpp); empty where none was asked for.
     [[nodiscard]] std::string trace() const;
+
+    // What `sim::race_between` walks, once wait returned true; empty where it was not asked for.
+    [[nodiscard]] std::string race_log() const { return race_log_ ? race_log_->bytes() : ""; }
 
     // Aborts every launch that this process started and that still runs, so that its cores can be
     // joined. A forked child leaves its parent's alone.
@@ -90,6 +96,7 @@ class Launch : public std::enable_shared_from_this<Launch> {
     friend std::string record(Call call);
 
     explicit Launch(Call call);
+    void reserve() const;
     void submit(Kernel& kernel);
     void run_block(Part& part, std::uint32_t index);
     void run_core(Kernel& kernel, Part& part, std::uint32_t index);
@@ -102,8 +109,9 @@ class Launch : public std::enable_shared_from_this<Launch> {
     pid_t process_ = getpid();
     Call call_;
     sim::Environment environment_;
-    std::optional<sim::Waits> waits_;  // strict
-    std::optional<sim::Races> races_;  // the same
+    std::optional<sim::Waits> waits_;       // strict
+    std::optional<sim::RaceLog> race_log_;  // the same
+    std::optional<sim::Races> races_;       // the same
     Kernel comm_{.name = sim::KernelName::comm}, compute_{.name = sim::KernelName::compute};
 
     std::mutex mutex_;

@@ -60,9 +60,11 @@ std::shared_ptr<host::Launch> launch(
     std::uint32_t number, std::uint64_t pad, std::uint64_t workspace, const Areas& areas,
     std::uint32_t region, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& peers,
     const BlockCounts& blocks, std::uint32_t node, std::uint64_t fifo, double timeout_s,
-    const std::string& view_name, bool trace, std::optional<sim::StrictOptions> strict) {
+    const std::string& view_name, bool trace, std::optional<sim::StrictOptions> strict,
+    bool log_races) {
     host::Call call;
     call.strict = std::move(strict);
+    call.log_races = log_races;
     call.kernels = std::move(kernels);
     call.args.rank = rank;
     call.args.epoch = epoch;
@@ -175,11 +177,13 @@ PYBIND11_MODULE(_ascend, module) {
         .def_property_readonly("comm_seconds", &host::Launch::comm_seconds)
         .def_property_readonly("compute_seconds", &host::Launch::compute_seconds)
         .def_property_readonly("at_deadline", &host::Launch::at_deadline)
-        .def("trace", [](const host::Launch& self) { return py::bytes(self.trace()); });
+        .def("trace", [](const host::Launch& self) { return py::bytes(self.trace()); })
+        .def("race_log", [](const host::Launch& self) { return py::bytes(self.race_log()); });
 
     module.def("launch", &launch, py::kw_only(), "kernels"_a, "rank"_a, "epoch"_a, "number"_a,
                "pad"_a, "workspace"_a, "areas"_a, "region"_a, "peers"_a, "blocks"_a, "node"_a,
-               "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a, "strict"_a = py::none());
+               "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a, "strict"_a = py::none(),
+               "log_races"_a = false);
 
     module.def("record", &record, py::kw_only(), "kernels"_a, "rank"_a, "same_node"_a, "blocks"_a,
                "node"_a);
@@ -202,6 +206,7 @@ PYBIND11_MODULE(_ascend, module) {
     MKERNEL_FIELD(put_rate);
     MKERNEL_FIELD(memory_ns);
     MKERNEL_FIELD(memory_rate);
+    MKERNEL_FIELD(hbm_rate);
     MKERNEL_FIELD(link_rate);
     MKERNEL_FIELD(link_ns);
     MKERNEL_FIELD(egress_rate);
@@ -210,6 +215,15 @@ PYBIND11_MODULE(_ascend, module) {
     MKERNEL_FIELD(nic_rate);
     MKERNEL_FIELD(nic_ns);
 #undef MKERNEL_FIELD
+    module.def(
+        "race_between",
+        [](const std::vector<std::vector<py::bytes>>& ranks) {
+            std::vector<std::vector<std::string>> copies;
+            for (const auto& logs : ranks) copies.emplace_back(logs.begin(), logs.end());
+            const py::gil_scoped_release release;
+            return sim::race_between(copies);
+        },
+        "ranks"_a);
     module.def("replay", &replay, "traces"_a, "machine"_a, "view"_a, "keep_spans"_a);
 
     module.def("matrix_unit", [] { return std::string(sim::matrix_unit().name); });

@@ -3,6 +3,13 @@
 //   finished     +1 by each block of the kernel; block 0 releases once all have
 //   word s of the pad: +1 by rank s when it releases a call, each once, in order
 // Every call releases in every view.
+//
+// What holds in every interleaving, and is tried in them with this code and announce.hpp
+// (tests/native/model/test_ascend_model.cpp), in one node and between two over NICs, where peers answer and where
+// nobody does:
+//   seen      who waits for what this call announces sees all that was written before it
+//   released  an inbox or an outbox is not written again before the blocks that read it are through
+//   counted   when calls have ended, each word stands at its expected count, whoever was ahead
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/announce.hpp"

@@ -134,9 +134,11 @@ def _send(shape: Shape, rank: int, peer: int, chunk: int) -> list[Records]:
     put = instruction(
         Kind.TPUT, Pipe.MTE3, chunk=chunk, peer=peer, amount=BASE_M * BASE_N * _ITEMSIZE
     )
+    puts = np.repeat(put, tiles)
+    puts["signal"] = 1 + chunk * shape.chunk_tiles + np.arange(tiles)  # pieces of the own A
     raised = (shape.flag(rank, chunk), shape.summary(rank))
     return [
-        np.repeat(put, tiles),
+        puts,
         instruction(Kind.FENCE, chunk=chunk),
         *(instruction(Kind.TNOTIFY, chunk=chunk, signal=s, peer=peer, amount=1) for s in raised),
     ]
@@ -157,9 +159,15 @@ def _compute(shape: Shape, rank: int, block: int, blocks: int) -> Records:
         for n_tile in range(shape.n // BASE_N):
             if source != rank and n_tile == 0:
                 waits = _waits(shape, source, group)
-                parts.append(_output_tile(shape.k_tiles, half, waits))
+                tile = _output_tile(shape.k_tiles, half, waits)
             else:
-                parts.append(plain[half])
+                tile = plain[half].copy()
+            loads = np.flatnonzero(tile["kind"] == Kind.TLOAD)
+            if source == rank:
+                tile["signal"][loads[0::2]] = 1 + group * shape.k_tiles + np.arange(shape.k_tiles)
+            b = 1 + shape.row_groups * shape.k_tiles + n_tile * shape.k_tiles
+            tile["signal"][loads[1::2]] = b + np.arange(shape.k_tiles)
+            parts.append(tile)
             half = (half + shape.k_tiles) % 2
     return _joined(parts)
 

@@ -131,10 +131,19 @@ const GmRange& Core::check(const char* instruction, const GlobalView& view, bool
                           " bytes of global memory outside the call's tensors and workspaces");
 }
 
+std::uint32_t Core::piece_of(const GmRange& range, const GlobalView& view) const {
+    if (range.writable) return 0;
+    // Pieces are told apart by where they begin; two that fold to one number count as one.
+    const auto number = static_cast<std::uint64_t>(&range - environment_.memory.data());
+    const auto begin = static_cast<std::uint64_t>(view.base - range.base);
+    const auto folded = static_cast<std::uint32_t>(begin ^ (begin >> 32) ^ (number << 27));
+    return folded == 0 ? 1 : folded;
+}
+
 void Core::tload(const Tile& to, const GlobalView& from, Where where) {
     where_ = where;
     std::byte* tile = check("TLOAD", to);
-    check("TLOAD", from, false);
+    const std::uint32_t piece = piece_of(check("TLOAD", from, false), from);
     if (to.buffer != Buffer::L1 && to.buffer != Buffer::UB) {
         fail("TLOAD", describe(to) + ": loads go to L1 or UB");
     }
@@ -158,7 +167,11 @@ void Core::tload(const Tile& to, const GlobalView& from, Where where) {
                            from.rows * size);
         }
     });
-    record_work(Kind::tload, Pipe::MTE2, std::uint64_t{from.rows} * from.cols * bytes_of(to.dtype));
+    record({.kind = Kind::tload,
+            .pipe = Pipe::MTE2,
+            .signal = piece,
+            .peer = environment_.rank,
+            .amount = std::uint64_t{from.rows} * from.cols * bytes_of(to.dtype)});
 }
 
 void Core::tstore(const GlobalView& to, const Tile& from, Where where) {
@@ -276,20 +289,31 @@ void Core::tmatmul_acc(const Tile& c, const Tile& a, const Tile& b, Where where)
 void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from, const Tile& ping,
                 const Tile& pong, Where where) {
     where_ = where;
-    const std::array halves{check("TPUT", ping), check("TPUT", pong)};
-    check("TPUT", from, false);
-    check("TPUT", to, true);
+    copy(Kind::tput, peer, to, from, ping, pong);
+}
+
+void Core::tget(std::uint32_t peer, const GlobalView& to, const GlobalView& from, const Tile& ping,
+                const Tile& pong, Where where) {
+    where_ = where;
+    copy(Kind::tget, peer, to, from, ping, pong);
+}
+
+void Core::copy(Kind kind, std::uint32_t peer, const GlobalView& to, const GlobalView& from,
+                const Tile& ping, const Tile& pong) {
+    const char* const name = name_of(kind);
+    const std::array halves{check(name, ping), check(name, pong)};
+    const std::uint32_t piece = piece_of(check(name, from, false), from);
+    check(name, to, true);
     if (to.rows != from.rows || to.cols != from.cols || to.dtype != from.dtype ||
         to.col_stride != 1 || from.col_stride != 1) {
-        fail("TPUT", "source and destination must agree in shape and dtype, with contiguous rows");
+        fail(name, "source and destination must agree in shape and dtype, with contiguous rows");
     }
     const std::size_t line = std::size_t{from.cols} * bytes_of(from.dtype);
     const auto rows_of = [line](const Tile& tile) {
         return static_cast<std::uint32_t>(tile.bytes() / line);
     };
     const std::uint32_t step = std::min(rows_of(ping), rows_of(pong));
-    if (step == 0)
-        fail("TPUT", describe(ping) + " does not hold one row of " + std::to_string(line));
+    if (step == 0) fail(name, describe(ping) + " does not hold one row of " + std::to_string(line));
     const auto size = static_cast<std::int64_t>(bytes_of(from.dtype));
     const auto effect = [=, dry = environment_.dry] {
         if (dry) return;
@@ -302,12 +326,13 @@ void Core::tput(std::uint32_t peer, const GlobalView& to, const GlobalView& from
         }
     };
     if (strict_) {
-        strict_->put({"TPUT", where_}, to, from, ping, pong, effect);
+        strict_->put({name, where_}, to, from, ping, pong, effect);
     } else {
         effect();
     }
-    record({.kind = Kind::tput,
+    record({.kind = kind,
             .pipe = Pipe::MTE3,
+            .signal = piece,
             .peer = peer,
             .amount = std::uint64_t{from.rows} * line});
 }
@@ -356,13 +381,13 @@ void Core::pipe_barrier(Pipe pipe) {
     record({.kind = Kind::barrier, .pipe = pipe});
 }
 
-void Core::fence() {
+void Core::fence(Pipe pipe) {
     if (strict_) {
         if (!strict_->executes_sync()) return;
-        strict_->fence();
+        strict_->fence(pipe);
     }
     // Instructions took effect in this thread already; tnotify and the FIFO's commit word release.
-    record({.kind = Kind::fence, .pipe = Pipe::S});
+    record({.kind = Kind::fence, .pipe = pipe == Pipe::ALL ? Pipe::S : pipe});
 }
 
 void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,

@@ -13,7 +13,9 @@
 //
 // Signals, fences and puts:
 //   fence()    all pipes of the core are drained and what they wrote is visible to whoever sees a
-//              later tnotify/nic_put of this core.
+//              later tnotify/nic_put of this core. fence(pipe): the same of one pipe alone, while the
+//              others work on; what that pipe was ordered behind is done too. A signal right behind it
+//              says nothing of what the others still read.
 //   tnotify    adds to a 64-bit counter of the pad of any same-node rank; release.
 //   twait      returns true once this call has added `amount` to the own pad's counter (acquire): once
 //              it is >= what it was expected to be before the call (SignalPad::expected) + amount. A
@@ -118,6 +120,9 @@ class Core {
     // flags, which also order it after what these two pipes were given before.
     void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
+    // The same the other way: `from` lies at rank `peer`, `to` here.
+    void tget(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
+              const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
 
     // Scalar instructions (pipe S): one int32 of global memory, four-byte aligned. Through a cache
     // of the core's own: fence() comes between them and accesses of the same bytes by other pipes,
@@ -162,7 +167,7 @@ class Core {
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event,
                    Where where = Where::current());
     void pipe_barrier(isa::Pipe pipe);
-    void fence();
+    void fence(isa::Pipe pipe = isa::Pipe::ALL);
 
     void tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
                  Where where = Where::current());
@@ -182,6 +187,9 @@ class Core {
     [[noreturn]] void fail(const char* instruction, const std::string& what) const;
     std::byte* check(const char* instruction, const isa::Tile& tile) const;
     const GmRange& check(const char* instruction, const isa::GlobalView& view, bool write) const;
+    // TPUT and TGET.
+    void copy(Kind kind, std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
+              const isa::Tile& ping, const isa::Tile& pong);
     void multiply(const char* instruction, const isa::Tile& c, const isa::Tile& a,
                   const isa::Tile& b, bool accumulate);
     // Lets an instruction take effect: at once or, strict, when its pipe comes to it.
@@ -210,6 +218,8 @@ class Core {
                 .amount = amount,
                 .width = width});
     }
+    // Which piece of a call's inputs an instruction reads; 0: no input (trace.hpp).
+    [[nodiscard]] std::uint32_t piece_of(const GmRange& range, const isa::GlobalView& view) const;
     // core_scalar.cpp. The view of one element, checked.
     isa::GlobalView scalar_access(const char* instruction, const std::byte* at, bool write);
 

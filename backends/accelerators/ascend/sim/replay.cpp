@@ -7,6 +7,7 @@
 #include <queue>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace mkernel::ascend::sim {
 
@@ -100,7 +101,8 @@ struct Signal {
 
 struct RankState {
     std::uint32_t node = 0;
-    Resource memory, egress, ingress;
+    Resource memory, hbm, egress, ingress;
+    std::unordered_set<std::uint32_t> in_l2;  // pieces of inputs
     std::unordered_map<std::uint32_t, Signal> signals;
 
     Signal& signal(std::uint32_t index) { return signals[index]; }
@@ -317,11 +319,16 @@ class Simulation {
                     ++core.next;
                     break;
                 }
-                case Kind::fence:
-                    if (!core.drained()) return progress;
-                    core.scalar_ns = core.done_ns() + machine_.issue_ns;
+                case Kind::fence: {
+                    const PipeState& pipe = core.pipes[static_cast<int>(record.pipe)];
+                    const bool all = record.pipe == Pipe::S;
+                    if (all ? !core.drained() : !pipe.queue.empty()) return progress;
+                    const double done =
+                        all ? core.done_ns() : std::max(core.scalar_ns, pipe.done_ns);
+                    core.scalar_ns = done + machine_.issue_ns;
                     ++core.next;
                     break;
+                }
                 case Kind::barrier:
                     if (record.pipe == Pipe::ALL || record.pipe == Pipe::S) {
                         if (!core.drained()) return progress;
@@ -431,17 +438,22 @@ class Simulation {
         double rate = machine_.load_rate;
         double latency = machine_.memory_ns;
         double end = rank.memory.take(start, bytes, machine_.memory_rate);
+        if (record.signal != 0 && rank.in_l2.insert(record.signal).second) {
+            end = std::max(end, rank.hbm.take(start, bytes, machine_.hbm_rate));
+        }
         if (record.kind == Kind::tstore) rate = machine_.store_rate;
-        if (record.kind == Kind::tput) {
+        if (record.kind == Kind::tput || record.kind == Kind::tget) {
             rate = machine_.put_rate;
             RankState& peer = ranks_[record.peer];
             end = std::max(end, peer.memory.take(start, bytes, machine_.memory_rate));
             if (record.peer != core.rank) {
-                latency = machine_.link_ns;
-                end = std::max(
-                    end, links_[{core.rank, record.peer}].take(start, bytes, machine_.link_rate));
-                end = std::max(end, rank.egress.take(start, bytes, machine_.egress_rate));
-                end = std::max(end, peer.ingress.take(start, bytes, machine_.ingress_rate));
+                const bool gets = record.kind == Kind::tget;
+                const std::uint32_t from = gets ? record.peer : core.rank;
+                const std::uint32_t to = gets ? core.rank : record.peer;
+                latency = (gets ? 2 : 1) * machine_.link_ns;
+                end = std::max(end, links_[{from, to}].take(start, bytes, machine_.link_rate));
+                end = std::max(end, ranks_[from].egress.take(start, bytes, machine_.egress_rate));
+                end = std::max(end, ranks_[to].ingress.take(start, bytes, machine_.ingress_rate));
             }
         }
         occupy(core, pipe, record, start, std::max(end, start + bytes / rate), latency);

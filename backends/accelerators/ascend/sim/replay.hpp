@@ -8,14 +8,16 @@
 //     executes what it was issued, in order.
 //   - set_flag takes effect when everything before it on its pipe is done; wait_flag holds its
 //     pipe.
+//   - A fence waits for all pipes of its core, or for one.
 //   - An instruction occupies its pipe for bytes / rate (or multiply-adds / rate) and is done a
 //     fixed latency later, so that a pipe overlaps latencies but not transfers.
 //   - Transfers also occupy what they share, in order of their start: the rank's memory, the link
 //     of the ordered pair of ranks, the rank's egress and ingress, the node's NIC in each
-//     direction.
+//     direction. Memory is L2; HBM too where a piece of the call's inputs is read for the first time.
+//   - A TGET has the latency of a link twice: it asks, and gets.
 //   - A signal is seen `signal_ns` after it was raised; one that a NIC put carries, when the data
 //     is there. Counters start at 0.
-// What is not: limits of issue queues, bank conflicts, contention inside a core, clock throttling.
+// What is not: what L2 cannot hold or writes back, limits of issue queues, bank conflicts, contention inside a core, clock throttling.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +36,7 @@ struct Machine {
     double extract_rate = 1, extract_ns = 0;
     double vector_rate = 1;
     double load_rate = 1, store_rate = 1, put_rate = 1, memory_ns = 0, memory_rate = 1;
+    double hbm_rate = 1;
     double link_rate = 1, link_ns = 0, egress_rate = 1, ingress_rate = 1;
     double proxy_ns = 0, nic_rate = 1, nic_ns = 0;
 };

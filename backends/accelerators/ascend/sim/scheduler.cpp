@@ -1,9 +1,9 @@
 #include "backends/accelerators/ascend/sim/scheduler.hpp"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <iterator>
 #include <utility>
 
@@ -13,23 +13,27 @@ Scheduler::~Scheduler() {
     {
         const std::lock_guard lock(mutex_);
         stopping_ = true;
-        work_ready_.notify_all();
+        for (Worker* each : idle_) each->wake.notify_one();
     }
-    // Tasks that still run may make threads: each is listed before the one that made it ends.
-    while (true) {
-        std::thread thread;
-        {
-            const std::lock_guard lock(mutex_);
-            if (threads_.empty()) return;
-            thread = std::move(threads_.back());
-            threads_.pop_back();
-        }
-        thread.join();
+    for (const auto& each : workers_) each->thread.join();
+}
+
+void Scheduler::reserve(std::size_t tasks) {
+    const std::lock_guard lock(mutex_);
+    workers_.reserve(reserved_ + tasks);
+    idle_.reserve(reserved_ + tasks);
+    while (workers_.size() < reserved_ + tasks) {
+        auto made = std::make_unique<Worker>();
+        made->thread = std::thread([this, self = made.get()] { work(*self); });
+        idle_.insert(idle_.begin(), made.get());
+        workers_.push_back(std::move(made));
     }
+    reserved_ += tasks;
 }
 
 void Scheduler::submit(int priority, std::vector<Task> tasks) {
     const std::lock_guard lock(mutex_);
+    submitted_ += tasks.size();
     std::move(tasks.begin(), tasks.end(), std::back_inserter(fresh_[priority]));
     dispatch();
 }
@@ -45,13 +49,11 @@ void Scheduler::dispatch() {
                 ticket->granted_signal.notify_one();
                 found = true;
             } else if (!fresh_[priority].empty()) {
-                started_.push_back(std::move(fresh_[priority].front()));
+                Worker* worker = idle_.back();  // there is one for each task that is reserved
+                idle_.pop_back();
+                worker->task = std::move(fresh_[priority].front());
                 fresh_[priority].pop_front();
-                if (idle_ >= started_.size()) {
-                    work_ready_.notify_one();
-                } else {
-                    threads_.emplace_back([this] { work(); });
-                }
+                worker->wake.notify_one();
                 found = true;
             }
         }
@@ -60,25 +62,25 @@ void Scheduler::dispatch() {
     }
 }
 
-void Scheduler::work() {
+void Scheduler::work(Worker& self) {
+    pthread_setname_np(pthread_self(), "ascend-core");
     std::unique_lock lock(mutex_);
     while (true) {
-        if (!started_.empty()) {
-            Task task = std::move(started_.front());
-            started_.pop_front();
-            lock.unlock();
-            task();
-            task = nullptr;  // releases what it holds before the slot goes on
-            lock.lock();
-            --running_;
-            dispatch();
-            if (stopping_) work_ready_.notify_all();
-            continue;
+        self.wake.wait(lock, [&] { return self.task != nullptr || over(); });
+        if (self.task == nullptr) return;
+        Task task = std::exchange(self.task, nullptr);
+        lock.unlock();
+        task();
+        task = nullptr;  // releases what it holds before the slot goes on
+        lock.lock();
+        --running_;
+        --reserved_;
+        --submitted_;
+        idle_.push_back(&self);
+        dispatch();
+        if (over()) {
+            for (Worker* each : idle_) each->wake.notify_one();
         }
-        if (stopping_ && fresh_[0].empty() && fresh_[1].empty()) return;
-        ++idle_;
-        work_ready_.wait(lock);
-        --idle_;
     }
 }
 

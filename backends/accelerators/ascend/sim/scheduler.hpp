@@ -3,14 +3,16 @@
 // A rank has up to 72 cores and a host may have two CPUs, so only `slots` cores of a process *run*
 // at once; the others are not started yet, or sleep on a signal. A running core keeps its slot, and
 // so its warm caches, until it blocks. Vector cores (priority 0) go before cube cores (priority 1):
-// peers depend on what they send. A thread exists only while a core on it is running or blocked, or
-// is kept idle for the next launch; none is created on the steady path.
+// peers depend on what they send. A core that is blocked keeps its thread, so each reserved core has
+// one: that there is none shows before a launch begins, not in its midst. Threads stay for the next
+// launch, and the one that was busy last goes on first.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -28,6 +30,10 @@ class Scheduler {
     // Every task must be able to end by itself (waits have deadlines); the destructor joins.
     ~Scheduler();
 
+    // Threads for so many tasks beside those that are reserved already. Throws std::system_error where
+    // the host has none left; nothing is reserved then.
+    void reserve(std::size_t tasks);
+    // Runs tasks that were reserved.
     void submit(int priority, std::vector<Task> tasks);
 
     // From a running task only: give the slot up before sleeping, take it back after.
@@ -48,19 +54,26 @@ class Scheduler {
         bool granted = false;
     };
 
+    struct Worker {
+        std::thread thread;
+        std::condition_variable wake;
+        Task task;  // to be run next
+    };
+
     void dispatch();  // with mutex_ held: fill free slots
     void take_slot(int priority, std::unique_lock<std::mutex>& lock);
-    void work();
+    void work(Worker& self);
+    [[nodiscard]] bool over() const { return stopping_ && submitted_ == 0; }
 
     std::mutex mutex_;
-    std::condition_variable work_ready_;
     std::deque<Task> fresh_[kPriorities];        // not yet started
     std::deque<Ticket*> resuming_[kPriorities];  // want their slot back
-    std::deque<Task> started_;                   // have a slot, wait for a thread
-    std::vector<std::thread> threads_;
+    std::vector<std::unique_ptr<Worker>> workers_;
+    std::vector<Worker*> idle_;  // the one that was busy last at the end
     unsigned slots_;
     unsigned running_ = 0;
-    unsigned idle_ = 0;
+    std::size_t reserved_ = 0;   // tasks that have not ended,
+    std::size_t submitted_ = 0;  // and those of them that were submitted
     bool stopping_ = false;
 };
 

@@ -76,6 +76,7 @@ void Strict::drain() {
 
 void Strict::issue(const Site& site, Pipe pipe, std::initializer_list<Operand> operands,
                    std::function<void()> effect) {
+    tells_of_one_ = false;
     const std::uint32_t at = order_.issue(pipe);
     for (const bool write : {false, true}) {  // an instruction reads before it writes
         for (const Operand& operand : operands) {
@@ -88,6 +89,7 @@ void Strict::issue(const Site& site, Pipe pipe, std::initializer_list<Operand> o
 void Strict::put(const Site& site, const isa::GlobalView& to, const isa::GlobalView& from,
                  const isa::Tile& ping, const isa::Tile& pong, std::function<void()> effect) {
     const auto filled = [](const isa::Tile& tile) { return tile.with_valid(tile.rows, tile.cols); };
+    tells_of_one_ = false;
     order_.follow(Pipe::MTE2, Pipe::MTE3);
     const std::uint32_t loads = order_.issue(Pipe::MTE2);
     check(site, Pipe::MTE2, loads, reads(from));
@@ -128,15 +130,21 @@ void Strict::barrier(Pipe pipe) {
     queue_.drain();
 }
 
-void Strict::fence() {
-    order_.all();
-    ranges_.fence();
-    queue_.drain();
+void Strict::fence(Pipe pipe) {
+    if (pipe == Pipe::ALL) {
+        order_.all();
+        queue_.drain();
+    } else {
+        order_.follow(Pipe::S, pipe);
+        queue_.drain(pipe);
+    }
+    ranges_.fence(pipe);
+    tells_of_one_ = pipe != Pipe::ALL;
 }
 
 void Strict::publish(const Site& site, const std::string& what, std::uint32_t peer,
                      std::uint32_t signal, const std::function<std::uint64_t()>& add) {
-    const std::string pending = ranges_.unpublished(order_);
+    const std::string pending = ranges_.unpublished(order_, !tells_of_one_);
     if (!pending.empty()) {
         throw IsaError(core_ + ", " + describe(site, Pipe::S) + ": " + what + " while " + pending);
     }
@@ -145,6 +153,11 @@ void Strict::publish(const Site& site, const std::string& what, std::uint32_t pe
         add();
     } else {
         races_->raise(id_, peer, signal, add);
+        // What is still read comes after this signal, for whoever hears of it.
+        ranges_.each_pending_read(order_,
+                                  [&](const Site& site, Pipe pipe, const isa::GlobalView& view) {
+                                      check_races(site, pipe, view, false);
+                                  });
     }
 }
 

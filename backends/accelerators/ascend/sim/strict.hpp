@@ -57,7 +57,7 @@ class Strict {
     // An instruction of a pipe, in issue order. `effect` runs now or later.
     void issue(const Site& site, isa::Pipe pipe, std::initializer_list<Operand> operands,
                std::function<void()> effect);
-    // TPUT: loads of MTE2 and stores of MTE3 through two UB tiles with flags of its own, which
+    // TPUT and TGET: loads of MTE2 and stores of MTE3 through two UB tiles with flags of its own, which
     // order it against whatever else those two pipes do with the tiles.
     void put(const Site& site, const isa::GlobalView& to, const isa::GlobalView& from,
              const isa::Tile& ping, const isa::Tile& pong, std::function<void()> effect);
@@ -67,8 +67,9 @@ class Strict {
     void set_flag(const Site& site, isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void barrier(isa::Pipe pipe);
-    void fence();
+    void fence(isa::Pipe pipe);
     // A signal of `peer` is raised, by `add` (Races::raise), or a put that raises it is queued next.
+    // Right behind a fence of one pipe it says nothing of what the other pipes still read.
     void publish(const Site& site, const std::string& what, std::uint32_t peer,
                  std::uint32_t signal, const std::function<std::uint64_t()>& add);
     // False: a planted fault; the TWAIT is to be left out.
@@ -99,8 +100,9 @@ class Strict {
     Ranges ranges_;
     Queue queue_;
     Races* races_;
-    Races::CoreId id_ = 0;  // in `races_`
-    Runs words_[2];         // read, written
+    Races::CoreId id_ = 0;       // in `races_`
+    Runs words_[2];              // read, written
+    bool tells_of_one_ = false;  // a fence of one pipe came last: signals say nothing of the others
     std::vector<std::uint32_t> skipped_, skipped_waits_;
     std::uint32_t syncs_ = 0, waits_ = 0;
 };

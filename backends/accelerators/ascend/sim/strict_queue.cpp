@@ -72,4 +72,9 @@ void Queue::drain() {
     }
 }
 
+void Queue::drain(Pipe pipe) {
+    while (!pipes_[static_cast<std::size_t>(pipe)].empty() && step()) {
+    }
+}
+
 }  // namespace mkernel::ascend::sim

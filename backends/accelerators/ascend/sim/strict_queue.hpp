@@ -25,8 +25,9 @@ class Queue {
     void set(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     // Where S waits, everything that its flag stands for has happened on return.
     void wait(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
-    // Everything issued so far has taken effect on return.
+    // Everything issued so far, to one pipe or to all, has taken effect on return.
     void drain();
+    void drain(isa::Pipe pipe);
 
   private:
     struct Item {

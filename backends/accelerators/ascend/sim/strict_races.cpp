@@ -4,6 +4,8 @@
 #include <bit>
 #include <utility>
 
+#include "backends/accelerators/ascend/sim/race_log.hpp"
+
 namespace mkernel::ascend::sim {
 
 using isa::GlobalView;
@@ -25,6 +27,7 @@ Races::CoreId Races::enter(std::uint32_t rank, std::string name) {
     Clock& clock = cores_.emplace_back(Member{rank, std::move(name), ended_[rank]}).clock;
     clock.resize(core + 1);
     clock[core] = 1;
+    if (log_ != nullptr) log_->enter(core, cores_[core].name);
     return core;
 }
 
@@ -33,6 +36,7 @@ void Races::end_kernel(std::uint32_t rank) {
     for (const Member& core : cores_) {
         if (core.rank == rank) join(ended_[rank], core.clock);
     }
+    if (log_ != nullptr) log_->end_kernel();
 }
 
 void Races::raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
@@ -40,6 +44,7 @@ void Races::raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
     const std::lock_guard lock(mutex_);
     Member& own = cores_[core];
     const std::uint64_t value = add();
+    if (log_ != nullptr) log_->raise(core, peer, signal, value);
     if (!shared_.empty() || peer == own.rank) {
         Signal& raised = signals_[{peer, signal}];
         join(raised.all, own.clock);
@@ -53,6 +58,7 @@ void Races::raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
 
 void Races::seen(CoreId core, std::uint32_t peer, std::uint32_t signal, std::uint64_t value) {
     const std::lock_guard lock(mutex_);
+    if (log_ != nullptr) log_->seen(core, peer, signal, value);
     Member& own = cores_[core];
     const Signal& raised = signals_[{own.rank, signal}];
     const auto enough =
@@ -93,6 +99,7 @@ const Races::Touch* Races::Views::conflict(const GlobalView& view, Counts&& coun
 std::string Races::access(CoreId core, const Site& site, isa::Pipe pipe, const GlobalView& view,
                           bool write) {
     const std::lock_guard lock(mutex_);
+    if (log_ != nullptr) log_->access(core, site, pipe, view, write);
     const Member& own = cores_[core];
     const Clock& clock = own.clock;
     // Memory that ranks do not share may have been another rank's before: tensors come and go.

@@ -25,6 +25,8 @@
 
 namespace mkernel::ascend::sim {
 
+class RaceLog;
+
 // All members may be called from any core's thread.
 class Races {
   public:
@@ -34,13 +36,16 @@ class Races {
         std::size_t bytes = 0;
     };
 
-    // Looks at the cores of one rank.
-    Races() = default;
+    // Looks at the cores of one rank. `log`: where ranks are processes, what a walk of all ranks' logs
+    // needs to know of it.
+    explicit Races(RaceLog* log = nullptr) : log_(log) {}
     // Looks at all ranks of a world, which touch each other's memory in `shared` alone.
     explicit Races(std::vector<Range> shared) : shared_(std::move(shared)) {}
 
     // A core starts. `name`: how messages call it.
     CoreId enter(std::uint32_t rank, std::string name);
+    // As it entered.
+    [[nodiscard]] const std::string& name(CoreId core) const { return cores_[core].name; }
     // What `rank` did so far comes before all that its cores do that enter from now on: one kernel is
     // launched after another has ended.
     void end_kernel(std::uint32_t rank);
@@ -100,6 +105,7 @@ class Races {
     [[nodiscard]] bool is_shared(const isa::GlobalView& view) const;
 
     std::mutex mutex_;
+    RaceLog* log_ = nullptr;
     std::vector<Range> shared_;  // of a whole world; none: of one rank
     std::vector<Member> cores_;
     std::unordered_map<std::uint32_t, Clock> ended_;  // by rank: kernels before the latest launch

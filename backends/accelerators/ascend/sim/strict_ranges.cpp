@@ -146,10 +146,10 @@ std::string describe(const GlobalView& view) {
            ")";
 }
 
-std::string place(const std::source_location& where) {
-    std::string_view file = where.file_name();
+std::string place(const Line& where) {
+    std::string_view file = where.file;
     file.remove_prefix(file.rfind('/') + 1);  // npos + 1 is 0
-    return std::string(file) + ":" + std::to_string(where.line());
+    return std::string(file) + ":" + std::to_string(where.line);
 }
 
 std::string describe(const Site& site, Pipe pipe) {
@@ -294,23 +294,33 @@ std::string Ranges::global_access(const Order& order, const Access& now, const O
     return {};
 }
 
-std::string Ranges::unpublished(const Order& order) const {
+void Ranges::each_pending_read(const Order& order, const Read& read) const {
+    for (const GlobalAccess& each : reads_) {
+        if (!order.after(Pipe::S, each.pipe, each.at)) read(each.site, each.pipe, each.view);
+    }
+}
+
+std::string Ranges::unpublished(const Order& order, bool reads) const {
     if (!writes_.empty()) {
         const GlobalAccess& first = writes_.front();
         return "what " + describe(first.site, first.pipe) +
                " wrote may not be visible yet; fence() is missing";
     }
-    for (const GlobalAccess& each : reads_) {
-        if (order.after(Pipe::S, each.pipe, each.at)) continue;
-        return describe(each.site, each.pipe) + " may still read " + describe(each.view) +
-               "; fence() is missing";
-    }
-    return {};
+    std::string pending;
+    each_pending_read(order, [&](const Site& site, Pipe pipe, const isa::GlobalView& view) {
+        if (!reads || !pending.empty()) return;
+        pending =
+            describe(site, pipe) + " may still read " + describe(view) + "; fence() is missing";
+    });
+    return pending;
 }
 
-void Ranges::fence() {
-    reads_.clear();
-    writes_.clear();
+void Ranges::fence(isa::Pipe pipe) {
+    const auto ends = [pipe](const GlobalAccess& each) {
+        return pipe == isa::Pipe::ALL || each.pipe == pipe;
+    };
+    std::erase_if(reads_, ends);
+    std::erase_if(writes_, ends);
 }
 
 }  // namespace mkernel::ascend::sim

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <source_location>
@@ -17,14 +18,24 @@
 
 namespace mkernel::ascend::sim {
 
+// A line of a kernel's source.
+struct Line {
+    Line() = default;
+    Line(const char* its_file, std::uint32_t its_line) : file(its_file), line(its_line) {}
+    Line(const std::source_location& where)  // NOLINT: what instructions are given
+        : Line(where.file_name(), where.line()) {}
+    const char* file = "";
+    std::uint32_t line = 0;
+};
+
 // An instruction in a kernel's source.
 struct Site {
     const char* instruction = "";
-    std::source_location where;
+    Line where;
 };
 
 // "compute.hpp:75"
-std::string place(const std::source_location& where);
+std::string place(const Line& where);
 // "TLOAD (pipe MTE2, compute.hpp:75)"
 std::string describe(const Site& site, isa::Pipe pipe);
 
@@ -67,10 +78,13 @@ class Ranges {
     std::string access(const Order& order, const Site& site, isa::Pipe pipe, std::uint32_t at,
                        const Operand& operand);
     // The first access of global memory that may still be under way for someone whom S tells: a
-    // write since the last fence, or a read that S is not ordered after.
-    [[nodiscard]] std::string unpublished(const Order& order) const;
-    // Everything that this core did to global memory is done and visible.
-    void fence();
+    // write since the last fence, or, where `reads`, a read that S is not ordered after.
+    [[nodiscard]] std::string unpublished(const Order& order, bool reads) const;
+    // Each read that S is not ordered after.
+    using Read = std::function<void(const Site&, isa::Pipe, const isa::GlobalView&)>;
+    void each_pending_read(const Order& order, const Read& read) const;
+    // Everything that this pipe (ALL: any) did to global memory is done and visible.
+    void fence(isa::Pipe pipe);
 
   private:
     struct Access {

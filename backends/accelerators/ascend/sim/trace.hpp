@@ -30,7 +30,7 @@ enum class Kind : std::uint8_t {
     set_flag = 9,
     wait_flag = 10,
     barrier = 11,  // pipe_barrier of one pipe, or (pipe ALL) of the core
-    fence = 12,
+    fence = 12,    // of one pipe, or (pipe S) of all
     tadd = 13,
     tcvt = 14,
     tsub = 15,
@@ -47,8 +47,9 @@ enum class Kind : std::uint8_t {
     trowexpandmul = 26,
     trowexpanddiv = 27,
     scalar = 28,  // loads and stores of S, one record for all that follow one another
+    tget = 29,
 };
-inline constexpr int kKinds = 29;
+inline constexpr int kKinds = 30;
 
 constexpr const char* name_of(Kind kind) {
     constexpr const char* kNames[] = {
@@ -56,7 +57,7 @@ constexpr const char* name_of(Kind kind) {
         "TNOTIFY", "TWAIT",         "NIC_PUT",       "SET_FLAG",      "WAIT_FLAG",   "PIPE_BARRIER",
         "FENCE",   "TADD",          "TCVT",          "TSUB",          "TMUL",        "TMAX",
         "TMULS",   "TEXP",          "TLOG",          "TFILL",         "TTRIL",       "TROWMAX",
-        "TROWSUM", "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV", "SCALAR"};
+        "TROWSUM", "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV", "SCALAR",      "TGET"};
     static_assert(std::size(kNames) == kKinds);
     return kNames[static_cast<int>(kind)];
 }
@@ -69,6 +70,8 @@ struct Record {
     isa::Pipe other = isa::Pipe::S;  // flags: the waiting pipe
     std::uint8_t event = 0;
     std::uint32_t chunk = kNoChunk;
+    // Of signals, which one. Of a load or put from memory that nobody writes during the call (an input):
+    // which piece of it, so that the first access is told from later ones; else 0.
     std::uint32_t signal = 0;
     std::uint32_t peer = 0;    // rank written to, notified or waited for; own rank: local
     std::uint64_t amount = 0;  // bytes; multiply-adds (padded to 16) of a matmul; value of a signal

@@ -20,6 +20,12 @@
 // since each has then got all that was put to it; on a NIC that may repeat a put, when in addition the own
 // proxy has said that it is complete.
 //
+// What holds in every interleaving of the blocks of two ranks, and is tried in them with this code
+// (tests/native/model/test_call_end_model.cpp), whole and brief, on one node and on two:
+//   over    no memory of a call is written for the next one while anybody still reads it
+//   seen    who reads what came in a call sees all of it
+//   number  every block of a call finds that call's epoch, and the next call counts its blocks from zero
+//
 // A user's symmetric buffer is another matter: its owner may still read it between two calls, so who
 // pushes into it first waits for the owner's `started` word (`announce_start`).
 #pragma once
@@ -103,7 +109,23 @@ __device__ inline void finish_call(const Workspace& workspace,
     move_on(control, epoch);
 }
 
-// The same of a brief call: waits for nobody.
+// Before the end: a kernel of several in one call tells every peer, by flag W + r there, that this rank has
+// written what it has for them. One thread of every block, after all the block's threads are done and
+// have fenced (`fence_system`); all ranks are on this node.
+__device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoch) {
+    if (workspace.world == 1) return;
+    Control& control = workspace.control();
+    transport::fence_system();
+    if (!control.state.is_last_block()) return;
+    control.state.blocks_done = 0;
+    transport::fence_system();
+    for (int step = 1; step < workspace.world; ++step) {
+        const int peer = (workspace.rank + step) % workspace.world;
+        workspace.flags(peer)[workspace.world + workspace.rank].set_fenced(epoch);
+    }
+}
+
+// The end of a brief call: waits for nobody.
 __device__ inline void finish_brief_call(const Workspace& workspace, std::uint64_t epoch) {
     Control& control = workspace.control();
     __threadfence();

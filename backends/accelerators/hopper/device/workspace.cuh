@@ -8,7 +8,8 @@
 //   [128 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
 //   [1 MiB, 2 MiB)     landed flags: what came into staging memory (network.cuh), by the number of its flag
 //   [2 MiB, 34 MiB)    data of brief calls, of even and of odd epochs
-//   [34 MiB, ...)      data
+//   [34 MiB, 66 MiB)   mail (mailbox.cuh), of even and of odd epochs
+//   [66 MiB, ...)      data
 //
 // Brief calls are those that end without waiting for their peers (call.cuh says which may).
 //
@@ -33,7 +34,9 @@ inline constexpr std::uint64_t kFlagsOffset = 128u << 10;
 inline constexpr std::uint64_t kLandedOffset = 1u << 20;
 inline constexpr std::uint64_t kBriefOffset = 2u << 20;
 inline constexpr std::uint64_t kBriefBytes = 16u << 20;  // of one call
-inline constexpr std::uint64_t kDataOffset = kBriefOffset + 2 * kBriefBytes;
+inline constexpr std::uint64_t kMailOffset = kBriefOffset + 2 * kBriefBytes;
+inline constexpr std::uint64_t kMailBytes = 16u << 20;  // of one call
+inline constexpr std::uint64_t kDataOffset = kMailOffset + 2 * kMailBytes;
 
 inline constexpr std::uint32_t kBriefFlags =
     (kFlagsOffset - kBriefFlagsOffset) / sizeof(transport::SetWord);
@@ -81,6 +84,9 @@ struct Workspace {
     }
     __host__ __device__ transport::SetWord* brief_flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);
+    }
+    __host__ __device__ char* mail(int of, std::uint64_t epoch) const {
+        return base[of] + kMailOffset + epoch % 2 * kMailBytes;
     }
     __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
 };

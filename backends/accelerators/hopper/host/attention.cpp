@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "backends/cuda/device.hpp"
@@ -14,39 +15,75 @@ std::uint64_t slot_offset(const Keys& keys, int world, int rank, int source) {
     return 2 * keys.bytes * slot;
 }
 
-std::uint64_t workspace_bytes(const Keys& keys, int world) {
-    return kDataOffset + 2 * keys.bytes * (world - 1);
+std::uint64_t gradient_offset(const Keys& keys, int world, int rank, int from) {
+    const int slot = (from - rank + world) % world - 1;
+    return 2 * keys.bytes * (world - 1 + slot);
 }
+
+std::uint64_t workspace_bytes(const Keys& keys, int world, bool gradients) {
+    return kDataOffset + 2 * keys.bytes * (world - 1) * (gradients ? 2 : 1);
+}
+
+namespace {
+
+void copied(cudaError_t status, std::uint64_t nbytes, int peer) {
+    cuda::check(status, [&] {
+        return "copying " + std::to_string(nbytes) + " bytes to rank " + std::to_string(peer);
+    });
+}
+
+void copy(char* to, std::uint64_t from, std::uint64_t nbytes, int peer, cudaStream_t on) {
+    copied(cudaMemcpyAsync(to, reinterpret_cast<const void*>(from), nbytes,
+                           cudaMemcpyDeviceToDevice, on),
+           nbytes, peer);
+}
+
+// Behind what was copied to that peer.
+void set_flag(const Workspace& workspace, int peer, std::uint32_t flag, cudaStream_t on) {
+    copied(cudaMemcpyAsync(workspace.flags(peer) + flag, workspace.control().epochs,
+                           sizeof(transport::SetWord), cudaMemcpyDeviceToDevice, on),
+           sizeof(transport::SetWord), peer);
+}
+
+}  // namespace
 
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
                bool zigzag, std::uint64_t stream) {
     const Workspace workspace = workspace_of(world);
     const cudaStream_t on = cuda::stream_at(stream);
-    const auto copied = [](cudaError_t status, std::uint64_t nbytes, int peer) {
-        cuda::check(status, [&] {
-            return "copying " + std::to_string(nbytes) + " bytes to rank " + std::to_string(peer);
-        });
-    };
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
         char* to = workspace.data(peer) + slot_offset(keys, workspace.world, peer, workspace.rank);
         for (const std::uint64_t each : {k, v}) {
-            const auto* from = reinterpret_cast<const void*>(each);
             if (zigzag && peer > workspace.rank) {
-                copied(cudaMemcpy2DAsync(to, keys.pitch, from, keys.pitch, keys.width, keys.count,
+                copied(cudaMemcpy2DAsync(to, keys.pitch, reinterpret_cast<const void*>(each),
+                                         keys.pitch, keys.width, keys.count,
                                          cudaMemcpyDeviceToDevice, on),
                        keys.width * keys.count, peer);
             } else {
-                copied(cudaMemcpyAsync(to, from, keys.bytes, cudaMemcpyDeviceToDevice, on),
-                       keys.bytes, peer);
+                copy(to, each, keys.bytes, peer, on);
             }
             to += keys.bytes;
         }
-        transport::SetWord* const flag = workspace.flags(peer) + workspace.rank;
-        copied(cudaMemcpyAsync(flag, workspace.control().epochs, sizeof(transport::SetWord),
-                               cudaMemcpyDeviceToDevice, on),
-               sizeof(transport::SetWord), peer);
+        set_flag(workspace, peer, static_cast<std::uint32_t>(workspace.rank), on);
     }
+}
+
+void push_gradients(const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
+                    std::uint64_t bytes, const Keys& keys, std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    if (owner < 0 || owner >= workspace.world || owner == workspace.rank || bytes > keys.bytes) {
+        throw std::invalid_argument(std::to_string(bytes) + " bytes of gradients for rank " +
+                                    std::to_string(owner) + "; at most " +
+                                    std::to_string(keys.bytes) + ", for a peer of rank " +
+                                    std::to_string(workspace.rank));
+    }
+    const cudaStream_t on = cuda::stream_at(stream);
+    char* const to =
+        workspace.data(owner) + gradient_offset(keys, workspace.world, owner, workspace.rank);
+    copy(to, of_k, bytes, owner, on);
+    copy(to + keys.bytes, of_v, bytes, owner, on);
+    set_flag(workspace, owner, kGradientFlags + static_cast<std::uint32_t>(workspace.rank), on);
 }
 
 }  // namespace mkernel::hopper::attention

@@ -1,8 +1,12 @@
-// How keys and values of ring attention travel between the ranks of a node.
+// How keys and values of ring attention travel between the ranks of a node, and their gradients home.
 //
 // The data area of a rank's workspace has a slot for each peer, in the order in which it consumes them: of
 // rank r - 1 first, then r - 2, and so on, modulo the world. A slot holds K, then V, each laid out as at
 // its owner. Flag s of the workspace, which rank s sets, says that both have come.
+//
+// Behind these a backward call has as many slots for what the peers give to the gradients of the own K and V:
+// of rank r + 1 first, then r + 2, the order in which they are added. A slot holds dK, then dV, of as many
+// positions as the peer sees, packed. Flag kGradientFlags + s says that both of rank s have come.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +25,24 @@ struct Keys {
 // Where K of `source` lies at `rank`: bytes into the data area. V is `keys.bytes` further on.
 std::uint64_t slot_offset(const Keys& keys, int world, int rank, int source);
 
-// Bytes of a workspace for `world` ranks.
-std::uint64_t workspace_bytes(const Keys& keys, int world);
+// Where what `from` gives to dK of `rank` lies there: bytes into the data area. dV is `keys.bytes` further on.
+std::uint64_t gradient_offset(const Keys& keys, int world, int rank, int from);
+
+// Bytes of a workspace for `world` ranks. `gradients`: of a backward call.
+std::uint64_t workspace_bytes(const Keys& keys, int world, bool gradients);
+
+// Flag s says that keys and values of rank s have come, this one and s that its gradients have.
+inline constexpr std::uint32_t kGradientFlags = kMaxRanks;
 
 // Copies the own K and V into every peer's slot, and the epoch into the flag behind them: the rank after
 // this one first. `zigzag`: causal, so that later ranks see the first half of the positions alone, and get
 // no more. On the copy engines; `stream` must come after the end of the previous call. CudaError.
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
                bool zigzag, std::uint64_t stream);
+
+// Copies `bytes` of dK, and of dV, into this rank's slot at `owner`, and the epoch into the flag behind them.
+// As above.
+void push_gradients(const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
+                    std::uint64_t bytes, const Keys& keys, std::uint64_t stream);
 
 }  // namespace mkernel::hopper::attention

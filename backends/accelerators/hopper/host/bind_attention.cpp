@@ -18,10 +18,13 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
+using attention::Given;
 using attention::Keys;
 using attention::Merge;
 using attention::Part;
 using attention::Rows;
+using attention::Sum;
+using attention::Sums;
 
 Rows rows(std::uint64_t address, const std::array<std::int64_t, 3>& strides) {
     constexpr int kElements = 8;  // of 16 bytes
@@ -34,6 +37,11 @@ Rows rows(std::uint64_t address, const std::array<std::int64_t, 3>& strides) {
     return {reinterpret_cast<void*>(address), strides[0], strides[1], strides[2]};
 }
 
+void check_count(std::size_t parts) {
+    if (parts <= static_cast<std::size_t>(kMaxRanks)) return;
+    throw py::value_error(std::to_string(parts) + " parts; at most " + std::to_string(kMaxRanks));
+}
+
 Part part(std::uint64_t out, const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
           std::int32_t first) {
     return {rows(out, strides), reinterpret_cast<const float*>(lse), first};
@@ -42,10 +50,7 @@ Part part(std::uint64_t out, const std::array<std::int64_t, 3>& strides, std::ui
 Merge merge(const std::vector<Part>& parts, std::uint64_t out,
             const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
             const std::array<std::int32_t, 4>& shape, bool half) {
-    if (parts.size() > static_cast<std::size_t>(kMaxRanks)) {
-        throw py::value_error(std::to_string(parts.size()) + " parts; at most " +
-                              std::to_string(kMaxRanks));
-    }
+    check_count(parts.size());
     Merge made{};
     for (const Part& each : parts) made.parts[made.count++] = each;
     made.out = rows(out, strides);
@@ -58,6 +63,29 @@ Merge merge(const std::vector<Part>& parts, std::uint64_t out,
     return made;
 }
 
+Given given(std::uint64_t of, const std::array<std::int64_t, 3>& strides, std::int32_t first,
+            std::int32_t count) {
+    return {rows(of, strides), first, count};
+}
+
+Sum sum(const std::vector<Given>& parts, std::uint64_t out,
+        const std::array<std::int64_t, 3>& strides, const std::array<std::int32_t, 2>& shape,
+        float factor) {
+    check_count(parts.size());
+    Sum made{};
+    for (const Given& each : parts) made.given[made.count++] = each;
+    made.out = rows(out, strides);
+    made.heads = shape[0];
+    made.rows = shape[1];
+    made.factor = factor;
+    return made;
+}
+
+Sums sums(const std::array<Sum, attention::kSums>& of, std::int32_t batch, std::int32_t width,
+          bool half) {
+    return {{of[0], of[1], of[2]}, batch, width, half};
+}
+
 }  // namespace
 
 void bind_attention(py::module_& module) {
@@ -65,11 +93,19 @@ void bind_attention(py::module_& module) {
         .def(py::init([](std::uint64_t bytes, std::uint64_t width, std::uint64_t pitch,
                          std::uint64_t count) { return Keys{bytes, width, pitch, count}; }),
              py::kw_only(), "bytes"_a, "width"_a, "pitch"_a, "count"_a)
+        .def_readonly("bytes", &Keys::bytes)
         .def("slot_offset", &attention::slot_offset, "world"_a, "rank"_a, "source"_a)
-        .def("workspace_bytes", &attention::workspace_bytes, "world"_a);
+        .def("gradient_offset", &attention::gradient_offset, "world"_a, "rank"_a, "from_rank"_a)
+        .def("workspace_bytes", &attention::workspace_bytes, "world"_a, "gradients"_a = false);
     py::class_<Part>(module, "Part").def(py::init(&part), "out"_a, "strides"_a, "lse"_a, "first"_a);
     py::class_<Merge>(module, "Merge")
         .def(py::init(&merge), "parts"_a, "out"_a, "strides"_a, "lse"_a, "shape"_a, "half"_a);
+    py::class_<Given>(module, "Given")
+        .def(py::init(&given), "of"_a, "strides"_a, "first"_a, "rows"_a);
+    py::class_<Sum>(module, "Sum")
+        .def(py::init(&sum), "given"_a, "out"_a, "strides"_a, "shape"_a, "factor"_a);
+    py::class_<Sums>(module, "Sums").def(py::init(&sums), "sums"_a, "batch"_a, "width"_a, "half"_a);
+    module.attr("GRADIENT_FLAGS") = attention::kGradientFlags;
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def(
@@ -82,12 +118,22 @@ void bind_attention(py::module_& module) {
         "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "stream"_a, released);
     module.def(
         "await_part",
-        [](int device, const DeviceWorld& world, int source, std::uint64_t stream) {
+        [](int device, const DeviceWorld& world, int source, std::uint32_t flag,
+           std::uint64_t stream) {
             const cuda::DeviceScope scope(device);
-            attention::await_part(workspace_of(world), limits_of(world), source,
+            attention::await_part(workspace_of(world), limits_of(world), source, flag,
                                   cuda::stream_at(stream));
         },
-        "device"_a, "world"_a, "source"_a, "stream"_a, released);
+        "device"_a, "world"_a, "source"_a, "flag"_a, "stream"_a, released);
+    module.def(
+        "push_gradients",
+        [](int device, const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
+           std::uint64_t bytes, const Keys& keys, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::push_gradients(world, owner, of_k, of_v, bytes, keys, stream);
+        },
+        "device"_a, "world"_a, "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "stream"_a,
+        released);
     module.def(
         "merge_parts",
         [](int device, const DeviceWorld& world, const Merge& merge, std::uint32_t blocks,
@@ -97,6 +143,15 @@ void bind_attention(py::module_& module) {
                              cuda::stream_at(stream));
         },
         "device"_a, "world"_a, "merge"_a, "blocks"_a, "ends"_a, "stream"_a, released);
+    module.def(
+        "sum_gradients",
+        [](int device, const DeviceWorld& world, const Sums& sums, std::uint32_t blocks, bool ends,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::sum(workspace_of(world), limits_of(world), sums, blocks, ends,
+                           cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "sums"_a, "blocks"_a, "ends"_a, "stream"_a, released);
 }
 
 }  // namespace mkernel::hopper

@@ -11,9 +11,11 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device_network.hpp"
+#include "backends/accelerators/hopper/host/few_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
 #include "backends/accelerators/hopper/host/pipelined.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/accelerators/hopper/kernels/few_rows.cuh"
 #include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
@@ -122,6 +124,13 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .hierarchical = hierarchical};
 }
 
+FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded) {
+    require(m >= 1 && m <= kMostFewRows, "m", m, "1 to " + std::to_string(kMostFewRows));
+    require(splits >= 1 && splits <= kMostSplits, "splits", splits,
+            "1 to " + std::to_string(kMostSplits));
+    return {m, splits, unrounded};
+}
+
 void bind_network(py::module_& module) {
     py::class_<Network>(module, "Network");
     py::class_<DeviceNetwork>(module, "DeviceNetwork")
@@ -209,6 +218,27 @@ void bind_pipelined(py::module_& module) {
             "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "outs"_a, released);
 }
 
+void bind_few_rows(py::module_& module) {
+    py::class_<FewRowsSchedule>(module, "FewRowsSchedule")
+        .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a);
+    py::class_<FewRowsCalls>(module, "FewRowsCalls")
+        .def(py::init<int, DeviceWorld, Product, FewRowsSchedule>(), "device"_a, "world"_a,
+             "product"_a, "schedule"_a)
+        .def(
+            "start",
+            [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors,
+               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
+            py::call_guard<py::gil_scoped_release>());
+    module.attr("MOST_FEW_ROWS") = kMostFewRows;
+    module.attr("MOST_SPLITS") = kMostSplits;
+    module.attr("FEW_COLUMNS") = kFewColumns;
+    module.attr("FEW_DEPTH") = kFewDepth;
+    module.attr("MAIL_BYTES") = kMailBytes;
+    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
+}
+
 // `function` with a device before its other arguments, which is the current one in it.
 template <class... Arguments>
 auto on_device(void (*function)(Arguments...)) {
@@ -224,6 +254,7 @@ void bind_gemm(py::module_& module) {
     bind_network(module);
     bind_data(module);
     bind_pipelined(module);
+    bind_few_rows(module);
     module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a);
     module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "local"_a, "rows"_a, "n"_a,
                "by_outbox"_a, "gathers"_a);

@@ -14,6 +14,7 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
+#include "backends/accelerators/hopper/host/few_rows.hpp"
 #include "backends/accelerators/hopper/host/pipelined.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
 #include "backends/cuda/device.hpp"
@@ -40,13 +41,15 @@ struct Pitches {
     }
 };
 
-class GatherStarter final : public CallStarter {
+// Of calls that differ in their tensors' addresses alone: PipelinedGather, FewRowsCalls.
+template <class Calls>
+class TensorStarter final : public CallStarter {
   public:
-    GatherStarter(int device, py::object order, py::object control, py::object calls,
+    TensorStarter(int device, py::object order, py::object control, py::object calls,
                   Pitches pitches)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
-          calls_(kept_.cast<PipelinedGather&>()),
+          calls_(kept_.cast<Calls&>()),
           pitches_(pitches) {}
 
   private:
@@ -57,7 +60,7 @@ class GatherStarter final : public CallStarter {
     }
 
     py::object kept_;
-    PipelinedGather& calls_;
+    Calls& calls_;
     Pitches pitches_;
 };
 
@@ -250,18 +253,24 @@ class LibraryStarter final : public CallStarter {
     collectives::Outs outs_;
 };
 
+template <class Calls>
+void def_tensor_starter(py::module_& module, const char* name) {
+    module.def(
+        name,
+        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
+           std::int64_t b_pitch) {
+            return CallStarter::capsule(std::make_unique<TensorStarter<Calls>>(
+                device, std::move(order), std::move(control), std::move(calls),
+                Pitches{a_pitch, b_pitch}));
+        },
+        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a);
+}
+
 }  // namespace
 
 void bind_starters(py::module_& module) {
-    module.def(
-        "gather_starter",
-        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
-           std::int64_t b_pitch) {
-            return CallStarter::capsule(
-                std::make_unique<GatherStarter>(device, std::move(order), std::move(control),
-                                                std::move(calls), Pitches{a_pitch, b_pitch}));
-        },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a);
+    def_tensor_starter<PipelinedGather>(module, "gather_starter");
+    def_tensor_starter<FewRowsCalls>(module, "few_rows_starter");
     module.def(
         "reduce_starter",
         [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/cuda/device.hpp"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
@@ -42,6 +43,16 @@ inline Workspace workspace_of(const DeviceWorld& world) {
 inline transport::WaitLimits limits_of(const DeviceWorld& world) {
     return {reinterpret_cast<transport::HostControl*>(world.control),
             static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
+}
+
+// Whether another rank is on this device: copies to it need room on its multiprocessors.
+inline bool shares_device(int device, const DeviceWorld& world) {
+    for (int rank = 0; rank < static_cast<int>(world.workspaces.size()); ++rank) {
+        const std::uint64_t workspace = world.workspaces[rank];
+        if (rank != world.rank && workspace != 0 && cuda::device_of(workspace) == device)
+            return true;
+    }
+    return false;
 }
 
 // Where the number of the first call is written into new memory: bytes into it.

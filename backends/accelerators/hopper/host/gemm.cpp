@@ -40,17 +40,6 @@ void check_flags(std::uint64_t wanted) {
     }
 }
 
-CUtensorMap map_of_b(const Product& product) {
-    const auto n = static_cast<std::uint64_t>(product.n);
-    const auto k = static_cast<std::uint64_t>(product.k);
-    TensorExtent extent{.address = product.tensors.b,
-                        .width = product.n_major ? n : k,
-                        .height = product.n_major ? k : n,
-                        .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
-    constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
-    return tensor_map(extent, product.n_major ? kTileDepth : share, product.half);
-}
-
 CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half,
                         std::int64_t pitch = 0) {
     return tensor_map({.address = address,
@@ -82,6 +71,17 @@ GemmVariant variant_of(const Product& product) {
 }
 
 }  // namespace
+
+CUtensorMap map_of_b(const Product& product) {
+    const auto n = static_cast<std::uint64_t>(product.n);
+    const auto k = static_cast<std::uint64_t>(product.k);
+    TensorExtent extent{.address = product.tensors.b,
+                        .width = product.n_major ? n : k,
+                        .height = product.n_major ? k : n,
+                        .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
+    constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
+    return tensor_map(extent, product.n_major ? kTileDepth : share, product.half);
+}
 
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k) {
     check_flags(static_cast<std::uint64_t>(world) * schedule.flags());

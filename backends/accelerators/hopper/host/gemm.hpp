@@ -2,6 +2,8 @@
 // Addresses are of device memory; nothing here waits for the device.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -29,6 +31,9 @@ struct Product {
     int band;    // cluster rows that share B in L2
     int blocks;  // 0: one an SM
 };
+
+// B as bulk copies see it: boxes of 128 rows of N and 64 of K, or, N-major, of 64 rows of K and 64 of N.
+CUtensorMap map_of_b(const Product& product);
 
 // How one rank's rows of A travel: in `chunks` of `chunk_rows`, the last one perhaps shorter; by the
 // first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0, there to

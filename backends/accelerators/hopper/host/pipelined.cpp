@@ -15,16 +15,6 @@ void take_over(const CallOnce& call, DeviceWorld& world, Product& product) {
     product.tensors = call.tensors;
 }
 
-// Whether another rank is on it.
-bool shares_device(int device, const DeviceWorld& world) {
-    for (int rank = 0; rank < static_cast<int>(world.workspaces.size()); ++rank) {
-        const std::uint64_t workspace = world.workspaces[rank];
-        if (rank != world.rank && workspace != 0 && cuda::device_of(workspace) == device)
-            return true;
-    }
-    return false;
-}
-
 }  // namespace
 
 PipelinedGather::PipelinedGather(int device, CallOrder& order, DeviceWorld world, Product product,

@@ -20,11 +20,11 @@ constexpr int kElements = 8;          // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
 
 __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
-                                  std::uint32_t source) {
+                                  std::uint32_t source, std::uint32_t flag) {
     if (threadIdx.x != 0) return;
     const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
-    waiter.until(workspace.flags(workspace.rank)[source], workspace.control().state.epoch,
-                 {source, source, 0});
+    waiter.until(workspace.flags(workspace.rank)[flag], workspace.control().state.epoch,
+                 {flag, source, 0});
 }
 
 __device__ const char* row_of(const Rows& rows, std::int64_t batch, std::int64_t head,
@@ -75,6 +75,14 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     if (at == 0) merge.lse[above * merge.rows + row] = top + logf(whole);
 }
 
+// By all threads of every block, which have done all else of the call.
+__device__ void end_call(const Workspace& workspace, const transport::WaitLimits& limits) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
+    finish_call(workspace, waiter, workspace.control().state.epoch);
+}
+
 template <class Element>
 __global__ __launch_bounds__(kMergeThreads, kBlocksACore) void merge_kernel(
     const __grid_constant__ Workspace workspace, transport::WaitLimits limits,
@@ -89,42 +97,102 @@ __global__ __launch_bounds__(kMergeThreads, kBlocksACore) void merge_kernel(
         const std::uint32_t above = number / rows;
         merge_row<Element>(merge, above / merge.heads, above % merge.heads, number % rows, at);
     }
-    if (!ends) return;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
-    finish_call(workspace, waiter, workspace.control().state.epoch);
+    if (ends) end_call(workspace, limits);
+}
+
+// One thread's elements, from `at` bytes of the row on.
+template <class Element>
+__device__ void sum_row(const Sum& sum, std::uint32_t batch, std::uint32_t head, std::uint32_t row,
+                        std::uint32_t at) {
+    float total[kElements] = {};
+    for (int p = 0; p < sum.count; ++p) {
+        const Given& given = sum.given[p];
+        const auto of = static_cast<std::int32_t>(row) - given.first;
+        if (of < 0 || of >= given.rows) continue;
+        add<Element>(total, 1.0f, ptx::load_16(row_of(given.of, batch, head, of) + at));
+    }
+    uint4 result;
+    Element* elements = reinterpret_cast<Element*>(&result);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) narrow(sum.factor * total[i], elements[i]);
+    *reinterpret_cast<uint4*>(const_cast<char*>(row_of(sum.out, batch, head, row)) + at) = result;
+}
+
+template <class Element>
+__global__ __launch_bounds__(kMergeThreads, kBlocksACore) void sum_kernel(
+    const __grid_constant__ Workspace workspace, transport::WaitLimits limits,
+    const __grid_constant__ Sums sums, bool ends) {
+    const std::uint32_t threads_a_row = sums.width / kElements;
+    const std::uint32_t rows_a_block = kMergeThreads / threads_a_row;
+    const std::uint32_t at = threadIdx.x % threads_a_row * kVectorBytes;
+    for (const Sum& sum : sums.sums) {
+        const std::uint32_t rows = sum.rows;
+        const std::uint32_t all = sums.batch * sum.heads * rows;
+        for (std::uint32_t number = blockIdx.x * rows_a_block + threadIdx.x / threads_a_row;
+             number < all; number += gridDim.x * rows_a_block) {
+            const std::uint32_t above = number / rows;
+            sum_row<Element>(sum, above / sum.heads, above % sum.heads, number % rows, at);
+        }
+    }
+    if (ends) end_call(workspace, limits);
+}
+
+void refuse(const std::string& what) {
+    throw std::invalid_argument(what);
+}
+
+void check_parts(const char* what, std::int32_t count) {
+    if (count >= 1 && count <= kMaxRanks) return;
+    refuse(std::string("a ") + what + " of " + std::to_string(count) + " parts; 1 to " +
+           std::to_string(kMaxRanks));
+}
+
+// As many threads as divide a block: 8 of 64 elements, 16 of 128.
+void check_width(std::int32_t width) {
+    const int threads = width / kElements;
+    if (threads >= 1 && width % kElements == 0 && kMergeThreads % threads == 0) return;
+    refuse("rows of " + std::to_string(width) + " elements; a power of two from " +
+           std::to_string(kElements) + " to " + std::to_string(kElements * kMergeThreads));
+}
+
+void check_rows(std::int32_t batch, std::int32_t heads, std::int32_t rows) {
+    const std::int64_t all = std::int64_t{batch} * heads * rows;
+    if (all >= 1 && all <= (std::int64_t{1} << 30)) return;
+    refuse(std::to_string(all) + " rows; 1 to 2^30");
 }
 
 void check(const Merge& merge) {
-    const auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
-    if (merge.count < 1 || merge.count > kMaxRanks) {
-        refuse("a merge of " + std::to_string(merge.count) + " parts; 1 to " +
-               std::to_string(kMaxRanks));
-    }
-    // As many threads as divide a block: 8 of 64 elements, 16 of 128.
-    const int threads = merge.width / kElements;
-    if (threads < 1 || merge.width % kElements != 0 || kMergeThreads % threads != 0) {
-        refuse("rows of " + std::to_string(merge.width) + " elements; a power of two from " +
-               std::to_string(kElements) + " to " + std::to_string(kElements * kMergeThreads));
-    }
-    const std::int64_t all = std::int64_t{merge.batch} * merge.heads * merge.rows;
-    if (all < 1 || all > (std::int64_t{1} << 30)) {
-        refuse(std::to_string(all) + " rows of queries; 1 to 2^30");
-    }
+    check_parts("merge", merge.count);
+    check_width(merge.width);
+    check_rows(merge.batch, merge.heads, merge.rows);
     if (merge.parts[0].first != 0) refuse("the first part does not have all rows");
+}
+
+void check(const Sums& sums) {
+    check_width(sums.width);
+    for (const Sum& sum : sums.sums) {
+        check_parts("sum", sum.count);
+        check_rows(sums.batch, sum.heads, sum.rows);
+        if (sum.given[0].first != 0 || sum.given[0].rows != sum.rows) {
+            refuse("the first part does not have all rows");
+        }
+    }
 }
 
 }  // namespace
 
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
-                cudaStream_t stream) {
+                std::uint32_t flag, cudaStream_t stream) {
+    if (flag >= kFlags) {
+        throw std::invalid_argument("flag " + std::to_string(flag) + "; there are " +
+                                    std::to_string(kFlags));
+    }
     if (source < 0 || source >= workspace.world || source == workspace.rank) {
         throw std::invalid_argument("source " + std::to_string(source) + " is no peer of rank " +
                                     std::to_string(workspace.rank));
     }
     cuda::launch_small("launching the wait for a part", await_part_kernel, 1, 32, 0, stream,
-                       workspace, limits, static_cast<std::uint32_t>(source));
+                       workspace, limits, static_cast<std::uint32_t>(source), flag);
 }
 
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,
@@ -133,6 +201,14 @@ void merge(const Workspace& workspace, const transport::WaitLimits& limits, cons
     const auto kernel = merge.half ? merge_kernel<__half> : merge_kernel<__nv_bfloat16>;
     cuda::launch_small("launching the merge of parts", kernel, blocks, kMergeThreads, 0, stream,
                        workspace, limits, merge, ends);
+}
+
+void sum(const Workspace& workspace, const transport::WaitLimits& limits, const Sums& sums,
+         std::uint32_t blocks, bool ends, cudaStream_t stream) {
+    check(sums);
+    const auto kernel = sums.half ? sum_kernel<__half> : sum_kernel<__nv_bfloat16>;
+    cuda::launch_small("launching the sums of gradients", kernel, blocks, kMergeThreads, 0, stream,
+                       workspace, limits, sums, ends);
 }
 
 }  // namespace mkernel::hopper::attention

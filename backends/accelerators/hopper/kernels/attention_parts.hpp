@@ -1,10 +1,13 @@
-// What stands between the calls of a library's attention: the wait for keys and values of a peer, and the
-// merge of what the calls found.
+// What stands between the calls of a library's attention: the wait for what a peer sent, and the kernels
+// that make one result of what the calls found.
 //
-// Queries q see the keys in parts p, a call each: out_p, and lse_p, the log-sum-exp of the part's scores. Then
+// Forward. Queries q see the keys in parts p, a call each: out_p, and lse_p, the log-sum-exp of the part's scores. Then
 //   lse = log sum_p e^lse_p,  out = sum_p e^(lse_p - lse) out_p,
 // in float32, in the order of the parts; out is rounded once more. Source: Milakov and Gimelshein, "Online
 // normalizer calculation for softmax", 2018.
+//
+// Backward. Every call is given the result and the log-sum-exp of all keys, so that what the parts give to a
+// gradient is added up, in float32, in the order of the parts, and rounded once more.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -41,15 +44,43 @@ struct Merge {
     bool half;  // float16, else bfloat16
 };
 
-// Both on the current device's `stream`, may be captured. CudaError; std::invalid_argument.
+// What a part gives to the gradients of rows [first, first + rows): `of` [batch, heads, rows, width].
+struct Given {
+    Rows of;
+    std::int32_t first, rows;
+};
 
-// What follows on `stream` comes after `source` has set its flag of the running call, and reads what was
+// A gradient: `factor` times the sum of what is given to it.
+struct Sum {
+    Given given[kMaxRanks];
+    std::int32_t
+        count;  // of them, in the order in which they are added; the first one has all rows
+    Rows out;
+    std::int32_t heads, rows;
+    float factor;
+};
+
+inline constexpr int kSums = 3;
+
+struct Sums {
+    Sum sums[kSums];  // of q, k and v
+    std::int32_t batch, width;
+    bool half;
+};
+
+// All on the current device's `stream`, may be captured. CudaError; std::invalid_argument.
+
+// What follows on `stream` comes after `source` has set that flag in the running call, and reads what was
 // copied before the flag.
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
-                cudaStream_t stream);
+                std::uint32_t flag, cudaStream_t stream);
 
 // On `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,
            std::uint32_t blocks, bool ends, cudaStream_t stream);
+
+// The same of gradients.
+void sum(const Workspace& workspace, const transport::WaitLimits& limits, const Sums& sums,
+         std::uint32_t blocks, bool ends, cudaStream_t stream);
 
 }  // namespace mkernel::hopper::attention

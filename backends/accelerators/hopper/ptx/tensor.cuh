@@ -41,6 +41,15 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done
         : "memory");
 }
 
+__device__ inline void load_box_to(std::uint16_t blocks, void* to, const CUtensorMap* map,
+                                   Mbarrier* done, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
 __device__ inline void store_box(const CUtensorMap* map, const void* from, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
@@ -71,11 +80,38 @@ __device__ inline std::uint32_t block_in_cluster() {
     return rank;
 }
 
+__device__ inline std::uint32_t blocks_of_cluster() {
+    std::uint32_t count;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+    return count;
+}
+
 __device__ inline void cluster_barrier() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"
         "barrier.cluster.wait.acquire.aligned;" ::
             : "memory");
+}
+
+// The two halves of it, all threads of a warp together: what was written before `arrive` is seen behind `wait`.
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four floats of the shared memory of block `block` of the cluster, where they lie in this block's at `at`.
+__device__ inline float4 load_of_block(const float* at, std::uint32_t block) {
+    float4 four;
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}\n"
+        : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+        : "r"(shared_address(at)), "r"(block)
+        : "memory");
+    return four;
 }
 
 }  // namespace mkernel::hopper::ptx

@@ -96,12 +96,12 @@ __device__ inline Shared<C>& shared_memory() {
     return *reinterpret_cast<Shared<C>*>(memory);
 }
 
-// All threads, first thing.
+// All threads, first thing. `loaders`: that each arrive once a stage.
 template <class C>
-__device__ inline void open_block(Shared<C>& shared) {
+__device__ inline void open_block(Shared<C>& shared, int loaders = 1) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < C::kStages; ++stage) {
-            shared.full[stage].init(1);
+            shared.full[stage].init(loaders);
             shared.empty[stage].init(C::kCluster * kMultipliers * kWarpgroup / 32);
         }
         for (int slot = 0; slot < C::kSliceSlots; ++slot) {

@@ -53,6 +53,21 @@ class Multiplier {
         if (steps > 0) release(before.slot);
     }
 
+    // The first row of the tile that this warpgroup holds.
+    __device__ int first_row() const { return group_ * 64; }
+
+    // As many stages of a tile none of whose rows are this warpgroup's: zeros.
+    __device__ __forceinline__ void skip(int steps) {
+#pragma unroll
+        for (float& each : sum_) each = 0;
+        for (int step = 0; step < steps; ++step) {
+            shared_.full[stage_.slot].wait(stage_.parity);
+            __syncwarp();
+            release(stage_.slot);
+            stage_.next();
+        }
+    }
+
     // Adds a tile of elements that the loader brought, two slices a stage.
     __device__ __forceinline__ void add_tile() {
 #pragma unroll
@@ -116,6 +131,26 @@ class Multiplier {
             ptx::fence_async_shared();
             shared_.written[slice_.slot].arrive();
             slice_.next();
+        }
+    }
+
+    // Writes the tile's first `rows` rows and `columns` columns, unrounded: `of_row(row)` is where the
+    // first column of a row is.
+    template <class OfRow>
+    __device__ __forceinline__ void write_floats(int rows, int columns, OfRow&& of_row) const {
+        const int first = row_ - lane_ % 16 + lane_ / 4;
+        const int column = lane_ % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (first + half * 8 >= rows) continue;
+            float* const to = of_row(first + half * 8) + column;
+#pragma unroll
+            for (int block = 0; block < C::kTileN / 8; ++block) {
+                if (block * 8 + column < columns) {
+                    *reinterpret_cast<float2*>(to + block * 8) = {sum_[4 * block + 2 * half],
+                                                                  sum_[4 * block + 2 * half + 1]};
+                }
+            }
         }
     }
 

@@ -5,6 +5,8 @@
 //   1. All output tiles of the rank are numbered in the order of consumption.hpp (the own rows
 //      first); block i computes tiles i, i + blocks, ...: all blocks work on early data first, and
 //      every output tile is a unit of parallelism.
+//      Where the columns of tiles divide the blocks, each block stays with its columns of B, of which
+//      L1 keeps what it can.
 //   2. For each K tile, ascending: wait for its chunk (own rows: never), then load A (own rows:
 //      from the user's tensor; others: from their staging slot) and multiply (gemm/product.hpp).
 //   3. After the last K tile, store the output tile, converting to C's dtype.
@@ -46,7 +48,7 @@ class Compute {
         const std::uint32_t column = n_tile * g_.tile_n;
         const std::uint32_t columns = part_of(g_.n, column, g_.tile_n);
         const isa::GlobalView out = args_.out.sub(row, column, g_.rows_of(row_group), columns);
-        return product_.tile(
+        return product_.same_columns(
             out, args_.b.sub(0, column, g_.k, columns),
             [&](std::uint32_t k_tile) -> isa::GlobalView {
                 const std::uint32_t chunk = g_.chunk_of(row_group * g_.k_tiles() + k_tile);

@@ -1,11 +1,20 @@
-// One output tile of a product on a cube core: GM → L1 → L0 → L0C → GM, everything double-buffered,
-// L0C where it holds two output tiles. Between `open` and `close`, any number of tiles.
-//   1. For each K tile, ascending: load A and B into one half of L1.
+// One output tile of a product on a cube core: GM → L1 → L0 → L0C → GM. L0 is double-buffered, L0C
+// where it holds two output tiles; L1 has up to four stages, which hide the latency of memory.
+// Between `open` and `close`, any number of tiles, all of the same K.
+//   1. For each K tile, ascending: load A and B into one stage of L1.
 //   2. For each step_k of it: extract A and B into one half of L0A and L0B, multiply into L0C.
 //   3. After the last K tile, store L0C to `out`, converting to its dtype.
-// Flags (event = half of the buffer):
-//   MTE2→MTE1 loaded, MTE1→MTE2 L1 half free; MTE1→M extracted, M→MTE1 L0 half free;
+// An output may be several row blocks of tile_m (`blocks`; two at most, as L0C has halves): they share
+// each load of B.
+// Tiles of the same rows of A, one after another, load the first K tiles of A once (`same_rows`): they
+// stay in what L1 has left, since all cores share the way to memory. Tiles of the same columns of B do
+// so with B (`same_columns`). A kernel keeps one of the two.
+// Flags (event = stage or half of the buffer):
+//   MTE2→MTE1 loaded, MTE1→MTE2 L1 stage free; MTE1→M extracted, M→MTE1 L0 half free;
 //   M→FIX output tile complete, FIX→M L0C free.
+// A kept K tile of A is read behind the load of B of the same step or of one before. It is overwritten
+// behind the wait for a stage that was free later than it, or, where that is not so long ago, behind a
+// flag of its own: MTE1→MTE2 (kFlush).
 #pragma once
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
@@ -16,28 +25,32 @@ namespace mkernel::ascend::gemm {
 template <class Core>
 class Product {
   public:
-    // `dtype`: of A and B.
-    Product(Core& core, const Tiling& tiling, isa::DType dtype)
+    // `dtype`: of A and B; `blocks`: the most row blocks of an output; `eighths`: of L1 that stages may
+    // take, so that the rest may keep A or B.
+    Product(Core& core, const Tiling& tiling, isa::DType dtype, std::uint32_t blocks = 1,
+            std::uint32_t eighths = 5)
         : core_(core),
           t_(tiling),
           dtype_(dtype),
+          blocks_(blocks),
+          stages_(stages_of(blocks * a_bytes() + b_bytes(), eighths)),
           halves_(2 * output_bytes() <= isa::capacity_of(isa::Buffer::L0C) ? 2 : 1) {}
 
     void open() {
-        for (std::uint32_t half = 0; half < 2; ++half) {
-            core_.set_flag(Pipe::MTE1, Pipe::MTE2, half);
-            core_.set_flag(Pipe::M, Pipe::MTE1, half);
+        for (std::uint32_t stage = 0; stage < stages_; ++stage) {
+            core_.set_flag(Pipe::MTE1, Pipe::MTE2, stage);
         }
+        for (std::uint32_t half = 0; half < 2; ++half) core_.set_flag(Pipe::M, Pipe::MTE1, half);
         for (std::uint32_t half = 0; half < halves_; ++half) {
             core_.set_flag(Pipe::FIX, Pipe::M, half);
         }
     }
 
     void close() {
-        for (std::uint32_t half = 0; half < 2; ++half) {
-            core_.wait_flag(Pipe::MTE1, Pipe::MTE2, half);
-            core_.wait_flag(Pipe::M, Pipe::MTE1, half);
+        for (std::uint32_t stage = 0; stage < stages_; ++stage) {
+            core_.wait_flag(Pipe::MTE1, Pipe::MTE2, stage);
         }
+        for (std::uint32_t half = 0; half < 2; ++half) core_.wait_flag(Pipe::M, Pipe::MTE1, half);
         for (std::uint32_t half = 0; half < halves_; ++half) {
             core_.wait_flag(Pipe::FIX, Pipe::M, half);
         }
@@ -48,49 +61,131 @@ class Product {
     // aborted or timed out) `tile` returns false at once.
     template <class SourceOfA>
     bool tile(const isa::GlobalView& out, const isa::GlobalView& b, const SourceOfA& a) {
-        const Tile sum{.buffer = isa::Buffer::L0C,
-                       .dtype = isa::DType::float32,
-                       .offset = out_half_ * output_bytes(),
-                       .rows = t_.tile_m,
-                       .cols = t_.tile_n,
-                       .valid_rows = out.rows,
-                       .valid_cols = out.cols};
-        core_.wait_flag(Pipe::FIX, Pipe::M, out_half_);
-        for (std::uint32_t k_tile = 0; k_tile < divide_up(b.rows, t_.tile_k); ++k_tile) {
-            const isa::GlobalView source = a(k_tile);
-            if (source.base == nullptr) return false;
-            const std::uint32_t depth = source.cols;
-            const Tile l1a = l1_a(out.rows, depth), l1b = l1_b(b, depth);
-            core_.wait_flag(Pipe::MTE1, Pipe::MTE2, l1_half_);
-            core_.tload(l1a, source);
-            core_.tload(l1b, b.sub(std::int64_t{k_tile} * t_.tile_k, 0, depth, b.cols));
-            core_.set_flag(Pipe::MTE2, Pipe::MTE1, l1_half_);
-            core_.wait_flag(Pipe::MTE2, Pipe::MTE1, l1_half_);
-            for (std::uint32_t at = 0; at < depth; at += t_.step_k) {
-                multiply_step(sum, l1a, l1b, at, k_tile == 0 && at == 0);
-            }
-            core_.set_flag(Pipe::MTE1, Pipe::MTE2, l1_half_);
-            l1_half_ ^= 1;
+        streams_ = true;
+        if (loaded_ > room()) {  // in the stages' place
+            flush();
+            loaded_ = 0;
         }
-        core_.set_flag(Pipe::M, Pipe::FIX, out_half_);
-        core_.wait_flag(Pipe::M, Pipe::FIX, out_half_);
-        core_.tstore(out, sum);
-        core_.set_flag(Pipe::FIX, Pipe::M, out_half_);
-        out_half_ = (out_half_ + 1) % halves_;
-        return true;
+        return tile(out, b, 0, 0, a, [](std::uint32_t) {});
     }
 
     // The same where all of A [out.rows, k] is at hand.
     void tile(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a) {
-        tile(out, b, [&](std::uint32_t k_tile) {
-            const std::uint32_t from = k_tile * t_.tile_k;
-            return a.sub(0, from, a.rows, part_of(a.cols, from, t_.tile_k));
-        });
+        tile(out, b, k_tiles_of(a));
+    }
+
+    // The same where A lies in memory that nobody writes while the kernel runs. `issued(k_tile)`: called
+    // behind each K tile's instructions, while the pipes are at work on them.
+    template <class Issued>
+    void same_rows(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a,
+                   const Issued& issued) {
+        const std::uint32_t kept = keeps(divide_up(b.rows, t_.tile_k));
+        if (a.base != kept_ || a.rows != kept_lines_) loaded_ = 0;
+        kept_ = a.base;
+        kept_lines_ = a.rows;
+        tile(out, b, kept, loaded_, k_tiles_of(a), issued);
+        loaded_ = kept;
+    }
+
+    // The same where B lies in memory that nobody writes while the kernel runs; `a`, and what is
+    // returned, as in `tile`.
+    template <class SourceOfA>
+    bool same_columns(const isa::GlobalView& out, const isa::GlobalView& b, const SourceOfA& a) {
+        columns_ = true;
+        const std::uint32_t k_tiles = divide_up(b.rows, t_.tile_k),
+                            kept = k_tiles < room() ? k_tiles : room();
+        if (b.base != kept_ || b.cols != kept_lines_) loaded_ = 0;
+        kept_ = b.base;
+        kept_lines_ = b.cols;
+        if (!tile(out, b, kept, loaded_, a, [](std::uint32_t) {})) return false;
+        loaded_ = kept;
+        return true;
+    }
+
+    // A fence of pipe FIX: whatever has led to the tiles so far is done.
+    void fence() {
+        core_.fence(isa::Pipe::FIX);
+        flushed_ = stored_ > flushed_ ? stored_ : flushed_;
     }
 
   private:
     using Pipe = isa::Pipe;
     using Tile = isa::Tile;
+
+    static constexpr std::uint32_t kMostStages = 4, kMostKept = 128;
+    static constexpr std::uint32_t kFlush = kMostStages;  // event
+
+    [[nodiscard]] auto k_tiles_of(const isa::GlobalView& a) const {
+        return [this, a](std::uint32_t k_tile) {
+            const std::uint32_t from = k_tile * t_.tile_k;
+            return a.sub(0, from, a.rows, part_of(a.cols, from, t_.tile_k));
+        };
+    }
+
+    // `kept`: K tiles of A (or B), from the first on, that have a place of their own in L1, of which
+    // `loaded` hold this one already.
+    template <class SourceOfA, class Issued>
+    bool tile(const isa::GlobalView& out, const isa::GlobalView& b, std::uint32_t kept,
+              std::uint32_t loaded, const SourceOfA& a, const Issued& issued) {
+        const std::uint32_t k_tiles = divide_up(b.rows, t_.tile_k),
+                            last = (out.rows - 1) / t_.tile_m;  // row block
+        core_.wait_flag(Pipe::FIX, Pipe::M, out_half_);
+        for (std::uint32_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+            const isa::GlobalView source = a(k_tile);
+            if (source.base == nullptr) return false;
+            const bool keeps = k_tile < kept, here = k_tile < loaded;
+            const Tile l1b = l1_b(keeps && columns_, k_tile, b, source.cols);
+            core_.wait_flag(Pipe::MTE1, Pipe::MTE2, stage_);
+            if (keeps && !here) wait_read(k_tile);
+            if (columns_ || !here) {
+                each_block(out, [&](std::uint32_t block, std::uint32_t row, std::uint32_t rows) {
+                    core_.tload(l1_a(keeps && !columns_, k_tile, block, rows, source.cols),
+                                source.sub(row, 0, rows, source.cols));
+                });
+            }
+            if (!columns_ || !here) {
+                core_.tload(l1b, b.sub(std::int64_t{k_tile} * t_.tile_k, 0, source.cols, b.cols));
+            }
+            core_.set_flag(Pipe::MTE2, Pipe::MTE1, stage_);
+            core_.wait_flag(Pipe::MTE2, Pipe::MTE1, stage_);
+            each_block(out, [&](std::uint32_t block, std::uint32_t, std::uint32_t rows) {
+                const std::uint32_t half = (out_half_ + block) % halves_;
+                const Tile sum = l0_c(half, rows, out.cols),
+                           l1a = l1_a(keeps && !columns_, k_tile, block, rows, source.cols);
+                if (k_tile == 0 && block > 0) core_.wait_flag(Pipe::FIX, Pipe::M, half);
+                for (std::uint32_t at = 0; at < source.cols; at += t_.step_k) {
+                    multiply_step(sum, l1a, l1b, at, k_tile == 0 && at == 0);
+                }
+                // While the next block is at work; the last one's comes below.
+                if (k_tile + 1 == k_tiles && block < last) store(out, block, half);
+            });
+            core_.set_flag(Pipe::MTE1, Pipe::MTE2, stage_);
+            stage_ = (stage_ + 1) % stages_;
+            ++steps_;
+            if (keeps) read_[k_tile] = steps_;
+            issued(k_tile);
+        }
+        store(out, last, (out_half_ + last) % halves_);
+        stored_ = steps_;
+        out_half_ = (out_half_ + last + 1) % halves_;
+        return true;
+    }
+
+    void store(const isa::GlobalView& out, std::uint32_t block, std::uint32_t half) {
+        const std::uint32_t row = block * t_.tile_m, rows = part_of(out.rows, row, t_.tile_m);
+        core_.set_flag(Pipe::M, Pipe::FIX, half);
+        core_.wait_flag(Pipe::M, Pipe::FIX, half);
+        core_.tstore(out.sub(row, 0, rows, out.cols), l0_c(half, rows, out.cols));
+        core_.set_flag(Pipe::FIX, Pipe::M, half);
+    }
+
+    // Of an output's row blocks: `work(block, row, rows)`.
+    template <class Work>
+    void each_block(const isa::GlobalView& out, const Work& work) const {
+        for (std::uint32_t row = 0; row < out.rows; row += t_.tile_m) {
+            work(row / t_.tile_m, row, part_of(out.rows, row, t_.tile_m));
+        }
+    }
 
     void multiply_step(const Tile& sum, const Tile& a, const Tile& b, std::uint32_t at,
                        bool first) {
@@ -128,35 +223,94 @@ class Product {
         return t_.tile_m * t_.tile_n * static_cast<std::uint32_t>(sizeof(float));
     }
 
-    // L1: A halves, then B halves.
-    [[nodiscard]] Tile l1_a(std::uint32_t rows, std::uint32_t depth) const {
-        const std::uint32_t bytes = t_.tile_m * t_.tile_k * isa::bytes_of(dtype_);
+    [[nodiscard]] std::uint32_t a_bytes() const {
+        return t_.tile_m * t_.tile_k * isa::bytes_of(dtype_);
+    }
+    [[nodiscard]] std::uint32_t b_bytes() const {
+        return t_.tile_k * t_.tile_n * isa::bytes_of(dtype_);
+    }
+
+    // As many as these eighths of L1 hold; at least two.
+    static constexpr std::uint32_t stages_of(std::uint32_t each, std::uint32_t eighths) {
+        const std::uint32_t found = isa::capacity_of(isa::Buffer::L1) / 8 * eighths / each;
+        return found < 2 ? 2 : found < kMostStages ? found : kMostStages;
+    }
+    // Bytes of a K tile of what is kept: A of all row blocks, or B.
+    [[nodiscard]] std::uint32_t kept_bytes() const {
+        return columns_ ? b_bytes() : blocks_ * a_bytes();
+    }
+    // Such K tiles beside all stages in L1.
+    [[nodiscard]] std::uint32_t room() const {
+        const std::uint32_t used = stages_ * (blocks_ * a_bytes() + b_bytes());
+        const std::uint32_t fit = (isa::capacity_of(isa::Buffer::L1) - used) / kept_bytes();
+        return fit < kMostKept - kMostStages ? fit : kMostKept - kMostStages;
+    }
+    // K tiles of A that L1 keeps: all, if need be in the stages' place, or what fits beside these.
+    [[nodiscard]] std::uint32_t keeps(std::uint32_t k_tiles) const {
+        const std::uint32_t most = room() + (streams_ ? 0 : stages_);
+        return k_tiles <= most ? k_tiles : room();
+    }
+    // Until MTE1 has read a kept tile for the last time.
+    void wait_read(std::uint32_t k_tile) {
+        if (read_[k_tile] + stages_ <= steps_ + 1 || read_[k_tile] <= flushed_) return;
+        flush();
+    }
+    void flush() {
+        core_.set_flag(Pipe::MTE1, Pipe::MTE2, kFlush);
+        core_.wait_flag(Pipe::MTE1, Pipe::MTE2, kFlush);
+        flushed_ = steps_;
+    }
+
+    [[nodiscard]] Tile l0_c(std::uint32_t half, std::uint32_t rows, std::uint32_t cols) const {
+        return {.buffer = isa::Buffer::L0C,
+                .dtype = isa::DType::float32,
+                .offset = half * output_bytes(),
+                .rows = t_.tile_m,
+                .cols = t_.tile_n,
+                .valid_rows = rows,
+                .valid_cols = cols};
+    }
+    // L1: stages of B, stages of A; from the end on what is kept of A or B.
+    [[nodiscard]] std::uint32_t kept_at(std::uint32_t k_tile) const {
+        return isa::capacity_of(isa::Buffer::L1) - (k_tile + 1) * kept_bytes();
+    }
+    [[nodiscard]] Tile l1_a(bool kept, std::uint32_t k_tile, std::uint32_t block,
+                            std::uint32_t rows, std::uint32_t depth) const {
+        const std::uint32_t stage = stages_ * b_bytes() + stage_ * blocks_ * a_bytes();
         return {.buffer = isa::Buffer::L1,
                 .dtype = dtype_,
-                .offset = l1_half_ * bytes,
+                .offset = (kept ? kept_at(k_tile) : stage) + block * a_bytes(),
                 .rows = t_.tile_m,
                 .cols = t_.tile_k,
                 .valid_rows = rows,
                 .valid_cols = depth};
     }
-    [[nodiscard]] Tile l1_b(const isa::GlobalView& b, std::uint32_t depth) const {
-        const std::uint32_t size = isa::bytes_of(dtype_);
-        return {
-            .buffer = isa::Buffer::L1,
-            .dtype = dtype_,
-            .layout = b.col_stride == 1 ? isa::Layout::row : isa::Layout::column,
-            .offset = 2 * t_.tile_m * t_.tile_k * size + l1_half_ * t_.tile_k * t_.tile_n * size,
-            .rows = t_.tile_k,
-            .cols = t_.tile_n,
-            .valid_rows = depth,
-            .valid_cols = b.cols};
+    [[nodiscard]] Tile l1_b(bool kept, std::uint32_t k_tile, const isa::GlobalView& b,
+                            std::uint32_t depth) const {
+        return {.buffer = isa::Buffer::L1,
+                .dtype = dtype_,
+                .layout = b.col_stride == 1 ? isa::Layout::row : isa::Layout::column,
+                .offset = kept ? kept_at(k_tile) : stage_ * b_bytes(),
+                .rows = t_.tile_k,
+                .cols = t_.tile_n,
+                .valid_rows = depth,
+                .valid_cols = b.cols};
     }
 
     Core& core_;
     Tiling t_;
     isa::DType dtype_;
+    std::uint32_t blocks_;
+    std::uint32_t stages_;  // of L1
     std::uint32_t halves_;  // of L0C
-    std::uint32_t l1_half_ = 0, l0_half_ = 0, out_half_ = 0;
+    std::uint32_t stage_ = 0, l0_half_ = 0, out_half_ = 0;
+    const std::byte* kept_ = nullptr;  // the A, or B, whose first `loaded_` K tiles L1 holds
+    std::uint32_t kept_lines_ = 0, loaded_ = 0;
+    bool columns_ = false;  // B is kept
+    bool streams_ = false;  // some tiles keep nothing
+    // Steps (K tiles) so far; those of tiles whose store is issued; those that are through for certain; and
+    // up to the latest reader of a kept tile.
+    std::uint64_t steps_ = 0, stored_ = 0, flushed_ = 0, read_[kMostKept] = {};
 };
 
 }  // namespace mkernel::ascend::gemm

@@ -1,24 +1,27 @@
 // GEMM+ReduceScatter and GEMM+AllReduce: what their kernels get, and the geometry that they must
 // agree on. Both sum W partial products, each at the tile's *owner*.
 //
-// Output tiles are tile_m x tile_n, numbered row group by row group, N fastest. ReduceScatter: each
-// rank owns the tiles of its own m / world rows. AllReduce (`replicated`): one numbering over all m
-// rows, cut into `world` even runs of tiles. A chunk is `tiles_per_chunk` consecutive tiles of one
-// owner, the last one shorter.
+// Output tiles are tile_m x tile_n, numbered band by band of `band` row groups, within a band column by
+// column: the tiles of a column of a band are computed at the same time, and a cube core whose next tile
+// is of the next column keeps its rows of A (gemm/product.hpp). ReduceScatter: each rank owns the
+// tiles of its own m / world rows. AllReduce (`replicated`): one numbering over all m rows, cut into
+// `world` even runs of tiles. A chunk is `tiles_per_chunk` consecutive tiles of one owner, the last one
+// shorter.
 //
-// A *slot* holds one rank's partial results, in float32, for all tiles of one owner, each tile
-// dense in its valid size, one after another: a chunk is one contiguous range. Memory of a rank
+// A *slot* holds one rank's partial results, of `partial_dtype`, for all tiles of one owner, each
+// tile dense in its valid size, one after another: a chunk is one contiguous range. Memory of a rank
 // (call.hpp):
-//   inbox   a slot for each other rank: the own tiles' partials from it. AllReduce: then the other
-//           owners' finished tiles, in the output's dtype, all of C. These come without a wait for this
-//           rank's release: an owner has a result only after this rank has sent its partials of the
-//           same call, that is after all its calls before.
+//   inbox   a slot for each other rank: the own tiles' partials from it. AllReduce: then finished
+//           tiles, in the output's dtype, all of C: those of this rank, which ranks of its node get
+//           from here, and those that owners of other nodes put here. Both are written without a wait
+//           for a release: an owner has a result only after every rank has sent its partials of the
+//           same call, that is after all calls of that rank before.
 //   outbox  a slot for each rank: what this rank computed for that owner. AllReduce: then one for the
 //           own finished tiles, for ranks of other nodes.
 //
 // Words:
 //   arrived(s, c)   remote: +1 by rank s when its part of the own chunk c is in the inbox
-//   summed(t)       remote, AllReduce: +1 by its owner when the result of tile t is here
+//   summed(t)       remote, AllReduce: +1 by its owner when the result of tile t is there, or here
 //   computed(o, c)  local: +1 for each tile of owner o's chunk c in the outbox
 //   finished        local: +1 by each communication block; in the view without communication by each
 //                   block of the compute kernel (release.hpp)
@@ -39,6 +42,8 @@ struct Geometry {
     std::uint32_t tile_m = 0, tile_n = 0, tile_k = 0, step_k = 0, tiles_per_chunk = 1;
     bool replicated = false;
     isa::DType dtype = isa::DType::float16, out_dtype = isa::DType::float32;
+    isa::DType partial_dtype = isa::DType::float32;  // or out_dtype
+    std::uint32_t band = 1;                          // row groups
 
     [[nodiscard]] constexpr Tiling tiling() const { return {tile_m, tile_n, tile_k, step_k}; }
     // A grid of tiles: one an owner, or one for all.
@@ -82,21 +87,25 @@ struct Geometry {
     }
 
     [[nodiscard]] constexpr Area area(std::uint32_t owner, std::uint32_t tile) const {
-        const std::uint32_t row = tile / n_tiles() * tile_m, column = tile % n_tiles() * tile_n;
+        const Place at = place(tile);
+        const std::uint32_t row = (at.first_group + at.group) * tile_m, column = at.column * tile_n;
         return {(replicated ? 0 : owner * grid_rows()) + row, column,
                 part_of(grid_rows(), row, tile_m), part_of(n, column, tile_n)};
     }
     // Elements of the grid before a tile.
     [[nodiscard]] constexpr std::uint64_t before(std::uint32_t tile) const {
         if (tile == grid_tiles()) return std::uint64_t{grid_rows()} * n;
-        const Area at = area(0, tile);
-        return std::uint64_t{at.row} * n + std::uint64_t{at.rows} * at.column;
+        const Place at = place(tile);
+        const std::uint32_t first = at.first_group * tile_m, column = at.column * tile_n;
+        const std::uint32_t rows = part_of(grid_rows(), first, band * tile_m);
+        return std::uint64_t{first} * n + std::uint64_t{rows} * column +
+               std::uint64_t{at.group} * tile_m * part_of(n, column, tile_n);
     }
 
     // Bytes from the start of an owner's slot to one of its tiles.
     [[nodiscard]] constexpr std::uint64_t tile_offset(std::uint32_t owner,
                                                       std::uint32_t tile) const {
-        return (before(tile) - before(first(owner))) * sizeof(float);
+        return (before(tile) - before(first(owner))) * isa::bytes_of(partial_dtype);
     }
     [[nodiscard]] constexpr Range chunk_range(std::uint32_t owner, std::uint32_t chunk) const {
         const std::uint64_t begin = tile_offset(owner, chunk_begin(owner, chunk));
@@ -149,6 +158,16 @@ struct Geometry {
         return words_needed(summed(replicated ? grid_tiles() : 0).number,
                             computed(world, 0).number);
     }
+
+    struct Place {
+        std::uint32_t first_group = 0, group = 0, column = 0;  // of the band; in it; of tiles
+    };
+    [[nodiscard]] constexpr Place place(std::uint32_t tile) const {
+        const std::uint32_t first = tile / (band * n_tiles()) * band;
+        const std::uint32_t height = part_of(divide_up(grid_rows(), tile_m), first, band);
+        const std::uint32_t within = tile - first * n_tiles();
+        return {first, within % height, within / height};
+    }
 };
 
 struct Args : CallArgs {
@@ -160,9 +179,9 @@ struct Args : CallArgs {
     // Tile of `owner`, dense in `slot`.
     [[nodiscard]] constexpr isa::GlobalView partial(std::byte* slot, std::uint32_t owner,
                                                     std::uint32_t tile) const {
-        return dense(slot + geometry.tile_offset(owner, tile), isa::DType::float32, tile);
+        return dense(slot + geometry.tile_offset(owner, tile), geometry.partial_dtype, tile);
     }
-    // A finished tile in an inbox.
+    // A finished tile in an inbox, of its owner or from a rank of another node.
     [[nodiscard]] constexpr isa::GlobalView result(std::byte* inbox_of, std::uint32_t tile) const {
         return dense(inbox_of + geometry.result_offset(tile), geometry.out_dtype, tile);
     }

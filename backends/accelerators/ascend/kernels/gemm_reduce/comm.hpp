@@ -6,13 +6,13 @@
 //   outbox → inbox of the tile's owner, as soon as a chunk is computed (TPUT or NIC)
 //   inbox, and the own part in the outbox → sum in rank order, in float32 → rounded once → out
 // AllReduce (`replicated`) goes on:
-//   out → inbox of every same-node rank (TPUT); outbox → those of other nodes (NIC)
-//   inbox, as each tile comes → out
-// Items of work, round by round (the chunk's number): send the chunk of each other owner; sum (and
-// push on) each tile of the own chunk; AllReduce: take in the tiles of the others' previous chunk.
-// Blocks take them in turns, each its own in order.
+//   the same sum → own inbox; each rank of the node is told, and gets it from there (TGET) → its out
+//   the same sum → outbox → inbox of ranks of other nodes (NIC) → their out
+// Items of work, round by round: send a chunk to each other owner; sum each tile of the own chunk
+// before; AllReduce: gather each other owner's chunk before that. Blocks take them in turns, each its
+// own in order. So an item seldom holds up the next ones of its block for long.
 // There is no deadlock: a send waits for the own compute kernel (and earlier calls) alone, a sum for
-// sends of the same round, taking in for sums of the round before. So the first unfinished item can
+// sends of a round before, gathering for sums of a round before. So the first unfinished item can
 // always go on.
 #pragma once
 
@@ -27,15 +27,18 @@ class Comm {
     Comm(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), partials_(core, args) {
         for (std::uint32_t other = 0; other < g_.world; ++other) {
-            stages_ = stages_ || (g_.replicated && !args_.same_node(other));
+            if (!g_.replicated || other == args_.rank) continue;
+            (args_.same_node(other) ? shows_ : stages_) = true;
         }
     }
 
     // False if a wait was aborted or timed out.
     bool run() {
-        for (std::uint32_t round = 0; round <= g_.chunks(); ++round) {
-            if (round < g_.chunks() && !(send(round) && sum(round))) return false;
-            if (g_.replicated && round > 0 && !take_in(round - 1)) return false;
+        const std::uint32_t chunks = g_.chunks();
+        for (std::uint32_t round = 0; round < chunks + 2; ++round) {
+            if (round < chunks && !send(round)) return false;
+            if (round >= 1 && round <= chunks && !sum(round - 1)) return false;
+            if (g_.replicated && round >= 2 && !gather(round - 2)) return false;
         }
         return release(core_, args_, g_.world, g_.finished());
     }
@@ -54,42 +57,41 @@ class Comm {
         for (std::uint32_t tile = g_.chunk_begin(args_.rank, chunk);
              tile < g_.chunk_end(args_.rank, chunk); ++tile) {
             if (!mine()) continue;
-            const isa::GlobalView staged = stages_ ? args_.own_result(tile) : isa::GlobalView{};
-            if (!partials_.sum(chunk, tile, args_.output(tile), staged)) return false;
-            core_.fence();
-            if (g_.replicated && !push(tile)) return false;
+            const isa::GlobalView none{};
+            const isa::GlobalView copies[2] = {shows_ ? args_.result(args_.inbox, tile) : none,
+                                               stages_ ? args_.own_result(tile) : none};
+            if (!partials_.sum(chunk, tile, args_.output(tile), copies)) return false;
+            if (g_.replicated && !tell(tile)) return false;
         }
         return true;
     }
 
-    // The own tile, which is in the output (and in the outbox), to every other rank.
-    bool push(std::uint32_t tile) {
+    // Every other rank of the own tile, which those of other nodes are sent.
+    bool tell(std::uint32_t tile) {
         const std::uint64_t from = g_.own_result_offset(args_.rank, tile),
                             to = g_.result_offset(tile), bytes = g_.result_offset(tile + 1) - to;
         for (std::uint32_t step = 1; step < g_.world; ++step) {
-            const std::uint32_t rank = args_.order[step];
-            if (args_.same_node(rank)) {
-                partials_.copy(rank, args_.result(args_.peers[rank].inbox, tile),
-                               args_.output(tile));
-                core_.fence();
+            if (!announce(core_, args_, args_.order[step], g_.summed(tile), {from, to, bytes})) {
+                return false;
             }
-            if (!announce(core_, args_, rank, g_.summed(tile), {from, to, bytes})) return false;
         }
         return true;
     }
 
-    bool take_in(std::uint32_t chunk) {
+    // Finished tiles straight into the output.
+    bool gather(std::uint32_t chunk) {
         for (std::uint32_t step = 1; step < g_.world; ++step) {
             const std::uint32_t owner = args_.order[step];
+            if (g_.chunk_tiles(owner, chunk) == 0 || !mine()) continue;
+            core_.annotate(chunk);
             for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                  tile < g_.chunk_end(owner, chunk); ++tile) {
-                if (!mine()) continue;
-                core_.annotate(chunk);
                 if (!core_.twait(args_.word(g_.summed(tile)), 1, owner)) return false;
-                partials_.copy(args_.rank, args_.output(tile), args_.result(args_.inbox, tile));
+                const bool near = args_.same_node(owner);
+                partials_.get(near ? owner : args_.rank, args_.output(tile),
+                              args_.result(near ? args_.peers[owner].inbox : args_.inbox, tile));
             }
         }
-        core_.fence();
         return true;
     }
 
@@ -100,6 +102,7 @@ class Comm {
     const Args& args_;
     const Geometry& g_;
     Partials<Core> partials_;
+    bool shows_ = false;   // results for ranks of the node lie in the inbox too
     bool stages_ = false;  // results for other nodes lie in the outbox too
     std::uint32_t item_ = 0;
 };

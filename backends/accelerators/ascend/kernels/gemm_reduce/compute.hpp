@@ -4,9 +4,10 @@
 //   1. Chunk 0 of every other owner, then the own chunk 0; then chunk 1 of each, and so on: owners
 //      can sum, and links are in use, from the first round on. Tiles are dealt out to blocks in
 //      this order.
-//   2. A tile goes, in float32, to the outbox; a fence, and its chunk's `computed` counts it. Before
-//      the first one a block waits until the ranks of other nodes have released epoch - 2, whose
-//      outbox the NIC has read by then. It waits for nothing else.
+//   2. A tile goes, in the partials' dtype, to the outbox. While the pipes are at work on the next one,
+//      a fence of pipe FIX alone, and its chunk's `computed` counts it. Before the first one a block
+//      waits until the ranks of other nodes have released epoch - 2, whose outbox the NIC has read by
+//      then. It waits for nothing else.
 //   3. In a world of one rank it goes straight to the output, converted to its dtype.
 #pragma once
 
@@ -44,6 +45,7 @@ class Compute {
             }
         }
         product_.close();
+        tell();
         core_.annotate(kNoAnnotation);
         // Without a communication kernel nobody else does.
         return !args_.compute_only || g_.world == 1 ||
@@ -56,18 +58,40 @@ class Compute {
         const isa::GlobalView to =
             g_.world == 1 ? args_.output(tile)
                           : args_.partial(args_.outbox + g_.outbox(owner), owner, tile);
-        product_.tile(to, args_.b.sub(0, at.column, g_.k, at.columns),
-                      args_.a.sub(at.row, 0, at.rows, g_.k));
+        product_.same_rows(to, args_.b.sub(0, at.column, g_.k, at.columns),
+                           args_.a.sub(at.row, 0, at.rows, g_.k), [&](std::uint32_t k_tile) {
+                               // FIX is through with the tile before once these multiply.
+                               if (k_tile + 1 == told_behind()) tell();
+                           });
         if (g_.world == 1) return;
-        core_.fence();
-        core_.tnotify(args_.rank, args_.pad, args_.word(g_.computed(owner, chunk)), 1);
+        stored_ = true;
+        owner_ = owner;
+        chunk_ = chunk;
     }
+
+    // K tiles of the next output tile that are issued before S waits for this one.
+    [[nodiscard]] std::uint32_t told_behind() const {
+        const std::uint32_t k_tiles = divide_up(g_.k, g_.tile_k);
+        return k_tiles < kAhead ? k_tiles : kAhead;
+    }
+
+    // That the tile before is in the outbox.
+    void tell() {
+        if (!stored_) return;
+        stored_ = false;
+        product_.fence();
+        core_.tnotify(args_.rank, args_.pad, args_.word(g_.computed(owner_, chunk_)), 1);
+    }
+
+    static constexpr std::uint32_t kAhead = 8;
 
     Core& core_;
     const Args& args_;
     const Geometry& g_;
     gemm::Product<Core> product_;
     Released<Core> released_;
+    bool stored_ = false;  // a tile of this owner's chunk, which nobody has been told of
+    std::uint32_t owner_ = 0, chunk_ = 0;
 };
 
 MKERNEL_ASCEND_KERNEL(aic, gemm_reduce, compute, Compute, Args)

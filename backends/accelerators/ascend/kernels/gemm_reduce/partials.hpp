@@ -5,9 +5,9 @@
 //   sum    Waits until every rank's part of the chunk is here; then adds the ranks' partials of one
 //          tile in rank order, in float32, rounds once to the output's dtype and stores. The order
 //          is the same on every rank and in every call: results are deterministic.
-// A sum works on bands of rows that fit UB, everything double-buffered. Flags (event = half):
-//   MTE2→V partial loaded (0, 1: the first, into the sum; 2, 3: others), V→MTE2 others' half free;
-//   V→MTE3 sum complete, MTE3→MTE2 sum's half stored and free.
+// A sum works on strips of rows that fit UB: two sums, and as many partials on their way as UB holds,
+// two in float32, four of 16 bits. Flags (event = the partial's buffer, or the half of the sums):
+//   MTE2→V partial loaded, V→MTE2 its buffer free; V→MTE3 sum complete, MTE3→MTE2 its half stored and free.
 #pragma once
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
@@ -20,8 +20,9 @@ namespace mkernel::ascend::gemm_reduce {
 template <class Core>
 class Partials {
   public:
-    // Bytes of a band in float32; UB holds two sums, two partials and two rounded sums.
-    static constexpr std::uint32_t kBandBytes = 32 << 10;
+    // Bytes of a strip in float32. UB holds two sums, two rounded ones and partials: two of float32, or
+    // four of 16 bits and one of them in float32.
+    static constexpr std::uint32_t kStripBytes = 32 << 10;
 
     Partials(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), released_(core, args, g_.world) {}
@@ -36,50 +37,65 @@ class Partials {
         if (args_.same_node(owner)) {
             for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                  tile < g_.chunk_end(owner, chunk); ++tile) {
-                copy(owner, args_.partial(args_.peers[owner].inbox + to, owner, tile),
-                     args_.partial(args_.outbox + from, owner, tile));
+                const isa::GlobalView computed = args_.partial(args_.outbox + from, owner, tile);
+                const isa::RowBuffers rows(computed.dtype, g_.tile_n);
+                core_.tput(owner, args_.partial(args_.peers[owner].inbox + to, owner, tile),
+                           computed, rows.ping, rows.pong);
             }
-            core_.fence();
+            fence();
+        } else if (storing_) {  // what nobody has been told of: an earlier item's
+            fence();
         }
         const Range range = g_.chunk_range(owner, chunk);
         return announce(core_, args_, owner, g_.arrived(args_.rank, chunk),
                         {from + range.offset, to + range.offset, range.bytes});
     }
 
-    // The own `tile`, of the own `chunk`, to `out` and, where it has a base, also to `copy_of_out`.
+    // The own `tile`, of the own `chunk`, to `out` and to those of the `copies` that have a base. With
+    // any of these it is all visible on return: others are told next.
     bool sum(std::uint32_t chunk, std::uint32_t tile, const isa::GlobalView& out,
-             const isa::GlobalView& copy_of_out = {}) {
+             const isa::GlobalView (&copies)[2]) {
         core_.annotate(chunk);
         if (!wait_computed(args_.rank, chunk) || !wait_arrived(core_, args_, chunk)) return false;
-        for (std::uint32_t half = 0; half < 2; ++half) {
-            core_.set_flag(Pipe::V, Pipe::MTE2, half);
-            core_.set_flag(Pipe::MTE3, Pipe::MTE2, half);
+        if (storing_) {  // from the buffers that are filled next
+            core_.set_flag(Pipe::MTE3, Pipe::MTE2, 0);
+            core_.wait_flag(Pipe::MTE3, Pipe::MTE2, 0);
         }
-        const std::uint32_t step = band_rows();
-        for (std::uint32_t row = 0; row < out.rows; row += step) {
-            band(tile, row, part_of(out.rows, row, step), out, copy_of_out);
+        const std::uint32_t strips = divide_up(out.rows, strip_rows());
+        part_ = 0;
+        parts_ = strips * (narrow() ? g_.world : g_.world - 1);
+        for (std::uint32_t i = 0; i < strips; ++i) {
+            strip(tile, i, out, copies);
+            if (i + 2 < strips) core_.set_flag(Pipe::MTE3, Pipe::MTE2, i % 2);
         }
-        for (std::uint32_t half = 0; half < 2; ++half) {
-            core_.wait_flag(Pipe::V, Pipe::MTE2, half);
-            core_.wait_flag(Pipe::MTE3, Pipe::MTE2, half);
-        }
+        storing_ = true;
+        if (copies[0].base != nullptr || copies[1].base != nullptr) fence();
         return true;
     }
 
-    // Copies a tile, here or to a same-node rank, through the whole of UB: what was issued before
-    // must be complete.
-    void copy(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from) {
+    // A finished tile from a rank's memory, through the whole of UB.
+    void get(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from) {
         const isa::RowBuffers rows(from.dtype, g_.tile_n);
-        core_.tput(peer, to, from, rows.ping, rows.pong);
+        core_.tget(peer, to, from, rows.ping, rows.pong);
+        storing_ = true;
     }
 
   private:
     using Pipe = isa::Pipe;
     using Tile = isa::Tile;
 
-    [[nodiscard]] std::uint32_t band_rows() const {
-        const std::uint32_t rows = kBandBytes / sizeof(float) / g_.tile_n;
+    [[nodiscard]] bool narrow() const { return isa::bytes_of(g_.partial_dtype) == 2; }
+    // Partials on their way.
+    [[nodiscard]] std::uint32_t buffered() const { return narrow() ? 4 : 2; }
+
+    [[nodiscard]] std::uint32_t strip_rows() const {
+        const std::uint32_t rows = kStripBytes / sizeof(float) / g_.tile_n;
         return rows < g_.tile_m ? rows : g_.tile_m;
+    }
+
+    void fence() {
+        core_.fence();
+        storing_ = false;
     }
 
     bool wait_computed(std::uint32_t owner, std::uint32_t chunk) {
@@ -87,53 +103,55 @@ class Partials {
                            args_.rank);
     }
 
-    void band(std::uint32_t tile, std::uint32_t row, std::uint32_t rows, const isa::GlobalView& out,
-              const isa::GlobalView& copy_of_out) {
-        const Tile sum = buffer(0 + sum_half_, isa::DType::float32, rows, out.cols);
-        core_.wait_flag(Pipe::MTE3, Pipe::MTE2, sum_half_);
+    void strip(std::uint32_t tile, std::uint32_t number, const isa::GlobalView& out,
+               const isa::GlobalView (&copies)[2]) {
+        const std::uint32_t half = number % 2, row = number * strip_rows(),
+                            rows = part_of(out.rows, row, strip_rows());
+        const auto buffer = [&](isa::DType dtype, std::uint32_t offset) {
+            return Tile{.buffer = isa::Buffer::UB,
+                        .dtype = dtype,
+                        .offset = offset,
+                        .rows = strip_rows(),
+                        .cols = g_.tile_n,
+                        .valid_rows = rows,
+                        .valid_cols = out.cols};
+        };
+        constexpr std::uint32_t kRounded = 2 * kStripBytes, kParts = 3 * kStripBytes,
+                                kWide = 5 * kStripBytes;
+        const Tile sum = buffer(isa::DType::float32, half * kStripBytes),
+                   wide = buffer(isa::DType::float32, kWide);
+        if (number >= 2) core_.wait_flag(Pipe::MTE3, Pipe::MTE2, half);
         for (std::uint32_t source = 0; source < g_.world; ++source) {
             const isa::GlobalView whole = args_.partial(slot_of(source), args_.rank, tile);
             const isa::GlobalView from = whole.sub(row, 0, rows, whole.cols);
-            if (source == 0) {
-                core_.tload(sum, from);
-                core_.set_flag(Pipe::MTE2, Pipe::V, sum_half_);
-                core_.wait_flag(Pipe::MTE2, Pipe::V, sum_half_);
+            if (source == 0 && !narrow()) {
+                core_.tload(sum, from);  // V waits for the next load, which comes behind this one
                 continue;
             }
-            const Tile part = buffer(2 + part_half_, isa::DType::float32, rows, out.cols);
-            core_.wait_flag(Pipe::V, Pipe::MTE2, part_half_);
+            const std::uint32_t place = part_ % buffered();
+            const Tile part =
+                buffer(g_.partial_dtype, kParts + place * kStripBytes / (narrow() ? 2 : 1));
+            if (part_ >= buffered()) core_.wait_flag(Pipe::V, Pipe::MTE2, place);
             core_.tload(part, from);
-            core_.set_flag(Pipe::MTE2, Pipe::V, 2 + part_half_);
-            core_.wait_flag(Pipe::MTE2, Pipe::V, 2 + part_half_);
-            core_.tadd(sum, sum, part);
-            core_.set_flag(Pipe::V, Pipe::MTE2, part_half_);
-            part_half_ ^= 1;
+            core_.set_flag(Pipe::MTE2, Pipe::V, place);
+            core_.wait_flag(Pipe::MTE2, Pipe::V, place);
+            if (narrow()) core_.tcvt(source == 0 ? sum : wide, part);
+            if (source > 0) core_.tadd(sum, sum, narrow() ? wide : part);
+            // The last ones are free once the sum is stored.
+            if (part_ + buffered() < parts_) core_.set_flag(Pipe::V, Pipe::MTE2, place);
+            ++part_;
         }
         Tile rounded = sum;
         if (out.dtype != isa::DType::float32) {
-            rounded = buffer(4 + sum_half_, out.dtype, rows, out.cols);
+            rounded = buffer(out.dtype, kRounded + half * kStripBytes / 2);
             core_.tcvt(rounded, sum);
         }
-        core_.set_flag(Pipe::V, Pipe::MTE3, sum_half_);
-        core_.wait_flag(Pipe::V, Pipe::MTE3, sum_half_);
+        core_.set_flag(Pipe::V, Pipe::MTE3, half);
+        core_.wait_flag(Pipe::V, Pipe::MTE3, half);
         core_.tstore(out.sub(row, 0, rows, out.cols), rounded);
-        if (copy_of_out.base != nullptr) {
-            core_.tstore(copy_of_out.sub(row, 0, rows, out.cols), rounded);
+        for (const isa::GlobalView& copy : copies) {
+            if (copy.base != nullptr) core_.tstore(copy.sub(row, 0, rows, out.cols), rounded);
         }
-        core_.set_flag(Pipe::MTE3, Pipe::MTE2, sum_half_);
-        sum_half_ ^= 1;
-    }
-
-    // The `number`th buffer of UB.
-    [[nodiscard]] Tile buffer(std::uint32_t number, isa::DType dtype, std::uint32_t rows,
-                              std::uint32_t columns) const {
-        return {.buffer = isa::Buffer::UB,
-                .dtype = dtype,
-                .offset = number * kBandBytes,
-                .rows = band_rows(),
-                .cols = g_.tile_n,
-                .valid_rows = rows,
-                .valid_cols = columns};
     }
 
     [[nodiscard]] std::byte* slot_of(std::uint32_t source) const {
@@ -145,7 +163,9 @@ class Partials {
     const Args& args_;
     const Geometry& g_;
     Released<Core> released_;
-    std::uint32_t sum_half_ = 0, part_half_ = 0;
+    bool storing_ = false;  // MTE3, maybe: it was given work since the latest fence
+    std::uint32_t part_ = 0,
+                  parts_ = 0;  // of a sum: the next partial's number, and how many there are
 };
 
 }  // namespace mkernel::ascend::gemm_reduce

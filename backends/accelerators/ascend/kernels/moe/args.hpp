@@ -71,6 +71,9 @@ struct Geometry {
     //   count[world][chunks][experts]      rows that each own expert gets of a chunk
     //   first[world][chunks + 1][experts]  first row of each expert that a chunk fills, and the end
     //   next[world][chunks][experts]       the next one, while the chunk is spread
+    //   owned[chunks][world]               own places of a chunk that each rank owns
+    //   found[world][places]               from each chunk's first place on, those that have their
+    //                                      row here
     [[nodiscard]] constexpr std::uint64_t here(std::uint32_t source, std::uint32_t chunk) const {
         return routing.words() + std::uint64_t{source} * chunks() + chunk;
     }
@@ -92,7 +95,13 @@ struct Geometry {
         return first(world, 0, 0) + (std::uint64_t{source} * chunks() + chunk) * routing.experts +
                expert;
     }
-    [[nodiscard]] constexpr std::uint64_t table_words() const { return next(world, 0, 0); }
+    [[nodiscard]] constexpr std::uint64_t owned(std::uint32_t chunk, std::uint32_t owner) const {
+        return next(world, 0, 0) + std::uint64_t{chunk} * world + owner;
+    }
+    [[nodiscard]] constexpr std::uint64_t found(std::uint32_t source, std::uint32_t place) const {
+        return owned(chunks(), 0) + std::uint64_t{source} * routing.places() + place;
+    }
+    [[nodiscard]] constexpr std::uint64_t table_words() const { return found(world, 0); }
 
     [[nodiscard]] constexpr Remote ids(std::uint32_t source) const { return {source}; }
     [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {

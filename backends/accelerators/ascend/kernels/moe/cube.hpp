@@ -1,8 +1,8 @@
 // MoE dispatch+GEMM, cube part of the compute kernel: rows of each own expert @ its weights → out.
 //   1. When the tables are there, every (expert, row tile, column tile) is an item of work; row
-//      tiles start anew at each expert. Round by round each expert gives one row tile: first the one
-//      where the own tokens begin, which are there at once, then those after it, round to the start.
-//      Blocks take items in turns.
+//      tiles start anew at each expert, and belong to the source whose rows they begin with. Round by
+//      round each expert gives one row tile of each source, the own ones first: all sources' rows
+//      come in at the same pace. Blocks take items in turns.
 //   2. Before a row tile a block waits for the chunks that fill its rows, and for no other.
 #pragma once
 
@@ -33,15 +33,19 @@ class Cube {
             more = false;
             for (std::uint32_t expert = 0; expert < g_.routing.experts; ++expert) {
                 const std::uint32_t begin = words_.count(g_.routing.base(expert)),
-                                    end = words_.count(g_.routing.base(expert + 1)),
-                                    tiles = divide_up(end - begin, g_.tile_m);
-                if (round >= tiles) continue;
-                more = true;
-                const std::uint32_t own = words_.count(g_.first(args_.rank, 0, expert)) - begin;
-                const std::uint32_t tile = (own / g_.tile_m + round) % tiles;
-                const std::uint32_t row = begin + tile * g_.tile_m;
-                if (!row_tile(expert, row, part_of(end, row, g_.tile_m), number)) return false;
-                number += g_.n_tiles();
+                                    end = words_.count(g_.routing.base(expert + 1));
+                for (std::uint32_t step = 0; step < g_.world; ++step) {
+                    const std::uint32_t source = args_.order[step];
+                    const std::uint32_t tile = first_tile(expert, source, begin) + round;
+                    const std::uint32_t row = begin + tile * g_.tile_m;
+                    const std::uint32_t tiles = source + 1 < g_.world
+                                                    ? first_tile(expert, source + 1, begin)
+                                                    : divide_up(end - begin, g_.tile_m);
+                    if (tile >= tiles) continue;
+                    more = true;
+                    if (!row_tile(expert, row, part_of(end, row, g_.tile_m), number)) return false;
+                    number += g_.n_tiles();
+                }
             }
         }
         product_.close();
@@ -49,6 +53,13 @@ class Cube {
     }
 
   private:
+    // Of an expert, whose rows start at `begin`: the first row tile that begins with rows of `source`, or
+    // of one behind it.
+    [[nodiscard]] std::uint32_t first_tile(std::uint32_t expert, std::uint32_t source,
+                                           std::uint32_t begin) const {
+        return divide_up(words_.count(g_.first(source, 0, expert)) - begin, g_.tile_m);
+    }
+
     // Those of its column tiles that are this block's; `number`: the first one's among all items.
     bool row_tile(std::uint32_t expert, std::uint32_t row, std::uint32_t rows,
                   std::uint32_t number) {
@@ -69,6 +80,7 @@ class Cube {
     bool wait_filled(std::uint32_t expert, std::uint32_t row, std::uint32_t rows) {
         for (std::uint32_t source = 0; source < g_.world; ++source) {
             std::uint32_t begin = words_.count(g_.first(source, 0, expert));
+            if (words_.count(g_.first(source, g_.chunks(), expert)) <= row) continue;
             for (std::uint32_t chunk = 0; chunk < g_.chunks() && begin < row + rows; ++chunk) {
                 const std::uint32_t end = words_.count(g_.first(source, chunk + 1, expert));
                 core_.annotate(chunk);

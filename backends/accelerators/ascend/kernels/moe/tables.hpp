@@ -1,9 +1,11 @@
 // MoE dispatch, vector part of the compute kernel: routing tables (routing.hpp, args.hpp) by scalar
 // instructions, shared by all blocks.
-//   1. Each chunk of each source: go through its ids; count the places that have their row here, and
-//      the rows that each own expert gets. Beside that, from the own ids, where results come home.
+//   1. Each chunk of each source: go through its ids, once; note the places that have their row here,
+//      count them, and the rows that each own expert gets; of own chunks, also the places that each
+//      rank owns.
 //   2. When all are counted, each source: the first row of each of its chunks for each expert, by
 //      expert, then source, then chunk; and its places before each chunk.
+//   3. While the tokens of others travel: each own chunk, where results come home.
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/moe/args.hpp"
@@ -27,12 +29,19 @@ class Tables {
             if (!count(args_.chunk(item))) return false;
         }
         core_.annotate(kNoAnnotation);
-        if (chunks % core_.count() == core_.index()) come_home();
         for (std::uint32_t source = core_.index(); source < g_.world; source += core_.count()) {
             if (!core_.twait(args_.word(g_.counted()), chunks, args_.rank)) return false;
             place(source);
         }
         return wait_placed(core_, args_);
+    }
+
+    // After `build`, by all blocks together: where the results of own places come home, for the combine.
+    void come_home() {
+        core_.annotate(kNoAnnotation);
+        for (std::uint32_t chunk = core_.index(); chunk < g_.chunks(); chunk += core_.count()) {
+            come_home(chunk);
+        }
     }
 
     // Until the rows of every source are known.
@@ -62,18 +71,22 @@ class Tables {
             words_.set(g_.count(source, number, expert), 0);
         }
         const Words<Core> given = ids(source);
-        std::uint32_t here = 0, lower = 0;
-        for (std::uint32_t place = g_.token(number) * r_.top_k;
-             place < g_.token(number + 1) * r_.top_k; ++place) {
+        const std::uint32_t first = g_.token(number) * r_.top_k;
+        std::uint32_t here = 0, lower = 0, owned[kMaxWorld + 1] = {};
+        for (std::uint32_t place = first; place < g_.token(number + 1) * r_.top_k; ++place) {
             const std::int32_t id = given.get(place);
             const std::uint32_t owner = r_.owner(id);
             lower += owner < args_.rank ? 1 : 0;
+            ++owned[owner];
             if (owner != args_.rank) continue;
             words_.next(g_.count(source, number, static_cast<std::uint32_t>(id) % r_.experts));
-            ++here;
+            words_.set(g_.found(source, first + here++), place);
         }
         words_.set(g_.here(source, number), here);
         words_.set(g_.lower(source, number), lower);
+        for (std::uint32_t owner = 0; source == args_.rank && owner < g_.world; ++owner) {
+            words_.set(g_.owned(number, owner), owned[owner]);
+        }
         raise(g_.counted());
         return true;
     }
@@ -102,17 +115,29 @@ class Tables {
         raise(g_.placed());
     }
 
-    // Own places by owner; those that nobody owns come last.
-    void come_home() {
-        const Words<Core> own = ids(args_.rank);
-        std::uint32_t next[kMaxWorld + 1] = {};
-        for (std::uint32_t place = 0; place < r_.places(); ++place) {
-            const std::uint32_t owner = r_.owner(own.get(place));
-            if (owner < g_.world) ++next[owner + 1];
+    // Own places by owner, then place; those that nobody owns come last.
+    void come_home(std::uint32_t chunk) {
+        // Of each owner: places of all chunks, and of those before this one.
+        std::uint32_t all[kMaxWorld] = {}, next[kMaxWorld + 1] = {};
+        for (std::uint32_t each = 0; each < g_.chunks(); ++each) {
+            for (std::uint32_t owner = 0; owner < g_.world; ++owner) {
+                const std::uint32_t owned = words_.count(g_.owned(each, owner));
+                all[owner] += owned;
+                next[owner] += each < chunk ? owned : 0;
+            }
         }
-        for (std::uint32_t owner = 0; owner < g_.world; ++owner) next[owner + 1] += next[owner];
-        words_.set(r_.homes(), next[g_.world]);
-        for (std::uint32_t place = 0; place < r_.places(); ++place) {
+        std::uint32_t owned = 0,
+                      before = 0;  // places that somebody owns; such ones of earlier chunks
+        for (std::uint32_t owner = 0; owner < g_.world; ++owner) {
+            before += next[owner];
+            next[owner] += owned;
+            owned += all[owner];
+        }
+        if (chunk == 0) words_.set(r_.homes(), owned);
+        const std::uint32_t first = g_.token(chunk) * r_.top_k;
+        next[g_.world] = owned + first - before;
+        const Words<Core> own = ids(args_.rank);
+        for (std::uint32_t place = first; place < g_.token(chunk + 1) * r_.top_k; ++place) {
             words_.set(r_.home(place), next[r_.owner(own.get(place))]++);
         }
     }

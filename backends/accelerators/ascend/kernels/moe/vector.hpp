@@ -2,7 +2,8 @@
 //   1. All blocks build the routing tables together (tables.hpp).
 //   2. Items of work: all chunks, in the order of Args::chunk. Blocks take them in turns. A chunk is
 //      spread when it has arrived: each of its tokens is copied to its rows and the rows are noted
-//      for the combine; then its signal tells the cube cores.
+//      for the combine; then its signal tells the cube cores. Between the own chunks and those of others:
+//      where results come home.
 //   3. When all blocks are through, every rank is told that the inboxes are free (release.hpp).
 #pragma once
 
@@ -24,11 +25,18 @@ class Vector {
 
     // False if a wait was aborted or timed out.
     bool run() {
-        if (!Tables<Core>(core_, args_).build()) return false;
-        for (std::uint32_t item = core_.index(); item < g_.world * g_.chunks();
-             item += core_.count()) {
-            if (!spread(args_.chunk(item))) return false;
-        }
+        Tables<Core> tables(core_, args_);
+        if (!tables.build()) return false;
+        std::uint32_t item = core_.index();
+        const auto spread_until = [&](std::uint32_t end) {
+            for (; item < end; item += core_.count()) {
+                if (!spread(args_.chunk(item))) return false;
+            }
+            return true;
+        };
+        if (!spread_until(g_.chunks())) return false;
+        tables.come_home();
+        if (!spread_until(g_.world * g_.chunks())) return false;
         return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
@@ -47,22 +55,23 @@ class Vector {
         }
         const isa::GlobalView view = args_.ids(source);
         const Words<Core> ids(core_, view.base, static_cast<std::uint64_t>(view.row_stride));
-        const std::uint32_t first = g_.token(number);
-        std::uint32_t here = words_.count(r.begin(source, first)), at = first;
-        for (std::uint32_t token = first; token < g_.token(number + 1); ++token) {
-            if (token > first) words_.set(r.begin(source, token), here);
-            bool needed = false;
-            for (std::uint32_t slot = 0; slot < r.top_k; ++slot) {
-                const std::int32_t id = ids.get(std::uint64_t{token} * r.top_k + slot);
-                if (r.owner(id) != args_.rank) continue;
-                needed = true;
-                const std::uint32_t expert = static_cast<std::uint32_t>(id) % r.experts;
-                const std::uint32_t row = words_.next(g_.next(source, number, expert));
-                words_.set(r.rows(source, here++), row);
-                core_.tput(args_.rank, args_.grouped.sub(row, 0, 1, g_.hidden),
-                           args_.token(source, token, at), buffers_.ping, buffers_.pong);
-            }
-            at += needed ? 1 : 0;
+        const std::uint32_t first = g_.token(number), here = words_.count(r.begin(source, first)),
+                            places = words_.count(g_.here(source, number));
+        // The token of the latest place, and which one of the slot's it is.
+        std::uint32_t token = first, at = first;
+        for (std::uint32_t i = 0; i < places; ++i) {
+            const std::uint32_t place = words_.count(g_.found(source, first * r.top_k + i));
+            const std::uint32_t expert = static_cast<std::uint32_t>(ids.get(place)) % r.experts;
+            if (i > 0 && place / r.top_k > token) ++at;
+            for (; token < place / r.top_k; ++token)
+                words_.set(r.begin(source, token + 1), here + i);
+            const std::uint32_t row = words_.next(g_.next(source, number, expert));
+            words_.set(r.rows(source, here + i), row);
+            core_.tput(args_.rank, args_.grouped.sub(row, 0, 1, g_.hidden),
+                       args_.token(source, token, at), buffers_.ping, buffers_.pong);
+        }
+        for (; token + 1 < g_.token(number + 1); ++token) {
+            words_.set(r.begin(source, token + 1), here + places);
         }
         core_.fence();
         core_.tnotify(args_.rank, args_.pad, args_.word(g_.spread(source, number)), 1);

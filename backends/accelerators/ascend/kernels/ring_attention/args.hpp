@@ -20,7 +20,8 @@
 //            heads, then their values. So a chunk is one contiguous range, and tiles of keys may have
 //            any number of chunks.
 //   outbox   a slot in which chunks are packed for NIC puts
-//   scratch  the ring of each cube core
+//   scratch  the ring of each cube core; of each query what the own keys have given: its result, in
+//            float32, the running maximum and the running sum
 //
 // Words:
 //   arrived(s, c)  remote: +1 by rank s when chunk c is in place here
@@ -42,10 +43,13 @@ inline constexpr std::uint32_t kVectorsPerCube = 2;
 // A step of a cube core makes the scores of one tile and the part of the tile kAhead before it.
 inline constexpr std::uint32_t kAhead = 2;
 inline constexpr std::uint32_t kRing = kAhead + 1;
-inline constexpr std::uint32_t kMaxKeys = 512;        // of a tile
-inline constexpr std::uint32_t kMaxQueries = 128;     // of a tile
-inline constexpr std::uint32_t kResults = 128 * 128;  // float32 elements of a tile's results
-inline constexpr std::uint32_t kMaxHeadDim = kResults / 16;
+inline constexpr std::uint32_t kMaxKeys = 1024;  // of a tile
+// Row blocks of a tile of queries, which share the loads of keys and values.
+inline constexpr std::uint32_t kBlocks = 2;
+inline constexpr std::uint32_t kBlockQueries = 128;
+inline constexpr std::uint32_t kMaxQueries = kBlocks * kBlockQueries;  // of a tile
+inline constexpr std::uint32_t kBlockResults = 128 * 128;  // float32 elements of a block's results
+inline constexpr std::uint32_t kMaxHeadDim = kBlockResults / 16;
 
 struct Geometry {
     std::uint32_t world = 1;
@@ -59,7 +63,7 @@ struct Geometry {
 
     [[nodiscard]] constexpr Tiling tiling() const {
         const std::uint32_t size = isa::bytes_of(dtype);
-        return {kMaxQueries, 128, 512 / size, 128 / size};
+        return {kBlockQueries, 128, 256 / size, 256 / size};
     }
 
     // Positions.
@@ -94,18 +98,23 @@ struct Geometry {
         return !causal || piece(source, piece_of(chunk)) <= piece(reader, 1);
     }
 
+    // Short pieces have smaller tiles: the first keys of other ranks come early, and there is a tile of
+    // queries for each core.
+    [[nodiscard]] constexpr bool long_pieces() const { return piece_rows() >= kMaxKeys; }
     // Tiles of keys of a rank, numbered through its pieces.
     [[nodiscard]] constexpr std::uint32_t tile_keys() const {
         const std::uint32_t all = divide_up(piece_rows(), 32) * 32;
-        return all < kMaxKeys ? all : kMaxKeys;
+        const std::uint32_t most = long_pieces() ? kMaxKeys : kMaxKeys / 2;
+        return all < most ? all : most;
     }
     [[nodiscard]] constexpr std::uint32_t key_tiles_per_piece() const {
         return divide_up(piece_rows(), tile_keys());
     }
     // Tiles of queries: items of work.
     [[nodiscard]] constexpr std::uint32_t tile_queries() const {
-        const std::uint32_t most = kResults / head_dim / 16 * 16;
-        return most < kMaxQueries ? most : kMaxQueries;
+        const std::uint32_t blocks = long_pieces() ? kBlocks : 1;
+        const std::uint32_t most = kBlockResults / head_dim / 16 * 16;
+        return blocks * (most < kBlockQueries ? most : kBlockQueries);
     }
     [[nodiscard]] constexpr std::uint32_t tiles_per_piece() const {
         return divide_up(piece_rows(), tile_queries());
@@ -157,7 +166,21 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
         return world == 1 ? 0 : slot_bytes();
     }
-    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return ring_offset(cubes); }
+    // Queries of all heads.
+    [[nodiscard]] constexpr std::uint64_t all_rows() const {
+        return std::uint64_t{batch} * heads * rows;
+    }
+    // From the start of the scratch memory to a query's result, and to its `which`th column.
+    [[nodiscard]] constexpr std::uint64_t result_offset(std::uint64_t row) const {
+        return ring_offset(cubes) + row * head_dim * sizeof(float);
+    }
+    [[nodiscard]] constexpr std::uint64_t column_offset(std::uint32_t which,
+                                                        std::uint64_t row) const {
+        return result_offset(all_rows()) + (which * all_rows() + row) * sizeof(float);
+    }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const {
+        return world == 1 ? ring_offset(cubes) : column_offset(2, 0);
+    }
 
     [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
         return {source * chunks() + chunk};
@@ -201,6 +224,18 @@ struct Args : CallArgs {
         const Geometry& g = geometry;
         const std::int64_t row = std::int64_t{plane} * g.rows + piece * g.piece_rows() + at;
         return (values ? v : k).sub(row, 0, count, g.head_dim);
+    }
+
+    // What the own keys have given to `count` queries from a row on: results, and the running maximum
+    // (0) or sum (1).
+    [[nodiscard]] constexpr isa::GlobalView paused(std::uint64_t row, std::uint32_t count) const {
+        const Geometry& g = geometry;
+        return {
+            scratch + g.result_offset(row), isa::DType::float32, count, g.head_dim, g.head_dim, 1};
+    }
+    [[nodiscard]] constexpr isa::GlobalView paused_column(std::uint32_t which, std::uint64_t row,
+                                                          std::uint32_t count) const {
+        return {scratch + geometry.column_offset(which, row), isa::DType::float32, count, 1, 1, 1};
     }
 
     // The `step`th tile in the ring of a cube core, with all its rows.

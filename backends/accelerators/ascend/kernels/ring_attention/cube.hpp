@@ -1,10 +1,11 @@
 // Ring attention, compute kernel, cube part: the two products of every tile (gemm/product.hpp).
 //
 // Step n of a cube core:
-//   1. Scores of tile n: wait for its chunks (own keys: never); queries · keysᵀ → ring.
+//   1. Scores of tile n: wait for its chunks (own keys: never); queries · keysᵀ → ring. The queries
+//      stay in L1.
 //   2. Part of tile n - kAhead: wait until both vector cores have weighed it; weights · values →
 //      ring.
-//   3. Fence, and raise scored.
+//   3. Once the next step's first products are issued: a fence of pipe FIX alone, and raise scored.
 // When all cores are through, tell every rank that this one's slots are free (release.hpp).
 // A place of the ring is free when it is used again: what was in it was taken before the weights
 // that step 2 of an earlier step has waited for.
@@ -24,7 +25,7 @@ class Cube {
         : core_(core),
           args_(args),
           g_(args.geometry),
-          product_(core, g_.tiling(), g_.dtype),
+          product_(core, g_.tiling(), g_.dtype, kBlocks, kStageEighths),
           cube_(core.index()) {}
 
     // False if a wait was aborted or timed out.
@@ -42,14 +43,18 @@ class Cube {
                 weigh(behind.step(), n - kAhead);
                 behind.advance();
             }
-            core_.fence();
-            core_.tnotify(args_.rank, args_.pad, args_.word(g_.scored(cube_)), 1);
+            tell();  // where this step has no products
+            stored_ = true;
         }
         product_.close();
+        tell();
         return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
   private:
+    // Queries, all that L1 keeps, take a quarter of it at most.
+    static constexpr std::uint32_t kStageEighths = 6;
+
     bool score(const Step& step, std::uint32_t number) {
         if (!wait_chunks(step)) return false;
         const isa::GlobalView keys = source(step, false);
@@ -57,22 +62,41 @@ class Cube {
                                          keys.rows, keys.col_stride, keys.row_stride};
         const isa::GlobalView queries = args_.q.sub(std::int64_t{step.plane} * g_.rows + step.row,
                                                     0, step.queries, g_.head_dim);
-        multiply(args_.scores(cube_, number, step.queries, step.keys), queries, transposed);
+        const isa::GlobalView out = args_.scores(cube_, number, step.queries, step.keys);
+        each_column(out, [&](std::uint32_t column, std::uint32_t columns) {
+            product_.same_rows(out.sub(0, column, out.rows, columns),
+                               transposed.sub(0, column, transposed.rows, columns), queries,
+                               [&](std::uint32_t) { tell(); });
+        });
         return true;
     }
 
     void weigh(const Step& step, std::uint32_t number) {
-        multiply(args_.part(cube_, number, step.queries),
-                 args_.weights(cube_, number, step.queries, step.keys), source(step, true));
+        const isa::GlobalView out = args_.part(cube_, number, step.queries),
+                              weights = args_.weights(cube_, number, step.queries, step.keys),
+                              values = source(step, true);
+        tell();
+        each_column(out, [&](std::uint32_t column, std::uint32_t columns) {
+            product_.tile(out.sub(0, column, out.rows, columns),
+                          values.sub(0, column, values.rows, columns), weights);
+        });
     }
 
-    void multiply(const isa::GlobalView& out, const isa::GlobalView& a, const isa::GlobalView& b) {
+    // Of a product's tiles: `multiply(column, columns)`.
+    template <class Multiply>
+    void each_column(const isa::GlobalView& out, const Multiply& multiply) {
         const std::uint32_t most = g_.tiling().tile_n;
         for (std::uint32_t column = 0; column < out.cols; column += most) {
-            const std::uint32_t columns = part_of(out.cols, column, most);
-            product_.tile(out.sub(0, column, out.rows, columns), b.sub(0, column, b.rows, columns),
-                          a);
+            multiply(column, part_of(out.cols, column, most));
         }
+    }
+
+    // That the step before is in the ring.
+    void tell() {
+        if (!stored_) return;
+        stored_ = false;
+        product_.fence();
+        core_.tnotify(args_.rank, args_.pad, args_.word(g_.scored(cube_)), 1);
     }
 
     [[nodiscard]] isa::GlobalView source(const Step& step, bool values) const {
@@ -100,6 +124,7 @@ class Cube {
         if (args_.compute_only || step.source == args_.rank) return true;
         for (std::uint32_t& chunk = here_[step.source]; chunk <= last; ++chunk) {
             core_.annotate(chunk);
+            tell();  // the vector cores go on meanwhile
             if (!core_.twait(args_.word(g_.arrived(step.source, chunk)), 1, step.source)) {
                 return false;
             }
@@ -112,6 +137,7 @@ class Cube {
     const Geometry& g_;
     gemm::Product<Core> product_;
     std::uint32_t cube_;
+    bool stored_ = false;                 // a step, which the vector cores have not been told of
     std::uint32_t here_[kMaxWorld] = {};  // chunks of each rank that are known to be here
 };
 

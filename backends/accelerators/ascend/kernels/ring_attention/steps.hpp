@@ -1,6 +1,8 @@
 // The steps of one cube core and its vector cores: for each of its tiles of queries, the tiles of
 // keys that they see, in an order that depends on nothing but the shape and where the ranks are
 // (consumption.hpp), so that results do not depend on chunks or on the number of cores.
+// All tiles of queries first meet the own keys, while those of other ranks travel; then each goes on
+// with these. What it has come to meanwhile lies in scratch memory.
 //
 // Causal: a tile of keys above the diagonal is left out, one across it is cut and masked. The first
 // tile of keys that a tile of queries meets holds the first position of a piece of this rank. Each of
@@ -13,7 +15,7 @@
 namespace mkernel::ascend::ring_attention {
 
 struct Step {
-    std::uint32_t item = 0;   // counts this core's tiles of queries
+    std::uint32_t item = 0;   // counts this core's tiles of queries, each time that one is taken up
     std::uint32_t plane = 0;  // of the queries: batch * heads + head
     std::uint32_t row = 0;    // the first query's, among the rank's positions
     std::uint32_t queries = 0;
@@ -21,8 +23,10 @@ struct Step {
     std::uint32_t at = 0;                 // the first key's position in the piece
     std::uint32_t keys = 0;
     bool masked = false;
-    std::int32_t diagonal = 0;         // masked: query i sees keys up to i + diagonal
-    bool first = false, last = false;  // of its tile of queries
+    std::int32_t diagonal = 0;             // masked: query i sees keys up to i + diagonal
+    bool first = false, last = false;      // of its tile of queries
+    bool resumes = false, pauses = false;  // the first with others' keys, and the last before these
+    bool opens = false, goes_on = false;   // first or resumes; others' keys are seen too, later
 };
 
 class Steps {
@@ -30,7 +34,9 @@ class Steps {
     Steps(const Args& args, std::uint32_t cube)
         : g_(args.geometry),
           rank_(args.rank),
-          tiles_(args, g_.world, g_.pieces() * g_.key_tiles_per_piece(), 1),
+          cube_(cube),
+          own_(g_.pieces() * g_.key_tiles_per_piece()),
+          tiles_(args, g_.world, own_, 1),
           next_item_(cube) {
         upcoming_ = find();
         advance();
@@ -44,7 +50,9 @@ class Steps {
         if (done_) return;
         step_ = upcoming_;
         upcoming_ = find();
-        step_.last = ended_ || upcoming_.first;
+        const bool over = ended_ || upcoming_.opens;
+        step_.pauses = over && step_.goes_on;
+        step_.last = over && !step_.goes_on;
     }
 
     // How many steps are left, this one included.
@@ -59,12 +67,18 @@ class Steps {
     // The next tile of keys that the queries see, of the next queries if there is none.
     Step find() {
         while (true) {
-            if (place_ == tiles_.size() || item_.queries == 0) {
-                if (next_item_ >= g_.items()) {
+            if (place_ == (others_ ? tiles_.size() : own_) || item_.queries == 0) {
+                if (next_item_ < g_.items()) {
+                    open_item();
+                } else if (!others_ && g_.world > 1) {
+                    others_ = true;
+                    next_item_ = cube_;
+                    item_.queries = 0;
+                } else {
                     ended_ = true;
                     return {};
                 }
-                open_item();
+                continue;
             }
             const auto [source, tile, only] = tiles_[place_++];
             Step found = item_;
@@ -73,7 +87,8 @@ class Steps {
             found.at = tile % g_.key_tiles_per_piece() * g_.tile_keys();
             found.keys = part_of(g_.piece_rows(), found.at, g_.tile_keys());
             if (!sees(found)) continue;
-            item_.first = false;
+            if (found.opens) found.item = item_.item = items_++;
+            item_.first = item_.resumes = item_.opens = false;
             return found;
         }
     }
@@ -83,14 +98,22 @@ class Steps {
         const std::uint32_t tile = g_.pieces() * tiles - 1 - next_item_ / planes;
         start_ = tile % tiles * g_.tile_queries();
         piece_ = tile / tiles;
-        item_ = {.item = items_++,
-                 .plane = next_item_ % planes,
+        const bool sees_others =
+            g_.world > 1 && (!g_.causal || g_.piece(rank_, piece_) > first_other());
+        item_ = {.plane = next_item_ % planes,
                  .row = piece_ * g_.piece_rows() + start_,
                  .queries = part_of(g_.piece_rows(), start_, g_.tile_queries()),
-                 .first = true};
+                 .first = !others_,
+                 .resumes = others_,
+                 .opens = true,
+                 .goes_on = sees_others && !others_};
+        if (others_ && !sees_others) item_.queries = 0;
         next_item_ += g_.cubes;
-        place_ = 0;
+        place_ = others_ ? own_ : 0;
     }
+
+    // The first piece of the sequence that another rank has.
+    [[nodiscard]] std::uint32_t first_other() const { return rank_ == 0 ? 1 : 0; }
 
     // Whether the queries see any of the keys; takes away those after the last query.
     [[nodiscard]] bool sees(Step& step) const {
@@ -107,12 +130,14 @@ class Steps {
     }
 
     const Geometry& g_;
-    std::uint32_t rank_;
+    std::uint32_t rank_, cube_;
+    std::uint32_t own_;  // places of own keys
     Consumption tiles_;
     std::uint32_t next_item_, items_ = 0;
     std::uint32_t start_ = 0, piece_ = 0;  // of the item's queries
     std::uint32_t place_ = 0;              // of the next keys
     Step item_, step_, upcoming_;
+    bool others_ = false;  // keys of other ranks are met now
     bool ended_ = false, done_ = false;
 };
 

@@ -4,13 +4,14 @@
 // Step n, once the cube core has raised scored for it:
 //   1. Weights of tile n, in bands of rows, double-buffered: scores, scaled and masked → running
 //      maximum, e^(s - maximum) → ring; the factor e^(old - new maximum) is kept for the tile's
-//      part, the running sum takes the weights.
+//      part, the running sum takes the weights. Both are put by when other ranks' keys come later.
 //   2. Part of tile n - kAhead: result · factor + part. After the last tile of keys: result / sum,
-//      rounded once → out; maximum + log sum → lse.
+//      rounded once → out; maximum + log sum → lse. After the last one of own keys it is put by.
 //   3. Fence, and raise weighed. All of UB is free again.
 // Scores and sums are float32; weights are rounded to the input's dtype for the product alone.
-// Flags: MTE2→V scores loaded (half), part loaded (2); V→MTE3 weights complete (half), results (2);
-//   MTE3→MTE2 weights stored, and so the half free.
+// Flags: MTE2→V scores loaded (half), part and what was put by loaded (2); V→MTE3 weights complete (half),
+//   results (2), a result that is put by (3); MTE3→MTE2 weights stored, and so the half free (half), or
+//   all of them, and so the part's place (2).
 #pragma once
 
 #include <limits>
@@ -45,7 +46,7 @@ class Vector {
             }
             if (n >= kAhead) {
                 annotate(behind.step());
-                accumulate(behind.step(), n - kAhead);
+                accumulate(behind.step(), n - kAhead, n < tiles);
                 behind.advance();
             }
             if (n + 1 < steps) core_.fence();
@@ -66,13 +67,15 @@ class Vector {
     };
     static constexpr std::uint32_t kMaxRows = kMaxQueries / kVectorsPerCube;
     // Bytes of UB: of a band of scores, of weights (float32: in the scores' place), of a core's
-    // results, of a column.
+    // results, of a column. A part takes the scores' place, results that are rounded the weights'.
     static constexpr std::uint32_t kScores = 32 << 10, kWeights = kScores / 2;
-    static constexpr std::uint32_t kResult = kResults / kVectorsPerCube * sizeof(float);
+    static constexpr std::uint32_t kResult =
+        kBlocks * kBlockResults / kVectorsPerCube * sizeof(float);
     static constexpr std::uint32_t kColumn = kMaxRows * sizeof(float);
-    static constexpr std::uint32_t kWeightsAt = 2 * kScores, kPartAt = kWeightsAt + 2 * kWeights,
-                                   kResultAt = kPartAt + kResult, kRoundedAt = kResultAt + kResult,
-                                   kColumnsAt = kRoundedAt + kResult / 2;
+    static constexpr std::uint32_t kPartAt = 0, kWeightsAt = 2 * kScores, kRoundedAt = kWeightsAt,
+                                   kResultAt = kWeightsAt + 2 * kWeights,
+                                   kColumnsAt = kResultAt + kResult;
+    static_assert(kResult <= 2 * kScores && kResult / 2 <= 2 * kWeights);
 
     // Columns of UB. Those of an item or tile are kept until its part has come, kAhead steps later.
     [[nodiscard]] Tile top(const Step& step) const { return column(step.item % kRing); }
@@ -98,7 +101,13 @@ class Vector {
             core_.tfill(in_rows(top(step), 0, count), -std::numeric_limits<float>::infinity());
             core_.tfill(in_rows(sum(step), 0, count), 0);
         }
-        const std::uint32_t most = band_rows();
+        if (step.resumes) {  // the first scores, which V waits for, come behind these
+            core_.tload(in_rows(top(step), 0, count),
+                        args_.paused_column(0, row_of(step, first), count));
+            core_.tload(in_rows(sum(step), 0, count),
+                        args_.paused_column(1, row_of(step, first), count));
+        }
+        const std::uint32_t most = band_rows(step.keys);
         for (std::uint32_t row = 0, half = 0; row < count; row += most, half ^= 1) {
             const std::uint32_t rows = part_of(count, row, most);
             const Tile scores = band_tile(half * kScores, isa::DType::float32, rows, step.keys);
@@ -117,6 +126,18 @@ class Vector {
             core_.tstore(to.sub(first + row, 0, rows, step.keys), weights);
             if (row + 2 * most < count) core_.set_flag(Pipe::MTE3, Pipe::MTE2, half);
         }
+        if (step.pauses) {
+            // V is through with both: the weights of the last band are behind them.
+            core_.tstore(args_.paused_column(0, row_of(step, first), count),
+                         in_rows(top(step), 0, count));
+            core_.tstore(args_.paused_column(1, row_of(step, first), count),
+                         in_rows(sum(step), 0, count));
+        }
+    }
+
+    // Of all queries, the tile's `first`th.
+    [[nodiscard]] std::uint64_t row_of(const Step& step, std::uint32_t first) const {
+        return std::uint64_t{step.plane} * g_.rows + step.row + first;
     }
 
     // Scores become weights. `query`: the band's first row in the tile, `row`: among this core's.
@@ -141,13 +162,19 @@ class Vector {
         core_.tadd(total, total, now);
     }
 
-    void accumulate(const Step& step, std::uint32_t number) {
+    // `weighed`: this step has weighed a tile before.
+    void accumulate(const Step& step, std::uint32_t number, bool weighed) {
         const auto [first, count] = rows_of(step);
         if (count == 0) return;
+        if (weighed) {  // its scores and weights are through
+            core_.set_flag(Pipe::MTE3, Pipe::MTE2, 2);
+            core_.wait_flag(Pipe::MTE3, Pipe::MTE2, 2);
+        }
         const Tile result = result_tile(kResultAt, isa::DType::float32, count),
                    part = result_tile(kPartAt, isa::DType::float32, count);
         core_.tload(part,
                     args_.part(cube_, number, step.queries).sub(first, 0, count, g_.head_dim));
+        if (step.resumes) core_.tload(result, args_.paused(row_of(step, first), count));
         core_.set_flag(Pipe::MTE2, Pipe::V, 2);
         core_.wait_flag(Pipe::MTE2, Pipe::V, 2);
         if (step.first) {
@@ -157,6 +184,11 @@ class Vector {
         }
         core_.tadd(result, result, part);
         if (step.last) finish(step, result, first, count);
+        if (step.pauses) {
+            core_.set_flag(Pipe::V, Pipe::MTE3, 3);
+            core_.wait_flag(Pipe::V, Pipe::MTE3, 3);
+            core_.tstore(args_.paused(row_of(step, first), count), result);
+        }
     }
 
     void finish(const Step& step, const Tile& result, std::uint32_t first, std::uint32_t count) {
@@ -171,23 +203,27 @@ class Vector {
         core_.tadd(total, total, in_rows(top(step), 0, count));
         core_.set_flag(Pipe::V, Pipe::MTE3, 2);
         core_.wait_flag(Pipe::V, Pipe::MTE3, 2);
-        const std::int64_t row = std::int64_t{step.plane} * g_.rows + step.row + first;
+        const auto row = static_cast<std::int64_t>(row_of(step, first));
         core_.tstore(args_.out.sub(row, 0, count, g_.head_dim), rounded);
         core_.tstore(args_.lse.sub(row, 0, count, 1), total);
     }
 
-    // Rows of a band: columns of it begin at multiples of 32 bytes.
-    [[nodiscard]] std::uint32_t band_rows() const {
-        const auto rows = static_cast<std::uint32_t>(kScores / sizeof(float)) / g_.tile_keys();
+    // Rows of a band, the more the fewer keys they have, so that few bands wait for memory: rows begin at
+    // multiples of 32 bytes, and so do columns of bands.
+    [[nodiscard]] static std::uint32_t band_pitch(std::uint32_t keys) {
+        return divide_up(keys, 32) * 32;
+    }
+    [[nodiscard]] static std::uint32_t band_rows(std::uint32_t keys) {
+        const auto rows = static_cast<std::uint32_t>(kScores / sizeof(float)) / band_pitch(keys);
         return rows < kMaxRows / 2 ? rows / 8 * 8 : kMaxRows / 2;
     }
-    [[nodiscard]] Tile band_tile(std::uint32_t offset, isa::DType dtype, std::uint32_t rows,
-                                 std::uint32_t keys) const {
+    [[nodiscard]] static Tile band_tile(std::uint32_t offset, isa::DType dtype, std::uint32_t rows,
+                                        std::uint32_t keys) {
         return {.buffer = isa::Buffer::UB,
                 .dtype = dtype,
                 .offset = offset,
-                .rows = band_rows(),
-                .cols = g_.tile_keys(),
+                .rows = band_rows(keys),
+                .cols = band_pitch(keys),
                 .valid_rows = rows,
                 .valid_cols = keys};
     }

@@ -1,0 +1,256 @@
+"""Predicted times of the GEMM ops from a machine description: tiles in waves, each bound by the matrix
+unit or by a core's share of the way to memory; bytes over links; what follows the last tile.
+
+Closed forms of the schedule, whose replay (``sim/replay.hpp``) they are held against; no device, no
+record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mkernel.backends.accelerators.ascend.machine import Machine
+from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, DtypeName, Prediction
+from mkernel.plan.pipeline import Pipeline, Tiling
+from mkernel.plan.predict import messages_us, payloads, prediction, work
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.shared_links import SharedLinks
+
+L1, L0C = 512 << 10, 128 << 10
+"""Bytes of a cube core's buffers (``isa/tile.hpp``)."""
+VECTORS_PER_CUBE = 2
+"""Vector cores of the compute kernel beside each of its cube cores, where it has any."""
+MOST_QUERIES, MOST_KEYS, RESULTS = 128, 1024, 128 * 128
+"""Of a row block of attention, of a tile, and elements of a block's results; long pieces have tiles of
+``BLOCKS`` blocks and of all these keys, short ones of one and of half
+(``kernels/ring_attention/args.hpp``)."""
+BLOCKS = 2
+VECTOR_PASSES = 6
+"""Over a tile of scores: scaled, row maximum, subtracted, exponential, row sum, rounded."""
+_STAGES = 4
+
+
+class Tiles(NamedTuple):
+    """Output tiles of a rank: ``number`` of them, on ``cores``; ``same_rows`` follow each other on a
+    core with the same rows of A, or ``same_columns`` with the same columns of B. ``stored``: the dtype
+    in which they leave L0C."""
+
+    number: int
+    cores: int
+    tiling: Tiling
+    k: int
+    dtype: DtypeName
+    stored: DtypeName
+    same_rows: float = 1.0
+    same_columns: float = 1.0
+
+    @property
+    def waves(self) -> int:
+        """Tiles of the busiest core."""
+        return -(-self.number // self.cores)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of one tile."""
+        return self.tiling.tile_m * self.tiling.tile_n * DTYPE_BYTES[self.stored]
+
+    @property
+    def loaded_bytes(self) -> float:
+        """Of one tile, in the mean: A and B, less what L1 keeps of either
+        (``kernels/gemm/product.hpp``)."""
+        t, size = self.tiling, DTYPE_BYTES[self.dtype]
+        a, b = t.tile_m * t.tile_k * size, t.tile_n * t.tile_k * size
+        stages = min(_STAGES, max(2, L1 * 5 // 8 // (a + b)))
+        k_tiles = -(-self.k // t.tile_k)
+        fit = (L1 - stages * b) // a
+        kept = 0 if k_tiles < stages else k_tiles if fit >= k_tiles else fit - stages
+        of_a = (1 - 1 / self.same_rows) * min(kept * a, t.tile_m * self.k * size)
+        of_b = (1 - 1 / self.same_columns) * min(
+            (L1 - stages * (a + b)) // b * b, t.tile_n * self.k * size
+        )
+        return (t.tile_m + t.tile_n) * self.k * size - of_a - of_b
+
+
+def tile_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 0.0) -> float:
+    """One tile on one of many cores; ``other_bytes`` pass the memory for each tile beside its own."""
+    t, cube = tiles.tiling, machine.cube
+    busy = min(tiles.cores, tiles.number)
+    steps = -(-tiles.k // t.step_k)
+    products = (
+        2.0 * t.tile_m * t.tile_n * tiles.k / (tflops * 1e6)
+        + steps * cube.startup_cycles / machine.clock_ghz / 1e3
+    )
+    latency = machine.pipes.memory_latency_ns / 1e3
+    store = tiles.stored_bytes / machine.pipes.fix_gbs / 1e3 + latency
+    if 2 * t.tile_m * t.tile_n * 4 > L0C:  # one output tile in L0C: products wait for its store
+        products += store
+    share = min(machine.pipes.mte2_gbs, machine.chip.l2_gbs / busy)
+    passed = tiles.loaded_bytes + tiles.stored_bytes + other_bytes
+    loads = max(tiles.loaded_bytes / share, passed * busy / machine.chip.l2_gbs) / 1e3
+    return max(products, loads, store)
+
+
+def product_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 0.0) -> float:
+    """All tiles of a rank, from the first load to the last store."""
+    latency = machine.pipes.memory_latency_ns / 1e3
+    store = tiles.stored_bytes / machine.pipes.fix_gbs / 1e3
+    return tiles.waves * tile_us(tiles, machine, tflops, other_bytes) + 2 * latency + store
+
+
+def reduced(
+    plan: CommonPart,
+    links: SharedLinks,
+    pipeline: Pipeline,
+    constants: MachineConstants,
+    machine: Machine,
+    partial_dtype: DtypeName,
+    band: int,
+) -> Prediction:
+    """GEMM+ReduceScatter and GEMM+AllReduce (``kernels/gemm_reduce``).
+
+    T_m = (M/W·N·s of the partials, and of the results where all ranks get them) to each peer.
+    pipelined = max(T_c + tail, first wave + T_m + tail): the tail is what the last wave's tiles still
+    go through, the way to their owner, the sum, and the way to the others.
+    """
+    shape, cut, world = plan.gemm, pipeline.chunking, plan.world_size
+    assert cut is not None, "GEMM ops are cut in tiles"
+    everywhere = plan.op == "gemm_all_reduce"
+    rows = shape.m if everywhere else shape.m // world
+    columns = -(-shape.n // cut.tile_n)
+    count = -(-rows // cut.tile_m) * columns * (1 if everywhere else world)
+    cores = pipeline.compute_blocks
+    # The next tile of a core is of the same rows where whole bands of all owners fill the cores.
+    at_once = band * world
+    again = cores % at_once == 0 and (world == 1 or band % cut.tiles_per_chunk == 0)
+    same_rows = max(1.0, columns * at_once / cores) if again else 1.0
+    stored = plan.out_dtype if world == 1 else partial_dtype
+    tiles = Tiles(count, cores, cut, shape.k, plan.dtype, stored, same_rows)
+    rate = constants.tflops_per_core(plan.dtype)
+    compute = product_us(tiles, machine, rate)
+    if world == 1:
+        return prediction(compute, 0.0, compute, constants.launch_us, constants)
+
+    part, result = DTYPE_BYTES[partial_dtype], DTYPE_BYTES[plan.out_dtype]
+    elements = shape.m * shape.n
+    scatter = elements / world * part
+    spread = elements / world * result * everywhere
+    sent = messages_us(scatter + spread, links, pipeline, constants)
+
+    others = (world - 1) / world
+    moved = elements * (2 * others * part + part)  # read, written by peers, added up
+    moved += (
+        elements / world * result * (3 if everywhere else 1)
+        + 2 * others * elements * result * everywhere
+    )
+    busy = product_us(tiles, machine, rate, moved / count)
+
+    latency, signal = constants.p2p_latency_us, constants.signal_us
+    tile = cut.tile_m * cut.tile_n
+    a_peer = -(-min(cores, count) // world)  # tiles of a wave
+    link = min(constants.p2p_gbs, constants.comm_block_gbs) * 1e3
+    add = _sum_us(tile, part, world, machine)
+    tail = a_peer * tile * part / link + latency + signal + add
+    spread_tail = (a_peer * tile * result / link + 2 * latency + signal) if everywhere else 0.0
+    alone = sent + add + latency + signal + (2 * latency + signal) * everywhere
+    first = tile_us(tiles, machine, rate, moved / count)
+    pipelined = max(busy + tail + spread_tail, first + alone)
+    return prediction(
+        compute, alone, min(pipelined, compute + alone), constants.launch_us, constants
+    )
+
+
+def _sum_us(tile: int, size: int, world: int, machine: Machine) -> float:
+    """A tile's partials loaded and added on one vector core, the last loads behind a latency."""
+    vector = machine.vector.bytes_per_cycle * machine.clock_ghz * 1e3
+    passes = (2 * world + 1) if size == 2 else world
+    work = passes * tile * 4 / vector
+    loads = world * tile * size / machine.pipes.mte2_gbs / 1e3
+    return max(work, loads) + 3 * machine.pipes.memory_latency_ns / 1e3
+
+
+def gathered(
+    plan: CommonPart,
+    links: SharedLinks,
+    pipeline: Pipeline,
+    constants: MachineConstants,
+    machine: Machine,
+) -> Prediction:
+    """AllGather+GEMM (``kernels/ag_gemm``): T_m = M/W·K·s to each peer. The blocks that serve a peer
+    send a chunk each at the same time, so that all of these come when the last of them does.
+
+    pipelined = max(T_c, first chunks + the waves of all but the own rows, T_m + a wave).
+    """
+    shape, cut, world = plan.gemm, pipeline.chunking, plan.world_size
+    assert cut is not None, "GEMM ops are cut in tiles"
+    rows = shape.m // world
+    columns = -(-shape.n // cut.tile_n)
+    own = -(-rows // cut.tile_m) * columns
+    cores = pipeline.compute_blocks
+    tiles = Tiles(own * world, cores, cut, shape.k, plan.dtype, plan.out_dtype)
+    if cores % columns == 0 or columns == cores:  # each core stays with its columns
+        tiles = tiles._replace(same_columns=max(1.0, own * world / cores))
+    rate = constants.tflops_per_core(plan.dtype)
+    compute = product_us(tiles, machine, rate)
+    if world == 1:
+        return prediction(compute, 0.0, compute, constants.launch_us, constants)
+    shard = rows * shape.k * DTYPE_BYTES[plan.dtype]
+    sent = messages_us(shard, links, pipeline, constants)
+    at_once = min(cut.chunks_per_rank, -(-pipeline.comm_blocks // (world - 1)))
+    first = sent * at_once / cut.chunks_per_rank + constants.p2p_latency_us + constants.signal_us
+    moved = 3.0 * (world - 1) * shard / tiles.number  # each put passes memory at both ends
+    one = tile_us(tiles, machine, rate, moved)
+    busy = product_us(tiles, machine, rate, moved)
+    late = first + -(-own * (world - 1) // cores) * one
+    last = sent + constants.p2p_latency_us + constants.signal_us + one
+    pipelined = max(busy, late, last)
+    return prediction(compute, sent, min(pipelined, compute + sent), constants.launch_us, constants)
+
+
+def attended(
+    plan: CommonPart,
+    links: SharedLinks,
+    pipeline: Pipeline,
+    constants: MachineConstants,
+    machine: Machine,
+    cubes: int,
+) -> Prediction:
+    """Ring attention (``kernels/ring_attention``): scores, weights and parts pass the memory between a
+    cube core and its vector cores, and keys and values are loaded for each tile of queries. Cores take
+    these in turns, so that some have one more than others.
+
+    T_m = 2·B·H_kv·(S/W)·D·s to each peer. pipelined = T_c + what of T_m the products with own keys do
+    not cover, a share of 1/W.
+    """
+    shape, world = plan.shape, plan.world_size
+    assert isinstance(shape, AttentionShape), "attention has no other shape"
+    size, width, own = DTYPE_BYTES[plan.dtype], shape.head_dim, shape.sequence // world
+    piece = own // (2 if shape.causal else 1)
+    long_pieces = piece >= MOST_KEYS
+    queries = max(16, min(MOST_QUERIES, RESULTS // width // 16 * 16)) * (
+        BLOCKS if long_pieces else 1
+    )
+    keys = min(MOST_KEYS if long_pieces else MOST_KEYS // 2, piece)
+    items = shape.batch * shape.heads * (own // piece) * -(-piece // queries)
+    scores = work(shape, world) / (4.0 * width)
+    if shape.causal:  # tiles across the diagonal are computed whole
+        scores += shape.batch * shape.heads * own * min(queries, piece) / 2
+    ring = 2.0 * (4 + size) + 8.0 * width / keys
+    inputs = 2.0 * width * size / queries
+    latency = machine.pipes.memory_latency_ns / 1e3
+    vector = machine.vector.bytes_per_cycle * machine.clock_ghz * VECTORS_PER_CUBE
+    rate = constants.tflops_per_core(plan.dtype) * 1e3
+    a_score = max(
+        (ring + inputs) * cubes / machine.chip.l2_gbs,
+        4.0 * width / rate,
+        (4 + 4.0 * width / keys) / machine.pipes.fix_gbs,
+        (inputs + size) / machine.pipes.mte2_gbs,
+        4.0 * VECTOR_PASSES / vector,
+    )
+    of_a_core = scores / items * -(-items // cubes)
+    compute = of_a_core * a_score / 1e3 + of_a_core / (queries * keys) * latency
+    if world == 1:
+        return prediction(compute, 0.0, compute, constants.launch_us, constants)
+    payload = sum(payloads(plan.op, shape, plan.dtype, world))
+    sent = messages_us(payload, links, pipeline, constants)
+    pipelined = compute + max(0.0, sent - compute / world)
+    return prediction(compute, sent, min(pipelined, compute + sent), constants.launch_us, constants)

@@ -1,0 +1,115 @@
+"""A library's attention of some queries on some keys, and its gradients.
+
+The library is cuDNN, which takes fewer heads of keys than of queries, and any layout whose rows are
+packed. torch keeps its plans by the strides of q, k and v alone, so what is given beside q for the same
+queries (the result, its gradient) lies as q does.
+
+Under ``torch.use_deterministic_algorithms`` gradients are those of FlashAttention-2, which then adds in
+a fixed order; cuDNN's backward does not promise one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+class Seen(NamedTuple):
+    """What some queries found in some keys: ``out`` [B, H, R, D] and ``lse`` [B, H, R] of the queries
+    from ``first`` on."""
+
+    out: Tensor
+    lse: Tensor
+    first: int
+
+
+class Results(NamedTuple):
+    """Queries with what they found in all keys they see: ``q``, ``out`` and its gradient ``of_out``
+    [B, H, R, D], which lie alike; ``lse``, and its gradient ``of_lse`` or None, [B, H, R]."""
+
+    q: Tensor
+    out: Tensor
+    of_out: Tensor
+    lse: Tensor
+    of_lse: Tensor | None
+
+    def heads(self, which: slice) -> Results:
+        """Of these heads."""
+        return Results(*(None if each is None else each[:, which] for each in self))  # type: ignore[arg-type]
+
+    def rows(self, first: int) -> Results:
+        """Of the queries from ``first`` on."""
+        if not first:
+            return self
+        return Results(*(None if each is None else each[:, :, first:] for each in self))  # type: ignore[arg-type]
+
+
+class Gradients(NamedTuple):
+    """What some keys give to the gradient of queries, and these to those of keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float) -> Seen:
+    """Attention of the queries from ``first`` on over keys and values that each of them sees, or in
+    order where ``causal``. Heads of k and v may be fewer."""
+    seeing = q[:, :, first:] if first else q
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        seeing, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    # [B, H, R] or [B, H, R, 1], by the version of torch.
+    return Seen(out, lse.reshape(seeing.shape[:3]), first)
+
+
+def gradients(
+    given: Results, k: Tensor, v: Tensor, first: int, causal: bool, scale: float
+) -> Gradients:
+    """The gradients of what :func:`attend` computes, with the results of all keys.
+
+    Each is rounded to the dtype of ``q``. The library knows no gradient of the log-sum-exp. What it
+    gives to scores, p·dlse, is what a second call computes, with values of 0 and results whose products
+    with their gradients are -dlse; that is added to the first call's, and rounded once more.
+    """
+    given = given.rows(first)
+    found = _gradients(given, k, v, causal, scale)
+    if given.of_lse is None:
+        return found
+    ones, sums = torch.zeros_like(given.out), torch.zeros_like(given.out)
+    ones[..., :2] = 1
+    sums[..., 0] = -given.of_lse
+    sums[..., 1] = -(given.of_lse + sums[..., 0])  # what the first one's rounding took off
+    more = _gradients(given._replace(out=sums, of_out=ones), k, torch.zeros_like(v), causal, scale)
+    return Gradients(found.q + more.q, found.k + more.k, found.v)
+
+
+def _gradients(given: Results, k: Tensor, v: Tensor, causal: bool, scale: float) -> Gradients:
+    q, lse = given.q, given.lse.contiguous()
+    none = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that drops nothing
+    sizes = q.shape[2], k.shape[2]
+    if torch.are_deterministic_algorithms_enabled():
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            given.of_out, q, k, v, given.out, lse, None, None, *sizes, 0.0, causal, none, none,
+            scale=scale,
+        )  # fmt: skip
+    else:
+        found = _aten._scaled_dot_product_cudnn_attention_backward(
+            given.of_out, q, k, v, given.out, lse.view(*lse.shape, *_more_dimensions(q.device)),
+            none, none, None, None, None, *sizes, 0.0, causal, scale=scale,
+        )  # fmt: skip
+    return Gradients(*found)
+
+
+@cache
+def _more_dimensions(device: torch.device) -> tuple[int, ...]:
+    """How torch's cuDNN attention has the log-sum-exp: [B, H, R] and these, by the version of torch."""
+    q = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device=device)
+    _, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)
+    more: int = lse.dim() - 3
+    return (1,) * more

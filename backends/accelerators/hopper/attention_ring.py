@@ -1,0 +1,116 @@
+"""How keys and values of ring attention travel between the ranks of a node, and what each rank sees of
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.cuda.memory import bytes_at
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class Source(NamedTuple):
+    """A peer, its keys and values as far as this rank sees them, and the first query that does."""
+
+    rank: int
+    k: torch.Tensor
+    v: torch.Tensor
+    first: int
+
+
+class Queries(NamedTuple):
+    """A call's queries as a library is given them: scores are ``scale`` > 0 times their products with
+    keys, and ``q`` is ``sign`` times the caller's."""
+
+    q: torch.Tensor
+    scale: float
+    sign: int
+
+    @classmethod
+    def of(cls, call: Call) -> Queries:
+        """A library takes the largest score before it scales."""
+        q, scale = aligned(call.tensors["q"]), float(call.options["scale"])
+        sign = (scale > 0) - (scale < 0)
+        return cls(q if sign == 1 else q * sign, abs(scale) or 1.0, sign)
+
+
+class AttentionRing:
+    """The keys and values of one plan's calls on one rank.
+
+    Attributes:
+        keys: how those of one rank lie, for the native module.
+        sources: the other ranks in the order in which they are consumed: the one before this first.
+    """
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        self._plan, self._rank, self._device = call.plan, call.rank, context.device
+        self._workspace = call.workspace
+        shape = attention_shape(call.plan)
+        self.causal, self.rows = shape.causal, shape.sequence // call.plan.world_size
+        self.keys = ring_keys(call.plan)
+        self.sources = tuple(self._sources())
+
+    def push(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
+        """Send the own keys and values to every peer, a flag behind."""
+        k, v = call.tensors["k"], call.tensors["v"]
+        native().push_keys(
+            self._device, world, k.data_ptr(), v.data_ptr(), self.keys, self.causal, stream
+        )
+
+    def wait(self, world: _hopper.DeviceWorld, source: Source, stream: int) -> None:
+        """What follows on ``stream`` reads what the source sent."""
+        native().await_part(self._device, world, source.rank, source.rank, stream)
+
+    def lying(self, offset: int, rows: int) -> torch.Tensor:
+        """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of the own data area."""
+        shape, dtype = attention_shape(self._plan), getattr(torch, self._plan.dtype)
+        sizes = [shape.batch, shape.kv_heads, rows, shape.head_dim]
+        if shape.layout == "positions":
+            sizes[1:3] = rows, shape.kv_heads
+        nbytes = (
+            shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[self._plan.dtype]
+        )
+        flat = bytes_at(self._workspace + native().DATA_OFFSET + offset, nbytes).view(dtype)
+        return flat.view(sizes) if shape.layout == "heads" else flat.view(sizes).transpose(1, 2)
+
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of [B, Hkv, rows, D] in the order in which those of the plan's tensors lie."""
+        if attention_shape(self._plan).layout == "positions":
+            tensor = tensor.transpose(1, 2)
+        return tensor.contiguous()
+
+    def rows_seen(self, rank: int, of: int) -> int:
+        """How many of the keys of rank ``of`` another rank sees, the first ones."""
+        return self.rows // 2 if self.causal and of < rank else self.rows
+
+    def _sources(self) -> Iterator[Source]:
+        rank, world = self._rank, self._plan.world_size
+        for step in range(1, world):
+            source = (rank - step) % world
+            at, seen = self.keys.slot_offset(world, rank, source), self.rows_seen(rank, source)
+            k, v = (self.lying(at + which, self.rows) for which in (0, self.keys.bytes))
+            first = self.rows // 2 if self.causal and source > rank else 0
+            yield Source(source, k[:, :, :seen], v[:, :, :seen], first)
+
+
+def ring_keys(plan: LaunchPlan) -> _hopper.Keys:
+    """How the keys of one rank, and its values, lie; the first half of the positions by itself."""
+    shape = attention_shape(plan)
+    rows = shape.sequence // plan.world_size
+    whole = shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
+    stretches = shape.batch * (shape.kv_heads if shape.layout == "heads" else 1)
+    pitch = whole // stretches
+    keys: _hopper.Keys = native().Keys(bytes=whole, width=pitch // 2, pitch=pitch, count=stretches)
+    return keys

@@ -1,0 +1,109 @@
+// Mail: words that say themselves that they have come, so that neither fence nor flag follows them.
+//
+// A word of the mail area that is zero has not come. Senders therefore write +0 as -0: a word that would be
+// zero (a float, or a pair of 16-bit floats) gets its highest bit set, which changes no sum that starts from
+// +0. Every 32-bit word is judged by itself, so nothing needs to be ordered, and 16 bytes may be torn.
+//
+// Reuse. The reader of a word writes zero back at once, and each word that is sent in a call is read in it:
+// between calls the area is all zeros, as workspaces are when they are new. Nothing else is ever written
+// there. Calls of even and of odd epochs have areas of their own: who sends in call e has heard of every
+// peer in call e - 1 (these calls are brief, device/call.cuh), so the peer's call e - 2 was over, and with
+// it the zeros were written that the mail of e falls on. That the zeros come first everywhere is the doing of
+// `open`: one fence at the begin of call e - 1 orders the peer's zeros of e - 2 before its mail of e - 1,
+// and one at the begin of e orders this rank's look at that mail before its own mail. It is tried in every
+// interleaving (tests/native/model/test_words_model.cpp).
+#pragma once
+
+#include <cstdint>
+
+#include "backends/transport/device_wait.cuh"
+
+namespace mkernel::hopper::mailbox {
+
+__device__ inline std::uint32_t mailable(std::uint32_t word) {
+    return word == 0 ? 0x80000000u : word;
+}
+
+__device__ inline uint4 mailable(uint4 words) {
+    return {mailable(words.x), mailable(words.y), mailable(words.z), mailable(words.w)};
+}
+
+// At the begin of a call, by every thread that sends in it.
+__device__ inline void open() {
+    transport::fence_system();
+}
+
+// `words` are mailable; `to`: in a peer's mail area, a multiple of 16.
+__device__ inline void send(char* to, uint4 words) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+}
+
+// What is at a place of the own mail area now.
+__device__ inline uint4 look(const char* at) {
+    uint4 words;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(at)
+                 : "memory");
+    return words;
+}
+
+__device__ inline bool is_all(uint4 words) {
+    return words.x != 0 && words.y != 0 && words.z != 0 && words.w != 0;
+}
+
+// After all of it has come: for the call after the next.
+__device__ inline void clear(char* at) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(at), "r"(0)
+                 : "memory");
+}
+
+// Whether all mail at these places of the own mail area has come; it is in `words` then, and the places are
+// cleared. Where `at` is null there is none. Any number of threads, each for places of its own.
+template <int kPlaces>
+__device__ inline bool take(char* const (&at)[kPlaces], uint4 (&words)[kPlaces],
+                            const transport::DeviceWaiter& waiter, transport::Awaited what) {
+    constexpr int kPauseNs = 32;
+    constexpr int kPollsBetweenLooks = 128;
+    constexpr std::uint64_t kHostLookNs = 1'000'000;
+    const auto come = [&] {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < kPlaces; ++i) {
+            if (at[i] != nullptr) words[i] = look(at[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kPlaces; ++i) all = all && (at[i] == nullptr || is_all(words[i]));
+        return all;
+    };
+    if (!come()) {
+        const transport::DeviceLimits limits = waiter.limits();
+        const std::uint64_t start = transport::global_ns();
+        std::uint64_t look_at_host = start + kHostLookNs;
+        int turn = 0;
+        while (!come()) {
+            __nanosleep(kPauseNs);
+            if (++turn < kPollsBetweenLooks) continue;
+            turn = 0;
+            if (transport::load_relaxed(limits.failed) != 0) return false;
+            const std::uint64_t now = transport::global_ns();
+            if (now < look_at_host) continue;
+            look_at_host = now + kHostLookNs;
+            const bool aborted = limits.aborted();
+            if (aborted || now - start > limits.timeout_ns) {
+                const auto why =
+                    aborted ? transport::WaitResult::aborted : transport::WaitResult::timed_out;
+                return waiter.went_on(why, 0, 1, what);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+        if (at[i] != nullptr) clear(at[i]);
+    }
+    return true;
+}
+
+}  // namespace mkernel::hopper::mailbox

@@ -1,0 +1,141 @@
+"""GEMM+AllReduce of few rows on one rank: one kernel (``kernels/few_rows.cuh``).
+
+Data flow of the views:
+  pipelined     the kernel
+  sequential    the kernel in a world of one rank, then a collective of its product
+  compute_only  the kernel in a world of one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.device_world import (
+    NO_DATA,
+    DispatchContext,
+    call_id,
+    collective_blocks,
+    device_world,
+    one_node,
+)
+from mkernel.backends.accelerators.hopper.gemm import Operands, pitches
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class FewRowsExecutor:
+    """GEMM+AllReduce of few rows, into ``out``: one plan's calls in a world."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        plan, made = call.plan, native()
+        self._context, self._plan = context, plan
+        self._world = device_world(call, context)
+        product, schedule = _product(plan), _schedule(plan)
+        self._calls = made.FewRowsCalls(context.device, self._world, product, schedule)
+        alone = made.DeviceWorld(
+            [call.workspace], 0, context.control, call.timeout_s, call_id(call)
+        )
+        self._alone = made.FewRowsCalls(context.device, alone, product, schedule)
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a plan needs of symmetric memory, in any view. Unsupported."""
+        world = one_node(plan)
+        if world == 1:
+            return Workspace((NO_DATA,))
+        made = native()
+        try:
+            made.check_few_rows(world, plan.gemm.n, _schedule(plan))
+        except ValueError as error:  # too much mail
+            shape = plan.gemm
+            raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
+        return Workspace((made.DATA_OFFSET + _staging(plan),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream."""
+        operands = Operands.of(call)
+        number = call_id(call)
+        if call.view == "compute_only":
+            self._alone.start(number, call.timeout_s, operands.tensors(), stream)
+        elif call.view == "sequential" and call.plan.world_size > 1:
+            self._product_then_collective(call, operands, stream)
+        else:
+            self._calls.start(number, call.timeout_s, operands.tensors(), stream)
+        operands.deliver(call)
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object:
+        """Starts calls; each rank writes its own ``out``, wherever that lies."""
+        context = self._context
+        return native().few_rows_starter(
+            context.device,
+            context.order,
+            context.control_block,
+            self._calls,
+            **pitches(self._plan, strides),
+        )
+
+    def _product_then_collective(self, call: Call, operands: Operands, stream: int) -> None:
+        made, plan, context = native(), call.plan, self._context
+        shape = plan.gemm
+        partial = operands.a.new_empty((shape.m, shape.n))
+        alone = operands._replace(out=partial, bias=None)
+        self._alone.start(call_id(call), call.timeout_s, alone.tensors(), stream)
+        together = made.Collective(
+            self._world.of_call(call_id(call), call.timeout_s),
+            _staging(plan),
+            blocks=collective_blocks(context),
+        )
+        made.all_reduce(
+            together, getattr(made.Element, plan.dtype), partial.data_ptr(), partial.numel(),
+            [operands.out.data_ptr()], made.Way.one_shot, stream,
+            bias=operands.bias_address, columns=shape.n,
+        )  # fmt: skip
+
+
+def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
+    """ArgumentError for a schedule that a call would not follow."""
+    how = plan.part(FewRowsSchedule)
+    if how.product not in (plan.dtype, "float32"):
+        raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
+    if how.splits > how.blocks:
+        raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
+    made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
+        m=plan.gemm.m, splits=how.splits, unrounded=how.product == "float32"
+    )
+    return made
+
+
+def _product(plan: LaunchPlan) -> _hopper.Product:
+    """The plan's product, without tensors yet. Neither tiling nor band mean anything to the kernel."""
+    made = native()
+    product: _hopper.Product = made.Product(
+        n=plan.gemm.n,
+        k=plan.gemm.k,
+        half=plan.dtype == "float16",
+        n_major=plan.b_layout == "row",
+        tiling=made.Tiling.narrow,
+        band=1,
+        blocks=plan.part(FewRowsSchedule).blocks,
+    )
+    return product
+
+
+def _staging(plan: LaunchPlan) -> int:
+    """Bytes that the collective of the sequential view needs."""
+    made, elements = native(), plan.gemm.m * plan.gemm.n
+    element = getattr(made.Element, plan.dtype)
+    needed: int = made.all_reduce_staging(
+        plan.world_size, element, elements, made.Way.one_shot, False
+    )
+    return needed

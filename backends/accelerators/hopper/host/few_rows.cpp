@@ -1,0 +1,79 @@
+#include "backends/accelerators/hopper/host/few_rows.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/accelerators/hopper/kernels/few_rows.cuh"
+#include "backends/cuda/device.hpp"
+#include "backends/cuda/error.hpp"
+
+namespace mkernel::hopper {
+
+namespace {
+
+std::uint64_t slot_bytes(int n, const FewRowsSchedule& schedule) {
+    const std::uint64_t elements = std::uint64_t{1} * schedule.m * n;
+    return (elements * (schedule.unrounded ? sizeof(float) : kElementBytes) + 127) / 128 * 128;
+}
+
+}  // namespace
+
+int few_rows_height(int m) {
+    for (const int height : {16, 32, 64, 128}) {
+        if (m <= height) return height;
+    }
+    return kMostFewRows;
+}
+
+void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
+    const std::uint64_t needed = world * slot_bytes(n, schedule);
+    if (world > 1 && needed > kMailBytes) {
+        throw std::length_error("the ranks' sums are " + std::to_string(needed) +
+                                " bytes; a call of few rows may have " +
+                                std::to_string(kMailBytes));
+    }
+}
+
+void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
+              std::uint64_t stream) {
+    check_few_rows(static_cast<int>(world.workspaces.size()), product.n, schedule);
+    const GemmTensors& tensors = product.tensors;
+    FewRowsArgs args{};
+    args.workspace = workspace_of(world);
+    args.limits = limits_of(world);
+    args.a = tensor_map({.address = tensors.a,
+                         .width = static_cast<std::uint64_t>(product.k),
+                         .height = static_cast<std::uint64_t>(schedule.m),
+                         .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
+                        few_rows_height(schedule.m), product.half);
+    args.b = map_of_b(product);
+    args.bias = reinterpret_cast<const void*>(tensors.bias);
+    args.out = reinterpret_cast<void*>(tensors.out);
+    args.slot = slot_bytes(product.n, schedule);
+    args.m = schedule.m;
+    args.n = product.n;
+    args.k = product.k;
+    args.unrounded = schedule.unrounded;
+    const auto launch = product.half ? &launch_few_rows<__half> : &launch_few_rows<__nv_bfloat16>;
+    cuda::check(
+        launch(args, product.n_major, schedule.splits, product.blocks, cuda::stream_at(stream)),
+        "launching few_rows");
+}
+
+FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)
+    : device_(device), world_(std::move(world)), product_(product), schedule_(schedule) {}
+
+void FewRowsCalls::start(const CallOnce& call) {
+    const cuda::DeviceScope scope(device_);
+    world_.call = call.number;
+    world_.timeout_s = call.timeout_s;
+    product_.tensors = call.tensors;
+    few_rows(world_, product_, schedule_, call.stream);
+}
+
+}  // namespace mkernel::hopper

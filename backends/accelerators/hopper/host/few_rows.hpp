@@ -1,0 +1,40 @@
+// GEMM+AllReduce of few rows as the host starts it (kernels/few_rows.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/hopper/host/gemm.hpp"
+#include "backends/accelerators/hopper/host/pipelined.hpp"
+
+namespace mkernel::hopper {
+
+// How K is cut, and what travels. `unrounded`: sums of a rank travel in float32, else rounded to the result's type.
+struct FewRowsSchedule {
+    int m;
+    int splits;
+    bool unrounded;
+};
+
+// std::length_error where sums of `world` ranks are more mail than a call may have.
+void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
+
+// Of a world of one rank, the product alone.
+void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
+              std::uint64_t stream);
+
+// A plan's calls in one world.
+class FewRowsCalls {
+  public:
+    FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule);
+
+    void start(const CallOnce& call);
+
+  private:
+    int device_;
+    DeviceWorld world_;
+    Product product_;
+    FewRowsSchedule schedule_;
+};
+
+}  // namespace mkernel::hopper

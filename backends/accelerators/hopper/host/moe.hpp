@@ -1,0 +1,84 @@
+// The MoE ops as the host starts them: tensors and the world in, kernels on streams out. Nothing here
+// waits for the device.
+//
+// The data area of a rank's workspace in a dispatch: tokens of all ranks [W, tokens, hidden], their ids
+// [W, tokens, top_k] int32, scratch. Flag s: tokens of rank s are there; flag W + s: its ids are. Of what
+// comes home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank, then the results
+// [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s; flag W + s: its results.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include "backends/accelerators/hopper/kernels/moe/home.hpp"
+#include "backends/accelerators/hopper/kernels/moe/routing.hpp"
+
+namespace mkernel::hopper::moe {
+
+// What tells routings apart. `experts`: of one rank.
+struct Sizes {
+    std::int32_t world, tokens, top_k, experts;
+};
+
+// 32-bit words of a handle. std::length_error where they, or places, cannot be counted in 31 bits.
+std::int64_t table_words(const Sizes& sizes);
+
+// Bytes of a workspace. std::length_error: too many experts.
+std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes);
+std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank);
+
+// Pinned memory where a dispatch tells the host of its rows (kernels/moe/tables.cuh).
+class ReportBlock {
+  public:
+    ReportBlock();
+    ReportBlock(const ReportBlock&) = delete;
+    ReportBlock& operator=(const ReportBlock&) = delete;
+    ~ReportBlock();
+
+    [[nodiscard]] Report* report() const { return report_; }
+    // Rows of this rank in that call, once they are known.
+    [[nodiscard]] std::optional<std::int32_t> rows(std::uint32_t call) const;
+    // (rank, rows, capacity) of the first call since this was last asked that had too many rows.
+    [[nodiscard]] std::optional<std::tuple<int, int, int>> take_refusal() const;
+
+  private:
+    Report* report_ = nullptr;
+};
+
+// `routing`: address of the handle's words, 16-byte aligned. The others as in RoutingArgs; `row_bytes`: of
+// a token.
+struct Routing {
+    Sizes sizes;
+    std::uint64_t routing, ids, counts, row_bytes;
+    std::int32_t capacity, early;
+    bool exchanges;
+};
+void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
+           std::uint64_t stream);
+
+// Rows @ weights. `a`: own tokens where `gathers`, else rows; `home`: results go to the places of
+// their rows, not to `out`. `wide`: they are float32. `waits`: for other ranks, and send to them. `ends`: see
+// GroupedArgs.
+struct GroupedProduct {
+    Sizes sizes;
+    std::uint64_t routing, a, b, out;
+    std::int32_t n, k, height;
+    bool half, n_major, gathers, wide, home, waits, ends;
+    std::int32_t blocks;
+};
+void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream);
+
+struct Home {
+    Sizes sizes;
+    std::uint64_t routing, y, weights, out;
+    std::int32_t width;
+    bool half, wide, by_rank, waits;
+    std::int32_t blocks;
+};
+enum class Step : std::uint8_t { send_rows, sum_slots, sum_rows, sum_ranks };
+void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint64_t stream);
+
+}  // namespace mkernel::hopper::moe

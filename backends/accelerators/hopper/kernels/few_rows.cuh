@@ -1,0 +1,53 @@
+// GEMM+AllReduce of few rows, up to 256: reading the weights is what takes time, so all multiprocessors do.
+//
+// Weights are the rows of the product here: wgmma multiplies b^T [n, k] by a^T [k, m]. A tile is 128 columns of b
+// and all of m. The blocks of a cluster share a tile, each with its part of K, so that as many blocks
+// load as there are multiprocessors. Data flow of a tile on rank r:
+//   a, b ──loader──▶ stages ──multipliers──▶ this block's partial sums, float32, in its shared memory
+//   partial sums of the cluster's blocks ──▶ each block adds a part of the tile in the order of K
+//   its sums, rounded or not ──▶ the mail of every peer (device/mailbox.cuh)
+//   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
+// Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same on all ranks,
+// and always the same. Mail says itself that it has come, so nothing is raised or fenced behind it: it is one way
+// across the link.
+//
+// The call is brief (device/call.cuh): each rank waits for all that its peers write into its memory.
+// All blocks read the epoch at their begin, and the last one that did moves it on.
+// No rank waits for ever: clusters take tiles in rising order and send before they wait, so the first tile that
+// is not done anywhere waits for none.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/transport/host_control.hpp"
+
+namespace mkernel::hopper {
+
+inline constexpr int kMostFewRows = 256;
+inline constexpr int kMostSplits = 8;  // of K: blocks of a cluster
+inline constexpr int kFewColumns = 128;
+inline constexpr int kFewDepth = 64;  // of K, of a stage
+
+struct FewRowsArgs {
+    CUtensorMap a;     // [m, k], boxes [rows of the kernel, 64]
+    CUtensorMap b;     // boxes [128 of n, 64 of k], or N-major [64 of k, 64 of n]
+    const void* bias;  // [n], or null
+    void* out;         // [m, n]
+    Workspace workspace;
+    transport::WaitLimits limits;
+    std::uint64_t slot;  // bytes of mail from one rank
+    int m, n, k;
+    bool unrounded;  // float32 sums travel
+};
+
+// Rows that the kernel which runs m rows has, a multiple of 16; boxes of `a` are as high.
+int few_rows_height(int m);
+
+// On at most `blocks` blocks, clusters of `splits`. Element: __nv_bfloat16 or __half.
+template <class Element>
+cudaError_t launch_few_rows(const FewRowsArgs& args, bool n_major, int splits, int blocks,
+                            cudaStream_t stream);
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,123 @@
+// Rows of A on their way into the stages: two warps of the block, which share each stage's rows.
+#pragma once
+
+#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include "backends/accelerators/hopper/ptx/gather.cuh"
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper::moe {
+
+inline constexpr int kGatherWarps = 2;
+
+template <class C, bool kGathers>
+class RowGatherer {
+  public:
+    // `thread`: of kGatherWarps * 32. `starts`: shared memory of kTileM words.
+    __device__ RowGatherer(Shared<C>& shared, const GroupedArgs& args, std::uint32_t* starts,
+                           int thread)
+        : shared_(shared), args_(args), starts_(starts), thread_(thread) {}
+
+    // `rows` rows from `first` on, all of K, once the tokens of other ranks among them are there.
+    __device__ void tile(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
+                         int rows) {
+        if constexpr (kGathers) wait(waiter, epoch, first, rows);
+        // Where each row starts, in 16 bytes; the lowest bit: in `a`, not in the workspace. Registers would
+        // be taken from the multipliers.
+        __syncwarp();
+#pragma unroll
+        for (int number = thread_ % 32; number < kTileM / kGatherWarps; number += 32) {
+            const int row = number / kEach * kStep + thread_ / 32 * kEach + number % kEach;
+            starts_[row] = row < rows ? start_of(first + row) : 0;
+        }
+        __syncwarp();
+        const int mine = (rows - thread_ / kChunks + kStep - 1) / kStep;  // may be negative
+        const int steps = (args_.k + kTileK - 1) / kTileK;
+        const char* const there = args_.workspace.data(args_.workspace.rank);
+        for (int step = 0; step < steps; ++step, cursor_.next()) {
+            shared_.empty[cursor_.slot].wait(cursor_.parity ^ 1);
+            const int column = step * kTileK + thread_ % kChunks * 8;
+            // Zeros come from the row's first bytes, of which none are read.
+            const std::uint32_t nbytes = column < args_.k ? 16 : 0;
+            const std::int64_t at = column < args_.k ? column * kElementBytes : 0;
+            std::uint32_t to = ptx::shared_address(shared_.stages[cursor_.slot]) +
+                               thread_ / kChunks * 128 +
+                               ((thread_ % kChunks) ^ (thread_ / kChunks % 8)) * 16;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i, to += kStep * 128) {
+                if (i >= mine) continue;
+                const std::uint32_t start = starts_[thread_ / kChunks + i * kStep];
+                const char* const base = (start & 1) != 0 ? args_.a : there;
+                ptx::copy_16(to, base + at + std::uint64_t{start / 2} * 16, nbytes);
+            }
+            ptx::close_copies();
+            if (open_ < kOpen) {
+                ++open_;
+            } else {
+                ptx::wait_copies<kOpen>();
+                arrive();
+            }
+        }
+    }
+
+    // After the last tile.
+    __device__ void finish() {
+        ptx::wait_copies<0>();
+        for (; open_ > 0; --open_) arrive();
+    }
+
+  private:
+    static constexpr int kChunks = 8;                          // of 16 bytes, of a row
+    static constexpr int kStep = kGatherWarps * 32 / kChunks;  // a multiple of 8: see `to`
+    static constexpr int kEach = 32 / kChunks;                 // rows of a step that are one warp's
+    static constexpr int kRows = kTileM / kStep;               // of one thread
+    static constexpr int kOpen = C::kStages - 2;               // stages whose copies are under way
+    static_assert(kStep % 8 == 0 && kOpen > 0);
+
+    // What the tile's rows need of other ranks: rows of an expert are ordered by source.
+    __device__ void wait(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
+                         int rows) const {
+        if (args_.waits && rows > 0 && thread_ % 32 == 0) {
+            const int own = args_.tables.tokens * args_.tables.top_k;
+            const int last = args_.tables.row_place()[first + rows - 1] / own;
+            for (int s = args_.tables.row_place()[first] / own; s <= last; ++s) {
+                const auto source = static_cast<std::uint32_t>(s);
+                if (s != args_.workspace.rank &&
+                    !waiter.until(args_.workspace.flags(args_.workspace.rank)[s], epoch,
+                                  {source, source, 0})) {
+                    break;
+                }
+            }
+        }
+        __syncwarp();
+    }
+
+    __device__ std::uint32_t start_of(int row) const {
+        const std::uint32_t each = static_cast<std::uint32_t>(args_.k) / 8;
+        if constexpr (!kGathers) {
+            return static_cast<std::uint32_t>(row) * each * 2 + 1;
+        } else {
+            const int token = args_.tables.row_place()[row] / args_.tables.top_k;
+            const int own = token - args_.workspace.rank * args_.tables.tokens;
+            const bool is_own = own >= 0 && own < args_.tables.tokens;
+            return static_cast<std::uint32_t>(is_own ? own : token) * each * 2 + (is_own ? 1 : 0);
+        }
+    }
+
+    // The oldest stage whose copies were under way is there.
+    __device__ void arrive() {
+        ptx::fence_async_shared();
+        __syncwarp();
+        if (thread_ % 32 == 0) shared_.full[oldest_.slot].arrive();
+        oldest_.next();
+    }
+
+    Shared<C>& shared_;
+    const GroupedArgs& args_;
+    std::uint32_t* starts_;
+    int thread_;
+    int open_ = 0;
+    Cursor<C::kStages> cursor_, oldest_;
+};
+
+}  // namespace mkernel::hopper::moe

@@ -1,0 +1,49 @@
+// The grouped product of MoE: rows of an expert @ its weight [K, N], for all experts of a rank at once.
+//
+// Data flow of one call, on clusters of two blocks that take tiles of the routing's table in turn:
+//   rows of A ──two warps, 16 bytes a copy──▶ stages. With `gathers` a row is a token: of this rank's
+//        x, or, once flag s says that they are there, of rank s's rows in the workspace
+//   weights ──loader, 3-D boxes──▶ stages
+//   stages ──multipliers──▶ slices ──storer's warp, row by row──▶ `out`, or, with `home`, the place of
+//        that row in its rank's workspace: [tokens, top_k, N] there
+// A tile has up to 256 rows of one expert. With more than 128 each block of the cluster has half of them
+// and loads half of the weight's columns for both; else both have all of the rows, and each has
+// columns of its own. A warpgroup none of whose 64 rows are there multiplies nothing.
+// At the end: without `home` the call is over (device/call.cuh); with it, flag `W + r` of every rank says
+// that this rank's rows are there, and the call goes on in the next kernel.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/moe/tables.cuh"
+#include "backends/transport/host_control.hpp"
+
+namespace mkernel::hopper::moe {
+
+struct GroupedArgs {
+    CUtensorMap b;  // [experts, K, N], or [experts, N, K]
+    Workspace workspace;
+    transport::WaitLimits limits;
+    Tables tables;
+    const char* a;  // own tokens [tokens, K], or rows [rows, K]
+    char* out;      // [rows, N]; unused with `home`
+    std::int32_t n, k;
+    std::int32_t height;  // rows of `out` that have no place are zeroed, up to here; 0: none are
+    bool waits;           // for tokens of other ranks
+    bool home;
+    bool keeps;  // nothing goes to other ranks: with `home`, all rows go to the own workspace
+    bool ends;   // the call, or tells the others; else the next kernel does
+};
+
+struct GroupedVariant {
+    bool n_major_b, gathers, wide;  // wide: results are float32
+};
+
+// On `blocks` blocks, an even number. Element: __nv_bfloat16 or __half.
+template <class Element>
+cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
+                           cudaStream_t stream);
+
+}  // namespace mkernel::hopper::moe

@@ -1,0 +1,240 @@
+#include "backends/accelerators/hopper/kernels/moe/home.hpp"
+
+#include <cuda_runtime.h>
+
+#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
+#include "backends/cuda/small_launch.cuh"
+
+namespace mkernel::hopper::moe {
+
+namespace {
+
+using collectives::Eight;
+using collectives::narrow;
+using collectives::widen;
+
+constexpr unsigned kThreads = 256;
+
+// Calls body(row, first of 8 elements) for all of `rows` rows, over the grid.
+template <class Body>
+__device__ void for_each_eight(std::int64_t rows, int width, Body&& body) {
+    const std::int64_t eights = width / 8;
+    const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+    for (std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; at < rows * eights;
+         at += step) {
+        body(at / eights, static_cast<int>(at % eights) * 8);
+    }
+}
+
+// 8 sums of one thread.
+struct Sums {
+    float of[8] = {};
+
+    template <class In>
+    __device__ void add(float weight, const char* from) {
+        Eight<In> found;
+        found.load(from);
+        const In* elements = reinterpret_cast<const In*>(found.v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) of[i] += weight * widen(elements[i]);
+    }
+    template <class Out>
+    __device__ void store(char* to) const {
+        if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                *reinterpret_cast<float4*>(to + i * 4) = {of[i], of[i + 1], of[i + 2], of[i + 3]};
+            }
+        } else {
+            uint4 rounded;
+            Out* elements = reinterpret_cast<Out*>(&rounded);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) narrow(of[i], elements[i]);
+            *reinterpret_cast<uint4*>(to) = rounded;
+        }
+    }
+};
+
+// All threads of the block: once the flags `first` + s of all other ranks s say that this call has come.
+__device__ void wait_for_all(const HomeArgs& args, std::uint64_t epoch, int first) {
+    const Workspace& workspace = args.workspace;
+    if (threadIdx.x == 0 && args.waits) {
+        const auto waiter = waiter_of(workspace, args.limits, transport::Waiter::compute_kernel);
+        for (int step = 1; step < workspace.world; ++step) {
+            const auto source =
+                static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
+            const std::uint32_t flag = first + source;
+            if (!waiter.until(workspace.flags(workspace.rank)[flag], epoch,
+                              {flag, source, transport::kNoChunk})) {
+                break;
+            }
+        }
+    }
+    __syncthreads();
+}
+
+__device__ std::uint64_t epoch_of(const HomeArgs& args) {
+    return args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
+}
+
+// All threads of the block, last thing.
+__device__ void tell(const HomeArgs& args, std::uint64_t epoch) {
+    transport::fence_system();
+    __syncthreads();
+    if (threadIdx.x == 0 && args.waits) tell_peers(args.workspace, epoch);
+}
+__device__ void finish(const HomeArgs& args, std::uint64_t epoch) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    finish_call(args.workspace,
+                waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel), epoch);
+}
+
+__device__ char* home_of(const HomeArgs& args, int rank) {
+    return args.workspace.data(args.waits ? rank : args.workspace.rank) + args.rows_offset;
+}
+
+__device__ void refuse(Sums& sums) {
+#pragma unroll
+    for (float& each : sums.of) each = __int_as_float(0x7FC00000);
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    send_rows_kernel(const __grid_constant__ HomeArgs args) {
+    const std::uint64_t epoch = epoch_of(args);
+    const int own = args.tables.tokens * args.tables.top_k;
+    for_each_eight(args.tables.rows(), args.width, [&](std::int64_t row, int column) {
+        const int place = args.tables.row_place()[row];
+        const uint4 found = ptx::load_16(args.y + (row * args.width + column) * 2);
+        ptx::store_16(
+            home_of(args, place / own) + (std::int64_t{place % own} * args.width + column) * 2,
+            found);
+    });
+    tell(args, epoch);
+}
+
+template <class Out, class In>
+__global__ void __launch_bounds__(kThreads)
+    sum_slots_kernel(const __grid_constant__ HomeArgs args) {
+    const std::uint64_t epoch = epoch_of(args);
+    wait_for_all(args, epoch, args.workspace.world);
+    const Tables& tables = args.tables;
+    const char* const home = args.workspace.data(args.workspace.rank) + args.rows_offset;
+    const std::int64_t before = std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
+    const bool refused = tables.refused() != 0;
+    for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
+        Sums sums;
+        for (int slot = 0; slot < tables.top_k; ++slot) {
+            const std::int64_t place = token * tables.top_k + slot;
+            if (tables.ids()[before + place] < 0) continue;
+            sums.add<In>(args.weights[place], home + (place * args.width + column) * sizeof(In));
+        }
+        if (refused) refuse(sums);
+        sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
+    });
+    finish(args, epoch);
+}
+
+template <class In>
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constant__ HomeArgs args) {
+    const std::uint64_t epoch = epoch_of(args);
+    wait_for_all(args, epoch, 0);
+    const Tables& tables = args.tables;
+    const auto* const theirs = reinterpret_cast<const float*>(
+        args.workspace.data(args.workspace.rank) + args.weights_offset);
+    const std::int64_t own = std::int64_t{tables.tokens} * tables.top_k;
+    const std::int64_t all = std::int64_t{tables.world} * tables.tokens;
+    for_each_eight(all, args.width, [&](std::int64_t number, int column) {
+        const auto source = static_cast<int>(number / tables.tokens);
+        const std::int64_t token = number % tables.tokens;
+        // In a view that exchanges nothing the own weights stand for all.
+        const float* const weights =
+            source == args.workspace.rank || !args.waits ? args.weights : theirs + source * own;
+        Sums sums;
+        bool any = false;
+        for (int slot = 0; slot < tables.top_k; ++slot) {
+            const int row = tables.place_row()[number * tables.top_k + slot];
+            if (row < 0) continue;
+            any = true;
+            sums.add<In>(weights[token * tables.top_k + slot],
+                         args.y + (std::int64_t{row} * args.width + column) * sizeof(In));
+        }
+        if (!any) return;
+        const std::int64_t to = std::int64_t{args.workspace.rank} * tables.tokens + token;
+        sums.store<In>(home_of(args, source) + (to * args.width + column) * sizeof(In));
+    });
+    tell(args, epoch);
+}
+
+template <class Out, class In>
+__global__ void __launch_bounds__(kThreads)
+    sum_ranks_kernel(const __grid_constant__ HomeArgs args) {
+    const std::uint64_t epoch = epoch_of(args);
+    wait_for_all(args, epoch, args.workspace.world);
+    const Tables& tables = args.tables;
+    const char* const home = args.workspace.data(args.workspace.rank) + args.rows_offset;
+    const std::int32_t* const ids =
+        tables.ids() + std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
+    const bool refused = tables.refused() != 0;
+    for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
+        unsigned ranks = 0;
+        for (int slot = 0; slot < tables.top_k; ++slot) {
+            const int id = ids[token * tables.top_k + slot];
+            if (id >= 0) ranks |= 1u << id / tables.experts;
+        }
+        Sums sums;
+        for (int rank = 0; rank < tables.world; ++rank) {
+            if ((ranks >> rank & 1) == 0) continue;
+            const std::int64_t at = std::int64_t{rank} * tables.tokens + token;
+            sums.add<In>(1.0f, home + (at * args.width + column) * sizeof(In));
+        }
+        if (refused) refuse(sums);
+        sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
+    });
+    finish(args, epoch);
+}
+
+void start(const char* what, void (*kernel)(HomeArgs), const HomeArgs& args, std::uint32_t blocks,
+           cudaStream_t stream) {
+    cuda::launch_small(what, kernel, blocks, kThreads, 0, stream, args);
+}
+
+}  // namespace
+
+void send_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
+    start("launching the rows home", send_rows_kernel<__half>, args, blocks, stream);
+}
+
+void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
+    void (*kernel)(HomeArgs) = nullptr;
+    if (args.wide) {
+        kernel =
+            args.half ? sum_slots_kernel<__half, float> : sum_slots_kernel<__nv_bfloat16, float>;
+    } else {
+        kernel = args.half ? sum_slots_kernel<__half, __half>
+                           : sum_slots_kernel<__nv_bfloat16, __nv_bfloat16>;
+    }
+    start("launching the sum over slots", kernel, args, blocks, stream);
+}
+
+void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
+    void (*kernel)(HomeArgs) = sum_rows_kernel<float>;
+    if (!args.wide) kernel = args.half ? sum_rows_kernel<__half> : sum_rows_kernel<__nv_bfloat16>;
+    start("launching the sum of rows", kernel, args, blocks, stream);
+}
+
+void sum_ranks(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
+    void (*kernel)(HomeArgs) = nullptr;
+    if (args.wide) {
+        kernel =
+            args.half ? sum_ranks_kernel<__half, float> : sum_ranks_kernel<__nv_bfloat16, float>;
+    } else {
+        kernel = args.half ? sum_ranks_kernel<__half, __half>
+                           : sum_ranks_kernel<__nv_bfloat16, __nv_bfloat16>;
+    }
+    start("launching the sum over ranks", kernel, args, blocks, stream);
+}
+
+}  // namespace mkernel::hopper::moe

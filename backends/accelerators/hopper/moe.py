@@ -1,0 +1,307 @@
+"""The MoE ops on one rank: what a plan needs of the workspace, and how a call is queued.
+
+Data flow of a dispatch:
+  x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind
+  topk_ids ──one kernel──▶ every peer; then the tables of the handle, counts, and rows, which the host
+      waits for to size the outputs; with a capacity it waits for nothing
+  rows of x and of the workspace, w ──grouped product──▶ outputs
+Results come home by slot, straight from the grouped product or from ``y``, and are added there; or a
+token's results on one rank are added first (kernels/moe/home.hpp).
+
+Errors. Sums are float32. What travels is of ``partial_dtype``; by rank, results are rounded to it too
+before they are added. Where a rank gets more rows than its capacity, no rank computes anything: outputs
+are zeros, combined tokens NaN, and the next call that waits for the device raises the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import (
+    DispatchContext,
+    call_id,
+    device_world,
+    one_node,
+)
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.schedule import (
+    CombineSchedule,
+    DispatchSchedule,
+    GemmCombineSchedule,
+)
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan.model import DTYPE_BYTES, CombineShape, GemmCombineShape, LaunchPlan, MoeShape
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+_MOST_BYTES = 1 << 35
+"""Of the rows of a product: kernels count them by 16 bytes, in 31 bits."""
+
+_heights: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDictionary()
+
+
+def known_height(routing: torch.Tensor) -> int | None:
+    """Rows of the outputs of the dispatch that made these words in this process; None: it is not known
+    without waiting for the device."""
+    version, height = _heights.get(routing.untyped_storage(), (-1, 0))
+    return height if version == _version(routing) else None
+
+
+def _version(words: torch.Tensor) -> int:
+    return 0 if words.is_inference() else words._version
+
+
+def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _hopper.MoeSizes:
+    """As kernels take them. ``experts``: of all ranks."""
+    made: _hopper.MoeSizes = native().MoeSizes(
+        world=world, tokens=tokens, top_k=top_k, experts=experts // world
+    )
+    return made
+
+
+class _Moe:
+    """What the executors of all MoE ops have."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        plan = call.plan
+        self._context, self._plan = context, plan
+        self._sizes = _sizes(plan)
+        self._world = device_world(call, context)
+        self._several = plan.world_size > 1
+        self._copies_first = native().shares_device(context.device, self._world)
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
+        """None: calls are started from Python."""
+        return None
+
+    def _of_call(self, call: Call) -> _hopper.DeviceWorld:
+        return self._world.of_call(call_id(call), call.timeout_s)
+
+    def _exchanges(self, call: Call) -> bool:
+        return self._several and call.view != "compute_only"
+
+    def _push(
+        self, call: Call, rows: torch.Tensor, count: int, row_bytes: int, stream: int
+    ) -> bool:
+        """Copies ``count`` rows to every peer. Whether they are under way on a second stream, which is
+        to be joined."""
+        made, context = native(), self._context
+        whole, beside = made.AllGatherSchedule(count, count), stream
+        forks = call.view == "pipelined" and not self._copies_first
+        if forks:
+            beside = context.order.fork(stream)
+        try:
+            made.push_rows(
+                context.device, self._of_call(call), rows.data_ptr(), row_bytes, whole, beside
+            )
+        except BaseException:
+            if forks:
+                context.order.join(stream)
+            raise
+        return forks
+
+    def _product(
+        self, call: Call, a: torch.Tensor, w: torch.Tensor, blocks: int, **how: Any
+    ) -> _hopper.GroupedProduct:
+        depth, width = w.shape[1:]
+        if a.nbytes >= _MOST_BYTES:
+            raise ArgumentError("rows", tuple(a.shape), f"fewer than {_MOST_BYTES >> 30} GiB")
+        made: _hopper.GroupedProduct = native().GroupedProduct(
+            sizes=self._sizes,
+            routing=call.tensors["routing"].data_ptr(),
+            a=a.data_ptr(),
+            b=w.data_ptr(),
+            n=width,
+            k=depth,
+            half=self._plan.dtype == "float16",
+            n_major=self._plan.b_layout == "row",
+            waits=self._exchanges(call),
+            blocks=blocks,
+            **how,
+        )
+        return made
+
+    def _home(
+        self,
+        call: Call,
+        y: torch.Tensor | None,
+        out: torch.Tensor,
+        blocks: int,
+        *,
+        wide: bool,
+        by_rank: bool,
+    ) -> _hopper.Home:
+        made: _hopper.Home = native().Home(
+            sizes=self._sizes,
+            routing=call.tensors["routing"].data_ptr(),
+            y=0 if y is None else y.data_ptr(),
+            weights=call.tensors["topk_weights"].data_ptr(),
+            out=out.data_ptr(),
+            width=out.shape[1],
+            half=self._plan.dtype == "float16",
+            wide=wide,
+            by_rank=by_rank,
+            waits=self._exchanges(call),
+            blocks=blocks,
+        )
+        return made
+
+
+class DispatchExecutor(_Moe):
+    """MoE dispatch+GEMM, into ``routing`` and tensors of its own: one plan's calls in a world."""
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a dispatch needs of symmetric memory. Unsupported."""
+        one_node(plan)
+        plan.part(DispatchSchedule)
+        assert isinstance(plan.shape, MoeShape)
+        if plan.world_size * plan.shape.tokens * _row_bytes(plan) >= _MOST_BYTES:
+            raise Unsupported(f"{plan.op}: all ranks' tokens are more than {_MOST_BYTES >> 30} GiB")
+        try:
+            return Workspace((_sizes(plan).dispatch_bytes(_row_bytes(plan)),))
+        except ValueError as error:  # too many experts or places
+            raise Unsupported(f"{plan.op}: {error}") from None
+
+    def start(self, call: Call, stream: int) -> Mapping[str, Any]:
+        """Queue one on a stream; the host waits for the number of rows where there is no capacity."""
+        made, context, plan = native(), self._context, self._plan
+        shape, how = plan.shape, plan.part(DispatchSchedule)
+        assert isinstance(shape, MoeShape)
+        capacity = shape.capacity
+        if capacity is None and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "capacity", None, "a number of rows: a graph's shapes cannot depend on its routing"
+            )
+        exchanges = self._exchanges(call)
+        x, w = aligned(call.tensors["x"]), aligned(call.tensors["w"])
+        ids = call.tensors["topk_ids"].to(torch.int32)
+        words = call.tensors["routing"]
+        counts = torch.empty(len(w), dtype=torch.int64, device=x.device)
+        world, report = self._of_call(call), context.reports.block
+        forked = exchanges and self._push(call, x, len(x), _row_bytes(plan), stream)
+        try:
+            made.moe_route(
+                context.device,
+                world,
+                made.Routing(
+                    sizes=self._sizes,
+                    routing=words.data_ptr(),
+                    ids=ids.data_ptr(),
+                    counts=counts.data_ptr(),
+                    row_bytes=_row_bytes(plan),
+                    capacity=capacity or 0,
+                    early=how.early_tiles if exchanges else 0,
+                    exchanges=exchanges,
+                ),
+                report,
+                stream,
+            )
+            height = context.reports.rows(call_id(call)) if capacity is None else capacity
+            outputs = x.new_empty((height, shape.features))
+            product = self._product(
+                call, x, w, how.blocks, out=outputs.data_ptr(), height=capacity or 0, gathers=True,
+                wide=False, home=False, ends=True,
+            )  # fmt: skip
+            made.moe_grouped(context.device, world, product, stream)
+        finally:
+            if forked:
+                context.order.join(stream)
+        _heights[words.untyped_storage()] = _version(words), height
+        return {"outputs": outputs, "counts": counts}
+
+
+class CombineExecutor(_Moe):
+    """MoE combine, into ``out``: one plan's calls in a world."""
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a combine needs of symmetric memory. Unsupported."""
+        one_node(plan)
+        plan.part(CombineSchedule)
+        shape = plan.shape
+        assert isinstance(shape, CombineShape)
+        row_bytes = shape.features * DTYPE_BYTES[plan.dtype]
+        return Workspace((_sizes(plan).home_bytes(row_bytes, False),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream."""
+        made, device, world = native(), self._context.device, self._of_call(call)
+        blocks = self._plan.part(CombineSchedule).sum_blocks
+        y, out = aligned(call.tensors["y"]), call.tensors["out"]
+        written = writable(out)
+        home = self._home(call, y, written, blocks, wide=False, by_rank=False)
+        made.moe_home(device, world, home, made.HomeStep.send_rows, stream)
+        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
+        deliver(written, out)
+
+
+class GemmCombineExecutor(_Moe):
+    """MoE GEMM+combine, into ``out``: one plan's calls in a world."""
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What GEMM+combine needs of symmetric memory. Unsupported."""
+        one_node(plan)
+        shape, how = plan.shape, plan.part(GemmCombineSchedule)
+        assert isinstance(shape, GemmCombineShape)
+        row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+        return Workspace((_sizes(plan).home_bytes(row_bytes, how.returns == "ranks"),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream."""
+        made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
+        shape, how = plan.shape, plan.part(GemmCombineSchedule)
+        assert isinstance(shape, GemmCombineShape)
+        wide, by_rank = shape.partial_dtype != plan.dtype, how.returns == "ranks"
+        h, w2, out = aligned(call.tensors["h"]), aligned(call.tensors["w2"]), call.tensors["out"]
+        written, steps = writable(out), made.HomeStep
+        if not by_rank:
+            product = self._product(
+                call, h, w2, how.blocks, out=0, height=0, gathers=False, wide=wide, home=True,
+                ends=True,
+            )  # fmt: skip
+            made.moe_grouped(device, world, product, stream)
+            home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
+            made.moe_home(device, world, home, steps.sum_slots, stream)
+            deliver(written, out)
+            return
+        weights = call.tensors["topk_weights"]
+        forked = self._exchanges(call) and self._push(call, weights, 1, weights.nbytes, stream)
+        try:
+            kind = getattr(torch, shape.partial_dtype)
+            y = h.new_empty((len(h), shape.hidden), dtype=kind)
+            product = self._product(
+                call, h, w2, how.blocks, out=y.data_ptr(), height=0, gathers=False, wide=wide,
+                home=False, ends=False,
+            )  # fmt: skip
+            made.moe_grouped(device, world, product, stream)
+            home = self._home(call, y, written, how.sum_blocks, wide=wide, by_rank=True)
+            made.moe_home(device, world, home, steps.sum_rows, stream)
+            made.moe_home(device, world, home, steps.sum_ranks, stream)
+        finally:
+            if forked:
+                self._context.order.join(stream)
+        deliver(written, out)
+
+
+def _sizes(plan: LaunchPlan) -> _hopper.MoeSizes:
+    shape = plan.shape
+    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
+    return sizes_of(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+
+
+def _row_bytes(plan: LaunchPlan) -> int:
+    assert isinstance(plan.shape, MoeShape)
+    return plan.shape.hidden * DTYPE_BYTES[plan.dtype]

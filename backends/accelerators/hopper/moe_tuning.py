@@ -1,0 +1,53 @@
+"""How the MoE ops are scheduled.
+
+Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import (
+    CombineSchedule,
+    DispatchSchedule,
+    GemmCombineSchedule,
+)
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, MoeShape
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.schedule import Schedule
+from mkernel.plan.standard import by_rows
+
+TILE_ROWS = 256
+"""Of a cluster; as in kernels/moe/tables.cuh."""
+SUM_BLOCKS_A_CORE = 8
+"""Of 256 threads: as many as a multiprocessor runs at a time."""
+
+
+def schedule(request: ScheduleRequest) -> Scheduled:
+    """How a plan of an MoE op runs. Tokens travel whole, whatever chunk is wished."""
+    found, plan = by_rows(request, chunks=1), request.plan
+    processors = found.pipeline.compute_blocks
+    blocks, sums = processors // 2 * 2, processors * SUM_BLOCKS_A_CORE
+    made: Schedule
+    if plan.op == "moe_dispatch_gemm":
+        made = DispatchSchedule(blocks=blocks, early_tiles=early_tiles(plan, processors))
+    elif plan.op == "moe_combine":
+        made = CombineSchedule(sum_blocks=sums)
+    else:
+        made = GemmCombineSchedule(blocks=blocks, sum_blocks=sums, returns=found.pipeline.returns)
+    return found._replace(schedule=made)
+
+
+def early_tiles(plan: CommonPart, processors: int) -> int:
+    """Tiles that are multiplied while other ranks' tokens travel: whole ones of own tokens, of which
+    there are none where an expert gets few."""
+    shape, world = plan.shape, plan.world_size
+    assert isinstance(shape, MoeShape)
+    rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
+    if world == 1 or rows < TILE_ROWS:
+        return 0
+    nbytes = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
+    travel_us = (world - 1) * machine().copies.choose("put", nbytes, 0, flagged=True).microseconds
+    rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
+    return math.ceil(travel_us * rate / (2.0 * TILE_ROWS * shape.hidden * shape.features))

@@ -1,0 +1,84 @@
+"""Products of e4m3 operands with scales (``mkernel/plan/scales.py``), and rows that have some.
+
+By ``torch._scaled_mm`` where the plan says so; else the reference: operands are dequantised in float32,
+multiplied with float32 sums, and results rounded once. Where torch's product accumulates in float32,
+as on CPUs, they differ by float32 roundings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from mkernel.backends.accelerators.streams.matmul import Factor
+from mkernel.backends.accelerators.streams.schedule import ScaledSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.scaled import dequantised
+from mkernel.plan.model import Scales
+
+
+class Rows(NamedTuple):
+    """Rows [R, K] of A; ``scale``: of e4m3 ones, one for all of them or some for each."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def part(self, start: int, end: int) -> Rows:
+        """Some of them."""
+        scale = self.scale
+        if scale is not None and len(scale) == len(self.values):
+            scale = scale[start:end]
+        return Rows(self.values[start:end], scale)
+
+
+def own_rows(call: Call) -> Rows:
+    """This rank's A."""
+    return Rows(call.tensors["a"], call.tensors.get("a_scale"))
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory as carriers take it: not all know e4m3."""
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+
+
+def products(call: Call, out_dtype: torch.dtype) -> Callable[[Rows, torch.Tensor], None]:
+    """What fills ``out`` with rows @ the call's B, of results in that dtype."""
+    b, scales = call.tensors["b"], call.plan.scales
+    if scales is None:
+        factor = Factor(b, out_dtype)
+        return lambda rows, out: factor.product(rows.values, out)
+    direct = call.plan.part(ScaledSchedule).scaled_products == "scaled_mm"
+    return ScaledFactor(b, call.tensors["b_scale"], scales, direct=direct).product
+
+
+class ScaledFactor:
+    """A right-hand e4m3 matrix [K, N], column-major, with its scales, for many products."""
+
+    def __init__(
+        self, b: torch.Tensor, scale: torch.Tensor, scales: Scales, *, direct: bool
+    ) -> None:
+        """``direct``: by ``torch._scaled_mm``."""
+        self._scales, self._direct = scales, direct
+        self._scale = scale.flatten().unsqueeze(0) if direct else scale
+        self._b = b if direct else dequantised(b, scale)
+
+    def product(self, rows: Rows, out: torch.Tensor) -> None:
+        """out = rows @ b; sums are rounded once, to out's dtype. Rows may be none."""
+        a, scale = rows
+        if not len(a):
+            return
+        assert scale is not None
+        if not self._direct:
+            out.copy_(torch.mm(dequantised(a, scale), self._b))
+            return
+        torch._scaled_mm(
+            a,
+            self._b,
+            scale_a=scale.flatten().unsqueeze(1),  # torch asks for strides of single columns too
+            scale_b=self._scale,
+            out_dtype=out.dtype,
+            use_fast_accum=self._scales.use_fast_accum,
+            out=out,
+        )

@@ -1,0 +1,191 @@
+"""Times of GEMM+AllReduce of few rows on two GPUs, beside its peers, in CUDA graphs with cold weights.
+
+    python3 bench/few_rows.py [result.json]
+
+Microseconds a call of the slowest rank, median of 7 replays. A graph has as many calls as there are
+copies of the weights, 160 MB of them at least, so that each call reads its own from device memory.
+``mm``: the product alone; peers: ``mm`` into symmetric memory and torch's one-shot or two-shot
+all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths; ``splits_S``,
+for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+import mkernel
+from mkernel.harness.symm_mem import ENVIRONMENT
+from mkernel.ops.gemm_all_reduce import OP
+
+LAYERS = {
+    "8b o": (4096, 2048),
+    "8b down": (4096, 7168),
+    "70b o": (8192, 4096),
+    "70b down": (8192, 14336),
+    "deepseek-v3 o": (7168, 8192),
+}
+ROWS = (1, 16, 32, 64, 128, 256)
+COLD_BYTES = 160 << 20
+REPLAYS = 7
+CONTENDERS = ("mm", "one_shot", "two_shot", "nccl", "library", "fused")
+
+
+def graphed(calls: list[Callable[[], object]]) -> float:
+    """Microseconds of a call: each of the list once in a graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(REPLAYS):
+        torch.cuda.synchronize()
+        distributed.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    slowest = torch.tensor(times, device="cuda")
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return round(statistics.median(slowest.tolist()), 2)
+
+
+class Contenders:
+    """Calls on one rank's rows `a`, by name; `shared` is symmetric memory of torch's."""
+
+    def __init__(
+        self, a: torch.Tensor, out: torch.Tensor, shared: torch.Tensor, group: str
+    ) -> None:
+        self._a, self._out, self._shared, self._group = a, out, shared, group
+
+    def mm(self, b: torch.Tensor) -> None:
+        torch.mm(self._a, b, out=self._out)
+
+    def one_shot(self, b: torch.Tensor) -> None:
+        torch.mm(self._a, b, out=self._shared)
+        torch.ops.symm_mem.one_shot_all_reduce(self._shared, "sum", self._group)
+
+    def two_shot(self, b: torch.Tensor) -> None:
+        torch.mm(self._a, b, out=self._shared)
+        torch.ops.symm_mem.two_shot_all_reduce_(self._shared, "sum", self._group)
+
+    def nccl(self, b: torch.Tensor) -> None:
+        torch.mm(self._a, b, out=self._out)
+        distributed.all_reduce(self._out)
+
+    def library(self, b: torch.Tensor) -> None:
+        OP.call(self._a, b, out=self._out, path="library")
+
+    def fused(self, b: torch.Tensor) -> None:
+        OP.call(self._a, b, out=self._out, path="fused")
+
+
+def measured(splits: list[int]) -> list[dict[str, Any]]:
+    """A row for each size."""
+    from torch.distributed import _symmetric_memory
+
+    world, rows = mkernel.world(), []
+    group = distributed.group.WORLD
+    assert group is not None
+    name = group.group_name
+    for layer, (n, k) in LAYERS.items():
+        count = max(4, -(-COLD_BYTES // (2 * n * k)))
+        weights = [torch.randn(n, k, device="cuda").bfloat16().t() for _ in range(count)]
+        for m in ROWS:
+            a = torch.randn(m, k, device="cuda").bfloat16()
+            out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+            shared = _symmetric_memory.empty(m, n, device="cuda", dtype=torch.bfloat16)
+            _symmetric_memory.rendezvous(shared, name)
+
+            contenders = Contenders(a, out, shared, name)
+            plan = mkernel.plan(
+                "gemm_all_reduce", m=m, n=n, k=k, dtype="bfloat16", b_layout="column", path="fused"
+            )
+            row: dict[str, Any] = {"layer": layer, "m": m, "n": n, "k": k}
+            row["schedule"] = plan.schedule.model_dump() if plan.schedule else None
+            for contender in CONTENDERS:
+                call = getattr(contenders, contender)
+                row[contender] = graphed([partial(call, b) for b in weights])
+            for each in splits:
+                row[f"splits_{each}"] = graphed(_split_calls(each, a, weights, out))
+            peer = min(row["one_shot"], row["two_shot"], row["nccl"])
+            row["ratio"] = round(row["fused"] / peer, 3)
+            rows.append(row)
+            if world.rank == 0:
+                shown = {key: value for key, value in row.items() if key != "schedule"}
+                print(shown, row["schedule"]["kind"], flush=True)
+        del weights
+        torch.cuda.empty_cache()
+    mkernel.synchronize()
+    return rows
+
+
+def _split_calls(splits: int, a: Any, weights: Any, out: Any) -> list[Callable[[], object]]:
+    """The kernel with K cut into so many parts, in a world of this rank alone: without exchange."""
+    from mkernel.backends.accelerators.hopper import _hopper as native
+
+    memory = torch.zeros(80 << 20, dtype=torch.uint8, device="cuda")
+    control = native.ControlBlock()
+    here = native.DeviceWorld([memory.data_ptr()], 0, control.address, 20.0, 1)
+    (m, k), n = a.shape, out.shape[1]
+    product = native.Product(
+        n=n, k=k, half=False, n_major=False, tiling=native.Tiling.narrow, band=1, blocks=0
+    )
+    schedule = native.FewRowsSchedule(m=m, splits=splits, unrounded=False)
+    calls = native.FewRowsCalls(torch.cuda.current_device(), here, product, schedule)
+
+    def call(b: torch.Tensor) -> object:
+        tensors = native.GemmTensors(a.data_ptr(), b.data_ptr(), out.data_ptr())
+        calls.start(1, 20.0, tensors, torch.cuda.current_stream().cuda_stream)
+        return memory, control
+
+    return [partial(call, b) for b in weights]
+
+
+def ranks(splits: list[int], store: str) -> list[dict[str, Any]]:
+    """What a rank runs."""
+    os.environ.update(ENVIRONMENT)
+    world = mkernel.world()
+    distributed.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=world.rank, world_size=world.size,
+        device_id=torch.device("cuda", torch.cuda.current_device()),
+    )  # fmt: skip
+    try:
+        return measured(splits)
+    finally:
+        distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Both GPUs."""
+    store = f"/tmp/few_rows_{os.getpid()}"
+    splits = [int(each) for each in os.environ.get("SPLITS", "").split(",") if each]
+    os.environ.update(ENVIRONMENT)
+    found = mkernel.launch(
+        ranks, splits, store, ranks_per_node=2, accelerator="hopper", timeout_s=60
+    )
+    if len(sys.argv) > 1:
+        rows = {"hardware": torch.cuda.get_device_name(0), "rows": found[0]}
+        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""MoE by torch and torch.distributed alone: exchange, product, exchange.
+
+These are the peers of the ops that no library fuses. Their results have the order that the ops'
+documentation promises, so that the same reference judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import distributed
+
+from mkernel.errors import Unsupported
+from mkernel.harness.collectives import all_gather
+from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.world.order import capturing
+
+
+def kept(held: Inputs, name: str, made: torch.Tensor) -> torch.Tensor:
+    """What was made before a turn, in the memory of the turn before where it fits: a captured graph
+    reads it there."""
+    if name in held and held[name].shape == made.shape:
+        held[name].copy_(made)
+    else:
+        held[name] = made.clone()
+    found: torch.Tensor = held[name]
+    return found
+
+
+def products(rows: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows of each expert, which come one after another, times its weights. Rows behind the last
+    expert's have no product: their results are anything.
+
+    One grouped product where torch has it (bfloat16); else a product an expert, for which the host
+    waits for the counts. Unsupported, where a graph is captured.
+    """
+    if rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+        grouped: Callable[..., torch.Tensor] = torch._grouped_mm
+        return grouped(rows, w, offs=counts.cumsum(0).to(torch.int32))
+    _refuse_capture(rows, "products of unknown sizes")
+    sizes = counts.tolist()
+    parts = torch.split(rows[: sum(sizes)], sizes)
+    done = [part @ each for part, each in zip(parts, w, strict=True)]
+    return torch.cat([*done, rows.new_empty(len(rows) - sum(sizes), w.shape[2])])
+
+
+def _refuse_capture(tensor: torch.Tensor, what: str) -> None:
+    if capturing(torch.get_device_module(tensor.device)):
+        raise Unsupported(f"{what} need their numbers on the host: not in a graph")
+
+
+class Exchanged:
+    """Every copy of a token to the rank of its expert: which rows go where, from the top-k ids of all
+    ranks. Its host waits for the numbers of rows. Collective."""
+
+    def __init__(self, problem: Problem, topk_ids: torch.Tensor) -> None:
+        _refuse_capture(topk_ids, "rows for every rank")
+        self._tokens, self._top_k = topk_ids.shape
+        world, own = problem.world, problem.case.sizes["experts"] // problem.world
+        ids = topk_ids.reshape(-1).long()
+        self._order = ids.argsort(stable=True)
+        sent = torch.bincount(ids, minlength=world * own)
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent)
+        self._sent = sent.view(world, own).sum(1).tolist()
+        self._received = received.view(world, own).sum(1).tolist()
+        experts = torch.arange(own, device=ids.device).repeat(world).repeat_interleave(received)
+        self._by_expert = experts.argsort(stable=True)
+        self.counts = received.view(world, own).sum(0)
+
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens to the ranks of their experts; their rows by expert, source, token and slot."""
+        rows = x[self._order // self._top_k]
+        return _exchanged(rows, self._sent, self._received)[self._by_expert]
+
+    def bring_home(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows back to their tokens, weighted and summed in float32, rounded once."""
+        _refuse_capture(rows, "rows for every rank")
+        arrived = torch.empty_like(rows[: len(self._by_expert)])
+        arrived[self._by_expert] = rows[: len(self._by_expert)]
+        home = _exchanged(arrived, self._received, self._sent)
+        slots = torch.empty_like(home)
+        slots[self._order] = home
+        each = slots.view(self._tokens, self._top_k, -1).float()
+        return (each * weights.float()[..., None]).sum(1).to(rows.dtype)
+
+
+def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    # As bytes: gloo has no all-to-all of every dtype.
+    distributed.all_to_all_single(
+        arrived.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent
+    )
+    return arrived
+
+
+def dispatch(problem: Problem, inputs: Inputs) -> Tensors:
+    """All-to-all of every copy of a token, and the products."""
+    routing = Exchanged(problem, inputs["topk_ids"])
+    rows = products(routing.send(inputs["x"]), inputs["w"], routing.counts)
+    return {"outputs": rows, "counts": routing.counts}
+
+
+def combine(problem: Problem, inputs: Inputs) -> Tensors:
+    """All-to-all of rows and their weighted sum, with the routing that is known before."""
+    return {"out": inputs["routing"].bring_home(inputs["y"], inputs["topk_weights"])}
+
+
+def gemm_combine(problem: Problem, inputs: Inputs) -> Tensors:
+    """The products, then the combine, with the routing that is known before."""
+    routing: Exchanged = inputs["routing"]
+    rows = products(inputs["h"], inputs["w2"], routing.counts)
+    return {"out": routing.bring_home(rows, inputs["topk_weights"])}
+
+
+class Gathered:
+    """All tokens to all ranks: which of them this rank's experts take. The host waits for nothing where
+    there is a capacity. Collective.
+
+    Attributes:
+        counts: rows of each of this rank's experts. places: of the rows, in their order by expert,
+            source, token and slot, where they are in all ranks' lists of slots; of the first
+            ``capacity`` of them, those behind the last expert's being somebody else's.
+    """
+
+    def __init__(
+        self, problem: Problem, topk_ids: torch.Tensor, capacity: int | None = None
+    ) -> None:
+        own = problem.case.sizes["experts"] // problem.world
+        local = gathered(topk_ids, problem.world).reshape(-1).long() - problem.rank * own
+        expert = torch.where((local >= 0) & (local < own), local, own)
+        order = expert.argsort(stable=True)
+        ones = torch.ones_like(expert)
+        self.counts = torch.zeros(own + 1, dtype=torch.long, device=local.device).scatter_add_(
+            0, expert, ones
+        )[:own]
+        self.places = order[: int(self.counts.sum()) if capacity is None else capacity]
+        self.top_k = topk_ids.shape[1]
+
+
+def gathered(share: torch.Tensor, world: int) -> torch.Tensor:
+    """All ranks' rows, one rank's after another's."""
+    whole = share.new_empty(world * share.shape[0], *share.shape[1:])
+    all_gather(whole, share.contiguous())
+    return whole
+
+
+CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {
+    "moe_dispatch_gemm": dispatch,
+    "moe_combine": combine,
+    "moe_gemm_combine": gemm_combine,
+}

@@ -1,0 +1,157 @@
+"""Peers of MoE and attention whose communication is not one step before or behind their compute."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed
+from torch.nn.functional import scaled_dot_product_attention
+
+from mkernel.harness import library_attention
+from mkernel.harness.collectives import reduce_scatter
+from mkernel.harness.contenders import DISPATCHED, Contender, padded, without_padding
+from mkernel.harness.library_moe import Gathered, gathered, kept, products
+from mkernel.harness.problem import Inputs, Problem, Tensors
+
+
+class GatheredExperts(Contender):
+    """All tokens to all ranks, of which each rank takes the rows of its experts: a gather, an index
+    and a grouped product. Results come home as sums of ranks, by a reduce-scatter."""
+
+    name = "gather+grouped"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._capacity: int | None = problem.case.options.get("capacity")
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op not in ("moe_dispatch_gemm", "moe_gemm_combine"):
+            return "for products of experts"
+        return problem.bars_libraries
+
+    def promised(self) -> tuple[str, ...] | None:
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op == "moe_gemm_combine":
+            routing = Gathered(self.problem, inputs["topk_ids"], self._capacity)
+            kept(inputs, "counts", routing.counts)
+            kept(inputs, "places", routing.places)
+            kept(inputs, "rows", padded(inputs["h"], self._capacity))
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        world = self.problem.world
+        if self.op == "moe_dispatch_gemm":
+            tokens = gathered(inputs["x"], world)
+            routing = Gathered(self.problem, inputs["topk_ids"], self._capacity)
+            rows = tokens[routing.places // routing.top_k]
+            return {
+                "outputs": products(rows, inputs["w"], routing.counts),
+                "counts": routing.counts,
+            }
+        weights, places = gathered(inputs["topk_weights"], world), inputs["places"]
+        rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+        width, top_k = rows.shape[1], weights.shape[1]
+        summed = torch.zeros(len(weights), width, device=rows.device)
+        mine = torch.arange(len(rows), device=rows.device) < inputs["counts"].sum()
+        weighted = torch.where(mine[:, None], rows.float() * weights.flatten()[places, None], 0.0)
+        summed.index_add_(0, places // top_k, weighted)
+        out = rows.new_empty(len(weights) // world, width)
+        reduce_scatter(out, summed.to(rows.dtype))
+        return {"out": out}
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        return without_padding(results)
+
+    def limits(self) -> dict[str, float]:
+        """Results, then ranks' sums of them, then their sum are rounded: each time as large an error,
+        in all, as one rounding of the sum."""
+        tolerances = self.problem.case.tolerances()
+        return {name: 3**0.5 * each for name, each in tolerances.items()}
+
+
+class Ring(Contender):
+    """Keys and values go round while the library attends to those before, and results are merged."""
+
+    name = "ring"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op != "ring_attention":
+            return "for attention"
+        return problem.bars_libraries
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        problem, q = self.problem, inputs["q"]
+        here, parts = library_attention.own(inputs), []
+        for source in library_attention.order(problem):
+            coming, under_way = here, []
+            if source != (problem.rank + 1) % problem.world:  # the last to come
+                coming = torch.empty_like(here)
+                under_way = self._passed_on(here, coming)
+            parts.append(library_attention.part(problem, q, here, source))
+            for each in under_way:
+                each.wait()
+            here = coming
+        return self.merged(parts, q.dtype)
+
+    def merged(self, parts: list[library_attention.Part], dtype: torch.dtype) -> Tensors:
+        """The parts' results as of one attention."""
+        return library_attention.merged(parts, dtype)
+
+    def _passed_on(self, here: torch.Tensor, coming: torch.Tensor) -> list[Any]:
+        rank, world = self.problem.rank, self.problem.world
+        found: list[Any] = distributed.batch_isend_irecv(
+            [
+                distributed.P2POp(distributed.isend, here, (rank + 1) % world),
+                distributed.P2POp(distributed.irecv, coming, (rank - 1) % world),
+            ]
+        )
+        return found
+
+
+class ContextParallel(Contender):
+    """torch's own context parallelism, which splits sequences in the same zigzag."""
+
+    name = "context-parallel"
+    rotation: ClassVar[str] = "allgather"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._mesh = distributed.device_mesh.init_device_mesh(problem.device.type, (problem.world,))
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op != "ring_attention":
+            return "for attention"
+        if problem.device.type == "cpu":
+            return "torch has none on CPUs"
+        return problem.bars_libraries
+
+    def promised(self) -> tuple[str, ...] | None:
+        return ("out",)
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        set_rotate_method(self.rotation)
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        with context_parallel(self._mesh, buffers=[], buffer_seq_dims=[]):
+            out = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=bool(self.problem.case.sizes.get("causal")),
+                enable_gqa=k.shape[1] != q.shape[1],
+            )
+        return {"out": out}
+
+
+class ContextParallelAllToAll(ContextParallel):
+    """The same with parts that travel on while others are attended to."""
+
+    name = "context-parallel-alltoall"
+    rotation: ClassVar[str] = "alltoall"

@@ -1,0 +1,88 @@
+"""Scales of e4m3 operands: how many there are, and with what a plan has them.
+
+With a of [M, K] and b of [K, N] in float8_e4m3fn, and float32 scales,
+
+    C[m, n] = sum over k of (a[m, k] * a_scale[m, k]) * (b[k, n] * b_scale[k, n])
+
+where the scales of a mode are spread over the elements that they are of:
+
+    tensor  a_scale [1, 1]          b_scale [1, 1]
+    row     a_scale [M, 1]          b_scale [1, N]
+    block   a_scale [M, K / 128]    b_scale [K / 128, N / 128], N / 128 rounded up
+
+as ``torch._scaled_mm`` has them. The scales of A are a rank's own and go where its rows go.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkernel.errors import DtypeError, LayoutError, ShapeError
+from mkernel.plan.model import E4M3, DtypeName, ScaleMode, Scales
+
+if TYPE_CHECKING:
+    from mkernel.plan.capabilities import AcceleratorCapabilities
+
+BLOCK = 128
+"""Elements of a row of A, rows and columns of B, that share a scale by blocks."""
+RESULTS: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
+"""Dtypes of results of e4m3 operands, the default first."""
+
+
+def scale_sizes(
+    mode: ScaleMode, rows: int, n: int, k: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of the scales of an A of so many rows, and of B."""
+    if mode == "tensor":
+        return (1, 1), (1, 1)
+    if mode == "row":
+        return (rows, 1), (1, n)
+    return (rows, k // BLOCK), (k // BLOCK, -(-n // BLOCK))
+
+
+def check_scales(
+    dtype: str,
+    out_dtype: str | None,
+    layout: str,
+    scales: Scales | None,
+    claims: AcceleratorCapabilities,
+    accelerator: str,
+) -> None:
+    """Of a GEMM op's arguments.
+
+    Raises:
+        DtypeError: operands without scales that need some, or the other way round; scales that the
+            backend does not claim; a result that e4m3 operands do not have. LayoutError: B.
+    """
+    if (scales is not None) != (dtype == E4M3):
+        legal = "operands of float8_e4m3fn beside scales, and no others"
+        raise DtypeError(
+            "dtype", repr(dtype), legal, why="a_scale and b_scale are of such operands"
+        )
+    if scales is None:
+        return
+    if scales.mode not in claims.scale_modes:
+        claimed = f"{' or '.join(claims.scale_modes)} scales" if claims.scale_modes else "none"
+        raise DtypeError(
+            "dtype",
+            f"{dtype!r} with {scales.mode} scales",
+            f"what accelerator {accelerator!r} takes: of e4m3 operands {claimed}; else "
+            + ", ".join(claims.dtypes),
+        )
+    if out_dtype is not None and out_dtype not in RESULTS:
+        raise DtypeError(
+            "out_dtype", repr(out_dtype), f"one of: {', '.join(RESULTS)}", why="operands are e4m3"
+        )
+    if layout != "column":
+        raise LayoutError(
+            "b",
+            "row-major",
+            "K-major, as matrix units read e4m3: the transpose of a contiguous [N, K], such as "
+            "weight.t(); else b.t().contiguous().t()",
+        )
+
+
+def check_blocks(scales: Scales | None, k: int) -> None:
+    """ShapeError where blocks of scales do not cover K."""
+    if scales is not None and scales.mode == "block" and k % BLOCK:
+        raise ShapeError("k", k, f"a multiple of {BLOCK}, with scales by blocks")

@@ -1,0 +1,39 @@
+"""Which version of its schema a file of mkernel's has: of plans, topologies and results.
+
+A model's first field says it: ``schema_version``, a number, or ``format``, which also names the kind
+(``mkernel-bench-1``). So a file of another version is refused by that, not by a field that it has and
+this version has not. A plan or topology without the field has version 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from mkernel.printable import printable
+from mkernel.version import __version__
+
+_MOST_SHOWN = 60
+
+
+def refusal(told: object, known: str) -> str:
+    """Why a file of version ``told`` is not read; ``known``: the versions that are, in words."""
+    return (
+        f"{printable(repr(told), _MOST_SHOWN)} is of another version of mkernel; this one "
+        f"({__version__}) reads {known}: make the file anew with this one, or use the one that made it"
+    )
+
+
+def _known(told: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(told)
+    except ValidationError as error:
+        known = error.errors(include_url=False, include_input=False)[0]["ctx"]["expected"]
+        text = refusal(told, known)
+        raise PydanticCustomError("schema_version", "{text}", {"text": text}) from None
+
+
+SchemaVersion = WrapValidator(_known)
+"""Annotates a field whose type is a Literal of the versions that are read."""

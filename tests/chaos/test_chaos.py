@@ -1,0 +1,30 @@
+"""Two minutes of the campaign: so many turns, however busy the machine is; `make chaos` goes on."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from chaos.campaign import campaign
+from chaos.draw import draw
+from chaos.faults import KINDS
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+SEED, FIRST, TURNS = 1, 1, 29
+"""Turn 0 exhausts memory, of which the C library itself may end a process: `make chaos` plays it."""
+
+
+@pytest.mark.timeout(1800)
+def test_turns_of_the_campaign(tmp_path: Path) -> None:
+    for result in islice(campaign(tmp_path, SEED, FIRST), TURNS):
+        print(result.turn, result.outcome.summary())
+        assert not result.wrong, "\n".join([result.turn.in_full(), *result.wrong])
+
+
+def test_a_turn_is_drawn_from_its_seed_and_number_alone() -> None:
+    turns = [draw(7, number) for number in range(200)]
+    assert [draw(7, number) for number in reversed(range(200))] == turns[::-1]
+    assert {turn.fault.kind for turn in turns} >= KINDS.keys() - {"killed-joining"}
+    assert draw(8, 0) != turns[0]

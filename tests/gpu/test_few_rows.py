@@ -1,0 +1,151 @@
+"""GEMM+AllReduce of few rows by one kernel, through the public API: right, the same bits, in any
+timing, order and graph, between calls of other kernels."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import hopper_ranks
+import pytest
+from device_buffers import needs_gpus, takes_ranks
+from hopper_ranks import Shape
+from survivors import judge_absence, judge_survivors
+
+import mkernel
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
+from mkernel.topology.cost import FewRowsConstants
+
+pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+
+OP = "gemm_all_reduce"
+worlds = pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+DRAWS = 160
+# Each height of the kernel, whole and odd tiles, sums that travel in float32 and rounded.
+FEW = [
+    Shape(OP, 1, 4096, 2048, layout="column"),
+    Shape(OP, 16, 1032, 4096),
+    Shape(OP, 33, 8192, 512, dtype="float16"),
+    Shape(OP, 128, 5120, 1048, layout="column"),
+    Shape(OP, 256, 7168, 264),
+]
+MIXED = [
+    *FEW,
+    Shape("all_gather_gemm", 1024, 512, 1024),
+    Shape(OP, 64, 1024, 512, path="library"),
+    Shape("gemm_reduce_scatter", 256, 1024, 512, path="library"),
+    Shape(OP, 2048, 2048, 512),
+    Shape("all_gather_gemm", 64, 512, 1024, path="library"),
+]
+
+
+@pytest.fixture(autouse=True)
+def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused path, and the kernel wherever it fits."""
+    constants = machine().constants
+    few = constants.few_rows or FewRowsConstants(
+        most_rows=256,
+        most_bytes=16 << 20,
+        start_us=4,
+        weights_gbs=4000,
+        exchange_us=3,
+        egress_gbs=350,
+    )
+    file = tmp_path / "constants.json"
+    file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
+    monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))
+    monkeypatch.setenv("MKERNEL_PATH", "fused")
+
+
+def right(world: int, fn: Any, *arguments: Any) -> None:
+    """No rank found a failure."""
+    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+def drawn(chance: random.Random) -> Shape:
+    """Any legal shape of up to 256 rows."""
+    m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
+    n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100)))
+    k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
+    dtype = chance.choice(("bfloat16", "float16"))
+    return Shape(OP, m, n, k, dtype, chance.choice(("row", "column")))  # type: ignore[arg-type]
+
+
+def planned() -> list[str]:
+    """Shapes here whose plan is another kernel's."""
+    plans = [
+        (shape, mkernel.plan(OP, m=shape.m, n=shape.n, k=shape.k, dtype=shape.dtype))
+        for shape in FEW
+    ]
+    return [f"{s}: {p.schedule}" for s, p in plans if not isinstance(p.schedule, FewRowsSchedule)]
+
+
+@worlds
+def test_that_it_is_this_kernel(world: int) -> None:
+    right(world, planned)
+
+
+@worlds
+def test_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    right(world, hopper_ranks.judged, [*FEW, *(drawn(chance) for _ in range(DRAWS))], seed)
+
+
+@several
+def test_late_ranks_and_reused_memory(world: int) -> None:
+    right(world, hopper_ranks.skewed, MIXED, 80, 2)
+
+
+@several
+def test_many_calls_in_the_queue(world: int) -> None:
+    right(world, hopper_ranks.queued, MIXED, 1000, 3)
+
+
+@several
+def test_results_are_always_the_same_bits(world: int) -> None:
+    ranks = mkernel.launch(
+        hopper_ranks.repeated, FEW[3], 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    )
+    assert len({bits for sums in ranks for bits in sums}) == 1
+
+
+@worlds
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
+def test_graphs(world: int, mixed: bool) -> None:
+    right(world, hopper_ranks.replayed, FEW, 100, mixed)
+
+
+@worlds
+def test_known_calls(world: int) -> None:
+    right(world, hopper_ranks.known, FEW, 24)
+
+
+@several
+def test_zeros_arrive(world: int) -> None:
+    right(world, hopper_ranks.of_zeros, FEW)
+
+
+@several
+def test_bias_is_added_once(world: int) -> None:
+    right(world, hopper_ranks.with_bias, FEW)
+
+
+@several
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
+    judge_absence("hopper", FEW[1], world, absent_s=10.0)
+
+
+@several
+def test_a_rank_killed_while_kernels_wait_for_it(world: int) -> None:
+    judge_survivors("hopper", FEW[2], world)

@@ -1,0 +1,117 @@
+"""MoE on `hopper`: right in float64, in any routing, timing and graph; faults are seen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import moe_ranks
+import pytest
+from device_buffers import needs_gpus, takes_ranks
+from moe_ranks import FAULTS, Moe
+from survivors import judge_survivors
+
+import mkernel
+from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
+
+pytestmark = [
+    needs_gpus(1),
+    pytest.mark.usefixtures("leaves_nothing"),
+    pytest.mark.skipif(MOE[0] not in ops(), reason="hopper does not claim MoE"),
+]
+
+worlds = pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+DRAWS = 200
+BOUNDED = [
+    Moe(37, hidden=72, features=136, experts=3, top_k=3, capacity=4 * 37 * 3),
+    Moe(64, 128, 264, 4, 2, routing="padded", capacity=4 * 64 * 2, returns="ranks"),
+]
+
+
+def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> list[Any]:
+    return mkernel.launch(
+        fn, *arguments, ranks_per_node=world, accelerator=accelerator, timeout_s=30
+    )
+
+
+def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
+    """No rank found a failure."""
+    found = launched(world, fn, *arguments, accelerator=accelerator)
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+@worlds
+def test_random_routings(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, moe_ranks.judged, [moe_ranks.drawn(chance, world) for _ in range(DRAWS)], seed)
+
+
+@worlds
+def test_tables_of_random_routings(world: int) -> None:
+    chance = random.Random(5)
+    shapes = [moe_ranks.drawn(chance, world) for _ in range(60)]
+    many = [Moe(3000, 512, 768, 2, 2), Moe(700, 64, 64, 33, 8), Moe(300, 64, 64, 300, 8)]
+    right(world, moe_ranks.tables, [replace(one, capacity=0) for one in [*shapes, *many]], 1)
+
+
+@worlds
+def test_many_rows_of_few_experts(world: int) -> None:
+    """Tiles of every height, and of own tokens alone."""
+    shapes = [Moe(2048 + 77, 256, 512, 2, 2), Moe(1536, 128, 776, 1, 1, routing="one_expert")]
+    right(world, moe_ranks.judged, shapes, 3)
+
+
+@several
+def test_many_calls_in_the_queue(world: int) -> None:
+    right(world, moe_ranks.queued, [*BOUNDED, Moe(129, 256, 64, 2, 2)], 24, 3)
+
+
+@worlds
+def test_graphs_whose_routing_changes(world: int) -> None:
+    right(world, moe_ranks.replayed, BOUNDED, 100)
+
+
+@worlds
+@pytest.mark.parametrize("returns", ["slots", "ranks"])
+def test_results_are_always_the_same_bits(world: int, returns: Any) -> None:
+    shape = Moe(300, 256, 512, 4, 4, returns=returns)
+    right(world, moe_ranks.repeated, shape, 12)
+
+
+@worlds
+def test_too_many_rows_stop_the_combine_and_the_world_goes_on(world: int) -> None:
+    right(world, moe_ranks.overflowed, Moe(40, 64, 64, 2, 2))
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str, world: int) -> None:
+    shape = Moe(40, 64, 64, 2, 2, routing="uniform")
+    assert all(launched(world, moe_ranks.faulty, shape, fault)), "on every rank"
+
+
+@worlds
+def test_rows_of_another_number_are_refused(world: int) -> None:
+    found = launched(world, moe_ranks.other_rows, Moe(16))
+    assert all("a row for each" in text for each in found for text in each)
+    assert all(found)
+
+
+@several
+def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
+    judge_survivors("hopper", replace(BOUNDED[0], capacity=0), world)
+
+
+@needs_gpus(2)
+def test_gradients_by_the_companion() -> None:
+    """NCCL, which carries them, has no two ranks share a GPU."""
+    right(2, moe_ranks.trained, Moe(24, 64, 64, 2, 2), accelerator="hopper,streams")

@@ -1,0 +1,88 @@
+"""When what a rank holds is flat: a rule each for what is counted, for memory and for epochs.
+
+*Counted things* (descriptors, threads, shared mappings) are exact. What a life needs is there when it
+is warm, which is when each of its calls was made a few times. From then on nothing of any name may be
+more, when a sample gives it a while to go. One more a call, or one in all, is found by the next sample.
+
+*Memory* is noisy, but only upwards: whatever is in use beyond what is kept goes again. It also grows at
+first, ever more slowly, as stacks and buffers come to the largest that any call needs: that is what the
+first third of the samples is for. So growth is the least of the last third less the least of the second
+one. A spike changes neither, and what is lost by each call raises every later sample. A leak of b bytes
+a call is found for certain where b times the calls of a third exceeds ``ALLOWED`` by more than memory
+goes down meanwhile.
+
+*Epochs* are exact: all ranks of a world must have made as many calls, by all three counts, in every
+sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from soak.sample import Sample
+
+LEAST = 9
+"""Samples below which memory is not judged."""
+_MIB = 1 << 20
+ALLOWED = {
+    "own": 8 * _MIB,
+    "files": 4 * _MIB,
+    "shared": _MIB,
+    "device": _MIB,
+    "device_used": 16 * _MIB,
+}
+"""Bytes that each kind of memory may grow by. Pages of libraries and of shared memory are resident from
+when they are first touched."""
+
+
+CORES = {"ascend": 24 * _MIB}
+"""What own memory may grow by beside that where an accelerator is simulated: each of its cores, of
+which a rank has 72, has buffers of its own, which come to the largest call that it ever took part in. A
+call of MoE on two ranks levels off after some 300 calls (one case alone, over 500), those of ten cases
+later."""
+
+
+def growth(values: Sequence[int]) -> int:
+    """The least of the last third less the least of the second."""
+    third = len(values) // 3
+    return min(values[-third:]) - min(values[-2 * third : -third])
+
+
+def grown(samples: Sequence[Sample]) -> dict[str, int]:
+    """Growth by kind of memory; empty where there are too few samples to say."""
+    if len(samples) < LEAST:
+        return {}
+    return {kind: growth([sample.memory[kind] for sample in samples]) for kind in samples[0].memory}
+
+
+def too_much(samples: Sequence[Sample], accelerator: str = "") -> list[str]:
+    """What memory of a process grew too much, in sentences."""
+    allowed = {**ALLOWED, "own": ALLOWED["own"] + CORES.get(accelerator, 0)}
+    return [
+        f"{kind} memory grew by {by / _MIB:.1f} MiB over {samples[-1].calls - samples[0].calls} calls "
+        f"({allowed[kind] / _MIB:g} MiB may)"
+        for kind, by in grown(samples).items()
+        if by > allowed[kind]
+    ]
+
+
+def piled_up(samples: Sequence[Sample]) -> list[str]:
+    """What a later sample holds beyond the first one, which was taken when the life was warm."""
+    for sample in samples[1:]:
+        more = sample.held - samples[0].held
+        if more:
+            told = ", ".join(f"{count} more of {what}" for what, count in sorted(more.items()))
+            return [f"{told} after {sample.calls} calls than after {samples[0].calls}"]
+    return []
+
+
+def apart(by_rank: Mapping[int, Sequence[Sample]]) -> list[str]:
+    """Where the counts of a world's calls differ, in one rank or between ranks."""
+    found = []
+    for number in range(min(map(len, by_rank.values()), default=0)):
+        told = {rank: samples[number].worlds for rank, samples in by_rank.items()}
+        for world in sorted({name for worlds in told.values() for name in worlds}):
+            counts = {rank: worlds[world] for rank, worlds in told.items() if world in worlds}
+            if len({count for each in counts.values() for count in each}) > 1:
+                found.append(f"sample {number}: calls of world {world!r} differ: {counts}")
+    return found[:1]

@@ -1,0 +1,86 @@
+"""What came of a soak, as JSON, and of several as one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soak.driver import Plan
+from soak.ended import Ended
+from soak.flat import grown
+
+
+class Report:
+    """Adds up the lives of one soak."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._start = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._ops: Counter[str] = Counter()
+        self._noticed_s: list[float] = []
+        self._grown: dict[str, int] = {}
+        self.wrong: list[str] = []
+
+    def add(self, ended: Ended, wrong: list[str]) -> None:
+        """A life and what was wrong with it."""
+        self.wrong += wrong
+        self._counts["lives"] += 1
+        self._counts["killed"] += ended.victim is not None
+        for lived in ended.lived.values():
+            self._counts["calls_judged"] += lived.calls
+            self._counts["collectives_judged"] += lived.collectives
+            self._ops.update(lived.ops)
+            if ended.victim is not None and lived.error is not None:
+                self._noticed_s.append(lived.at - ended.killed_at)
+        for samples in ended.samples.values():
+            self._counts["samples"] += len(samples)
+            for kind, by in grown(samples).items():
+                self._grown[kind] = max(by, self._grown.get(kind, by))
+
+    def line(self, ended: Ended) -> str:
+        """A life in a line."""
+        calls = sum(lived.calls for lived in ended.lived.values())
+        end = "all left" if ended.victim is None else f"rank {ended.victim} was killed"
+        samples = min(map(len, ended.samples.values()), default=0)
+        return (
+            f"{time.monotonic() - self._start:7.1f} s  life {ended.number}: {calls} calls of those "
+            f"that are left, {samples} samples, {end}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-safe. Growth is the most of any process in a life, by kind of memory, in bytes."""
+        return {
+            "accelerator": self._plan.accelerator,
+            "ranks": self._plan.ranks,
+            "seed": self._plan.seed,
+            "seconds": round(time.monotonic() - self._start),
+            **{name: self._counts[name] for name in sorted(self._counts)},
+            "slowest_notice_s": round(max(self._noticed_s, default=0.0), 2),
+            "most_grown_bytes": self._grown,
+            "calls_by_op_and_way": dict(sorted(self._ops.items())),
+            "wrong": self.wrong,
+        }
+
+
+_ADDED = ("seconds", "lives", "killed", "calls_judged", "collectives_judged", "samples", "calls")
+
+
+def merge(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several summaries as one: the runs without their ops, and their sums."""
+    total: Counter[str] = Counter()
+    ops: Counter[str] = Counter()
+    for run in runs:
+        total.update({name: run[name] for name in _ADDED if name in run})
+        ops.update(run.get("calls_by_op_and_way", {}))
+    apart = [
+        {name: each for name, each in run.items() if name != "calls_by_op_and_way"} for run in runs
+    ]
+    return {
+        "runs": apart,
+        "total": dict(total),
+        "calls_by_op_and_way": dict(sorted(ops.items())),
+        "wrong": [f"seed {run.get('seed')}: {each}" for run in runs for each in run["wrong"]],
+    }

@@ -1,0 +1,95 @@
+"""What a rank holds at one moment of a life: memory, descriptors, threads; how far its worlds are."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from chaos.held import held
+
+from mkernel.world.world import World
+
+_PATIENCE_S = 10.0
+"""What a thread or a connection that ends by itself may take."""
+_MEMORY = {"own": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
+
+
+class Progress(NamedTuple):
+    """How many calls a rank's world has made, three times: the number that ranks agree on, the epoch
+    that backends were given last, and the sum of what is counted by op. Where none was refused, and
+    no companion ran any, all are the same."""
+
+    number: int
+    epoch: int
+    counted: int
+
+
+class Sample(NamedTuple):
+    """One rank, when nothing of its calls was under way.
+
+    Attributes:
+        calls: that it has judged in this life. at: seconds by CLOCK_MONOTONIC.
+        memory: bytes by kind: ``own``, ``files`` and ``shared`` of those that are resident, ``device``
+            as torch has allocated them there and ``device_used`` as the driver counts all.
+        held: descriptors, threads and shared mappings by name.
+        worlds: by the world's name in the life.
+    """
+
+    calls: int
+    at: float
+    memory: Mapping[str, int]
+    held: Counter[str]
+    worlds: Mapping[str, Progress]
+
+
+def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = None) -> Sample:
+    """A sample of this process. ``before``: what it held when the life was warm; more than that gets
+    a while to go. Memory that is free is given back to the system first, so that what is resident
+    is in use."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return Sample(
+        calls,
+        time.monotonic(),
+        _memory(),
+        _settled(before),
+        {name: progress(world) for name, world in worlds.items()},
+    )
+
+
+def _settled(before: Counter[str] | None) -> Counter[str]:
+    """What is held, once that is no more than before, or has had time to be. One look decides: what a
+    thread holds for a moment, as one that writes of a world that just broke, must not be in it."""
+    late = time.monotonic() + _PATIENCE_S
+    while (now := held()) - (now if before is None else before):
+        if time.monotonic() > late:
+            break
+        time.sleep(0.02)
+    return now
+
+
+def progress(world: World) -> Progress:
+    """Of a world whose calls are over."""
+    return Progress(
+        world._failure.call[0], world._calls._launched, sum(world.statistics().calls.values())
+    )
+
+
+def _memory() -> dict[str, int]:
+    status = Path("/proc/self/status").read_text()
+    found = {}
+    for name, field in _MEMORY.items():
+        told = re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)
+        assert told is not None, f"/proc/self/status has no {field}"
+        found[name] = int(told[1]) << 10
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        found["device"], found["device_used"] = torch.cuda.memory_allocated(), total - free
+    return found

@@ -1,0 +1,23 @@
+"""A world that seems to have made many calls already, so that its numbers are near an edge."""
+
+from __future__ import annotations
+
+from mkernel.backends.transport import _transport
+from mkernel.world.world import World
+
+
+def start_at(world: World, calls: int) -> None:
+    """Before the first call of a world of one accelerator, on all ranks alike: its number, its epoch,
+    the turn of its board and what ranks have released on ascend stand as after so many calls."""
+    world._failure.call = (calls, "")
+    world._calls._launched = calls
+    board = world._agreement._board
+    if board is not None:
+        board._turn = calls
+    if world.accelerator.name == "ascend":
+        pad = world._calls._pad
+        for peer in range(world.size):  # kernels/call.hpp: the first words of a pad
+            if peer != world.rank:
+                _transport.pad_add(pad, peer, calls)
+                _transport.pad_move_on(pad, peer, calls)
+    world.barrier()

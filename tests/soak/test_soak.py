@@ -1,0 +1,171 @@
+"""Two short lives of the soak, and whether its rules catch what is planted; `make soak` goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from chaos.planted import GROWTH_BYTES, Planted
+from soak.driver import Plan, Soaked, soak
+from soak.ended import Ended, judge
+from soak.flat import ALLOWED, LEAST, apart, growth, piled_up, too_much
+from soak.life import WARM, Lived
+from soak.many import BLOCKS, SLOWER, WARM_CALLS, Many, drift, many
+from soak.report import merge
+from soak.sample import Progress, Sample
+
+CASES = 2
+
+
+def sample(calls: int, **changes: object) -> Sample:
+    """Of a rank that is as it was at its begin, but for the changes."""
+    begin = Sample(
+        calls,
+        0.0,
+        {"own": 100 << 20},
+        Counter({"thread mkernel": 2}),
+        {"all": Progress(*3 * (calls,))},
+    )
+    return begin._replace(**changes)  # type: ignore[arg-type]
+
+
+# ---- in real worlds ------------------------------------------------------------------------------
+
+
+def wrong_in(
+    folder: Path, planted: Planted | None = None, accelerator: str = "streams"
+) -> list[str]:
+    """What is found in one life of two ranks that lasts for a few samples."""
+    plan = Plan(
+        3, accelerator, 0.0, ranks=2, step_calls=4, cases=CASES,
+        planted=planted, planted_after=2 * CASES * WARM + 4,
+    )  # fmt: skip
+    return [each for _, wrong in soak(plan, folder, Soaked()) for each in wrong]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+def test_a_killed_rank_is_replaced_and_the_next_life_is_right(
+    accelerator: str, tmp_path: Path
+) -> None:
+    plan = Plan(1, accelerator, 600.0, life_s=2.0, lives=2, cases=CASES)
+    lives = list(soak(plan, tmp_path, Soaked()))
+    assert [ended.victim is not None for ended, _ in lives] == [True, False]
+    assert [wrong for _, wrong in lives] == [[], []]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("leak-a-call", "more of descriptor /memfd:mkernel-planted"),
+        ("wrong-element", "rank 1"),
+        ("lost-epoch", "calls of world"),
+        ("growth", "rank 1: own memory grew"),
+    ],
+)
+def test_what_is_planted_is_caught(planted: Planted, found: str, tmp_path: Path) -> None:
+    """It begins with the fifth call of the last rank behind the warm-up, or is that one. A life has at
+    least 32 of these, which are judged, and samples behind them. Memory grows by 2 MiB a call: from
+    the least sample of the second third to that of the last there are three rounds of four calls.
+    """
+    assert 2 * ALLOWED["own"] < GROWTH_BYTES * 12
+    assert any(found in each for each in wrong_in(tmp_path, planted))
+
+
+# ---- of the rules --------------------------------------------------------------------------------
+
+
+def test_a_descriptor_or_a_thread_more_is_no_longer_flat() -> None:
+    assert piled_up([sample(0), sample(10), sample(20)]) == []
+    more = sample(20, held=Counter({"thread mkernel": 3}))
+    assert piled_up([sample(0), sample(10), more]) == [
+        "1 more of thread mkernel after 20 calls than after 0"
+    ]
+
+
+def test_a_spike_is_no_growth_and_a_leak_is() -> None:
+    flat = [100 << 20] * LEAST
+    assert growth(flat) == 0
+    assert growth([50 << 20, 80 << 20, 90 << 20, *flat[3:]]) == 0  # of what is made once
+    for at in range(LEAST):
+        spiked = [*flat]
+        spiked[at] += 1 << 30
+        assert growth(spiked) == 0
+    leaks = [
+        sample(100 * turn, memory={"own": (100 << 20) + turn * ALLOWED["own"] // 2})
+        for turn in range(LEAST)
+    ]
+    assert len(too_much(leaks)) == 1
+    assert too_much(leaks[: LEAST - 1]) == []  # too few to say
+
+
+@pytest.mark.parametrize("which", ["number", "epoch", "counted"])
+def test_a_count_that_differs_is_found_in_one_rank_and_between_two(which: str) -> None:
+    right = [sample(0), sample(10)]
+    made = right[1].worlds["all"]
+    wrong = [right[0], sample(10, worlds={"all": made._replace(**{which: 9})})]
+    assert apart({0: right, 1: right}) == []
+    assert len(apart({0: right, 1: wrong})) == 1
+    less = [right[0], sample(10, worlds={"all": Progress(9, 9, 9)})]
+    assert len(apart({0: right, 1: less})) == 1
+
+
+def killed(**changes: object) -> list[str]:
+    told = ("PeerFailure", "rank 2 (process 7) died")
+    lived = Lived(0, error=told, at=101.0, noticed={"all": told})
+    for name, value in changes.items():
+        setattr(lived, name, value)
+    return judge(Ended(0, "streams", 2, 100.0, {0: lived}, {2: "exit code -9"}))
+
+
+def test_what_must_come_of_a_kill_is_accepted_and_anything_else_is_not() -> None:
+    assert killed() == []
+    assert "did not notice" in killed(error=None)[0]
+    assert "only 400.0 s" in killed(at=500.0)[0]
+    assert "names rank 2" in killed(noticed={"all": ("PeerFailure", "rank 1 died")})[0]
+    assert "raised Timeout" in killed(noticed={"all": ("Timeout", "rank 2 is late")})[0]
+    assert "before it had a world" in killed(noticed={})[0]
+    assert "out is stale" in killed(wrong=["out is stale"])[0]
+    assert "holds 1 more" in killed(left=["1 more of threads"])[0]
+
+
+def test_runs_are_merged() -> None:
+    run = {"seed": 1, "calls_judged": 5, "wrong": [], "calls_by_op_and_way": {"x eager": 5}}
+    other = {**run, "seed": 2, "wrong": ["out is stale"]}
+    whole = merge([run, other])
+    assert whole["total"]["calls_judged"] == 10
+    assert whole["calls_by_op_and_way"] == {"x eager": 10}
+    assert whole["wrong"] == ["seed 2: out is stale"]
+
+
+# ---- of many calls -------------------------------------------------------------------------------
+
+EDGES = (1 << 32, 1 << 63)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+@pytest.mark.parametrize("edge", EDGES)
+def test_calls_go_over_an_edge_of_their_numbers(accelerator: str, edge: int) -> None:
+    """Of the world, its epochs, its board and, on ascend, the words that only grow."""
+    found = many(Many(accelerator, 2, 2 * BLOCKS, edge - WARM_CALLS - BLOCKS))
+    assert [each.wrong for each in found.told] == [[], []]
+    assert {each.samples[-1].worlds["all"].number for each in found.told} == {edge + BLOCKS}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("leaves_nothing")
+def test_one_wrong_result_of_many_is_caught() -> None:
+    found = many(Many("streams", 1, 10 * BLOCKS, planted="wrong-once"))
+    assert ["is off by" in each for each in found.told[0].wrong] == [True]
+
+
+def test_calls_that_take_longer_with_time_are_found() -> None:
+    assert drift([1.0, 1.0, 2.0] * 3) == 1.0
+    slower = [1.0 + turn / 30 for turn in range(BLOCKS)]  # twice as long at the end
+    assert drift(slower) > SLOWER

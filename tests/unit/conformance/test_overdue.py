@@ -1,0 +1,35 @@
+"""The kit ends a rank that hangs, not one that is slow with many things."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SLOW = """
+import time
+from mkernel.conformance.overdue import ends_when_overdue, goes_on
+goes_on()  # no limit is set
+with ends_when_overdue({limit}):
+    for _ in range(4):
+        time.sleep({each})
+        {said}
+time.sleep({each})
+print("ended")
+"""
+
+
+def run(limit: float, each: float, said: str) -> subprocess.CompletedProcess[str]:
+    program = SLOW.format(limit=limit, each=each, said=said)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_what_goes_on_is_not_ended() -> None:
+    done = run(limit=12.0, each=4.0, said="goes_on()")
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+
+
+def test_what_hangs_is_ended() -> None:
+    done = run(limit=0.5, each=30.0, said="pass")
+    assert (done.returncode, done.stdout) == (1, "")

@@ -1,0 +1,251 @@
+"""MoE's part on the host: plans, and what calls of them start, by stand-ins for kernels and copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import devices
+import pytest
+import torch
+from plan_walk import Launch, WalkedWorld, decorations
+
+from mkernel.backends.accelerators.hopper import capabilities, dispatch, moe, moe_tuning, native
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import MOE
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.moe_reports import MoeReports
+from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.errors import BackendUnavailable, CapacityExceeded, Unsupported
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.pipeline import Returns
+
+WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
+ROWS = 11
+SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
+STARTED = ("push_rows", "moe_route", "moe_grouped", "moe_home")
+FRESH = ("out", "counts", "sizes", "ids", "y")  # addresses of memory that a call allocates
+BUILT = ("Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes")
+
+
+class Started:
+    """Stands for the native module: notes what is made of it and started."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self.told: list[Any] = []
+        self.shared = False
+
+    def shares_device(self, device: int, world: Any) -> bool:
+        return self.shared
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._made, name)
+
+        def build(*given: Any, **named: Any) -> Any:
+            steady = {name: each for name, each in named.items() if name not in FRESH}
+            self.told.append((name, str(given), str(steady)))
+            return found(*given, **named)
+
+        def start(*given: Any) -> None:
+            self.told.append((name, given[-1], *(str(one) for one in given if type(one) is step)))
+
+        step = self._made.HomeStep
+        return build if name in BUILT else start if name in STARTED else found
+
+    @property
+    def names(self) -> list[Any]:
+        """What was started, and on which stream."""
+        return [each[:2] for each in self.told if each[0] in STARTED]
+
+
+class Order:
+    """Stands for CallOrder."""
+
+    open = 0
+
+    def fork(self, stream: int) -> int:
+        self.open += 1
+        return BESIDE
+
+    def join(self, stream: int) -> None:
+        self.open -= 1
+
+
+class Reports(MoeReports):
+    """Knows of every call."""
+
+    block: Any = None  # type: ignore[assignment]
+
+    def rows(self, call: int) -> int:
+        return ROWS
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    try:
+        module = Started(native.native())
+    except BackendUnavailable as error:
+        pytest.skip(f"this build has no kernels for Hopper: {error}")
+    monkeypatch.setattr(moe, "native", lambda: module)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return module
+
+
+def world_of_two() -> WalkedWorld:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(WORLD))
+    backend = HopperAccelerator()
+    ops = (*capabilities.OPS, *MOE)  # whatever this build has
+    backend._capabilities = backend.capabilities().model_copy(update={"ops": ops})
+    return WalkedWorld(backend, devices.world(devices.node(gpus)), WORLD)
+
+
+def planned(op: str, **changes: Any) -> LaunchPlan:
+    sizes = {**SIZES, **changes}
+    if op == "moe_combine":
+        del sizes["hidden"]
+    return world_of_two().plan(op, sizes, dtype="bfloat16")
+
+
+def called(plan: LaunchPlan, view: View = "pipelined") -> Call:
+    """A call of rank 1, number 1."""
+    tokens, experts, top_k = (SIZES[name] for name in ("tokens", "experts", "top_k"))
+    up = torch.zeros(experts // WORLD, SIZES["hidden"], SIZES["features"]).bfloat16()
+    down = up.transpose(1, 2).contiguous()
+    words = HopperAccelerator().routing_words(WORLD, tokens, top_k, experts) + 1
+    tensors = {"routing": torch.zeros(words, dtype=torch.int32)}
+    weights = {"topk_weights": torch.zeros(tokens, top_k)}
+    if plan.op == "moe_dispatch_gemm":
+        ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+        tensors |= {"x": torch.zeros(tokens, SIZES["hidden"]).bfloat16(), "topk_ids": ids, "w": up}
+    elif plan.op == "moe_combine":
+        y = torch.zeros(ROWS, SIZES["features"]).bfloat16()
+        tensors |= {"y": y, **weights, "out": y.new_zeros(tokens, SIZES["features"])}
+    else:
+        h = torch.zeros(ROWS, SIZES["features"]).bfloat16()
+        tensors |= {"h": h, "w2": down, **weights, "out": h.new_zeros(tokens, SIZES["hidden"])}
+    return Call(
+        plan=plan, rank=RANK, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
+        areas=(0,), peers={0: PeerMemory(0, 1 << 21)}, region=0, fifo=0, timeout_s=1.0, view=view,
+    )  # fmt: skip
+
+
+def context() -> DispatchContext:
+    order: Any = Order()
+    return DispatchContext(0, order, 64, reports=Reports())
+
+
+def run(call: Call) -> Any:
+    """What a call returns."""
+    where = context()
+    found = dispatch.executor_of(call.plan)(call, where).start(call, MAIN)
+    order: Any = where.order
+    assert order.open == 0
+    return found
+
+
+def launches(started: Started, world: WalkedWorld, usual: LaunchPlan) -> Launch:
+    calls = [called(usual, view) for view in ("pipelined", "sequential")]
+
+    def launch(plan: LaunchPlan) -> object:
+        started.told.clear()
+        world.admit(plan, dict(calls[0].tensors))
+        needs = world.accelerator.workspace(plan)
+        for call in calls:
+            run(replace(call, plan=plan))
+        return [needs, *started.told]
+
+    return launch
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize("op", MOE)
+@pytest.mark.parametrize("returns", ["slots", "ranks"])
+def test_no_field_is_decoration(started: Started, op: str, returns: str) -> None:
+    usual = planned(op)
+    if op == "moe_gemm_combine":
+        how = usual.part(GemmCombineSchedule).model_copy(update={"returns": returns})
+        usual = usual.model_copy(update={"schedule": how})
+    elif returns == "ranks":
+        pytest.skip("the op has one way home")
+    assert decorations(usual, launches(started, world_of_two(), usual)) == []
+
+
+def test_a_dispatch_sorts_while_tokens_travel(started: Started) -> None:
+    found = run(called(planned("moe_dispatch_gemm")))
+    assert started.names == [("push_rows", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN)]
+    assert found["outputs"].shape == (ROWS, SIZES["features"])
+    assert found["counts"].shape == (SIZES["experts"] // WORLD,)
+    started.told.clear()
+    run(called(planned("moe_dispatch_gemm"), "sequential"))
+    assert started.names == [("push_rows", MAIN), ("moe_route", MAIN), ("moe_grouped", MAIN)]
+    started.told.clear()
+    run(called(planned("moe_dispatch_gemm"), "compute_only"))
+    assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
+    started.told.clear()
+    started.shared = True  # copies within a device need room on it
+    run(called(planned("moe_dispatch_gemm")))
+    assert started.names[0] == ("push_rows", MAIN)
+
+
+def test_a_capacity_is_the_height_and_nothing_is_waited_for(started: Started) -> None:
+    call = called(planned("moe_dispatch_gemm", capacity=40))
+    found = run(call)
+    assert found["outputs"].shape == (40, SIZES["features"])
+    words = call.tensors["routing"]
+    assert HopperAccelerator().dispatched_rows(words) == 40
+    assert HopperAccelerator().dispatched_rows(words.clone()) is None
+    words[0] = 1
+    assert HopperAccelerator().dispatched_rows(words) is None
+
+
+def test_results_come_home_by_slot_or_by_rank(started: Started) -> None:
+    def returning(returns: Returns) -> LaunchPlan:
+        usual = planned("moe_gemm_combine")
+        how = usual.part(GemmCombineSchedule).model_copy(update={"returns": returns})
+        return usual.model_copy(update={"schedule": how})
+
+    run(called(returning("slots")))
+    assert [each[0] for each in started.names] == ["moe_grouped", "moe_home"]
+    started.told.clear()
+    run(called(returning("ranks")))
+    assert [each[0] for each in started.names] == [
+        "push_rows",
+        "moe_grouped",
+        "moe_home",
+        "moe_home",
+    ]
+    started.told.clear()
+    run(called(planned("moe_combine")))
+    assert [each[2] for each in started.told if each[0] == "moe_home"] == [
+        "HomeStep.send_rows", "HomeStep.sum_slots",
+    ]  # fmt: skip
+
+
+def test_own_tokens_come_first_only_where_experts_get_many() -> None:
+    usual = planned("moe_dispatch_gemm", tokens=32768, hidden=7168, features=2048, top_k=8)
+    assert usual.part(DispatchSchedule).early_tiles > 100
+    assert planned("moe_dispatch_gemm").part(DispatchSchedule).early_tiles == 0
+    assert usual.part(DispatchSchedule).copy_engines
+    assert moe_tuning.TILE_ROWS == 256
+
+
+def test_what_was_refused_is_told_once(started: Started) -> None:
+    reports: Any = MoeReports()
+    assert reports.refused() is None  # and no memory of a device is asked for
+    told = [(1, 30, 20), None]
+    reports._block = SimpleNamespace(take_refusal=lambda: told.pop(0))
+    found = reports.refused()
+    assert isinstance(found, CapacityExceeded)
+    assert (found.rank, found.rows, found.capacity) == (1, 30, 20)
+    assert reports.refused() is None
+
+
+def test_too_many_experts_are_named(started: Started) -> None:
+    usual = planned("moe_dispatch_gemm", experts=100_000)
+    with pytest.raises(Unsupported, match="50000 experts on a rank; at most"):
+        HopperAccelerator().workspace(usual)

@@ -1,0 +1,32 @@
+"""Where verbs libraries are looked for, and where their devices lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mkernel.backends.nics import provider
+from mkernel.errors import BackendUnavailable
+
+
+def test_a_library_is_a_regular_file(tmp_path: Path) -> None:
+    """What is none, as a pipe, may keep the loader for ever; a name is the loader's business."""
+    regular = tmp_path / "libibverbs.so"
+    regular.touch()
+    for library in (str(regular), str(tmp_path / "not there"), "libibverbs.so.1"):
+        assert provider._loadable(library) == library
+    with pytest.raises(BackendUnavailable, match="is no regular file"):
+        provider._loadable(str(tmp_path))
+
+
+def test_a_device_lies_where_its_folder_leads(tmp_path: Path) -> None:
+    function = tmp_path / "devices" / "0000:3b:00.0"
+    function.mkdir(parents=True)
+    (function / "numa_node").write_text("1\n")
+    listed = tmp_path / "infiniband" / "mlx5_0"
+    listed.mkdir(parents=True)
+    (listed / "device").symlink_to(function)
+    assert provider._placement(str(listed)) == ("0000:3b:00.0", 1)
+    assert provider._placement("") == (None, None)
+    assert provider._placement(str(tmp_path)) == (None, None)

@@ -1,0 +1,143 @@
+"""Plans, topologies and results say which version of their schema they have: another is refused by
+that, whatever else it holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_worlds import make
+
+from mkernel.cli.probe import discovered
+from mkernel.errors import InputFileError
+from mkernel.harness import gpu_tests, results
+from mkernel.plan.model import LaunchPlan
+from mkernel.probe.report import report
+from mkernel.topology import discover
+from mkernel.version import __version__
+
+sys.path.append(str(Path(__file__).parents[3] / "bench"))
+
+import results_file
+
+RESULTS = sorted(results_file.RESULTS.rglob("*.json"))
+
+FORMATTED = {
+    "result": ("hopper_gemm", "mkernel-bench", results.read),
+    "tests on GPUs": ("gpu_tests", "mkernel-gpu-tests", gpu_tests.read),
+    "figures": (
+        "transfer",
+        "mkernel-figures",
+        lambda path: results_file.read(path.stem, path.parent),
+    ),
+}
+
+
+def plan(path: Path) -> LaunchPlan:
+    return LaunchPlan.from_file(path, "plan")
+
+
+def a_plan() -> Any:
+    return make().model_dump(mode="json")
+
+
+def a_topology() -> Any:
+    return discovered().topology.model_dump(mode="json")
+
+
+NUMBERED: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
+    "plan": (a_plan, plan),
+    "topology": (a_topology, discover.read),
+}
+
+
+def written(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def of_another_version(content: Any, field: str, version: Any) -> Any:
+    """As another version may write: fields that this one has not, and not all that this one has."""
+    lasts = dict(list(content.items())[: len(content) // 2])
+    return {"of another version": [1], **lasts, field: version}
+
+
+def refusal(path: Path, read: Callable[[Path], object]) -> str:
+    with pytest.raises(InputFileError) as refused:
+        read(path)
+    assert str(path) in str(refused.value)
+    assert __version__ in str(refused.value)
+    assert "make the file anew" in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+@pytest.mark.parametrize("version", [0, 2, "1.1", None])
+def test_another_version_of_a_plan_or_topology_is_refused_by_it(
+    tmp_path: Path, kind: str, version: Any
+) -> None:
+    content, read = NUMBERED[kind]
+    path = written(tmp_path / "x.json", of_another_version(content(), "schema_version", version))
+    said = refusal(path, read)
+    assert f"schema_version: {version!r} is of another version of mkernel" in said
+    assert f"({__version__}) reads 1:" in said
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_a_plan_or_topology_that_says_no_version_has_the_first(tmp_path: Path, kind: str) -> None:
+    content, read = NUMBERED[kind]
+    whole = content()
+    assert next(iter(whole)) == "schema_version"  # errors come in the order of fields
+    without = {name: value for name, value in whole.items() if name != "schema_version"}
+    assert read(written(tmp_path / "x.json", without)) == read(
+        written(tmp_path / "y.json", {**whole, "schema_version": 1})
+    )
+
+
+def test_a_report_of_a_machine_has_the_version_of_its_topology(tmp_path: Path) -> None:
+    content = report(discovered()).model_dump(mode="json", by_alias=True)
+    assert content["topology"]["schema_version"] == 1
+    content["topology"]["schema_version"] = 2
+    said = refusal(written(tmp_path / "x.json", content), discover.read)
+    assert "schema_version: 2 is of another version" in said
+
+
+@pytest.mark.parametrize("kind", FORMATTED)
+@pytest.mark.parametrize("version", [0, 7])
+def test_another_version_of_a_result_is_refused_by_it(
+    tmp_path: Path, kind: str, version: int
+) -> None:
+    name, family, read = FORMATTED[kind]
+    content = json.loads((results_file.RESULTS / f"{name}.json").read_text())
+    assert content["format"] == f"{family}-1"
+    path = written(
+        tmp_path / "x.json", of_another_version(content, "format", f"{family}-{version}")
+    )
+    said = refusal(path, read)
+    assert f"format: '{family}-{version}' is of another version of mkernel" in said
+    assert f"'{family}-1'" in said
+
+
+def test_figures_without_a_format_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "x.json", {"benchmark": "x", "figures": {}})
+    with pytest.raises(InputFileError, match="format: None is of another version"):
+        results_file.read("x", tmp_path)
+
+
+def test_a_benchmark_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    results_file.write("x", {"a": 1})
+    assert results_file.read("x", tmp_path)["figures"] == {"a": 1}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_committed_result_is_read(path: Path) -> None:
+    content = results_file.read(path.stem, path.parent)
+    if content["format"] == results.FORMAT:
+        assert results.read(path) is not None
+    if content["format"] == gpu_tests.FORMAT:
+        assert gpu_tests.read(path) is not None

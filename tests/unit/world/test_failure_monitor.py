@@ -1,0 +1,41 @@
+"""What a rank says of a failure that its kernels recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkernel.backends.transport import _transport
+from mkernel.errors import PeerFailure, Timeout
+from mkernel.world.failure import FailureMonitor
+
+
+class NoStore:
+    """A store in which nothing is."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_, **__: b""
+
+
+@pytest.mark.parametrize(
+    ("latest", "call"),
+    [
+        (1, 1),
+        (7, 5),
+        ((1 << 32) + 7, (1 << 32) + 5),
+        ((1 << 32) + 2, (1 << 32) - 3),
+        (1 << 40, 1 << 40),
+    ],
+)
+def test_the_call_of_a_diagnosis_is_named_by_its_whole_number(latest: int, call: int) -> None:
+    """The record has its low 32 bits alone."""
+    monitor = FailureMonitor(0, 2, 5.0, (NoStore(), NoStore()), bytes(32))  # type: ignore[arg-type]
+    monitor.call = (latest, "")
+    who = _transport.Diagnosis()
+    who.op, who.peer = call & 0xFFFFFFFF, 1
+    late = monitor._local_error(_transport.AbortCode.timeout, who)
+    assert isinstance(late, Timeout)
+    assert late.diagnosis is not None
+    assert late.diagnosis.op == call
+    lost = monitor._local_error(_transport.AbortCode.peer_failure, who)
+    assert isinstance(lost, PeerFailure)
+    assert str(lost).endswith(f"in call {call}")
