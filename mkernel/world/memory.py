@@ -16,7 +16,7 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime.host_memory import HostPages, page_up
 from mkernel.backends.transport import _transport
-from mkernel.errors import ArgumentError, NicError, Unsupported
+from mkernel.errors import ArgumentError, NicError, PeerFailure, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
 from mkernel.world import board, symmetric
@@ -164,7 +164,7 @@ class SymmetricHeap:
                 exchange=self._exchange,
                 prepare=prepare,
             )
-        except (OSError, NicError):
+        except (OSError, NicError, PeerFailure):
             self._failure.look_for_abort()  # a peer that has failed takes its memory along
             raise
         self._held.callback(buffer.close)

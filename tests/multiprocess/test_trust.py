@@ -17,6 +17,7 @@ from stranger import (
     Deed,
     Outcome,
     Strangers,
+    connect,
     delete,
     disturb,
     fetch,
@@ -45,6 +46,7 @@ import mkernel
 from mkernel.backends.runtime import fd_exchange
 from mkernel.cases.base import TOLERANCE
 from mkernel.world import lifecycle
+from mkernel.world.bootstrap import Bootstrap
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -130,6 +132,36 @@ def test_overwriting_a_message_of_a_job_that_starts(what: str, how: str) -> None
         nodes=options.get("nodes", 1), timeout_s=GIVE_UP_S if "group" in what else PATIENCE_S,
     )  # fmt: skip
     assert_stopped(outcomes, "Untrusted", name)
+
+
+def mapped_late(victim: int, name: str, options: dict[str, Any]) -> Outcome:
+    """As ``met_while_joining``, but the victim maps the others' memory when they have given up, and
+    their memory is gone with them."""
+    port, _ = where()
+    rank, told = mkernel.world().rank, connect(port)
+
+    def joined() -> float:
+        with met(port, victim, name, overwrite, WAYS[-1]), pytest.MonkeyPatch.context() as patch:
+            publish = Bootstrap.publish
+
+            def published(self: Bootstrap, key: str, value: Any) -> None:
+                publish(self, key, value)
+                if key == name and rank == victim:
+                    told.wait([f"gave up/{other}" for other in range(RANKS) if other != victim])
+
+            patch.setattr(Bootstrap, "publish", published)
+            join(port, **options)
+            return works()
+
+    found = outcome(joined)
+    told.set(f"gave up/{rank}", "")
+    return found
+
+
+@pytest.mark.parametrize("what", ["memory", "memory of a call"])
+def test_who_maps_memory_that_is_gone_hears_why(what: str) -> None:
+    outcomes, _ = launched(mapped_late, *JOINING[what])
+    assert_stopped(outcomes, "Untrusted", JOINING[what][1])
 
 
 def met_at_work(secret: str | None, key: str, deed: Deed, *arguments: Any) -> Outcome:
