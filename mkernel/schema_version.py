@@ -1,8 +1,8 @@
-"""Which version of its schema a file of mkernel's has: of plans, topologies and results.
+"""Which version of its schema a file of mkernel's has: of plans, topologies, constants and results.
 
 A model's first field says it: ``schema_version``, a number, or ``format``, which also names the kind
 (``mkernel-bench-1``). So a file of another version is refused by that, not by a field that it has and
-this version has not. A plan or topology without the field has version 1.
+this version has not. What may lack the field has version 1 without it.
 """
 
 from __future__ import annotations

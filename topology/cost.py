@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from mkernel.errors import ArgumentError
+from mkernel.schema_version import SchemaVersion
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Finite
 
@@ -110,7 +111,13 @@ class LinkConstants(Finite):
     )
 
 
-class MachineConstants(LinkConstants):
+class ConstantsFile(Finite):
+    """What a file of constants begins with: a file of another version is refused by that first."""
+
+    schema_version: Annotated[Literal[1], SchemaVersion] = 1
+
+
+class MachineConstants(LinkConstants, ConstantsFile):
     """Rates and latencies of one kind of machine, with those of its links.
 
     They lie in the data file of the backend that runs there, or in one that was measured. Those of a

@@ -1,5 +1,5 @@
-"""Plans, topologies and results say which version of their schema they have: another is refused by
-that, whatever else it holds."""
+"""Plans, topologies, constants and results say which version of their schema they have: another is
+refused by that, whatever else it holds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from plan_worlds import make
+from shipped import constants_of
 
 from mkernel.cli.probe import discovered
 from mkernel.errors import InputFileError
@@ -18,6 +19,7 @@ from mkernel.harness import gpu_tests, results
 from mkernel.plan.model import LaunchPlan
 from mkernel.probe.report import report
 from mkernel.topology import discover
+from mkernel.topology.cost import load_constants
 from mkernel.version import __version__
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
@@ -49,9 +51,14 @@ def a_topology() -> Any:
     return discovered().topology.model_dump(mode="json")
 
 
+def some_constants() -> Any:
+    return constants_of("streams").model_dump(mode="json")
+
+
 NUMBERED: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
     "plan": (a_plan, plan),
     "topology": (a_topology, discover.read),
+    "constants": (some_constants, load_constants),
 }
 
 
@@ -77,9 +84,7 @@ def refusal(path: Path, read: Callable[[Path], object]) -> str:
 
 @pytest.mark.parametrize("kind", NUMBERED)
 @pytest.mark.parametrize("version", [0, 2, "1.1", None])
-def test_another_version_of_a_plan_or_topology_is_refused_by_it(
-    tmp_path: Path, kind: str, version: Any
-) -> None:
+def test_another_version_is_refused_by_it(tmp_path: Path, kind: str, version: Any) -> None:
     content, read = NUMBERED[kind]
     path = written(tmp_path / "x.json", of_another_version(content(), "schema_version", version))
     said = refusal(path, read)
@@ -88,7 +93,7 @@ def test_another_version_of_a_plan_or_topology_is_refused_by_it(
 
 
 @pytest.mark.parametrize("kind", NUMBERED)
-def test_a_plan_or_topology_that_says_no_version_has_the_first(tmp_path: Path, kind: str) -> None:
+def test_what_says_no_version_has_the_first(tmp_path: Path, kind: str) -> None:
     content, read = NUMBERED[kind]
     whole = content()
     assert next(iter(whole)) == "schema_version"  # errors come in the order of fields
