@@ -383,6 +383,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
     if (threadIdx.x == 0) shared.epoch = epoch_of_brief_call(args.workspace);
     if (args.workspace.world > 1) mailbox::open();  // while the first weights are under way
+    __syncwarp();                                   // wgmma takes whole warps
     Cursor<S::kStages> stage;
     for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
         {
