@@ -97,7 +97,7 @@ class Shape(Finite):
             return 2.0 * sizes["m"] * sizes["n"] * sizes["k"]
         if self.op in ("moe_dispatch_gemm", "moe_gemm_combine"):
             return 2.0 * math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
-        if self.op == "moe_combine":
+        if self.op in ("all_reduce", "moe_combine"):
             return None
         scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))
         return 4.0 * scores * sizes["head_dim"] / world / (2 if sizes.get("causal") else 1)

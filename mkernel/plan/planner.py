@@ -80,7 +80,7 @@ def explain(
 
     Args:
         op: canonical name or alias (``ag_gemm``).
-        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or
+        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; ``m``, ``n``; or
             ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
             ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call: ``capacity`` of
             a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and ``returns``, how

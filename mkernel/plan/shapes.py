@@ -21,6 +21,7 @@ from mkernel.plan.model import (
     MoeShape,
     Scales,
     Shape,
+    SumShape,
     sums_of,
 )
 from mkernel.plan.ops import forward
@@ -32,10 +33,14 @@ if TYPE_CHECKING:
 MAX_DIMENSION = 2**31 - 1
 """Kernels index rows and columns with 32-bit signed integers."""
 
-SHAPES: dict[str, type[GemmShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape]] = {
+SHAPES: dict[
+    str,
+    type[GemmShape | SumShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape],
+] = {
     "all_gather_gemm": GemmShape,
     "gemm_reduce_scatter": GemmShape,
     "gemm_all_reduce": GemmShape,
+    "all_reduce": SumShape,
     "moe_dispatch_gemm": MoeShape,
     "moe_combine": CombineShape,
     "moe_gemm_combine": GemmCombineShape,
@@ -48,6 +53,7 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = {
     "all_gather_gemm": {"m": 2048, "n": 1024, "k": 2048},
     "gemm_reduce_scatter": {"m": 2048, "n": 1024, "k": 512},
     "gemm_all_reduce": {"m": 2048, "n": 1024, "k": 512},
+    "all_reduce": {"m": 2048, "n": 1024},
     "moe_dispatch_gemm": {
         "tokens": 512,
         "hidden": 512,
@@ -122,6 +128,8 @@ def shape_of(
         raise ShapeError(name, first.get("input"), first["msg"]) from None
     if isinstance(shape, GemmShape):
         _check_gemm(op, shape, world, dtype, out_dtype, capabilities)
+    elif isinstance(shape, SumShape):
+        _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
     elif isinstance(shape, AttentionShape):
         _check_attention(shape, world, dtype, capabilities)
     else:
