@@ -25,7 +25,7 @@ from mkernel.ops.around import Normed
 from mkernel.ops.common import Execution
 
 _X, _RESIDUAL, _WEIGHT = range(3)
-_EPS = 4.0
+EPS = 4.0
 """A share of the mean of squares that shows where it is forgotten."""
 
 
@@ -48,7 +48,7 @@ class AllReduceCase(Case):
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op into ``out``, or into x."""
         weight = tensors.get("norm_weight")
-        norm = None if weight is None else Normed(tensors.get("residual"), weight, _EPS)
+        norm = None if weight is None else Normed(tensors.get("residual"), weight, EPS)
         out = tensors["x"] if self.options.get("in_place") else outputs["out"]
         done = all_reduce.call(tensors["x"], norm, out=out, chunk=self.chunk, **execution)
         return Outcome(done.outputs, done.plan, done.record)
@@ -118,4 +118,4 @@ class AllReduceCase(Case):
 
 def _size(rows: torch.Tensor) -> torch.Tensor:
     """What a norm divides rows by."""
-    return (rows.square().mean(-1, keepdim=True) + _EPS).sqrt()
+    return (rows.square().mean(-1, keepdim=True) + EPS).sqrt()

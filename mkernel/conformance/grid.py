@@ -143,7 +143,9 @@ def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case
     elif op == "all_reduce":
         for rows, n in ((1, step), (7, 5 * step), (129, _up(264, step)), (5, _up(1024, step))):
             yield typical(subject, op, world_size, {"m": rows, "n": n})
-        yield typical(subject, op, world_size, out_dtype=subject.dtype(), options={"in_place": True})
+        yield typical(
+            subject, op, world_size, out_dtype=subject.dtype(), options={"in_place": True}
+        )
     elif op in MOE:
         for tokens, hidden, features, each, top_k in (
             (1, step, step, 1, 1),

@@ -52,7 +52,9 @@ def floors(
     loaded.
     """
     flop = work(shape, world)
-    if isinstance(shape, CombineShape | SumShape):  # a multiplication and an addition of 4 bytes each
+    if isinstance(
+        shape, CombineShape | SumShape
+    ):  # a multiplication and an addition of 4 bytes each
         compute = Floor(
             resource="sums", amount=4 * flop, unit="B", us=4 * flop / rates.sums_gbs / 1e3
         )

@@ -121,6 +121,7 @@ class BenchSpec(Model):
             no size depends on its routing and graphs capture it.
         dtype: of the inputs; of results too, but of e4m3 inputs, whose ``scales`` are named, bfloat16.
         fast_accum: their products may be added with fewer bits (``use_fast_accum``).
+        norm: AllReduce has a residual and RMSNorm behind it.
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
@@ -134,6 +135,7 @@ class BenchSpec(Model):
     routing: Literal["uniform", "zipf"] = "uniform"
     capacity: bool = False
     fast_accum: bool = False
+    norm: bool = False
     warmup: int = Field(3, ge=1)
     iterations: int = Field(20, ge=1)
     seed: int = Field(0, ge=0)
@@ -142,6 +144,8 @@ class BenchSpec(Model):
 
     def _options(self, shape: Shape, ranks: int) -> dict[str, Any]:
         """Of the shape's case."""
+        if shape.op == "all_reduce":
+            return {"norm": "residual"} if self.norm else {}
         if not shape.op.startswith("moe"):
             scales = {} if self.scales is None else {"scales": self.scales}
             fast = {"use_fast_accum": True} if self.fast_accum else {}

@@ -1,7 +1,7 @@
 """AllReduce: the sum over ranks of rows that are there, on every rank.
 
 Data flow of one call on rank r:
-  rows of x ──▶ their owners, or every rank; who has all ranks' adds them up in a fixed order, in float32
+  rows of x ──▶ their owners, or every rank; who has all ranks' adds them up in a fixed order, float32
   sums, rounded once ──▶ every rank, where not each adds up all
   with a norm: + residual ──▶ the new residual ──▶ every row divided by its root mean square, * weight
 Every rank holds the same bits.
@@ -205,10 +205,11 @@ def _summed(
     """The sum, through torch's dispatcher where torch has to see the call."""
     traced = traced_outputs(out, x)
     if not traced and (out is not None or not seen_by_torch(x)):
-        return _called(x, None, out, out_dtype, chunk, group)["out"]
+        found: Tensor = _called(x, None, out, out_dtype, chunk, group)["out"]
+        return found
     wanted = out_dtype or (None if out is None else out.dtype)
-    found: Tensor = ops.all_reduce(x, out_dtype=wanted, chunk=chunk, group=group_name(group))
-    return found if out is None else copied_to("out", out, found, 0)
+    result: Tensor = ops.all_reduce(x, out_dtype=wanted, chunk=chunk, group=group_name(group))
+    return result if out is None else copied_to("out", out, result, 0)
 
 
 def _normed(
@@ -276,9 +277,7 @@ def _norm_kernel(
 
 def _fake_sum(x: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     validate.activation("x", x)
-    return torch.empty_like(
-        x, dtype=out_dtype or x.dtype, memory_format=torch.contiguous_format
-    )
+    return torch.empty_like(x, dtype=out_dtype or x.dtype, memory_format=torch.contiguous_format)
 
 
 def _fake_norm(

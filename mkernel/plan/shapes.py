@@ -126,6 +126,18 @@ def shape_of(
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or op
         raise ShapeError(name, first.get("input"), first["msg"]) from None
+    _check_sizes(op, shape, world, dtype, out_dtype, capabilities)
+    return shape
+
+
+def _check_sizes(
+    op: str,
+    shape: Shape,
+    world: int,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
+) -> None:
     if isinstance(shape, GemmShape):
         _check_gemm(op, shape, world, dtype, out_dtype, capabilities)
     elif isinstance(shape, SumShape):
@@ -134,7 +146,6 @@ def shape_of(
         _check_attention(shape, world, dtype, capabilities)
     else:
         _check_experts(op, shape, world, dtype, out_dtype, capabilities)
-    return shape
 
 
 def takes(

@@ -15,7 +15,6 @@ from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
     call_id,
-    collective_blocks,
     device_world,
     one_node,
 )
@@ -37,14 +36,14 @@ class SumExecutor:
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
-        made = native()
-        self._by_mail = call.plan.part(SumSchedule).way == "mail"
+        made, how = native(), call.plan.part(SumSchedule)
+        self._by_mail = how.way == "mail"
         self._world = device_world(call, context)
         self._alone: _hopper.DeviceWorld = made.DeviceWorld(
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
         )
         self._together: _hopper.Collective = made.Collective(
-            self._world, _staging(call.plan), blocks=collective_blocks(context)
+            self._world, _staging(call.plan), blocks=2 * how.blocks
         )
 
     @staticmethod
@@ -92,9 +91,7 @@ class SumExecutor:
         outs = list(call.symmetric.get("out", ())) or [out.data_ptr()]
         together = self._together.of_call(call_id(call), call.timeout_s)
         element = getattr(made.Element, call.plan.dtype)
-        made.all_reduce(
-            together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream
-        )
+        made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
 
 
 def _rows(plan: LaunchPlan, **tensors: Any) -> _hopper.RowsOfSums:

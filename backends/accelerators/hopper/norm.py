@@ -1,6 +1,6 @@
 """The norm of rows that a call's kernels have summed: by one more kernel behind them.
 
-  out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
+out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class RowNorm(NamedTuple):
             return None
         given = call.tensors
         residual = aligned(given["residual"]) if norm.residual else None
-        return cls(aligned(given["norm_weight"]), residual, writable(given["residual_out"]), norm.eps)
+        return cls(
+            aligned(given["norm_weight"]), residual, writable(given["residual_out"]), norm.eps
+        )
 
     @property
     def addresses(self) -> Mapping[str, int | float]:

@@ -126,9 +126,9 @@ SumWay = Literal["mail", "two_shot"]
 
 
 class SumSchedule(Schedule):
-    """How AllReduce runs: everything to everyone at once, by mail, in a kernel of ``blocks`` blocks that
-    normalises the rows that it sums; or sums in an exchange of their own, and a norm in a kernel behind
-    them."""
+    """How AllReduce runs: everything to everyone at once, by mail, in a kernel of ``blocks`` blocks
+    that normalises the rows that it sums; or sums in an exchange of their own, in a kernel of twice as
+    many, and a norm in a kernel behind them."""
 
     kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
     way: SumWay

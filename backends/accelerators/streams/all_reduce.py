@@ -1,4 +1,5 @@
-"""AllReduce: rows of x go to their owners, who add them up in rank order and send the sums to every rank.
+"""AllReduce: rows of x go to their owners, who add them up in rank order and send the sums to every
+rank.
 
 Sums are float32 (of float64, float64) and rounded once, by their owner, so every rank holds the same
 bits. M needs not divide by W. ``out`` may be ``x``: a row of it is written when its owner, or this rank

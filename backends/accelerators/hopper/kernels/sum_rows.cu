@@ -289,8 +289,8 @@ void sum_rows(const Workspace& workspace, const transport::WaitLimits& limits,
     if (sums.rows == 0) return;
     const Args args{workspace, limits, sums, slot_bytes(sums)};
     const bool norm = sums.norm.weight != nullptr;
-    auto* kernel = norm ? &sum_rows_kernel<__nv_bfloat16, true>
-                        : &sum_rows_kernel<__nv_bfloat16, false>;
+    auto* kernel =
+        norm ? &sum_rows_kernel<__nv_bfloat16, true> : &sum_rows_kernel<__nv_bfloat16, false>;
     if (sums.half) {
         kernel = norm ? &sum_rows_kernel<__half, true> : &sum_rows_kernel<__half, false>;
     }
