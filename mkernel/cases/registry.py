@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mkernel.cases.all_reduce import AllReduceCase
 from mkernel.cases.attention import RingAttentionCase
 from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
@@ -15,6 +16,7 @@ _CASES: dict[str, type[Case]] = {
         AllGatherGemmCase,
         GemmReduceScatterCase,
         GemmAllReduceCase,
+        AllReduceCase,
         MoeDispatchCase,
         MoeCombineCase,
         MoeGemmCombineCase,

@@ -141,6 +141,9 @@ def command(
             "--capacity", help="MoE with a capacity: nothing waits for the host, graphs capture it"
         ),
     ] = False,
+    norm: Annotated[
+        bool, typer.Option("--norm", help="all_reduce with a residual and RMSNorm")
+    ] = False,
     iterations: Annotated[
         int | None,
         typer.Option(min=1, help="timed turns of each contender [20; 5 without accelerators]"),
@@ -250,6 +253,7 @@ def command(
         routing=_routing(routing, capacity, names),
         capacity=capacity,
         fast_accum=fast_accum,
+        norm=_norm(norm, names),
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -457,6 +461,13 @@ def _routing(text: str, capacity: bool, names: Sequence[OpName]) -> Literal["uni
         for option in filter(given.get, given):
             raise ArgumentError(option, given[option], "nothing, or an op of MoE beside it")
     return cast(Literal["uniform", "zipf"], text)
+
+
+def _norm(wanted: bool, names: Sequence[OpName]) -> bool:
+    """ArgumentError: none of the ops takes one."""
+    if wanted and "all_reduce" not in names:
+        raise ArgumentError("--norm", wanted, "nothing, or all_reduce beside it")
+    return wanted
 
 
 def _peers(text: str | None) -> Sequence[str] | None:

@@ -17,6 +17,7 @@ from torch import distributed
 
 import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
+from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
 from mkernel.harness import library_attention, library_moe
@@ -162,6 +163,8 @@ class Mkernel(Contender):
                 inputs["a"], inputs["b"], out=outputs["out"], use_fast_accum=self.fast, **scales
             )
             return {"out": out}
+        if self.op == "all_reduce":
+            return self._summed(inputs, outputs)
         if self.op == "ring_attention":
             causal = bool(self.problem.case.sizes.get("causal"))
             out, lse = mkernel.ring_attention(
@@ -177,6 +180,15 @@ class Mkernel(Contender):
         if self.op == "moe_combine":
             return {"out": mkernel.moe_combine(rows, handle, weights)}
         return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+
+    def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if "norm_weight" not in inputs:
+            return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"])}
+        residual, weight = inputs["residual"], inputs["norm_weight"]
+        out, new = mkernel.all_reduce(
+            inputs["x"], residual=residual, norm_weight=weight, eps=EPS, out=outputs["out"]
+        )
+        return {"out": out, "residual_out": new}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         return without_padding(results)
@@ -314,7 +326,7 @@ class Gemm(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op == "moe_combine":
+        if problem.op in ("all_reduce", "moe_combine"):
             return "the op has no product"
         if problem.op not in GEMMS and problem.bars_libraries:
             return problem.bars_libraries
@@ -423,6 +435,10 @@ class Sequential(Contender):
             product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])
             return outputs
+        if op == "all_reduce":
+            from mkernel.harness import library_sums  # whose contenders are of this module's kind
+
+            return library_sums.call(self.problem, inputs, outputs)
         if op == "ring_attention":
             return library_attention.call(self.problem, inputs)
         return library_moe.CALLS[op](self.problem, inputs)
@@ -457,6 +473,8 @@ _KNOWN = {
     "nccl+cublas": f"{__name__}:NcclCublas",
     "gloo+matmul": f"{__name__}:GlooMatmul",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
+    "symm_mem-one-shot": "mkernel.harness.library_sums:OneShot",
+    "symm_mem-two-shot": "mkernel.harness.library_sums:TwoShot",
     "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
     "ring": "mkernel.harness.library_peers:Ring",
     "context-parallel": "mkernel.harness.library_peers:ContextParallel",

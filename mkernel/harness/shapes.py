@@ -99,6 +99,8 @@ def _named(part: str) -> dict[str, int]:
 def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
     """Those that the ranks can share. ArgumentError."""
     for each in chosen:
+        if each.op == "all_reduce":  # whose rows need not be cut alike
+            continue
         sizes = each.named_sizes
         name = next(name for name in ("m", "experts", "sequence") if name in sizes)
         parts, what = ranks, "the number of ranks"

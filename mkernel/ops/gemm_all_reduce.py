@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
-from mkernel.ops.around import Normed
+from mkernel.ops.around import EPS, Normed
 from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
@@ -29,8 +29,6 @@ from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 OP = GemmOp("gemm_all_reduce")
-EPS = 1e-6
-"""Of a norm, where the caller names none."""
 
 
 @overload

@@ -80,11 +80,12 @@ def explain(
 
     Args:
         op: canonical name or alias (``ag_gemm``).
-        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or
-            ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
-            ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call: ``capacity`` of
-            a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and ``returns``, how
-            results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is faster.
+        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or ``m``,
+            ``n``; or ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``,
+            ``heads``, ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call:
+            ``capacity`` of a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and
+            ``returns``, how results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is
+            faster.
         dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM ops with
             ``around.scales`` ``float8_e4m3fn``.
         out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the

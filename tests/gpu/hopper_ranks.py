@@ -116,9 +116,9 @@ def judged(shapes: Sequence[Shape], seed: int) -> list[str]:
     return failures
 
 
-def skewed(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
+def skewed(shapes: Sequence[Any], rounds: int, seed: int) -> list[str]:
     """Failures of many calls that reuse all memory, ranks late by turns, shapes mixed."""
-    works = [Work(shape, seed) for shape in shapes]
+    works = [work_of(shape, seed) for shape in shapes]
     chance = random.Random(seed)  # the same on every rank
     failures = []
     for turn in range(rounds):
@@ -127,15 +127,14 @@ def skewed(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
         work.fill(turn)
         if late == work.problem.rank:
             spin(LATE_S)
-        work.call()
-        failures += work.failure(turn, what=f"with rank {late} late")
+        failures += work.failure(turn, work.call(), f"with rank {late} late")
     mkernel.synchronize()
     return failures
 
 
-def queued(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
+def queued(shapes: Sequence[Any], rounds: int, seed: int) -> list[str]:
     """The same without any wait of the host between calls: results are kept and judged at the end."""
-    works = [Work(shape, seed) for shape in shapes]
+    works = [work_of(shape, seed) for shape in shapes]
     kept = []
     for turn in range(rounds):
         work = works[turn % len(works)]
@@ -204,9 +203,9 @@ def repeated(shape: Shape, times: int) -> list[str]:
     return sums
 
 
-def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
+def replayed(shapes: Sequence[Any], replays: int, mixed: bool) -> list[str]:
     """Failures of a captured graph of all shapes' calls, with new inputs before every replay."""
-    works = [Work(shape) for shape in shapes]
+    works = [work_of(shape) for shape in shapes]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -217,8 +216,7 @@ def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for work in works:
-            work.call()
+        results = [work.call() for work in works]
     failures = []
     for turn in range(1, replays + 1):
         for work in works:
@@ -226,12 +224,12 @@ def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
         if turn % (works[0].problem.world + 1) == works[0].problem.rank:
             spin(LATE_S / 4)
         graph.replay()
-        for work in works:
-            failures += work.failure(turn, what="replayed")
+        for work, result in zip(works, results, strict=True):
+            failures += work.failure(turn, result, "replayed")
         if mixed and turn % 10 == 0:
-            works[0].fill(-turn % (1 << 31))
-            works[0].call()
-            failures += works[0].failure(-turn % (1 << 31), what="between replays")
+            other = -turn % (1 << 31)
+            works[0].fill(other)
+            failures += works[0].failure(other, works[0].call(), "between replays")
     mkernel.synchronize()
     return failures
 

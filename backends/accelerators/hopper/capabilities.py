@@ -9,6 +9,7 @@ from mkernel.errors import BackendUnavailable
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
+SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
 UNCLAIMED = ("ring_attention_backward",)
@@ -26,7 +27,7 @@ def ops() -> tuple[str, ...]:
         native()
     except BackendUnavailable:
         return ()
-    built = (*OPS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *MOE)
+    built = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
     return tuple(op for op in built if op not in UNCLAIMED)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from mkernel.backends.accelerators.hopper.all_reduce import SumExecutor
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
@@ -49,6 +50,7 @@ FUSED: dict[str, type[Executor]] = {
     "all_gather_gemm": AllGatherExecutor,
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
+    "all_reduce": SumExecutor,
     "moe_dispatch_gemm": DispatchExecutor,
     "moe_combine": CombineExecutor,
     "moe_gemm_combine": GemmCombineExecutor,

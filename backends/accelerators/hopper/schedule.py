@@ -122,6 +122,19 @@ class LibrarySchedule(Schedule):
     way: Way | None = None
 
 
+SumWay = Literal["mail", "two_shot"]
+
+
+class SumSchedule(Schedule):
+    """How AllReduce runs: everything to everyone at once, by mail, in a kernel of ``blocks`` blocks
+    that normalises the rows that it sums; or sums in an exchange of their own, in a kernel of twice as
+    many, and a norm in a kernel behind them."""
+
+    kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
+    way: SumWay
+    blocks: int = Field(ge=1)
+
+
 class DispatchSchedule(Schedule):
     """How MoE dispatch+GEMM runs. All tokens travel to every rank, by copy engines, while the device
     sorts their ids; then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by

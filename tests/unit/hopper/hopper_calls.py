@@ -11,7 +11,7 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, SumShape
 
 GAP = 24
 WORKSPACES = (1 << 21, 1 << 30)
@@ -34,7 +34,11 @@ def last_rank(
         offset: of the tensors, in elements.
         gaps: operands whose rows, in their major order, lie :data:`GAP` elements apart.
     """
-    shape, world = made.gemm, made.world_size
+    world = made.world_size
+    if isinstance(made.shape, SumShape):
+        rows = (made.shape.m, made.shape.n)
+        return _call(made, view, {name: torch.zeros(rows).bfloat16() for name in ("x", "out")}, {})
+    shape = made.gemm
     gathers = made.op == "all_gather_gemm"
     scatters = made.op == "gemm_reduce_scatter"
     sizes = {
@@ -54,9 +58,19 @@ def last_rank(
         tensors[name] = matrix.t() if turned else matrix
     if made.bias == "launch":
         tensors["bias"] = torch.zeros(shape.n + 8, dtype=torch.bfloat16)[offset : offset + shape.n]
+    return _call(made, view, tensors, {"out": (1 << 31, 1 << 32)} if symmetric else {})
+
+
+def _call(
+    made: LaunchPlan,
+    view: View,
+    tensors: dict[str, torch.Tensor],
+    symmetric: dict[str, tuple[int, ...]],
+) -> Call:
+    world = made.world_size
     return Call(
         plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
         workspace=WORKSPACES[(world - 1) % 2], areas=(0,),
         peers={0: PeerMemory(0, WORKSPACES[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
-        view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
+        view=view, symmetric=symmetric,
     )  # fmt: skip

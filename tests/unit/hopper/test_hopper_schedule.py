@@ -11,11 +11,22 @@ import torch
 from hopper_calls import CONTEXT, WORKSPACES, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import dispatch, few_rows, gemm, library, native
+from mkernel.backends.accelerators.hopper import (
+    all_reduce,
+    dispatch,
+    few_rows,
+    gemm,
+    library,
+    native,
+)
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, LibrarySchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    FewRowsSchedule,
+    LibrarySchedule,
+    SumSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
@@ -24,10 +35,10 @@ from mkernel.plan.model import LaunchPlan
 from mkernel.topology.cost import FewRowsConstants
 
 SENT = ("send_rows", "gemm_reduce")
-BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product")
+BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
 STARTED = (
     "FewRowsCalls", "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy",
-    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", *SENT,
+    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
 CASES = [
@@ -51,12 +62,18 @@ class Started:
             self.told.append((name, str(given), str(named)))
             return found(*given, **named)
 
+        def together(*given: Any, **named: Any) -> Any:
+            self.told.append((name, str(given[1:]), str(named)))
+            return found(*given, **named)
+
         def start(*given: Any, **named: Any) -> Any:
             sizes = [one for one in given if isinstance(one, int) and one < LEAST_ADDRESS]
             self.told.append((name, *sizes, *(str(one) for one in given if type(one) in kinds)))
             return self
 
         kinds = (self._made.Element, self._made.Way, self._made.Engine)
+        if name == "Collective":
+            return together
         return build if name in BUILT else start if name in STARTED else found
 
     def start(self, *given: Any) -> None:
@@ -76,6 +93,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(gemm, "native", lambda: module)
     monkeypatch.setattr(library, "native", lambda: module)
     monkeypatch.setattr(few_rows, "native", lambda: module)
+    monkeypatch.setattr(all_reduce, "native", lambda: module)
     monkeypatch.setattr(library, "_mm", multiply)
     return module
 
@@ -138,6 +156,22 @@ def test_no_field_of_few_rows_is_decoration(started: Started, m: int) -> None:
     )
     assert usual.part(FewRowsSchedule).product == ("float32" if m == 8 else "bfloat16")
     assert decorations(usual, launches(started, world, usual)) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("m", "way"), [(8, "mail"), (4096, "two_shot")])
+def test_no_field_of_a_plain_sum_is_decoration(started: Started, m: int, way: str) -> None:
+    world = world_of_two()
+    usual = world.plan("all_reduce", {"m": m, "n": 2048}, dtype="bfloat16")
+    assert usual.part(SumSchedule).way == way
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+def test_a_plain_sum_too_large_for_mail_is_refused(started: Started) -> None:
+    usual = world_of_two().plan("all_reduce", {"m": 4096, "n": 2048}, dtype="bfloat16")
+    by_mail = usual.part(SumSchedule).model_copy(update={"way": "mail"})
+    with pytest.raises(Unsupported, match="a call by mail may have"):
+        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": by_mail}))
 
 
 def two_nodes(gpudirect: bool, ranks: int = 1) -> WalkedWorld:

@@ -84,6 +84,7 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
 
 // All of them: stream-ordered on the current device's `stream`, may be captured. Any size; addresses
 // aligned to the element (16 bytes and whole 16 bytes a part are fast). `src` and `out` must not
-// overlap. std::invalid_argument; CudaError.
+// overlap, but for those of a two-shot all_reduce, which may be one: a chunk of it is written when what was
+// there has been sent and added up. std::invalid_argument; CudaError.
 
 }  // namespace mkernel::hopper::collectives
