@@ -96,7 +96,9 @@ def work(shape: Shape, world: int) -> float:
     """Floating-point operations of one rank."""
     if isinstance(shape, GemmShape):
         return 2.0 * shape.m * shape.n * shape.k
-    if isinstance(shape, MoeShape | GemmCombineShape):
+    if isinstance(shape, MoeShape):
+        return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.columns
+    if isinstance(shape, GemmCombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.features
     if isinstance(shape, CombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.features

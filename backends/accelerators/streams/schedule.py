@@ -200,7 +200,10 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif plan.op == "gemm_all_reduce":
         made = AllReduceSchedule(**common, order=order, peers_together=together)
     elif plan.op == "moe_dispatch_gemm":
-        grouped = _grouped(plan, plan.out_dtype, claims.torch_device)
+        shape = plan.shape
+        assert isinstance(shape, MoeShape)
+        results = plan.out_dtype if shape.activation is None else plan.sums
+        grouped = _grouped(plan, results, claims.torch_device)
         gathers, considered = _gathering(request, found.pipeline)
         found = found._replace(alternatives=found.alternatives + considered)
         made = DispatchSchedule(
