@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import Self
 
-from mkernel.plan.model import AttentionLayout, AttentionShape, DtypeName, ScaleMode
+from mkernel.plan.model import Activation, AttentionLayout, AttentionShape, DtypeName, ScaleMode
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -76,6 +76,8 @@ class AcceleratorCapabilities(Model):
     """What a rank holds of a sequence, each half of it where attention is causal, is a multiple of so
     many positions."""
     attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
+    activations: tuple[Activation, ...] = ()
+    """That dispatch+GEMM applies to its float32 sums, before it rounds them."""
     documents: bool = False
     """Whether attention takes sequences of several packed documents."""
     routing_of_ids: bool = False

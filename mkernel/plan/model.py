@@ -89,10 +89,14 @@ class SumShape(Model):
     n: int = Field(ge=1)
 
 
+Activation = Literal["silu_and_mul"]
+"""What a product of [gate, up] becomes: silu(gate) * up, which has half its columns."""
+
+
 class MoeShape(Model):
     """``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts`` (all ranks together),
-    each with a weight [hidden, features]. ``capacity``: rows that a rank has for those of all its
-    experts; None: as many as there are."""
+    each with a weight [hidden, columns]; results have ``features``. ``capacity``: rows that a rank has
+    for those of all its experts; None: as many as there are."""
 
     kind: Literal["moe"] = "moe"
     tokens: int = Field(ge=1)
@@ -101,6 +105,12 @@ class MoeShape(Model):
     experts: int = Field(ge=1)
     top_k: int = Field(ge=1)
     capacity: int | None = Field(None, ge=1)
+    activation: Activation | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a weight."""
+        return self.features if self.activation is None else 2 * self.features
 
 
 class CombineShape(Model):

@@ -100,7 +100,9 @@ def work(shape: Shape, world: int) -> float:
         return 2.0 * shape.m * shape.n * shape.k
     if isinstance(shape, SumShape):  # each rank adds up its share
         return float(shape.m) * shape.n
-    if isinstance(shape, MoeShape | GemmCombineShape):
+    if isinstance(shape, MoeShape):
+        return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.columns
+    if isinstance(shape, GemmCombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.features
     if isinstance(shape, CombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.features

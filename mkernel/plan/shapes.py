@@ -85,7 +85,7 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "capacity", "documents", "layout", "partial_dtype")
+_NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_dtype")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -240,6 +240,9 @@ def _check_experts(
     _check_aligned("features", shape.features, _narrow(dtype, out_dtype), capabilities)
     if isinstance(shape, MoeShape):
         _check_aligned("hidden", shape.hidden, dtype, capabilities)
+        if shape.activation not in (None, *capabilities.activations):
+            known = " or ".join(map(repr, (*capabilities.activations, None)))
+            raise ArgumentError("activation", repr(shape.activation), f"{known}, here")
     if isinstance(shape, GemmCombineShape):
         _check_aligned("hidden", shape.hidden, _narrow(dtype, out_dtype), capabilities)
         legal = {sums_of(dtype, out_dtype)}  # of gradients too: nothing of theirs is rounded before

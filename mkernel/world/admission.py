@@ -134,7 +134,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         }
     places = (shape.tokens, shape.top_k)
     if isinstance(shape, MoeShape):
-        weights = (shape.experts // world, shape.hidden, shape.features)
+        weights = (shape.experts // world, shape.hidden, shape.columns)
         return {
             "x": _Planned((shape.tokens, shape.hidden), given),
             "topk_ids": _Planned(places, ("int32", "int64")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
@@ -33,7 +33,7 @@ from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import BackendSettings, load_as, variable
 from mkernel.topology.model import Accelerator
@@ -172,6 +172,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,
+                activations=get_args(Activation),
                 attention_layouts=("heads", "positions"),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),

@@ -93,6 +93,15 @@ class Attention(Sourced):
     merge_blocks_a_core: int = Field(ge=1)
 
 
+class Experts(Sourced):
+    """The grouped product of MoE. Rates are of all multiprocessors, random half precision."""
+
+    gathered_tflops: float = Field(gt=0, description="each block gathers its rows")
+    boxed_tflops: float = Field(gt=0, description="rows lie one below the other")
+    permute_us: float = Field(ge=0, description="until the first rows have been put so")
+    memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
+
+
 class AllReduce(Sourced):
     """When partial results go to every rank in one exchange."""
 
@@ -134,6 +143,7 @@ class HopperMachine(ChipMachine):
     partials: Partials
     all_reduce: AllReduce
     attention: Attention
+    experts: Experts
     spreads: Spreads
     copies: Engines
 

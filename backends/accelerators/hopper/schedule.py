@@ -138,11 +138,14 @@ class SumSchedule(Schedule):
 class DispatchSchedule(Schedule):
     """How MoE dispatch+GEMM runs. All tokens travel to every rank, by copy engines, while the device
     sorts their ids; then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
-    tile: first up to ``early_tiles`` whole tiles that need own tokens alone."""
+    tile: first up to ``early_tiles`` whole tiles that need own tokens alone. ``permutes``: the same
+    blocks first copy the tokens of a tile into rows that lie one below the other; else each block
+    gathers them for itself."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
     early_tiles: int = Field(ge=0)
+    permutes: bool
 
     @property
     def copy_engines(self) -> bool:
@@ -159,11 +162,13 @@ class CombineSchedule(Schedule):
 
 
 class GemmCombineSchedule(Schedule):
-    """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies. ``returns``: it writes each
-    result to its place at home (``slots``); or a token's results of one rank are added there, and their
-    sum goes home (``ranks``). Sums are made by kernels of ``sum_blocks`` blocks."""
+    """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
+    ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
+    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of
+    ``sum_blocks`` blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
+    tiling: Literal["wide", "deep"]
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns

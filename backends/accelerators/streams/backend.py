@@ -21,7 +21,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
-from mkernel.plan.model import DtypeName, LaunchPlan, ScaleMode
+from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
@@ -229,6 +229,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         adds_norm=True,
         scale_modes=get_args(ScaleMode) if device.name == "cpu" else (),
         scaled_mm=scaled_mm(device.name),
+        activations=get_args(Activation),
         attention_layouts=("heads", "positions"),
         documents=True,
         alignment_bytes=1,

@@ -33,7 +33,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.grid import GEMMS
 from mkernel.errors import Unsupported
-from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.model import AttentionShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
 
@@ -335,6 +335,14 @@ def _of_next_expert(w2: torch.Tensor) -> torch.Tensor:
     return turned.roll(-1, 0).contiguous().transpose(1, 2)
 
 
+def _up_first(call: Call, w: torch.Tensor) -> torch.Tensor:
+    shape = call.plan.shape
+    if not isinstance(shape, MoeShape) or shape.activation is None:
+        return w
+    rolled = w.roll(shape.features, 2)
+    return rolled if w.is_contiguous() else rolled.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _without_tail(h: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     if len(h) % 2:
@@ -563,6 +571,8 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "UniqueExperts",
             "An expert twice in one token's list counts as the next expert of its rank.",
             "routing", inputs("topk_ids", change=_replace_twins)),
+    planted(Altered, "UpIsGate", "The gate's columns and the others change places.", "activations",
+            inputs("w", change=_up_first)),
     planted(Altered, "OffByOneExpert", "Every token goes to the next expert.", "expert-order",
             inputs("topk_ids", change=lambda call, ids: (ids + 1) % _experts(call))),
     planted(Altered, "RowsByArrival", "Rows of an expert come in another order.", "expert-order",
