@@ -18,6 +18,7 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     MOST_RANKS,
     library_ops,
     ops,
+    scale_modes,
 )
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
@@ -137,7 +138,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops, MoE and ring attention in half precision, as far as this build has kernels."""
+        """The GEMM ops, MoE and ring attention in half precision, as far as this build has kernels; of
+        e4m3 operands the GEMM ops on the library path."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -153,6 +155,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 pitched=("a", "b"),
                 packed_shards=True,
                 adds_bias=True,
+                scale_modes=scale_modes(),
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,

@@ -1,9 +1,10 @@
-"""The library path of the GEMM ops: torch.mm and one collective of our own, one after the other.
+"""The library path of the GEMM ops: torch's product and one collective of our own, one after the other.
 
   AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
-A bias is added in float32 before ``out`` is rounded: by the product's epilogue, or by the collective.
+Scales of e4m3 rows are gathered behind them. A bias is added in float32 before ``out`` is rounded: by the
+product's epilogue, by the collective, or to a product in float32.
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
 """
 
@@ -24,7 +25,8 @@ from mkernel.backends.accelerators.hopper.device_world import (
 )
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
+from mkernel.backends.accelerators.hopper.products import multiply_of
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
@@ -54,7 +56,7 @@ class LibraryExecutor:
             self._between = (shape.m, shape.k)
         else:
             self._between = (shape.m, shape.n)
-            self._element = _element(plan)
+            self._element = element_of(plan)
             self._elements = shape.m * shape.n
             self._one_shot, self._way = how.way == "one_shot", _way(plan)
 
@@ -70,15 +72,17 @@ class LibraryExecutor:
         if self._gathers:
             self._gather_then_product(call, stream)
         elif self._world_size == 1:
-            self._multiply(call.tensors["a"], call)
+            self._multiply(call.tensors["a"], call.tensors.get("a_scale"), call)
         else:
             self._product_then_sum(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
-    ) -> object:
-        """Starts calls without ``gathered``."""
+    ) -> object | None:
+        """Starts calls without ``gathered``. None: Python starts those of e4m3 operands."""
         plan, context, made = self._plan, self._context, native()
+        if plan.scales is not None:
+            return None
         dtype = _torch_dtype(plan.dtype)
         apart = self._product != dtype
         whole = None  # what out is rounded from
@@ -116,28 +120,42 @@ class LibraryExecutor:
         return together
 
     def _gather_then_product(self, call: Call, stream: int) -> None:
-        a = call.tensors["a"]
-        whole = call.tensors.get("gathered")
+        rows = self._gathered(call, "a", "gathered", self._between, stream)
+        scale = None
+        if self._plan.scales is not None:
+            of_a = call.tensors["a_scale"]
+            places = (self._world_size * len(of_a), of_a.shape[1])
+            scale = self._gathered(call, "a_scale", "gathered_scale", places, stream)
+        self._multiply(rows, scale, call)
+
+    def _gathered(
+        self, call: Call, own: str, name: str, shape: tuple[int, ...], stream: int
+    ) -> torch.Tensor:
+        """What all ranks have as ``own``, in the call's tensor of that name or, without one, scratch."""
+        mine, whole = call.tensors[own], call.tensors.get(name)
         if self._world_size == 1:
             if whole is not None:
-                whole.copy_(a)
-            whole = a
-        else:
-            outs: list[int] = []
-            if whole is None:
-                whole = a.new_empty(self._between)
-            elif call.symmetric:
-                outs = list(call.symmetric.get("gathered", ()))
-            if call.view != "compute_only":
-                native().all_gather(
-                    self._together(call), a.data_ptr(), a.nbytes, outs or [whole.data_ptr()], stream
-                )
-        self._multiply(whole, call)
+                whole.copy_(mine)
+            return mine
+        outs: list[int] = []
+        if whole is None:
+            whole = mine.new_empty(shape)
+        elif call.symmetric:
+            outs = list(call.symmetric.get(name, ()))
+        if call.view != "compute_only":
+            native().all_gather(
+                self._together(call),
+                mine.data_ptr(),
+                mine.nbytes,
+                outs or [whole.data_ptr()],
+                stream,
+            )
+        return whole
 
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
         partial = tensors["a"].new_empty(self._between, dtype=self._product)
-        _mm(tensors["a"], tensors["b"], partial)
+        multiply_of(call)(tensors["a"], tensors.get("a_scale"), partial)
         if call.view == "compute_only":
             return
         made, together, element = native(), self._together(call), self._element
@@ -153,18 +171,18 @@ class LibraryExecutor:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
 
-    def _multiply(self, a: torch.Tensor, call: Call) -> None:
+    def _multiply(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
         """The call's ``out`` from a whole ``a``, rounded once."""
-        b, out = call.tensors["b"], call.tensors["out"]
+        out, multiply = call.tensors["out"], multiply_of(call)
         bias = call.tensors["bias"] if self._plan.bias == "launch" else None
         if self._product != out.dtype:
             whole = torch.empty(out.shape, dtype=self._product, device=out.device)
-            _mm(a, b, whole)
+            multiply(a, scale, whole)
             out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
         elif bias is None:
-            _mm(a, b, out)
+            multiply(a, scale, out)
         else:  # the library's epilogue adds it before it rounds
-            torch.addmm(bias, a, b, out=out)
+            torch.addmm(bias, a, call.tensors["b"], out=out)
 
 
 def _allocation(
@@ -178,22 +196,24 @@ def _allocation(
     return partial(torch.empty, dtype=dtype, device=f"cuda:{device}"), (shape,)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
-
-
 def _check(plan: LaunchPlan) -> None:
     """ArgumentError for a schedule that a call would not follow."""
     how = plan.part(LibrarySchedule)
-    if how.product not in (plan.dtype, "float32"):
-        raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
+    check_product(plan, how.product)
     reduced = plan.op == "gemm_all_reduce" and plan.world_size > 1
     if (how.way is not None) != reduced:
         legal = "one_shot or two_shot" if reduced else "None: nothing is summed everywhere"
         raise ArgumentError("plan.schedule.way", how.way, legal)
+
+
+def check_product(plan: LaunchPlan, product: DtypeName) -> None:
+    """ArgumentError for a dtype of products that calls would not follow."""
+    legal = {plan.out_dtype, "float32"}
+    whole = plan.op == "all_gather_gemm" or plan.world_size == 1
+    if whole and plan.scales is not None and plan.bias == "launch":
+        legal = {"float32"}  # what adds the bias comes behind the product
+    if product not in legal:
+        raise ArgumentError("plan.schedule.product", product, " or ".join(sorted(legal)))
 
 
 def _staging(plan: LaunchPlan) -> int:
@@ -202,14 +222,14 @@ def _staging(plan: LaunchPlan) -> int:
     if world == 1:
         return 0
     needed: int
-    if plan.op == "all_gather_gemm":
+    if plan.op == "all_gather_gemm":  # scales are less, and gathered by themselves
         shard = shape.m // world * shape.k * DTYPE_BYTES[plan.dtype]
         needed = made.all_gather_staging(world, shard, False)
     elif plan.op == "gemm_reduce_scatter":
-        needed = made.reduce_scatter_staging(world, _element(plan), shape.m * shape.n // world)
+        needed = made.reduce_scatter_staging(world, element_of(plan), shape.m * shape.n // world)
     else:
         needed = made.all_reduce_staging(
-            world, _element(plan), shape.m * shape.n, _way(plan), False
+            world, element_of(plan), shape.m * shape.n, _way(plan), False
         )
     return needed
 
@@ -225,9 +245,9 @@ def _torch_dtype(name: DtypeName) -> torch.dtype:
     return dtype
 
 
-def _element(plan: LaunchPlan) -> _hopper.Element:
+def element_of(plan: LaunchPlan) -> _hopper.Element:
     """The native name of the elements that are added up and of the results."""
-    sent = plan.part(LibrarySchedule).product
-    name = plan.dtype if sent == plan.dtype else f"{sent}_to_{plan.dtype}"
+    sent = plan.part(ProductSchedule).product
+    name = plan.out_dtype if sent == plan.out_dtype else f"{sent}_to_{plan.out_dtype}"
     element: _hopper.Element = getattr(native().Element, name)
     return element

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from mkernel.backends.accelerators.hopper import scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -57,6 +58,8 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
     plan = request.plan
+    if plan.scales is not None:
+        return scaled_tuning.schedule(request)
     found, shape, world = by_rows(request, chunks=1), plan.gemm, plan.world_size
     processors = found.pipeline.compute_blocks
     made: Schedule
@@ -279,14 +282,8 @@ def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibraryS
     product = paths.partial_dtype(shape, dtype)
     if whole:
         product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
-    way: Way | None = None
-    if op == "gemm_all_reduce" and not whole:
-        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
-        brief = (
-            nbytes <= _MACHINE.all_reduce.one_shot_most
-            and nbytes * (world - 2) <= _MACHINE.all_reduce.one_shot_bytes
-        )
-        way = "one_shot" if brief else "two_shot"
+    summed = op == "gemm_all_reduce" and not whole
+    way = _MACHINE.all_reduce.way(shape, product, world) if summed else None
     return LibrarySchedule(product=product, way=way)
 
 

@@ -11,7 +11,7 @@ import torch
 from hopper_calls import CONTEXT, WORKSPACES, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import dispatch, few_rows, gemm, library, native
+from mkernel.backends.accelerators.hopper import dispatch, few_rows, gemm, library, native, products
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
@@ -76,7 +76,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(gemm, "native", lambda: module)
     monkeypatch.setattr(library, "native", lambda: module)
     monkeypatch.setattr(few_rows, "native", lambda: module)
-    monkeypatch.setattr(library, "_mm", multiply)
+    monkeypatch.setattr(products, "mm", multiply)
     return module
 
 
