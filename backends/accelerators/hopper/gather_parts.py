@@ -1,7 +1,7 @@
 """AllGather+GEMM by a library's products on each rank's rows as they come.
 
 Data flow:
-  a (own), its scales ──copy engines, a second stream──▶ their place in every peer's workspace, flags behind
+  a (own), its scales ──copy engines, a second stream──▶ their place in every peer's workspace
   own rows ──product──▶ their rows of out ─────────────────────┐
   wait for a peer's flag, its rows ──product──▶ its rows of out┤
   all read: a kernel ends the call ────────────────────────────┘
@@ -100,7 +100,10 @@ class GatherPartsExecutor:
 
     def _send(self, running: Running, a: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Own rows to every peer, the rank before this one first; their scales ahead of them."""
-        exchange, start = self._exchange, share(self._plan.gemm.m, self._plan.world_size, self._rank)[0]
+        exchange, start = (
+            self._exchange,
+            share(self._plan.gemm.m, self._plan.world_size, self._rank)[0],
+        )
         running.fork()
         for peer in reversed(exchange.peers):
             if scale is not None:

@@ -3,8 +3,8 @@
   AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
-Scales of e4m3 rows are gathered behind them. A bias is added in float32 before ``out`` is rounded: by the
-product's epilogue, by the collective, or to a product in float32.
+Scales of e4m3 rows are gathered behind them. A bias is added in float32 before ``out`` is rounded: by
+the product's epilogue, by the collective, or to a product in float32.
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
 """
 
@@ -131,7 +131,7 @@ class LibraryExecutor:
     def _gathered(
         self, call: Call, own: str, name: str, shape: tuple[int, ...], stream: int
     ) -> torch.Tensor:
-        """What all ranks have as ``own``, in the call's tensor of that name or, without one, scratch."""
+        """What all ranks have as ``own``, in the call's tensor ``name`` or, without one, scratch."""
         mine, whole = call.tensors[own], call.tensors.get(name)
         if self._world_size == 1:
             if whole is not None:

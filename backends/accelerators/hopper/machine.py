@@ -108,7 +108,7 @@ class AllReduce(Sourced):
 
 
 class Scaled(Sourced):
-    """Products of e4m3 operands by a library, and what stands between them where rows travel in parts."""
+    """Products of e4m3 operands by a library, and what is between them where rows travel in parts."""
 
     product: PathConstants
     gap_us: float = Field(ge=0, description="of a further product, and the wait before it")

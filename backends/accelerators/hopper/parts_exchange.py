@@ -1,7 +1,7 @@
 """Parts that ranks of a node put into each other's memory by copy engines, around a library's products.
 
-A part is rows of a matrix, on their way beside products on the call's stream; a flag behind it says that it
-has come. The call ends by a kernel (``device/call.cuh``), so slots are free for the next call.
+A part is rows of a matrix, on their way beside products on the call's stream; a flag behind it says
+that it has come. The call ends by a kernel (``device/call.cuh``), so slots are free for the next call.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ class Part(NamedTuple):
 
 
 def share(rows: int, world: int, rank: int) -> tuple[int, int]:
-    """[first, last) of a rank's rows: equal shares rounded up, so that the last ranks may have fewer."""
+    """[first, last) of a rank's rows: equal shares rounded up; the last ranks may have fewer."""
     each = -(-rows // world)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def parts_of(plan: LaunchPlan, rank: int) -> list[Part]:
     """The parts of the rows that a rank owns, in order; a share of fewer rows may have fewer."""
-    rows, world = plan.gemm.m, plan.world_size
-    first, last = share(rows, world, rank)
-    step = -(-(-(-rows // world)) // plan.part(PartsSchedule).chunks)
+    world = plan.world_size
+    first, last = share(plan.gemm.m, world, rank)
+    most = share(plan.gemm.m, world, 0)[1]
+    step = -(-most // plan.part(PartsSchedule).chunks)
     starts = range(first, last, step)
     return [Part(at, min(at + step, last), number) for number, at in enumerate(starts)]
 

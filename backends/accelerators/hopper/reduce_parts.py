@@ -5,10 +5,10 @@ Data flow:
                                       owner's workspace, a flag behind
   own rows ──product──▶ partial results ─┐
   wait for the peers' flags, their slots ┴─one kernel, float32──▶ own rows of out; it ends the call
-  AllReduce: own rows of out ──copy engines──▶ out of every peer where that is symmetric, else a slot there
-             and then its out; a kernel ends the call
-Sums are in the order of the collectives (``kernels/collectives.hpp``), then a bias is added, and rounded
-once. Whoever sent this rank's rows is in this call: its symmetric ``out`` may be written.
+  AllReduce: own rows of out ──copy engines──▶ out of every peer where that is symmetric, else a slot
+             there and then its out; a kernel ends the call
+Sums are in the order of the collectives (``kernels/collectives.hpp``), then a bias is added, and they
+are rounded once. Whoever sent this rank's rows is in this call: its symmetric ``out`` may be written.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ def _whole(plan: CommonPart, cores: int) -> Times:
     path, share = _MACHINE.scaled.product, (world - 1) / world
     if plan.op == "all_gather_gemm":
         sent = share * shape.m * shape.k
-        comm = 2 * path.exchange_us + transfer_us(sent, path.egress_gbs, 0.0)  # scales by themselves
+        comm = 2 * path.exchange_us + transfer_us(
+            sent, path.egress_gbs, 0.0
+        )  # scales by themselves
         return Times(compute, comm, compute + comm)
     partials = share * shape.m * shape.n * DTYPE_BYTES[product_dtype(plan)]
     comm = transfer_us(partials, path.egress_gbs, path.exchange_us)
@@ -122,7 +124,8 @@ def _summed(plan: CommonPart, chunks: int, cores: int) -> Times:
     """Peers' rows are multiplied first, and leave part by part; own parts are added up when the peers'
     have come, and those of an all-reduce leave again."""
     shape, how, world = plan.gemm, _MACHINE.scaled, plan.world_size
-    step = -(-(-(-shape.m // world)) // chunks)
+    rows = -(-shape.m // world)
+    step = -(-rows // chunks)
     product, of_out = DTYPE_BYTES[product_dtype(plan)], DTYPE_BYTES[plan.out_dtype]
     part, copy = _product_us(plan, step, cores), _copy_us(step * shape.n * product)
     added = transfer_us(step * shape.n * (world * product + of_out), how.sum_gbs, how.sum_us)

@@ -129,8 +129,8 @@ class LibrarySchedule(ProductSchedule):
 
 class PartsSchedule(ProductSchedule):
     """How a library's products run beside copy engines that carry rows. A rank multiplies the rows of
-    each rank by themselves, and cuts those that travel into ``chunks``, each a product and a copy of its
-    own. A kernel of ``sum_blocks`` blocks adds partial results up."""
+    each rank by themselves, and cuts those that travel into ``chunks``, each a product and a copy of
+    its own. A kernel of at most ``sum_blocks`` blocks adds partial results up."""
 
     kind: Literal["hopper.library_parts"] = "hopper.library_parts"
     chunks: int = Field(ge=1)

@@ -16,11 +16,10 @@ from mkernel.backends.accelerators.hopper.schedule import (
     LibrarySchedule,
     ReduceSchedule,
     TilingName,
-    Way,
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.plan.model import DtypeName, GemmShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule

@@ -1,5 +1,6 @@
 """The native module for tests of parts on the host: copies, flags and sums as host/parts.hpp,
-kernels/sum_parts.hpp and device/call.cuh say; and torch's products of e4m3 operands as cuBLAS has them."""
+kernels/sum_parts.hpp and device/call.cuh say; and torch's products of e4m3 operands as cuBLAS has
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The GEMM ops of e4m3 operands on the host: ranks are threads, and the native module and torch's products
-stand-ins (``parts_fabric``)."""
+"""The GEMM ops of e4m3 operands on the host: ranks are threads, and the native module and torch's
+products stand-ins (``parts_fabric``)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     PartsSchedule,
     ProductSchedule,
 )
+from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -81,7 +82,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)
         monkeypatch.setattr(products, "scaled_mm", scaled_mm)
-        monkeypatch.setattr(products, "block_mm", block_mm)
+        monkeypatch.setattr(contract, "block_mm", block_mm)
         return made
 
     return make
@@ -362,4 +363,4 @@ def test_scales_are_claimed_with_a_torch_that_has_their_products(
 def test_the_numbers_of_torch_s_recipes() -> None:
     kinds, swizzles = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
     found = kinds.BlockWise1x128.value, kinds.BlockWise128x128.value, swizzles.NO_SWIZZLE.value
-    assert found == (products._BY_ROW_BLOCKS, products._BY_BLOCKS, products._PLAIN)
+    assert found == (contract._BY_ROW_BLOCKS, contract._BY_BLOCKS, contract._PLAIN)

@@ -22,12 +22,12 @@ void push_part(const DeviceWorld& world, int peer, std::uint64_t src, std::uint6
                                     std::to_string(kFlags));
     }
     const auto copy = [&](void* dst, const void* from, std::uint64_t bytes) {
-        cuda::check(cudaMemcpyAsync(dst, from, bytes, cudaMemcpyDeviceToDevice,
-                                    cuda::stream_at(stream)),
-                    [&] {
-                        return "copying " + std::to_string(bytes) + " bytes to rank " +
-                               std::to_string(peer);
-                    });
+        cuda::check(
+            cudaMemcpyAsync(dst, from, bytes, cudaMemcpyDeviceToDevice, cuda::stream_at(stream)),
+            [&] {
+                return "copying " + std::to_string(bytes) + " bytes to rank " +
+                       std::to_string(peer);
+            });
     };
     copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(src), nbytes);
     if (flag == kNoFlag) return;

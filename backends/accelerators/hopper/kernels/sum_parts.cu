@@ -14,9 +14,11 @@ namespace {
 constexpr std::uint32_t kChunkElements = 16u << 10;
 
 template <class In, class Out, bool kBias>
-__global__ __launch_bounds__(kThreads, 2) void sum_parts_kernel(
-    const __grid_constant__ Workspace workspace, transport::WaitLimits limits,
-    const __grid_constant__ Parts parts, Bias bias, bool ends) {
+__global__ __launch_bounds__(kThreads,
+                             2) void sum_parts_kernel(const __grid_constant__ Workspace workspace,
+                                                      transport::WaitLimits limits,
+                                                      const __grid_constant__ Parts parts,
+                                                      Bias bias, bool ends) {
     __shared__ Transfers transfers;
     for (std::uint64_t first = std::uint64_t{blockIdx.x} * kChunkElements; first < parts.elements;
          first += std::uint64_t{gridDim.x} * kChunkElements) {
@@ -68,8 +70,8 @@ void check(const Parts& parts, const Bias& bias, std::uint32_t blocks) {
                                     std::to_string(kMaxRanks));
     }
     if (parts.elements == 0 || blocks == 0) {
-        throw std::invalid_argument("a sum of " + std::to_string(parts.elements) +
-                                    " elements on " + std::to_string(blocks) + " blocks");
+        throw std::invalid_argument("a sum of " + std::to_string(parts.elements) + " elements on " +
+                                    std::to_string(blocks) + " blocks");
     }
     if (bias.row != nullptr &&
         (bias.columns == 0 || bias.columns % 8 != 0 || parts.elements % bias.columns != 0 ||
