@@ -70,5 +70,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
     if plan.path == "library":
         if not isinstance(plan.schedule, PartsSchedule):
             return LibraryExecutor
-        return GatherPartsExecutor if plan.op == "all_gather_gemm" else ReducePartsExecutor
+        gathers = plan.op == "all_gather_gemm"
+        return GatherPartsExecutor if gathers else ReducePartsExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

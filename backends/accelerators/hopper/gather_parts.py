@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.library import scales_of_a_rank
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.parts_exchange import (
@@ -26,10 +27,10 @@ from mkernel.backends.accelerators.hopper.parts_exchange import (
     share,
 )
 from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.schedule import GatherPartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
-from mkernel.plan.scales import scale_sizes
 
 
 class GatherPartsExecutor:
@@ -41,12 +42,12 @@ class GatherPartsExecutor:
         plan = call.plan
         self._plan, self._rank = plan, call.rank
         self._exchange = PartsExchange(call, context)
-        self._product = getattr(torch, checked(plan).product)
+        self._product = getattr(torch, checked(plan, GatherPartsSchedule).product)
         self._row_bytes = plan.gemm.k * DTYPE_BYTES[plan.dtype]
         self._scales_at = rounded_up(plan.gemm.m * self._row_bytes)
         dtype = getattr(torch, plan.dtype)
         self._rows = self._exchange.lying(0, (plan.gemm.m, plan.gemm.k), dtype)
-        height, width = _scale_shape(plan)
+        height, width = scales_of_a_rank(plan)
         self._scales = None
         if height:
             places = (plan.world_size * height, width)
@@ -56,9 +57,9 @@ class GatherPartsExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan needs of symmetric memory. Unsupported."""
-        checked(plan)
+        checked(plan, GatherPartsSchedule)
         rows = rounded_up(plan.gemm.m * plan.gemm.k * DTYPE_BYTES[plan.dtype])
-        height, width = _scale_shape(plan)
+        height, width = scales_of_a_rank(plan)
         scales = plan.world_size * height * width * DTYPE_BYTES["float32"]
         return Workspace((native().DATA_OFFSET + rows + rounded_up(scales),))
 
@@ -152,11 +153,3 @@ class GatherPartsExecutor:
             whole[before:after].copy_(mine)
             whole[:before].copy_(landed[:before])
             whole[after:].copy_(landed[after:])
-
-
-def _scale_shape(plan: LaunchPlan) -> tuple[int, int]:
-    """Of the scales of one rank's rows; none: of operands without."""
-    if plan.scales is None:
-        return (0, 0)
-    rows = plan.gemm.m // plan.world_size
-    return scale_sizes(plan.scales.mode, rows, plan.gemm.n, plan.gemm.k)[0]

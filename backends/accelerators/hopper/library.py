@@ -3,7 +3,7 @@
   AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
-Scales of e4m3 rows are gathered behind them. A bias is added in float32 before ``out`` is rounded: by
+Scales of e4m3 rows are gathered beside them. A bias is added in float32 before ``out`` is rounded: by
 the product's epilogue, by the collective, or to a product in float32.
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
 """
@@ -31,6 +31,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
+from mkernel.plan.scales import scale_sizes
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -120,37 +121,47 @@ class LibraryExecutor:
         return together
 
     def _gather_then_product(self, call: Call, stream: int) -> None:
-        rows = self._gathered(call, "a", "gathered", self._between, stream)
-        scale = None
-        if self._plan.scales is not None:
-            of_a = call.tensors["a_scale"]
-            places = (self._world_size * len(of_a), of_a.shape[1])
-            scale = self._gathered(call, "a_scale", "gathered_scale", places, stream)
-        self._multiply(rows, scale, call)
-
-    def _gathered(
-        self, call: Call, own: str, name: str, shape: tuple[int, ...], stream: int
-    ) -> torch.Tensor:
-        """What all ranks have as ``own``, in the call's tensor ``name`` or, without one, scratch."""
-        mine, whole = call.tensors[own], call.tensors.get(name)
+        tensors = call.tensors
+        mine, rows = tensors["a"], tensors.get("gathered")
+        own, scales = tensors.get("a_scale"), tensors.get("gathered_scale")
         if self._world_size == 1:
-            if whole is not None:
-                whole.copy_(mine)
-            return mine
+            for kept, one in ((rows, mine), (scales, own)):
+                if kept is not None and one is not None:
+                    kept.copy_(one)
+            self._multiply(mine, own, call)
+            return
         outs: list[int] = []
-        if whole is None:
-            whole = mine.new_empty(shape)
+        if rows is None:
+            rows = mine.new_empty(self._between)
         elif call.symmetric:
-            outs = list(call.symmetric.get(name, ()))
+            outs = list(call.symmetric.get("gathered", ()))
+        if own is not None and scales is None:
+            scales = own.new_empty((self._world_size * len(own), own.shape[1]))
         if call.view != "compute_only":
-            native().all_gather(
-                self._together(call),
-                mine.data_ptr(),
-                mine.nbytes,
-                outs or [whole.data_ptr()],
-                stream,
-            )
-        return whole
+            self._gather(call, mine, outs or [rows.data_ptr()], own, scales, stream)
+        self._multiply(rows, scales, call)
+
+    def _gather(
+        self,
+        call: Call,
+        mine: torch.Tensor,
+        outs: list[int],
+        own: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        """All ranks' rows, and what they have as ``own`` into ``scales``: beside them, or, where rows
+        go straight to every rank, behind."""
+        gather, together = native().all_gather, self._together(call)
+        if own is None or scales is None:
+            gather(together, mine.data_ptr(), mine.nbytes, outs, stream)
+            return
+        beside = own.data_ptr(), own.nbytes, scales.data_ptr()
+        if len(outs) == 1:
+            gather(together, mine.data_ptr(), mine.nbytes, outs, stream, *beside)
+            return
+        gather(together, mine.data_ptr(), mine.nbytes, outs, stream)
+        gather(together, own.data_ptr(), own.nbytes, [scales.data_ptr()], stream)
 
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
@@ -222,9 +233,11 @@ def _staging(plan: LaunchPlan) -> int:
     if world == 1:
         return 0
     needed: int
-    if plan.op == "all_gather_gemm":  # scales are less, and gathered by themselves
+    if plan.op == "all_gather_gemm":
         shard = shape.m // world * shape.k * DTYPE_BYTES[plan.dtype]
-        needed = made.all_gather_staging(world, shard, False)
+        rows, columns = scales_of_a_rank(plan)
+        scales = rows * columns * DTYPE_BYTES["float32"]
+        needed = made.all_gather_staging(world, shard, False, scales)
     elif plan.op == "gemm_reduce_scatter":
         needed = made.reduce_scatter_staging(world, element_of(plan), shape.m * shape.n // world)
     else:
@@ -232,6 +245,15 @@ def _staging(plan: LaunchPlan) -> int:
             world, element_of(plan), shape.m * shape.n, _way(plan), False
         )
     return needed
+
+
+def scales_of_a_rank(plan: LaunchPlan) -> tuple[int, int]:
+    """The shape of the scales of one rank's rows; none: of operands without."""
+    if plan.scales is None:
+        return 0, 0
+    shape = plan.gemm
+    rows = shape.m // plan.world_size if plan.op == "all_gather_gemm" else shape.m
+    return scale_sizes(plan.scales.mode, rows, shape.n, shape.k)[0]
 
 
 def _way(plan: LaunchPlan) -> _hopper.Way | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -153,9 +153,12 @@ class Running:
         native().rendezvous(self._context.device, self.world, self.stream)
 
 
-def checked(plan: LaunchPlan) -> PartsSchedule:
+_Schedule = TypeVar("_Schedule", bound=PartsSchedule)
+
+
+def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
     """The schedule. Unsupported; ArgumentError for one that calls would not follow."""
-    world, how = one_node(plan), plan.part(PartsSchedule)
+    world, how = one_node(plan), plan.part(kind)
     check_product(plan, how.product)
     if world == 1:
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.library', on one rank")

@@ -31,6 +31,7 @@ from mkernel.backends.accelerators.hopper.parts_exchange import (
     share,
 )
 from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.schedule import ReducePartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
@@ -46,7 +47,7 @@ class ReducePartsExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan = call.plan
         self._plan, self._rank, self._context = plan, call.rank, context
-        self._how = checked(plan)
+        self._how = checked(plan, ReducePartsSchedule)
         self._exchange = PartsExchange(call, context)
         self._element = element_of(plan)
         self._product = getattr(torch, self._how.product)
@@ -64,7 +65,7 @@ class ReducePartsExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan needs of symmetric memory. Unsupported."""
-        checked(plan)
+        checked(plan, ReducePartsSchedule)
         needed = plan.world_size * _slot_bytes(plan)
         if plan.op == "gemm_all_reduce":
             needed += rounded_up(plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype])
@@ -212,4 +213,4 @@ class _Rows:
 def _slot_bytes(plan: LaunchPlan) -> int:
     """Of the partial results of one sender."""
     rows = -(-plan.gemm.m // plan.world_size)
-    return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[checked(plan).product])
+    return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[checked(plan, ReducePartsSchedule).product])

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, PartsSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherPartsSchedule,
+    LibrarySchedule,
+    ReducePartsSchedule,
+)
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
@@ -61,9 +65,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 
 def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
     product = product_dtype(plan)
+    if chunks and plan.op == "all_gather_gemm":
+        return GatherPartsSchedule(product=product, chunks=chunks)
     if chunks:
         blocks = cores * _MACHINE.scaled.sum_blocks_a_core
-        return PartsSchedule(product=product, chunks=chunks, sum_blocks=blocks)
+        return ReducePartsSchedule(product=product, chunks=chunks, sum_blocks=blocks)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.all_reduce.way(plan.gemm, product, plan.world_size) if summed else None
     return LibrarySchedule(product=product, way=way)
@@ -94,9 +100,7 @@ def _whole(plan: CommonPart, cores: int) -> Times:
     path, share = _MACHINE.scaled.product, (world - 1) / world
     if plan.op == "all_gather_gemm":
         sent = share * shape.m * shape.k
-        comm = 2 * path.exchange_us + transfer_us(
-            sent, path.egress_gbs, 0.0
-        )  # scales by themselves
+        comm = transfer_us(sent, path.egress_gbs, path.exchange_us)
         return Times(compute, comm, compute + comm)
     partials = share * shape.m * shape.n * DTYPE_BYTES[product_dtype(plan)]
     comm = transfer_us(partials, path.egress_gbs, path.exchange_us)

@@ -130,16 +130,28 @@ class LibrarySchedule(ProductSchedule):
 class PartsSchedule(ProductSchedule):
     """How a library's products run beside copy engines that carry rows. A rank multiplies the rows of
     each rank by themselves, and cuts those that travel into ``chunks``, each a product and a copy of
-    its own. A kernel of at most ``sum_blocks`` blocks adds partial results up."""
+    its own."""
 
-    kind: Literal["hopper.library_parts"] = "hopper.library_parts"
     chunks: int = Field(ge=1)
-    sum_blocks: int = Field(ge=1)
 
     @property
     def copy_engines(self) -> bool:
         """Always."""
         return True
+
+
+class GatherPartsSchedule(PartsSchedule):
+    """AllGather+GEMM in parts."""
+
+    kind: Literal["hopper.gather_parts"] = "hopper.gather_parts"
+
+
+class ReducePartsSchedule(PartsSchedule):
+    """GEMM+ReduceScatter and GEMM+AllReduce in parts. A kernel of at most ``sum_blocks`` blocks adds
+    partial results up."""
+
+    kind: Literal["hopper.reduce_parts"] = "hopper.reduce_parts"
+    sum_blocks: int = Field(ge=1)
 
 
 class DispatchSchedule(Schedule):

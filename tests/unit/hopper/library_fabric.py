@@ -71,8 +71,10 @@ class Fabric:
         assert blocks == 0  # as many as the device has
         return Told(rank, staging_bytes)
 
-    def all_gather_staging(self, world: int, shard_bytes: int, symmetric: bool) -> int:
-        return 0 if symmetric else world * shard_bytes
+    def all_gather_staging(
+        self, world: int, shard_bytes: int, symmetric: bool, beside_bytes: int = 0
+    ) -> int:
+        return 0 if symmetric else world * (shard_bytes + beside_bytes)
 
     def reduce_scatter_staging(self, world: int, element: Any, part_elements: int) -> int:
         return world * part_elements * width(element[0])
@@ -83,12 +85,19 @@ class Fabric:
         nbytes = elements * width(element[0])
         return world * nbytes if way == "one_shot" else (1 if symmetric else 2) * nbytes
 
-    def all_gather(self, call: Any, src: int, nbytes: int, out: list[int], stream: int) -> None:
+    def all_gather(
+        self, call: Any, src: int, nbytes: int, out: list[int], stream: int, *beside: int
+    ) -> None:
         self._start(call, "all_gather", len(out) > 1, stream)
-        needed = self.all_gather_staging(self.world, nbytes, len(out) > 1)
+        more, size, to = beside or (0, 0, 0)
+        assert not (size and len(out) > 1)
+        needed = self.all_gather_staging(self.world, nbytes, len(out) > 1, size)
         assert call.staging_bytes >= needed
         whole = b"".join(self._exchange(call.rank, bytes_at(src, nbytes)))
         ctypes.memmove(out[call.rank] if len(out) > 1 else out[0], whole, len(whole))
+        if size:
+            whole = b"".join(self._exchange(call.rank, bytes_at(more, size)))
+            ctypes.memmove(to, whole, len(whole))
 
     def reduce_scatter(
         self, call: Any, element: Any, src: int, part: int, out: int, stream: int, **row: int

@@ -29,9 +29,11 @@ from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecuto
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import (
+    GatherPartsSchedule,
     LibrarySchedule,
     PartsSchedule,
     ProductSchedule,
+    ReducePartsSchedule,
 )
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
@@ -65,8 +67,10 @@ def planned(
     if chunks is None:
         return made
     product, how = made.part(ProductSchedule).product, made.schedule
-    if chunks:
-        how = PartsSchedule(product=product, chunks=chunks, sum_blocks=264)
+    if chunks and op == "all_gather_gemm":
+        how = GatherPartsSchedule(product=product, chunks=chunks)
+    elif chunks:
+        how = ReducePartsSchedule(product=product, chunks=chunks, sum_blocks=264)
     elif not isinstance(how, LibrarySchedule):
         how = LibrarySchedule(product=product, way="two_shot" if "all_reduce" in op else None)
     return made.model_copy(update={"schedule": how})
@@ -325,6 +329,8 @@ def test_a_plan_says_how_products_accumulate() -> None:
 
 
 def test_what_torch_has_no_product_for_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="use_fast_accum = True"):
+        planned("gemm_all_reduce", 64, 64, 128, 2, "block", fast=True)
     with pytest.raises(LayoutError, match=r"b\.t\(\)\.contiguous\(\)\.t\(\)"):
         planned("all_gather_gemm", 64, 64, 64, 2, b_layout="row")
     with pytest.raises(ShapeError, match="n = 72"):
