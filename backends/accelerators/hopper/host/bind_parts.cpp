@@ -1,4 +1,4 @@
-// Parts that ranks exchange around a library's products, for Python.
+// What stands around a library's products, for Python: parts that ranks exchange, and scales.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,6 +8,7 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/parts.hpp"
+#include "backends/accelerators/hopper/kernels/scale_results.hpp"
 #include "backends/accelerators/hopper/kernels/sum_parts.hpp"
 #include "backends/cuda/device.hpp"
 
@@ -46,6 +47,20 @@ void bind_parts(py::module_& module) {
         },
         "device"_a, "world"_a, "peer"_a, "src"_a, "nbytes"_a, "to"_a, "flag"_a, "stream"_a,
         released);
+    module.def(
+        "scale_results",
+        [](int device, std::uint64_t products, std::uint64_t of_rows, std::uint64_t of_columns,
+           std::uint64_t out, std::uint32_t rows, std::uint32_t n, bool half, std::uint64_t stream,
+           std::uint64_t bias) {
+            const cuda::DeviceScope scope(device);
+            const auto floats = [](std::uint64_t at) { return reinterpret_cast<const float*>(at); };
+            scale_results(
+                {floats(products), floats(of_rows), floats(of_columns),
+                 reinterpret_cast<const void*>(bias), reinterpret_cast<void*>(out), rows, n, half},
+                cuda::stream_at(stream));
+        },
+        "device"_a, "products"_a, "of_rows"_a, "of_columns"_a, "out"_a, "rows"_a, "n"_a, "half"_a,
+        "stream"_a, "bias"_a = 0, released);
     module.def(
         "sum_parts",
         [](int device, const DeviceWorld& world, collectives::Element element,
