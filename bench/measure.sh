@@ -7,6 +7,7 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
+#   fp8      e4m3 operands, by rows, by tensors, by blocks     hopper_fp8_2.json, ..._tensor.json, ..._block.json
 #   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
@@ -108,6 +109,14 @@ for part in "$@"; do
         bench hopper_random_2 --ranks 2 --accelerator hopper --random 42 --seed 1 "${peers[@]}" \
             --mode eager,graph --iterations 5 --warmup 1
         ;;
+    fp8)
+        for scales in row tensor block; do
+            name=hopper_fp8_2_$scales
+            bench "${name%_row}" all_gather_gemm,gemm_reduce_scatter,gemm_all_reduce --ranks 2 --accelerator hopper \
+                --shapes fp8-targets --dtype float8_e4m3 --scales $scales "${peers[@]}" --mode graph --iterations 5 \
+                --warmup 1
+        done
+        ;;
     parts)
         bench hopper_gemm ag_gemm --ranks 1 --accelerator hopper --shapes "$gemms" --iterations 10 \
             --peers mkernel-fused
@@ -163,7 +172,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

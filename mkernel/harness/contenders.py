@@ -17,6 +17,7 @@ from torch import distributed
 
 import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
+from mkernel.backends.contracts.scaled import block_product, padded_blocks
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
@@ -27,7 +28,9 @@ from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops.registration import group_name, ops
 from mkernel.ops.scales import Scaled
+from mkernel.plan.model import ScaleMode
 from mkernel.plan.ops import BACKWARD, COMPANIONS
+from mkernel.plan.scales import scale_sizes
 from mkernel.world.lifecycle import current
 
 _SCALES = ("a_scale", "b_scale")
@@ -50,6 +53,9 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
         torch.matmul(a, inputs["b"], out=out)
         return
     of_a, of_b = inputs["a_scale"], inputs["b_scale"]
+    if of_b.numel() > 1 and of_b.shape != (1, out.shape[1]):  # by blocks
+        block_product(a, inputs["b"], of_a, padded_blocks(of_b), out)
+        return
     if len(of_a) > 1 and of_b.numel() == 1:  # ranks' single scales, by rows
         of_b = of_b.expand(1, out.shape[1]).contiguous()
     torch._scaled_mm(
@@ -60,8 +66,9 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
 
 def scales_without_product(problem: Problem) -> str | None:
     """Why there is no product of torch's for the problem, or None."""
-    by_blocks = problem.case.options.get("scales") == "block"
-    return "torch has no product with scales by blocks here" if by_blocks else None
+    if problem.case.options.get("scales") != "block" or problem.device.type == "cuda":
+        return None
+    return "torch has no product with scales by blocks here"
 
 
 class Contender(ABC):
@@ -435,9 +442,10 @@ class Sequential(Contender):
             case = problem.case
             dtype = getattr(torch, case.dtype if problem.gathers else case.out_dtype)
             self._between = torch.empty(shape, dtype=dtype, device=problem.device)
-            mode = case.options.get("scales")
-            rows = sizes["m"] if mode == "row" else problem.world
-            self._scales = torch.empty((rows, 1), device=problem.device)
+            mode: ScaleMode = case.options.get("scales") or "tensor"
+            rows = problem.world if mode == "tensor" else sizes["m"]
+            (_, columns), _ = scale_sizes(mode, rows, sizes["n"], sizes["k"])
+            self._scales = torch.empty((rows, columns), device=problem.device)
             self._repeat = sizes["m"] // rows
 
     @classmethod
@@ -485,7 +493,9 @@ class Sequential(Contender):
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
         """Of all ranks' rows; a single one of each rank for each of its rows."""
         all_gather(self._scales, scale)
-        return self._scales.repeat_interleave(self._repeat, 0)
+        return (
+            self._scales if self._repeat == 1 else self._scales.repeat_interleave(self._repeat, 0)
+        )
 
 
 class NcclCublas(Sequential):

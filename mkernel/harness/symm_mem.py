@@ -96,6 +96,8 @@ class SymmMem(Contender):
             return "has no such op"
         if problem.case.options.get("scales") == "tensor" and problem.gathers:
             return "multiplies all ranks' rows by one rank's scale"
+        if problem.case.options.get("scales") == "block" and problem.op != "gemm_all_reduce":
+            return "takes no scales by blocks"
         return unusable(problem) or scales_without_product(problem)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:

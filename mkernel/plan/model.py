@@ -183,7 +183,8 @@ class NormStep(Model):
 
 class Scales(Model):
     """How the e4m3 operands of a GEMM op are scaled. ``use_fast_accum``: their products may be added
-    with fewer bits than float32 has, where the device is faster so, as in ``torch._scaled_mm``."""
+    with fewer bits than float32 has, where the device is faster so, as in ``torch._scaled_mm``; not by
+    blocks."""
 
     mode: ScaleMode
     use_fast_accum: bool = False

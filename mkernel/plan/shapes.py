@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import (
     DTYPE_BYTES,
-    E4M3,
     AttentionShape,
     CombineShape,
     DtypeName,
@@ -220,10 +219,9 @@ def _check_gemm(
     if op != "gemm_all_reduce":  # the others cut M over the ranks
         _check_multiple("m", shape.m, world, "the number of ranks")
     # K is a row's length in A, N in C and in row-major B: every row must start aligned. The
-    # narrowest of the dtypes decides for N. An e4m3 B is never row-major.
+    # narrowest of the dtypes decides for N; an e4m3 B is never row-major, but libraries ask as much.
     _check_aligned("k", shape.k, dtype, capabilities)
-    in_rows = out_dtype if dtype == E4M3 else _narrow(dtype, out_dtype)
-    _check_aligned("n", shape.n, in_rows, capabilities)
+    _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
 
 
 def _check_experts(

@@ -21,7 +21,7 @@ from mkernel.errors import WorldError
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.launch import report
 from mkernel.ops.gemm import GemmOp
-from mkernel.plan.model import DtypeName, PathName
+from mkernel.plan.model import DtypeName, PathName, ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 LATE_S = 0.02
@@ -38,6 +38,11 @@ class Shape:
     dtype: DtypeName = "bfloat16"
     layout: str = "row"
     path: PathName | None = None  # instead of the setting's
+    out_dtype: DtypeName | None = None  # another one than dtype
+    scales: ScaleMode | None = None  # of e4m3 operands
+    fast: bool = False  # use_fast_accum
+    bias: bool = False
+    chunk: int | None = None
 
 
 def spin(seconds: float) -> None:
@@ -53,13 +58,14 @@ class Work:
         world = mkernel.world()
         device = torch.device("cuda", torch.cuda.current_device())
         self.shape = shape
+        self.out_dtype: DtypeName = shape.out_dtype or shape.dtype
         case = case_of(shape.op)(
             {"m": shape.m, "n": shape.n, "k": shape.k},
             shape.dtype,
-            shape.dtype,
+            self.out_dtype,
             shape.layout,
             seed=seed,
-            options={"replicate_b": False},
+            options={"replicate_b": False, "scales": shape.scales, "bias": shape.bias},
             device=str(device),
         )
         self.problem = Problem(case, world.rank, world.size, device)
@@ -82,7 +88,11 @@ class Work:
 
     def public(self, **options: Any) -> torch.Tensor:
         """The public op."""
-        a, b = self.inputs["a"], self.inputs["b"]
+        a, b, shape = self.inputs["a"], self.inputs["b"], self.shape
+        more = ("bias", "a_scale", "b_scale")
+        options |= {name: self.inputs[name] for name in more if name in self.inputs}
+        options |= {"chunk": shape.chunk} if shape.chunk else {}
+        options |= {"use_fast_accum": True} if shape.fast else {}
         result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
         return result
 
@@ -94,7 +104,7 @@ class Work:
     def failure(self, turn: int, result: torch.Tensor | None = None, what: str = "") -> list[str]:
         """Empty where the output is right."""
         error = self.error(turn, result)
-        if error <= TOLERANCE[self.shape.dtype]:
+        if error <= TOLERANCE[self.out_dtype]:
             return []
         return [f"rank {self.problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
 

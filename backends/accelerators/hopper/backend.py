@@ -19,6 +19,7 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     SUMS,
     library_ops,
     ops,
+    scale_modes,
 )
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
@@ -139,7 +140,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     def capabilities(self) -> AcceleratorCapabilities:
         """The GEMM ops, AllReduce, MoE and ring attention in half precision, as far as this build has
-        kernels."""
+        kernels; of e4m3 operands the GEMM ops on the library path."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -156,6 +157,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 packed_shards=True,
                 adds_bias=True,
                 adds_norm=True,
+                scale_modes=scale_modes(),
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,

@@ -112,13 +112,18 @@ class AttentionBackwardSchedule(Schedule):
         return True
 
 
-class LibrarySchedule(Schedule):
-    """How a library's product and a collective run. ``product``: the dtype that the product is
-    rounded to, in which partial results travel; the output keeps its own. ``way``: of an all-reduce,
-    everything to everyone at once, or sums in an exchange of their own; None: there is none."""
+class ProductSchedule(Schedule):
+    """A library multiplies. ``product``: the dtype that products are rounded to, in which partial
+    results travel; the output keeps its own."""
+
+    product: DtypeName
+
+
+class LibrarySchedule(ProductSchedule):
+    """How a library's product and a collective run. ``way``: of an all-reduce, everything to everyone
+    at once, or sums in an exchange of their own; None: there is none."""
 
     kind: Literal["hopper.library"] = "hopper.library"
-    product: DtypeName
     way: Way | None = None
 
 
@@ -133,6 +138,33 @@ class SumSchedule(Schedule):
     kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
     way: SumWay
     blocks: int = Field(ge=1)
+
+
+class PartsSchedule(ProductSchedule):
+    """How a library's products run beside copy engines that carry rows. A rank multiplies the rows of
+    each rank by themselves, and cuts those that travel into ``chunks``, each a product and a copy of
+    its own."""
+
+    chunks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
+class GatherPartsSchedule(PartsSchedule):
+    """AllGather+GEMM in parts."""
+
+    kind: Literal["hopper.gather_parts"] = "hopper.gather_parts"
+
+
+class ReducePartsSchedule(PartsSchedule):
+    """GEMM+ReduceScatter and GEMM+AllReduce in parts. A kernel of at most ``sum_blocks`` blocks adds
+    partial results up."""
+
+    kind: Literal["hopper.reduce_parts"] = "hopper.reduce_parts"
+    sum_blocks: int = Field(ge=1)
 
 
 class DispatchSchedule(Schedule):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from mkernel.backends.accelerators.hopper import scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -16,7 +17,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ReduceSchedule,
     SumSchedule,
     TilingName,
-    Way,
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
@@ -64,6 +64,8 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
     plan = request.plan
+    if plan.scales is not None:
+        return scaled_tuning.schedule(request)
     found, world = by_rows(request, chunks=1), plan.world_size
     processors = found.pipeline.compute_blocks
     made: Schedule
@@ -288,15 +290,9 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     """By mail where one exchange is faster than two, all fits, and a block can keep a row that it
     normalises."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
-    brief = _brief(nbytes, world) and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
+    brief = _MACHINE.all_reduce.brief(nbytes, world) and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
     return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
-
-
-def _brief(nbytes: int, world: int) -> bool:
-    """Whether all of so many bytes of a rank go to every rank at once."""
-    limits = _MACHINE.all_reduce
-    return nbytes <= limits.one_shot_most and nbytes * (world - 2) <= limits.one_shot_bytes
 
 
 def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibrarySchedule:
@@ -305,10 +301,8 @@ def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibraryS
     product = paths.partial_dtype(shape, dtype)
     if whole:
         product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
-    way: Way | None = None
-    if op == "gemm_all_reduce" and not whole:
-        brief = _brief(shape.m * shape.n * DTYPE_BYTES[product], world)
-        way = "one_shot" if brief else "two_shot"
+    summed = op == "gemm_all_reduce" and not whole
+    way = _MACHINE.all_reduce.way(shape, product, world) if summed else None
     return LibrarySchedule(product=product, way=way)
 
 

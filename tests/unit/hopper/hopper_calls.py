@@ -12,6 +12,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.plan.model import LaunchPlan, SumShape
+from mkernel.plan.scales import scale_sizes
 
 GAP = 24
 WORKSPACES = (1 << 21, 1 << 30)
@@ -53,9 +54,16 @@ def last_rank(
         turned = name == "b" and made.b_layout == "column"
         height, width = (columns, rows) if turned else (rows, columns)
         pitch = width + GAP * (name in gaps)
-        flat = torch.zeros(height * pitch + 8, dtype=torch.bfloat16)
+        narrow = made.scales is not None and name != "out"
+        dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
+        flat = torch.zeros(height * pitch + 8, dtype=dtype)
         matrix = flat[offset : offset + height * pitch].view(height, pitch)[:, :width]
         tensors[name] = matrix.t() if turned else matrix
+    if made.scales is not None:
+        of_a, of_b = scale_sizes(made.scales.mode, sizes["a"][0], shape.n, shape.k)
+        tensors |= {"a_scale": torch.ones(of_a), "b_scale": torch.ones(of_b[::-1]).t()}
+        if gathered:
+            tensors["gathered_scale"] = torch.ones(sizes["gathered"][0], of_a[1])
     if made.bias == "launch":
         tensors["bias"] = torch.zeros(shape.n + 8, dtype=torch.bfloat16)[offset : offset + shape.n]
     return _call(made, view, tensors, {"out": (1 << 31, 1 << 32)} if symmetric else {})

@@ -15,9 +15,13 @@ from mkernel.backends.accelerators.hopper import (
     all_reduce,
     dispatch,
     few_rows,
+    gather_parts,
     gemm,
     library,
     native,
+    parts_exchange,
+    products,
+    reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
@@ -25,20 +29,24 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
     LibrarySchedule,
+    PartsSchedule,
     SumSchedule,
 )
+from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
+from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.topology.cost import FewRowsConstants
 
 SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
 STARTED = (
     "FewRowsCalls", "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy",
-    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows", *SENT,
+    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows", "push_part", "await_part",
+    "sum_parts", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
 CASES = [
@@ -94,7 +102,22 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(library, "native", lambda: module)
     monkeypatch.setattr(few_rows, "native", lambda: module)
     monkeypatch.setattr(all_reduce, "native", lambda: module)
-    monkeypatch.setattr(library, "_mm", multiply)
+    monkeypatch.setattr(products, "mm", multiply)
+
+    def scaled(a: Any, b: Any, of_a: Any, of_b: Any, out: torch.Tensor, fast: bool) -> None:
+        module.told.append(("scaled_mm", tuple(a.shape), str(out.dtype), fast))
+
+    def by_blocks(a: Any, b: Any, of_a: Any, of_b: Any, out: torch.Tensor) -> None:
+        module.told.append(("block_mm", tuple(a.shape), str(out.dtype)))
+
+    def nowhere(address: int, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    for module_of_parts in (parts_exchange, gather_parts, reduce_parts):
+        monkeypatch.setattr(module_of_parts, "native", lambda: module)
+    monkeypatch.setattr(parts_exchange, "bytes_at", nowhere)
+    monkeypatch.setattr(products, "scaled_mm", scaled)
+    monkeypatch.setattr(contract, "block_mm", by_blocks)
     return module
 
 
@@ -130,6 +153,34 @@ def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
     world = world_of_two()
     usual = world.plan(op, SIZES, dtype="bfloat16", path=path)
     assert usual.path == path
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+class Streams:
+    """Stands for CallOrder."""
+
+    def fork(self, stream: int) -> int:
+        return stream + 1
+
+    def join(self, stream: int) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize("mode", ["row", "block"])
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_no_field_of_e4m3_operands_is_decoration(
+    started: Started, op: str, mode: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, order = world_of_two(), Streams()
+    monkeypatch.setattr(CONTEXT, "order", order)
+    around = Around(scales=Scales(mode=mode))  # type: ignore[arg-type]
+    usual = world.plan(
+        op, {"m": 256, "n": 1024, "k": 1024}, dtype="float8_e4m3fn", b_layout="column",
+        around=around, chunk=chunk,
+    )  # fmt: skip
+    assert isinstance(usual.schedule, PartsSchedule if chunk else LibrarySchedule)
     assert decorations(usual, launches(started, world, usual)) == []
 
 

@@ -309,7 +309,6 @@ def test_no_field_is_decoration(
 def test_no_field_of_scaled_operands_is_decoration(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, op: str, mode: ScaleMode
 ) -> None:
-    """Fast accumulation is a permission: the reference, which scales by blocks, has no use for it."""
     world = world_of("cpu")
     around = Around(scales=Scales(mode=mode))
     usual = world.plan(
@@ -317,8 +316,7 @@ def test_no_field_of_scaled_operands_is_decoration(
         around=around, chunk=CHUNK,
     )  # fmt: skip
     launch = launched(recorder, monkeypatch, world, "cpu", usual)
-    unused = ["scales.use_fast_accum: False or True"] if mode == "block" else []
-    assert decorations(usual, launch) == unused
+    assert decorations(usual, launch) == []
 
 
 def launched(

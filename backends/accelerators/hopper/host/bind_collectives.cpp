@@ -113,7 +113,7 @@ void bind_collectives(py::module_& module) {
             "number"_a, "timeout_s"_a);
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
-               "symmetric"_a);
+               "symmetric"_a, "beside_bytes"_a = 0);
     module.def("reduce_scatter_staging", &collectives::reduce_scatter_staging, "world"_a,
                "element"_a, "part_elements"_a);
     module.def("all_reduce_staging", &collectives::all_reduce_staging, "world"_a, "element"_a,
@@ -123,11 +123,14 @@ void bind_collectives(py::module_& module) {
     module.def(
         "all_gather",
         [](const Collective& call, std::uint64_t src, std::uint64_t shard_bytes,
-           const std::vector<std::uint64_t>& out, std::uint64_t stream) {
-            collectives::all_gather(call, source(src), shard_bytes, outs(call, out),
-                                    cuda::stream_at(stream));
+           const std::vector<std::uint64_t>& out, std::uint64_t stream, std::uint64_t beside_src,
+           std::uint64_t beside_bytes, std::uint64_t beside_out) {
+            collectives::all_gather(
+                call, source(src), shard_bytes, outs(call, out), cuda::stream_at(stream),
+                {source(beside_src), beside_bytes, reinterpret_cast<void*>(beside_out)});
         },
-        "call"_a, "src"_a, "shard_bytes"_a, "out"_a, "stream"_a, released);
+        "call"_a, "src"_a, "shard_bytes"_a, "out"_a, "stream"_a, "beside_src"_a = 0,
+        "beside_bytes"_a = 0, "beside_out"_a = 0, released);
     module.def(
         "reduce_scatter",
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t part_elements,
