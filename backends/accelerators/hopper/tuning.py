@@ -290,7 +290,10 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     """By mail where one exchange is faster than two, all fits, and a block can keep a row that it
     normalises."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
-    brief = _MACHINE.all_reduce.brief(nbytes, world) and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
+    brief = (
+        _MACHINE.all_reduce.brief(nbytes, world)
+        and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
+    )
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
     return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
 
