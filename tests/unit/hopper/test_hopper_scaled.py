@@ -152,7 +152,7 @@ def run(
                 peers={p: PeerMemory(0, fabric.workspace(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
             )  # fmt: skip
-            context = DispatchContext(0, order, 64, one=torch.ones(1))
+            context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
             executor = executor or executor_of(made)(call, context)
             if late == rank:
                 time.sleep(LATE_S)

@@ -171,7 +171,7 @@ def test_no_field_of_e4m3_operands_is_decoration(
 ) -> None:
     world, order = world_of_two(), Streams()
     monkeypatch.setattr(CONTEXT, "order", order)
-    monkeypatch.setattr(CONTEXT, "one", torch.ones(1))
+    monkeypatch.setattr(CONTEXT, "one", torch.ones(1, 1))
     around = Around(scales=Scales(mode=mode))  # type: ignore[arg-type]
     usual = world.plan(
         op, {"m": 256, "n": 1024, "k": 1024}, dtype="float8_e4m3fn", b_layout="column",
