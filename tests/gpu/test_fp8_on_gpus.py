@@ -130,7 +130,7 @@ def test_gathered_rows(world: int, mode: ScaleMode) -> None:
 
 @several
 def test_products_accumulate_as_torch_s_do(world: int) -> None:
-    shape = scaled("all_gather_gemm", 1024 * world, 1024, 8192, chunk=512)
+    shape = scaled("all_gather_gemm", 1024 * world, 1024, 8192, "tensor", chunk=512)
     for error, gap, fast_error, fast_gap in mkernel.launch(
         fp8_ranks.fast, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
     ):

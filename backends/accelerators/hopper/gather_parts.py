@@ -42,7 +42,8 @@ class GatherPartsExecutor:
         plan = call.plan
         self._plan, self._rank = plan, call.rank
         self._exchange = PartsExchange(call, context)
-        self._product = getattr(torch, checked(plan, GatherPartsSchedule).product)
+        self._how, self._context = checked(plan, GatherPartsSchedule), context
+        self._product = getattr(torch, self._how.product)
         self._row_bytes = plan.gemm.k * DTYPE_BYTES[plan.dtype]
         self._scales_at = rounded_up(plan.gemm.m * self._row_bytes)
         dtype = getattr(torch, plan.dtype)
@@ -69,7 +70,7 @@ class GatherPartsExecutor:
         into = out
         if self._product != out.dtype:
             into = torch.empty(out.shape, dtype=self._product, device=out.device)
-        multiply = multiply_of(call)
+        multiply = multiply_of(call, self._how, self._context)
         if call.view == "compute_only":
             self._multiply_own(multiply, a, scale, into)
             for source in self._exchange.peers:

@@ -26,8 +26,8 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned
-from mkernel.backends.accelerators.hopper.products import multiply_of
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule
+from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule, ScaledBy
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
@@ -168,7 +168,7 @@ class LibraryExecutor:
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
         partial = tensors["a"].new_empty(self._between, dtype=self._product)
-        multiply_of(call)(tensors["a"], tensors.get("a_scale"), partial)
+        self._multiply_by(call)(tensors["a"], tensors.get("a_scale"), partial)
         if call.view == "compute_only":
             return
         made, together, element = native(), self._together(call), self._element
@@ -184,9 +184,12 @@ class LibraryExecutor:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
 
+    def _multiply_by(self, call: Call) -> Multiply:
+        return multiply_of(call, self._plan.part(LibrarySchedule), self._context)
+
     def _multiply(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
         """The call's ``out`` from a whole ``a``, rounded once."""
-        out, multiply = call.tensors["out"], multiply_of(call)
+        out, multiply = call.tensors["out"], self._multiply_by(call)
         bias = call.tensors["bias"] if self._plan.bias == "launch" else None
         if self._product != out.dtype:
             whole = torch.empty(out.shape, dtype=self._product, device=out.device)
@@ -212,21 +215,29 @@ def _allocation(
 def _check(plan: LaunchPlan) -> None:
     """ArgumentError for a schedule that a call would not follow."""
     how = plan.part(LibrarySchedule)
-    check_product(plan, how.product)
+    check_product(plan, how)
     reduced = plan.op == "gemm_all_reduce" and plan.world_size > 1
     if (how.way is not None) != reduced:
         legal = "one_shot or two_shot" if reduced else "None: nothing is summed everywhere"
         raise ArgumentError("plan.schedule.way", how.way, legal)
 
 
-def check_product(plan: LaunchPlan, product: DtypeName) -> None:
-    """ArgumentError for a dtype of products that calls would not follow."""
+def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
+    """ArgumentError for products that calls would not make."""
+    product, scales = how.product, plan.scales
     legal = {plan.out_dtype, "float32"}
     whole = plan.op == "all_gather_gemm" or plan.world_size == 1
-    if whole and plan.scales is not None and plan.bias == "launch":
+    if whole and scales is not None and plan.bias == "launch":
         legal = {"float32"}  # what adds the bias comes behind the product
     if product not in legal:
         raise ArgumentError("plan.schedule.product", product, " or ".join(sorted(legal)))
+    ways: tuple[ScaledBy | None, ...] = (None,)
+    if scales is not None:
+        by_kernel = scales.mode != "block" and product != "float32"
+        ways = ("library", "kernel") if by_kernel else ("library",)
+    if how.scaled_by not in ways:
+        legal_ways = " or ".join(map(repr, ways))
+        raise ArgumentError("plan.schedule.scaled_by", repr(how.scaled_by), legal_ways)
 
 
 def _staging(plan: LaunchPlan) -> int:

@@ -123,6 +123,9 @@ class Scaled(Sourced):
     """Products of e4m3 operands by a library, and what is between them where rows travel in parts."""
 
     product: PathConstants
+    unscaled: PathConstants = Field(description="products with one scale an operand")
+    scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
+    scale_gbs: float = Field(gt=0, description="what it reads and writes")
     gap_us: float = Field(ge=0, description="of a further product, and the wait before it")
     sum_us: float = Field(ge=0, description="start and end of the kernel that adds parts up")
     sum_gbs: float = Field(gt=0, description="what it reads and writes")

@@ -159,7 +159,7 @@ _Schedule = TypeVar("_Schedule", bound=PartsSchedule)
 def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
     """The schedule. Unsupported; ArgumentError for one that calls would not follow."""
     world, how = one_node(plan), plan.part(kind)
-    check_product(plan, how.product)
+    check_product(plan, how)
     if world == 1:
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.library', on one rank")
     most = -(-plan.gemm.m // world)

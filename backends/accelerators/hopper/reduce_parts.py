@@ -75,7 +75,8 @@ class ReducePartsExecutor:
         """Queue one; ``stream`` is torch's current one."""
         a, scale = call.tensors["a"], call.tensors.get("a_scale")
         partial = a.new_empty((self._plan.gemm.m, self._plan.gemm.n), dtype=self._product)
-        rows = _Rows(multiply_of(call), aligned(a), scale, partial)
+        multiply = multiply_of(call, self._how, self._context)
+        rows = _Rows(multiply, aligned(a), scale, partial)
         if call.view == "compute_only":
             for owner in (*self._exchange.peers, self._rank):
                 for part in parts_of(self._plan, owner):

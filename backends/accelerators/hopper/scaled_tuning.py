@@ -5,13 +5,14 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherPartsSchedule,
     LibrarySchedule,
     ReducePartsSchedule,
+    ScaledBy,
 )
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
@@ -20,7 +21,7 @@ from mkernel.plan.predict import prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import products, transfer_us
+from mkernel.topology.cost import PathConstants, products, transfer_us
 
 _MACHINE = machine()
 _WHOLE = 0
@@ -64,15 +65,32 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 
 
 def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
-    product = product_dtype(plan)
+    rows = -(-plan.gemm.m // plan.world_size)
+    how: dict[str, Any] = {
+        "product": product_dtype(plan),
+        "scaled_by": scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores),
+    }
     if chunks and plan.op == "all_gather_gemm":
-        return GatherPartsSchedule(product=product, chunks=chunks)
+        return GatherPartsSchedule(**how, chunks=chunks)
     if chunks:
         blocks = cores * _MACHINE.scaled.sum_blocks_a_core
-        return ReducePartsSchedule(product=product, chunks=chunks, sum_blocks=blocks)
+        return ReducePartsSchedule(**how, chunks=chunks, sum_blocks=blocks)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
+    product = product_dtype(plan)
     way = _MACHINE.all_reduce.way(plan.gemm, product, plan.world_size) if summed else None
-    return LibrarySchedule(product=product, way=way)
+    return LibrarySchedule(**how, way=way)
+
+
+def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
+    """What scales a product of so many rows: a kernel, where that is faster and may be."""
+    assert plan.scales is not None
+    mode = plan.scales.mode
+    gathered = plan.op == "all_gather_gemm" and plan.world_size > 1 and rows == plan.gemm.m
+    by_rows = mode == "row" or (mode == "tensor" and gathered)  # each rank has a scale of its own
+    if not by_rows or product_dtype(plan) == "float32":
+        return "library"
+    faster = _scaled_us(plan, rows, cores) < _library_us(plan, rows, cores)
+    return "kernel" if faster else "library"
 
 
 def product_dtype(plan: CommonPart) -> DtypeName:
@@ -154,9 +172,25 @@ def _summed(plan: CommonPart, chunks: int, cores: int) -> Times:
 
 
 def _product_us(plan: CommonPart, rows: int, cores: int) -> float:
-    shape, how = plan.gemm, _MACHINE.scaled.product
-    memory = _MACHINE.constants.memory_gbs
-    found = products(how, 1, rows, shape.n, shape.k, cores=cores, memory_gbs=memory, itemsize=1)
+    by_kernel = scaled_by(plan, rows, cores) == "kernel"
+    return (_scaled_us if by_kernel else _library_us)(plan, rows, cores)
+
+
+def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
+    return _multiplied_us(_MACHINE.scaled.product, plan, rows, cores)
+
+
+def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:
+    """A product without scales, in float32, and the kernel behind it."""
+    how, elements = _MACHINE.scaled, rows * plan.gemm.n
+    moved = elements * (2 * DTYPE_BYTES["float32"] + DTYPE_BYTES[plan.out_dtype])
+    scaled = transfer_us(moved, how.scale_gbs, how.scale_us)
+    return _multiplied_us(how.unscaled, plan, rows, cores) + scaled
+
+
+def _multiplied_us(path: PathConstants, plan: CommonPart, rows: int, cores: int) -> float:
+    shape, memory = plan.gemm, _MACHINE.constants.memory_gbs
+    found = products(path, 1, rows, shape.n, shape.k, cores=cores, memory_gbs=memory, itemsize=1)
     return min(found).total_us
 
 

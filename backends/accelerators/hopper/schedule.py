@@ -13,6 +13,7 @@ from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
 Way = Literal["one_shot", "two_shot"]
+ScaledBy = Literal["library", "kernel"]
 AttentionLibrary = Literal["cudnn"]
 
 
@@ -114,9 +115,11 @@ class AttentionBackwardSchedule(Schedule):
 
 class ProductSchedule(Schedule):
     """A library multiplies. ``product``: the dtype that products are rounded to, in which partial
-    results travel; the output keeps its own."""
+    results travel; the output keeps its own. ``scaled_by``: what scales products of e4m3 operands; a
+    kernel does it behind the library's product without scales. None: there are none."""
 
     product: DtypeName
+    scaled_by: ScaledBy | None = None
 
 
 class LibrarySchedule(ProductSchedule):

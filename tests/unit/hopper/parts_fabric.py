@@ -146,6 +146,19 @@ def scaled_mm(
     _product(a, b, dequantised(a, of_a), dequantised(b, of_b), out)
 
 
+def scale_results(
+    unscaled: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, out: torch.Tensor
+) -> None:
+    """As kernels/scale_results.hpp says."""
+    assert unscaled.dtype == torch.float32
+    assert tuple(of_rows.shape) == (len(out), 1)
+    assert tuple(of_columns.shape) == (1, out.shape[1])
+    for one in (unscaled, of_rows, of_columns, out):
+        assert one.is_contiguous()
+        assert one.data_ptr() % 16 == 0 or one is of_rows
+    out.copy_(unscaled * of_rows * of_columns)
+
+
 def block_mm(
     a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor, out: torch.Tensor
 ) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from gpu_plans import gpu_plan
-from parts_fabric import BESIDE, BYTES, MAIN, Order, PartsFabric, block_mm, flat_at, scaled_mm
+from parts_fabric import (
+    BESIDE,
+    BYTES,
+    MAIN,
+    Order,
+    PartsFabric,
+    block_mm,
+    flat_at,
+    scale_results,
+    scaled_mm,
+)
 
 from mkernel.backends.accelerators.hopper import (
     capabilities,
@@ -53,9 +63,11 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 def planned(
     op: str, m: int, n: int, k: int, world: int, mode: Any = "row", *,
-    bias: bool = False, chunks: int | None = None, fast: bool = False, **options: Any,
+    bias: bool = False, chunks: int | None = None, fast: bool = False,
+    scaled_by: str = "library", **options: Any,
 ) -> LaunchPlan:  # fmt: skip
-    """``chunks``: parts of each rank's rows; 0: the whole; None: as planned."""
+    """``chunks``: parts of each rank's rows; 0: the whole; None: as planned. ``scaled_by``: products,
+    which a kernel takes in the dtype of results."""
     claims = HopperAccelerator().capabilities().model_copy(
         update={"ops": OPS, "library_ops": OPS, "scale_modes": MODES}
     )  # fmt: skip
@@ -66,13 +78,16 @@ def planned(
     )
     if chunks is None:
         return made
-    product, how = made.part(ProductSchedule).product, made.schedule
+    product = made.part(ProductSchedule).product if scaled_by == "library" else made.out_dtype
+    common: Any = {"product": product, "scaled_by": scaled_by}
+    how: Any = made.schedule
     if chunks and op == "all_gather_gemm":
-        how = GatherPartsSchedule(product=product, chunks=chunks)
+        how = GatherPartsSchedule(**common, chunks=chunks)
     elif chunks:
-        how = ReducePartsSchedule(product=product, chunks=chunks, sum_blocks=264)
-    elif not isinstance(how, LibrarySchedule):
-        how = LibrarySchedule(product=product, way="two_shot" if "all_reduce" in op else None)
+        how = ReducePartsSchedule(**common, chunks=chunks, sum_blocks=264)
+    else:
+        summed = op == "gemm_all_reduce" and world > 1
+        how = LibrarySchedule(**common, way="two_shot" if summed else None)
     return made.model_copy(update={"schedule": how})
 
 
@@ -86,6 +101,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)
         monkeypatch.setattr(products, "scaled_mm", scaled_mm)
+        monkeypatch.setattr(products, "scale_results", scale_results)
         monkeypatch.setattr(contract, "block_mm", block_mm)
         return made
 
@@ -136,7 +152,8 @@ def run(
                 peers={p: PeerMemory(0, fabric.workspace(p)) for p in range(world) if p != rank},
                 region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
             )  # fmt: skip
-            executor = executor or executor_of(made)(call, DispatchContext(0, order, 64))
+            context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
+            executor = executor or executor_of(made)(call, context)
             if late == rank:
                 time.sleep(LATE_S)
             executor.start(call, MAIN)
@@ -165,6 +182,18 @@ def test_results(fabric: Any, op: str, mode: str, chunks: int) -> None:
 def test_results_of_one_rank_and_of_float16(fabric: Any, op: str, chunks: int) -> None:
     run(planned(op, 10, 32, 128, 1, "block", chunks=0), fabric(1))
     run(planned(op, 10, 32, 128, 2, chunks=chunks, out_dtype="float16"), fabric(2), late=1)
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@pytest.mark.parametrize("mode", ["tensor", "row"])
+@every_op
+def test_a_kernel_scales_products(fabric: Any, op: str, mode: str, chunks: int) -> None:
+    made = planned(op, 256, 512, 64, 2, mode, chunks=chunks, scaled_by="kernel")
+    run(made, fabric(2), symmetric=chunks == 2)
+    for fields in ({"product": "float32"}, {"scaled_by": None}):
+        how = made.part(ProductSchedule).model_copy(update=fields)
+        with pytest.raises(ArgumentError, match=r"plan\.schedule\.scaled_by"):
+            executor_of(made).workspace(made.model_copy(update={"schedule": how}))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])

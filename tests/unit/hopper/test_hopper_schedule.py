@@ -116,7 +116,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     for module_of_parts in (parts_exchange, gather_parts, reduce_parts):
         monkeypatch.setattr(module_of_parts, "native", lambda: module)
     monkeypatch.setattr(parts_exchange, "bytes_at", nowhere)
+
+    def scales(unscaled: Any, of_rows: Any, of_columns: Any, out: torch.Tensor) -> None:
+        module.told.append(("scale_results", tuple(out.shape)))
+
     monkeypatch.setattr(products, "scaled_mm", scaled)
+    monkeypatch.setattr(products, "scale_results", scales)
     monkeypatch.setattr(contract, "block_mm", by_blocks)
     return module
 
@@ -175,6 +180,7 @@ def test_no_field_of_e4m3_operands_is_decoration(
 ) -> None:
     world, order = world_of_two(), Streams()
     monkeypatch.setattr(CONTEXT, "order", order)
+    monkeypatch.setattr(CONTEXT, "one", torch.ones(1, 1))
     around = Around(scales=Scales(mode=mode))  # type: ignore[arg-type]
     usual = world.plan(
         op, {"m": 256, "n": 1024, "k": 1024}, dtype="float8_e4m3fn", b_layout="column",
