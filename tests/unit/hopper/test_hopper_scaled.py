@@ -324,6 +324,23 @@ def test_scales_of_other_rows_are_wrong(
         run(planned(op, 32, 32, 64, 2, chunks=1), made, calls=1)
 
 
+@every_op
+def test_a_block_of_k_without_its_scale_is_wrong(
+    fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fabric(2)
+
+    class Forgetful(products.ScaledFactor):
+        def product(self, a: Any, scale: Any, out: Any) -> None:
+            scale = scale.clone()
+            scale[:, 1] = 1
+            super().product(a, scale, out)
+
+    monkeypatch.setattr(products, "ScaledFactor", Forgetful)
+    with pytest.raises(AssertionError, match="rank"):
+        run(planned(op, 32, 32, 256, 2, "block", chunks=1), made, calls=1)
+
+
 # ---- plans ---------------------------------------------------------------------------------------
 
 
