@@ -295,7 +295,7 @@ class GemmCombineExecutor(_Moe):
         if not by_rank:
             product = self._product(
                 call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
-                home=True, ends=True,
+                home=True, ends=True, panels=how.panels,
             )  # fmt: skip
             made.moe_grouped(device, world, product, stream)
             home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
