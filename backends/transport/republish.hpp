@@ -3,9 +3,10 @@
 //
 // The proxy adds to words of the signal pad, which lie in pinned host memory. A load of those takes a round
 // trip over PCIe, and many threads that poll them hold up everything else on that link (measured: 132 x
-// 1024 pollers make a copy engine's small copies a thousand times slower). So a few threads of one block
-// of a running grid poll them, and *republish* them in memory of the device, where all others wait: an
-// added word of the host becomes a set word of the device, which holds the number of the call.
+// 1024 pollers make a copy engine's small copies a thousand times slower). So one warp of a running grid
+// polls them, of each lane's share the first few that have not come, with pauses, and *republishes* them in
+// memory of the device, where all others wait: an added word of the host becomes a set word of the device,
+// which holds the number of the call.
 //
 // ORDER. Each load is an acquire of the host's release, each store a release to the device's waiters, and
 // releases are cumulative: whoever sees a copy set sees what the host saw before it raised the word.
@@ -99,23 +100,22 @@ MKERNEL_HOST_DEVICE bool republish_some(const Republished& run, std::uint64_t nu
 MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, std::uint64_t number,
                                                 const DeviceLimits& limits, Lane mine = {}) {
 #ifdef __CUDA_ARCH__
-    constexpr int kTogether = 8;
+    constexpr int kTogether = 2;
 #else
     constexpr int kTogether = 1;  // there a load takes no round trip
 #endif
     constexpr int kRoundsBetweenLooks = 16;
     const std::uint64_t start = near::now_ns();
+    std::uint32_t first = mine.lane;  // of those that are polled
     while (true) {
-        for (int round = 0; round < kRoundsBetweenLooks; ++round) {
-            bool all = true;
-            for (std::uint32_t first = mine.lane; first < run.which.count;
-                 first += kTogether * mine.lanes) {
-                all &= detail::republish_some<kTogether>(run, number, first, mine.lanes);
+        for (int round = 0; round < kRoundsBetweenLooks;) {
+            if (first >= run.which.count) return WaitResult::ok;
+            if (detail::republish_some<kTogether>(run, number, first, mine.lanes)) {
+                first += kTogether * mine.lanes;
+            } else {
+                near::pause();
+                ++round;
             }
-            if (all) return WaitResult::ok;
-#ifndef __CUDA_ARCH__
-            near::pause();
-#endif
         }
         if (limits.aborted()) return WaitResult::aborted;
         if (near::now_ns() - start > limits.timeout_ns) return WaitResult::timed_out;

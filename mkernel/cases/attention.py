@@ -28,7 +28,21 @@ LSE_TOLERANCE = 1e-5
 halves are exact in float32, so scores that were ever rounded to a half type exceed it."""
 
 _Q, _K, _V = range(3)
-_SCORES = 1 << 24  # scores of the reference held at once, to bound memory
+SCORES = 1 << 24
+"""Scores of a reference that are held at once, to bound memory."""
+
+
+def by_keys(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[B, Hkv, G, R, D] of [B, H, R, D]: heads of queries by the one of keys that they use."""
+    batch, _, rows, width = tensor.shape
+    return tensor.reshape(batch, kv_heads, -1, rows, width)
+
+
+def products(rows: torch.Tensor, with_: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, G, R, N] of rows [B, Hkv, G, R, K] and ``with_`` [B, Hkv, K, N]: one product for all
+    heads of queries that share one of keys."""
+    found: torch.Tensor = rows.flatten(2, 3) @ with_
+    return found.reshape(*rows.shape[:4], -1)
 
 
 class RingAttentionCase(Case):
@@ -99,26 +113,37 @@ class RingAttentionCase(Case):
         whole = self._whole(iteration)
         mine = self.positions(rank, world_size).to(self.device)
         mine = mine[rows(len(mine))]
-        groups = self.sizes["heads"] // self.sizes["kv_heads"]
-        q = whole["q"][:, :, mine].double()
-        k, v = (whole[name].double().repeat_interleave(groups, dim=1) for name in ("k", "v"))
-        scale = self.options.get("scale")
-        q = q * (self.sizes["head_dim"] ** -0.5 if scale is None else float(scale))
-        document = self._documents()
-        step = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        q = by_keys(whole["q"][:, :, mine].double() * self.scale, self.sizes["kv_heads"])
+        k, v = (whole[name].double() for name in "kv")
+        every = torch.arange(k.shape[2], device=self.device)
+        step = max(1, SCORES // (q[..., 0, 0].numel() * k.shape[2]))
         outs, sums = [], []
-        for first in range(0, len(mine), step):
-            at = mine[first : first + step]
-            scores = q[:, :, first : first + step] @ k.transpose(2, 3)
-            if self.sizes.get("causal"):
-                later = torch.arange(k.shape[2], device=self.device)[None, :] > at[:, None]
-                scores = scores.masked_fill(later, float("-inf"))
-            if document is not None:
-                other = document[None, :] != document[at][:, None]
-                scores = scores.masked_fill(other, float("-inf"))
-            sums.append(scores.logsumexp(dim=3))
-            outs.append(scores.softmax(dim=3) @ v)
+        for at, some in zip(torch.split(mine, step), torch.split(q, step, 3), strict=True):
+            scores = products(some, k.transpose(2, 3))
+            hidden = self.hidden(at, every)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, float("-inf"))
+            sums.append(scores.logsumexp(4).flatten(1, 2))
+            outs.append(products(scores.softmax(4), v).flatten(1, 2))
         return {"out": torch.cat(outs, dim=2), "lse": torch.cat(sums, dim=2)}
+
+    def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        """[queries, keys], given their positions: which keys each query does not see. None: it sees
+        all."""
+        found = None
+        if self.sizes.get("causal"):
+            found = keys[None, :] > queries[:, None]
+        document = self._documents()
+        if document is not None:
+            other = document[keys][None, :] != document[queries][:, None]
+            found = other if found is None else found | other
+        return found
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        scale = self.options.get("scale")
+        return float(self.sizes["head_dim"]) ** -0.5 if scale is None else float(scale)
 
     def _documents(self) -> torch.Tensor | None:
         """[S], which document each position is of; None: all are of one."""

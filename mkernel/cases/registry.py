@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mkernel.cases.all_reduce import AllReduceCase
 from mkernel.cases.attention import RingAttentionCase
+from mkernel.cases.attention_backward import RingAttentionBackwardCase
 from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
 from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase
@@ -15,10 +17,12 @@ _CASES: dict[str, type[Case]] = {
         AllGatherGemmCase,
         GemmReduceScatterCase,
         GemmAllReduceCase,
+        AllReduceCase,
         MoeDispatchCase,
         MoeCombineCase,
         MoeGemmCombineCase,
         RingAttentionCase,
+        RingAttentionBackwardCase,
     )
 }
 

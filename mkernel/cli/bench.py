@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -90,6 +89,9 @@ def command(
             "`name=value name=value, ...` [GEMMs: targets, without GPUs small; others: as mkernel run]",
         ),
     ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="ring_attention: its gradients instead of itself")
+    ] = False,
     random: Annotated[
         int | None,
         typer.Option(
@@ -140,6 +142,9 @@ def command(
         typer.Option(
             "--capacity", help="MoE with a capacity: nothing waits for the host, graphs capture it"
         ),
+    ] = False,
+    norm: Annotated[
+        bool, typer.Option("--norm", help="all_reduce with a residual and RMSNorm")
     ] = False,
     iterations: Annotated[
         int | None,
@@ -202,7 +207,7 @@ def command(
         terminal.write(numbers.page(render))
         return
     console = Terminal()
-    names = _ops(op)
+    names = _ops(op, backward)
     for option, given in (
         ("--table", table),
         ("--machine", machine),
@@ -250,6 +255,7 @@ def command(
         routing=_routing(routing, capacity, names),
         capacity=capacity,
         fast_accum=fast_accum,
+        norm=_norm(norm, names),
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -260,7 +266,8 @@ def command(
         _say_what(console, spec, chosen, ranks, f"{random} drawn" if random else listed)
         if not long:
             _refuse_long(spec, ranks)
-    with _progress(console, len(spec.shapes) * len(spec.modes)) as on_row:
+    rows = len(spec.shapes) * len(spec.modes)
+    with terminal.progress(console, f"starting ranks; {rows} rows to time", rows) as on_row:
         outcome = bench_run.run(
             spec,
             ranks=ranks,
@@ -336,23 +343,6 @@ def _refuse_long(spec: BenchSpec, ranks: int) -> None:
         )
 
 
-@contextmanager
-def _progress(console: Console, rows: int) -> Iterator[Callable[[str], None]]:
-    """Tells of rows that are done on a line that changes, or in a pipe on lines of stderr."""
-    count = 0
-
-    def told(done: str) -> str:
-        nonlocal count
-        count += 1
-        return f"{count} of {rows} done: {done}"
-
-    if console.is_terminal:
-        with console.status(f"starting ranks; {rows} rows to time") as status:
-            yield lambda done: status.update(told(done))
-    else:
-        yield lambda done: typer.echo(told(done), err=True)
-
-
 def _refuse_unheeded(context: typer.Context) -> None:
     """ArgumentError for an option that has no meaning where nothing is run."""
     for parameter in context.command.params:
@@ -409,10 +399,17 @@ def _model(
     console.print(drawn)
 
 
-def _ops(text: str | None) -> tuple[OpName, ...]:
+def _ops(text: str | None, backward: bool) -> tuple[OpName, ...]:
+    """ArgumentError: of one of them no gradients are timed."""
     if text == "all":
-        return (*ops.OPS, *ops.COMPANIONS)
-    return tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
+        names: tuple[OpName, ...] = (*ops.OPS, *ops.COMPANIONS)
+    else:
+        names = tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
+    if not backward:
+        return names
+    if names != ("ring_attention",):
+        raise ArgumentError("--backward", ", ".join(names), "ring_attention alone")
+    return (ops.BACKWARD["ring_attention"],)
 
 
 def _operands(
@@ -457,6 +454,13 @@ def _routing(text: str, capacity: bool, names: Sequence[OpName]) -> Literal["uni
         for option in filter(given.get, given):
             raise ArgumentError(option, given[option], "nothing, or an op of MoE beside it")
     return cast(Literal["uniform", "zipf"], text)
+
+
+def _norm(wanted: bool, names: Sequence[OpName]) -> bool:
+    """ArgumentError: none of the ops takes one."""
+    if wanted and "all_reduce" not in names:
+        raise ArgumentError("--norm", wanted, "nothing, or all_reduce beside it")
+    return wanted
 
 
 def _peers(text: str | None) -> Sequence[str] | None:

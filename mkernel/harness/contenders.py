@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
@@ -17,18 +17,33 @@ from torch import distributed
 
 import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
+from mkernel.backends.contracts.scaled import block_product, padded_blocks
+from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
-from mkernel.harness import library_attention, library_moe
+from mkernel.harness import library_attention, library_attention_backward, library_moe
 from mkernel.harness.collectives import all_gather, collective
 from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.ops.registration import group_name, ops
 from mkernel.ops.scales import Scaled
-from mkernel.plan.ops import COMPANIONS
+from mkernel.plan.model import ScaleMode
+from mkernel.plan.ops import BACKWARD, COMPANIONS
+from mkernel.plan.scales import scale_sizes
 from mkernel.world.lifecycle import current
 
 _SCALES = ("a_scale", "b_scale")
+_ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "ring_attention": library_attention.call,
+    "ring_attention_backward": library_attention_backward.call,
+}
+"""Attention by a library alone, by op."""
+_ON_PARTS: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "ring_attention": library_attention.alone,
+    "ring_attention_backward": library_attention_backward.alone,
+}
+"""The same on parts that are there."""
 
 
 def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
@@ -38,6 +53,9 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
         torch.matmul(a, inputs["b"], out=out)
         return
     of_a, of_b = inputs["a_scale"], inputs["b_scale"]
+    if of_b.numel() > 1 and of_b.shape != (1, out.shape[1]):  # by blocks
+        block_product(a, inputs["b"], of_a, padded_blocks(of_b), out)
+        return
     if len(of_a) > 1 and of_b.numel() == 1:  # ranks' single scales, by rows
         of_b = of_b.expand(1, out.shape[1]).contiguous()
     torch._scaled_mm(
@@ -48,8 +66,9 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
 
 def scales_without_product(problem: Problem) -> str | None:
     """Why there is no product of torch's for the problem, or None."""
-    by_blocks = problem.case.options.get("scales") == "block"
-    return "torch has no product with scales by blocks here" if by_blocks else None
+    if problem.case.options.get("scales") != "block" or problem.device.type == "cuda":
+        return None
+    return "torch has no product with scales by blocks here"
 
 
 class Contender(ABC):
@@ -140,11 +159,17 @@ class Mkernel(Contender):
         super().__init__(problem)
         self._gemm = getattr(mkernel, self.op) if self.op in GEMMS else None
         self._capacity: int | None = problem.case.options.get("capacity")
+        self._causal = bool(problem.case.sizes.get("causal"))
+        self._group = group_name(None)
 
     def promised(self) -> tuple[str, ...] | None:
         return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
+        if self.op == ATTENTION_BACKWARD:
+            names = ("out", "lse")
+            for name, each in zip(names, self._attention(inputs), strict=True):
+                kept(inputs, name, each)
         if self.op not in COMPANIONS:
             return
         sent = mkernel.moe_dispatch_gemm(
@@ -162,12 +187,13 @@ class Mkernel(Contender):
                 inputs["a"], inputs["b"], out=outputs["out"], use_fast_accum=self.fast, **scales
             )
             return {"out": out}
+        if self.op == "all_reduce":
+            return self._summed(inputs, outputs)
         if self.op == "ring_attention":
-            causal = bool(self.problem.case.sizes.get("causal"))
-            out, lse = mkernel.ring_attention(
-                inputs["q"], inputs["k"], inputs["v"], causal=causal, return_lse=True
-            )
+            out, lse = self._attention(inputs)
             return {"out": out, "lse": lse}
+        if self.op == ATTENTION_BACKWARD:
+            return self._gradients(inputs)
         if self.op == "moe_dispatch_gemm":
             rows, counts, _ = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
@@ -177,6 +203,28 @@ class Mkernel(Contender):
         if self.op == "moe_combine":
             return {"out": mkernel.moe_combine(rows, handle, weights)}
         return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+
+    def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if "norm_weight" not in inputs:
+            return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"])}
+        residual, weight = inputs["residual"], inputs["norm_weight"]
+        out, new = mkernel.all_reduce(
+            inputs["x"], residual=residual, norm_weight=weight, eps=EPS, out=outputs["out"]
+        )
+        return {"out": out, "residual_out": new}
+
+    def _attention(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return mkernel.ring_attention(
+            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
+        )
+
+    def _gradients(self, inputs: Inputs) -> Tensors:
+        """By the op that autograd calls."""
+        found = ops.ring_attention_backward(
+            inputs["grad_out"], None, *(inputs[name] for name in "qkv"), None, inputs["out"],
+            inputs["lse"], causal=self._causal, group=self._group,
+        )  # fmt: skip
+        return {f"grad_{name}": each for name, each in zip("qkv", found, strict=True)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         return without_padding(results)
@@ -188,6 +236,7 @@ class Mkernel(Contender):
         mkernel.synchronize()  # raises what the device found of the last calls
 
 
+ATTENTION_BACKWARD = BACKWARD["ring_attention"]
 DISPATCHED = ("outputs", "counts")
 """Outputs of a dispatch; its combine is an op of its own."""
 
@@ -314,7 +363,7 @@ class Gemm(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op == "moe_combine":
+        if problem.op in ("all_reduce", "moe_combine"):
             return "the op has no product"
         if problem.op not in GEMMS and problem.bars_libraries:
             return problem.bars_libraries
@@ -324,8 +373,10 @@ class Gemm(Contender):
         return ("outputs",) if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op == "ring_attention":
+        if self.op in _ATTENTION:
             kept(inputs, "kv", library_attention.gathered(self.problem, inputs))
+            if self.op == ATTENTION_BACKWARD:
+                library_attention_backward.forward(self.problem, inputs)
         elif self.op not in GEMMS:
             routing = library_moe.Exchanged(self.problem, inputs["topk_ids"])
             inputs["routing"] = routing
@@ -338,8 +389,8 @@ class Gemm(Contender):
         if self.op in GEMMS:
             product(inputs["a"], inputs, outputs["out"], fast=self.fast)
             return outputs
-        if self.op == "ring_attention":
-            return library_attention.alone(self.problem, inputs)
+        if self.op in _ATTENTION:
+            return _ON_PARTS[self.op](self.problem, inputs)
         w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
         return {"rows": library_moe.products(inputs["rows"], w, inputs["counts"])}
 
@@ -348,6 +399,8 @@ class Gemm(Contender):
             return results
         if self.op == "ring_attention":
             return library_attention.merged_alone(self.problem, results)
+        if self.op == ATTENTION_BACKWARD:
+            return library_attention_backward.merged_alone(self.problem, inputs, results)
         rows = results["rows"][: int(inputs["counts"].sum())]
         if self.op == "moe_dispatch_gemm":
             return {"outputs": rows}
@@ -389,9 +442,10 @@ class Sequential(Contender):
             case = problem.case
             dtype = getattr(torch, case.dtype if problem.gathers else case.out_dtype)
             self._between = torch.empty(shape, dtype=dtype, device=problem.device)
-            mode = case.options.get("scales")
-            rows = sizes["m"] if mode == "row" else problem.world
-            self._scales = torch.empty((rows, 1), device=problem.device)
+            mode: ScaleMode = case.options.get("scales") or "tensor"
+            rows = problem.world if mode == "tensor" else sizes["m"]
+            (_, columns), _ = scale_sizes(mode, rows, sizes["n"], sizes["k"])
+            self._scales = torch.empty((rows, columns), device=problem.device)
             self._repeat = sizes["m"] // rows
 
     @classmethod
@@ -406,6 +460,8 @@ class Sequential(Contender):
     def before(self, inputs: Inputs) -> None:
         if self.op in COMPANIONS:
             inputs["routing"] = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+        if self.op == ATTENTION_BACKWARD:
+            library_attention_backward.forward(self.problem, inputs)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op
@@ -423,14 +479,23 @@ class Sequential(Contender):
             product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])
             return outputs
+        if op == "all_reduce":
+            from mkernel.harness import library_sums  # whose contenders are of this module's kind
+
+            return library_sums.call(self.problem, inputs, outputs)
         if op == "ring_attention":
             return library_attention.call(self.problem, inputs)
+
+        if op in _ATTENTION:
+            return _ATTENTION[op](self.problem, inputs)
         return library_moe.CALLS[op](self.problem, inputs)
 
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
         """Of all ranks' rows; a single one of each rank for each of its rows."""
         all_gather(self._scales, scale)
-        return self._scales.repeat_interleave(self._repeat, 0)
+        return (
+            self._scales if self._repeat == 1 else self._scales.repeat_interleave(self._repeat, 0)
+        )
 
 
 class NcclCublas(Sequential):
@@ -457,10 +522,12 @@ _KNOWN = {
     "nccl+cublas": f"{__name__}:NcclCublas",
     "gloo+matmul": f"{__name__}:GlooMatmul",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
+    "symm_mem-one-shot": "mkernel.harness.library_sums:OneShot",
+    "symm_mem-two-shot": "mkernel.harness.library_sums:TwoShot",
     "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
     "ring": "mkernel.harness.library_peers:Ring",
-    "context-parallel": "mkernel.harness.library_peers:ContextParallel",
-    "context-parallel-alltoall": "mkernel.harness.library_peers:ContextParallelAllToAll",
+    "context-parallel": "mkernel.harness.context_parallel:ContextParallel",
+    "context-parallel-alltoall": "mkernel.harness.context_parallel:ContextParallelAllToAll",
 }
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")

@@ -57,6 +57,8 @@ def least_bytes(
             inputs = world_size * (m * k + k * n)
             results = m * n * (world_size if op == "gemm_all_reduce" else 1)
             reference = world_size * m * n
+        case "all_reduce":
+            inputs = results = reference = world_size * sizes["m"] * sizes["n"]
         case "moe_dispatch_gemm":
             rows = world_size * sizes["tokens"] * sizes["top_k"]
             inputs = world_size * sizes["tokens"] * sizes["hidden"]
@@ -73,6 +75,11 @@ def least_bytes(
             positions = prod(sizes[name] for name in ("batch", "sequence", "head_dim"))
             inputs = world_size * positions * (sizes["heads"] + 2 * sizes["kv_heads"])
             results = reference = positions * sizes["heads"]
+        case "ring_attention_backward":
+            positions = prod(sizes[name] for name in ("batch", "sequence", "head_dim"))
+            heads = sizes["heads"] + 2 * sizes["kv_heads"]
+            inputs = world_size * positions * (heads + sizes["heads"])
+            results = reference = positions * heads
     bytes_in, bytes_out = DTYPE_BYTES[dtype], DTYPE_BYTES[out_dtype]
     return inputs * bytes_in + results * bytes_out + reference * _REFERENCE_BYTES
 

@@ -33,8 +33,8 @@ class AcceleratorCapabilities(Model):
     """Whether launches of GEMM ops add a bias before they round results. Else the op adds it to rounded
     ones, and rounds again."""
     adds_norm: bool = False
-    """Whether launches of GEMM+AllReduce add a residual and normalise rows. Else the op does both, on
-    rounded sums."""
+    """Whether launches of GEMM+AllReduce and AllReduce add a residual and normalise rows. Else the op
+    does both, on rounded sums."""
     scale_modes: tuple[ScaleMode, ...] = ()
     """Scales with which GEMM ops take e4m3 operands, of which B is column-major; empty: they take none.
     Such results are those of ``out_dtypes`` that :data:`mkernel.plan.scales.RESULTS` has."""

@@ -16,8 +16,10 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     HIERARCHICAL_OPS,
     MOE,
     MOST_RANKS,
+    SUMS,
     library_ops,
     ops,
+    scale_modes,
 )
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
@@ -137,7 +139,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops, MoE and ring attention in half precision, as far as this build has kernels."""
+        """The GEMM ops, AllReduce, MoE and ring attention in half precision, as far as this build has
+        kernels; of e4m3 operands the GEMM ops on the library path."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -153,6 +156,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 pitched=("a", "b"),
                 packed_shards=True,
                 adds_bias=True,
+                adds_norm=True,
+                scale_modes=scale_modes(),
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,
@@ -165,7 +170,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 settles_puts=True,
                 library_ops=library_ops(),
                 hierarchical_ops=HIERARCHICAL_OPS,
-                one_node_ops=(*ATTENTION, *MOE),
+                one_node_ops=(*SUMS, *ATTENTION, *MOE),
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from mkernel.backends.accelerators.hopper.all_reduce import SumExecutor
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
+from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
 from mkernel.backends.accelerators.hopper.gemm import AllGatherExecutor, ReduceExecutor
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.moe import (
@@ -17,7 +19,8 @@ from mkernel.backends.accelerators.hopper.moe import (
     DispatchExecutor,
     GemmCombineExecutor,
 )
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
+from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, PartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
@@ -49,6 +52,7 @@ FUSED: dict[str, type[Executor]] = {
     "all_gather_gemm": AllGatherExecutor,
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
+    "all_reduce": SumExecutor,
     "moe_dispatch_gemm": DispatchExecutor,
     "moe_combine": CombineExecutor,
     "moe_gemm_combine": GemmCombineExecutor,
@@ -66,5 +70,8 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
     if plan.path == "library" and plan.op not in OPS:
         raise Unsupported(f"accelerator 'hopper' has one path of {plan.op}; plan.path is 'library'")
     if plan.path == "library":
-        return LibraryExecutor
+        if not isinstance(plan.schedule, PartsSchedule):
+            return LibraryExecutor
+        gathers = plan.op == "all_gather_gemm"
+        return GatherPartsExecutor if gathers else ReducePartsExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

@@ -11,10 +11,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.hopper.schedule import TilingName
+from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
-from mkernel.topology.cost import MachineConstants
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.topology.cost import MachineConstants, PathConstants
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
 
@@ -109,6 +110,30 @@ class AllReduce(Sourced):
     one_shot_bytes: int = Field(ge=0, description="of partial results, times W - 2")
     one_shot_most: int = Field(ge=0, description="of them at all")
 
+    def way(self, shape: GemmShape, product: DtypeName, world: int) -> Way:
+        """How partial results of that dtype are added up on every rank."""
+        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
+        return "one_shot" if self.brief(nbytes, world) else "two_shot"
+
+    def brief(self, nbytes: int, world: int) -> bool:
+        """Whether all of so many bytes of a rank go to every rank at once."""
+        return nbytes <= self.one_shot_most and nbytes * (world - 2) <= self.one_shot_bytes
+
+
+class Scaled(Sourced):
+    """Products of e4m3 operands by a library, and what is between them where rows travel in parts."""
+
+    product: PathConstants
+    unscaled: PathConstants = Field(description="products with one scale an operand")
+    scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
+    scale_gbs: float = Field(gt=0, description="what it reads and writes")
+    gap_us: float = Field(ge=0, description="of a further product, and the wait before it")
+    sum_us: float = Field(ge=0, description="start and end of the kernel that adds parts up")
+    sum_gbs: float = Field(gt=0, description="what it reads and writes")
+    sum_blocks_a_core: int = Field(ge=1)
+    chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
+    least_rows: int = Field(ge=1, description="of a chunk")
+
 
 class Spread(Finite):
     """How a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
@@ -143,6 +168,7 @@ class HopperMachine(ChipMachine):
     slicing: Slicing
     partials: Partials
     all_reduce: AllReduce
+    scaled: Scaled
     attention: Attention
     experts: Experts
     spreads: Spreads

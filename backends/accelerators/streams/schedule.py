@@ -109,6 +109,12 @@ class AllReduceSchedule(ExchangeSchedule, ScaledSchedule):
     kind: Literal["streams.gemm_all_reduce"] = "streams.gemm_all_reduce"
 
 
+class SumSchedule(ExchangeSchedule):
+    """AllReduce: an exchange of rows, one sum, and an exchange of sums."""
+
+    kind: Literal["streams.all_reduce"] = "streams.all_reduce"
+
+
 Gathers = Literal["wanted", "whole"]
 
 
@@ -150,6 +156,7 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "all_gather_gemm": GatherSchedule,
     "gemm_reduce_scatter": ReduceScatterSchedule,
     "gemm_all_reduce": AllReduceSchedule,
+    "all_reduce": SumSchedule,
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
     "moe_gemm_combine": GemmCombineSchedule,
@@ -199,6 +206,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = ReduceScatterSchedule(**common, order=order)
     elif plan.op == "gemm_all_reduce":
         made = AllReduceSchedule(**common, order=order, peers_together=together)
+    elif plan.op == "all_reduce":
+        made = SumSchedule(**common, order=order, peers_together=together)
     elif plan.op == "moe_dispatch_gemm":
         grouped = _grouped(plan, _products(plan), claims.torch_device)
         gathers, considered = _gathering(request, found.pipeline)

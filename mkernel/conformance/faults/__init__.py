@@ -148,6 +148,15 @@ def _keep_residual(ended: Ended) -> None:
         )
 
 
+def _lose_terms_in_place(call: Call) -> Call:
+    x, out = call.tensors["x"], call.tensors["out"]
+    if x.data_ptr() != out.data_ptr():
+        return call
+    less = x.clone()
+    less[-1] = 0
+    return replace(call, tensors={**call.tensors, "x": less})
+
+
 def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
     """Of rows that have several; a row's only scale stays."""
     if scale.shape[1] == 1:
@@ -242,7 +251,7 @@ def _after_another_plan(ended: Ended) -> bool:
 
 
 def _keep_nearest(call: Ended) -> None:
-    pairs = [(call.outputs["out"], call.before["out"])] if "out" in call.outputs else []
+    pairs = [(call.outputs[n], call.before[n]) for n in ("out", "grad_q") if n in call.outputs]
     for tensor, before in (*pairs, *((t, torch.empty_like(t)) for t in call.grouped())):
         if tensor.numel():
             gaps = (tensor.double() - before.double()).abs().nan_to_num(nan=float("inf"))
@@ -457,6 +466,21 @@ TABLE: tuple[Row, ...] = (
             ops=("gemm_all_reduce",)),
     planted(Altered, "StaleResidual", "Adds the residual of the previous call.", "norms",
             ended(_keep_residual), ops=("gemm_all_reduce",)),
+    planted(Altered, "SumsNormBeforeResidual", "AllReduce adds the residual to normalised rows.",
+            "norms", ended(_norm_before_residual), ops=("all_reduce",)),
+    planted(Altered, "SumsLeaveEpsOut", "AllReduce divides by the root mean square alone.", "norms",
+            ended(_leave_eps_out), ops=("all_reduce",)),
+    planted(Altered, "SumsWeightOfAnotherColumn",
+            "AllReduce takes each column's norm weight for the next.", "norms",
+            inputs("norm_weight", change=lambda call, weight: weight.roll(1)), ops=("all_reduce",)),
+    planted(Altered, "SumsStaleResidual", "AllReduce adds the residual of the previous call.", "norms",
+            ended(_keep_residual), ops=("all_reduce",)),
+    planted(Altered, "ResidualOfEachRank", "Each rank adds the residual to what it sends.", "norms",
+            inputs("residual", change=lambda call, rows: rows * call.plan.world_size),
+            ops=("all_reduce",)),
+    planted(Altered, "LosesTermsInPlace",
+            "Where the sum goes into x, a rank's own terms of the last row are not in it.",
+            "shapes", calls(_lose_terms_in_place), ops=("all_reduce",)),
     planted(Altered, "ScaleOfAnotherRow", "Takes each row's scale for the next.", "scales",
             inputs("a_scale", change=lambda call, scale: scale.roll(1, 0)), ops=GEMMS),
     planted(Altered, "StaleScalesOfA", "Reads the scales of A of the previous call.", "scales",
@@ -483,6 +507,8 @@ TABLE: tuple[Row, ...] = (
             "The combine's sum over slots is kept in bfloat16.", "accumulation"),
     planted(Altered, "CleansNan", "NaN in the inputs counts as 0.", "nonfinite",
             inputs("a", change=lambda call, a: torch.nan_to_num(a, nan=0.0, posinf=6e4))),
+    planted(Altered, "SumsCleanNan", "NaN in what is added counts as 0.", "nonfinite",
+            inputs("x", change=lambda call, x: torch.nan_to_num(x)), ops=("all_reduce",)),
     planted(Altered, "WrongEveryFifth",
             "Every fifth call of a plan returns the previous call's result.", "repeated-calls",
             from_previous(_keep_result, when=_every(5))),

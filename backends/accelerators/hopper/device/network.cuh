@@ -68,7 +68,7 @@ struct Network {
         return true;
     }
 
-    // By `mine.lanes` threads of one block together: sets those flags, from flag `first` on, as ranks of
+    // By `mine.lanes` threads of one warp together: sets those flags, from flag `first` on, as ranks of
     // other nodes say so. `source(flag)`: who does, for the diagnosis.
     template <class Source>
     __device__ void watch(const transport::DeviceWaiter& waiter, std::uint64_t epoch,

@@ -150,7 +150,7 @@ __device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushR
     }
 }
 
-// Threads of one block hear of the chunks that come from other nodes.
+// A warp hears of the chunks that come from other nodes.
 __device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
                                              const transport::DeviceWaiter& waiter,
                                              std::uint64_t epoch, transport::Lane mine) {
@@ -221,9 +221,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         }
         case Role::multiplier: {
             if (pushes) {
-                if (by_nic && blockIdx.x == 0) {
-                    watch_chunks(args, waiter, epoch,
-                                 {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
+                if (by_nic && blockIdx.x == 0 && threadIdx.x < kWarpgroup + kWarp) {
+                    watch_chunks(args, waiter, epoch, {threadIdx.x - kWarpgroup, kWarp});
                 }
                 break;
             }

@@ -100,7 +100,7 @@ __device__ __forceinline__ bool put_tile(const GemmReduceArgs& args,
         {args.area_offset + from * kBytes, args.area_offset + to * kBytes, kBytes});
 }
 
-// Threads of one block hear of the tiles that come from other nodes: parts, and with AllReduce sums.
+// A warp hears of the tiles that come from other nodes: parts, and with AllReduce sums.
 __device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const Rails& rails,
                                             const TileFlags& flags,
                                             const transport::DeviceWaiter& waiter,
@@ -301,9 +301,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         }
         case Role::multiplier: {
             if (!has_tiles) {
-                if (by_nic && blockIdx.x == 0) {
+                if (by_nic && blockIdx.x == 0 && threadIdx.x < kWarpgroup + kWarp) {
                     watch_tiles(args, rails, flags, waiter, epoch,
-                                {threadIdx.x - kWarpgroup, kBlockThreads - kWarpgroup});
+                                {threadIdx.x - kWarpgroup, kWarp});
                 }
                 break;
             }

@@ -28,7 +28,8 @@ inline constexpr int kSliceN = 64;  // the same
 inline constexpr int kPieceRows = 32;
 inline constexpr int kPieceBytes = 4096;
 inline constexpr int kElementBytes = 2;  // bfloat16, float16
-inline constexpr int kWarpgroup = 128;
+inline constexpr int kWarp = 32;
+inline constexpr int kWarpgroup = 4 * kWarp;
 inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kSharedBytes = 227 * 1024;
@@ -102,7 +103,7 @@ __device__ inline void open_block(Shared<C>& shared, int loaders = 1) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < C::kStages; ++stage) {
             shared.full[stage].init(loaders);
-            shared.empty[stage].init(C::kCluster * kMultipliers * kWarpgroup / 32);
+            shared.empty[stage].init(C::kCluster * kMultipliers * kWarpgroup / kWarp);
         }
         for (int slot = 0; slot < C::kSliceSlots; ++slot) {
             shared.written[slot].init(kMultipliers * kWarpgroup);
@@ -135,7 +136,7 @@ enum class Role { loader, storer, sender, receiver, multiplier, idle };
 // Hands registers to the multipliers; once, by all threads.
 __device__ inline Role take_role() {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (warp < kWarpgroup / 32) {
+    if (warp < kWarpgroup / kWarp) {
         ptx::fewer_registers<64>();
         if (!ptx::elect_one()) return Role::idle;
         if (warp == 0) return Role::loader;  // not by a cast: ptxas must see which branch has what
