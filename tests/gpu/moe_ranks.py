@@ -16,11 +16,16 @@ import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
 from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
+from mkernel.cases.base import every_row
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import CapacityExceeded, ShapeError
 from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
+
+
+FEW = 256
+"""Elements, whose roundings' norm says little."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Work:
             f"{text} {name} is off by {one.error:.2e} {one.why}"
             for name, one in compared.items()
             if not one.error <= limits.get(name, 0.0)
+            and not (name in limits and not one.why and self.is_rounded(name, judged[name], turn))
         ]
         if found["outputs"][rows:].count_nonzero():
             wrong.append(f"{text} rows behind the last one are not zero")
@@ -121,6 +127,12 @@ class Work:
         if not off <= limits["out"] * (3**0.5 if self.shape.narrow else 1):
             wrong.append(f"{text} GEMM+combine is off by {off:.2e}")
         return wrong
+
+    def is_rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
+        """:func:`rounded_right` of few elements of ``outputs`` or ``out``."""
+        return got.numel() <= FEW and rounded_right(
+            self.case, name, got, self.rank, self.world, turn
+        )
 
     def _home_error(self, turn: int, got: torch.Tensor) -> float:
         """Against float64 of the outputs as they should be, rounded once."""
@@ -141,6 +153,36 @@ class Work:
         size = float(wanted.norm()) or 1.0
         error = float((got.double() - wanted).norm()) / size
         return float("inf") if math.isnan(error) else error
+
+
+def rounded_right(
+    case: MoeDispatchCase, name: str, got: torch.Tensor, rank: int, world: int, turn: int
+) -> bool:
+    """Whether every element is the truth, but for one rounding and what errors of float32 sums can make
+    of it. Tolerances are of norms: of few elements all may be rounded by nearly half a step, as 2 of 400
+    draws of 16 in bfloat16 were, computed so on a CPU."""
+    wanted = case.reference(rank, world, turn)[name]
+    eps, kind = torch.finfo(torch.float32).eps, torch.finfo(got.dtype)
+    if name == "out":
+        near = case.near_ties(rank, world, turn)["out"]
+        sent = case._rounded(case._activate(case._sent(rank, world, turn, every_row)))
+        weights = case._weights(rank, turn).double().abs()
+        sums = torch.einsum("tk,tki->ti", weights, sent.abs()) * weights.shape[1] * eps
+    else:
+        near = torch.zeros_like(wanted)
+        source, token, slot, _ = case._rows(rank, world, turn)
+        products, sizes = (
+            torch.stack(
+                [case._sent(one, world, turn, every_row, sizes_only=only) for one in range(world)]
+            )[source, token, slot]
+            for only in (False, True)
+        )
+        sums = case._hidden() * eps * sizes
+        if case._activated:
+            sums = case._activated_error(products, sums, eps)
+    off = near + sums
+    half_step = kind.eps / 2 * (wanted.abs() + off).clamp_min(kind.smallest_normal)
+    return bool(((got.double() - wanted).abs() <= half_step + off).all())
 
 
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:

@@ -28,7 +28,8 @@ class PanelSummer {
         for (int panel = 0; panel < last; ++panel) {
             PanelCount& count = args_.panel_counts[panel];
             const bool come = lane == 0 && (panel > 0 || wait_for_weights()) && wait(count);
-            if (!__shfl_sync(0xFFFFFFFFu, come, 0)) break;
+            if (!__any_sync(0xFFFFFFFFu, come)) break;
+            __syncwarp();  // what lane 0 has acquired is the others' too
             while (true) {
                 std::int64_t token = lane == 0 ? claim(count) : 0;
                 token = __shfl_sync(0xFFFFFFFFu, token, 0);
