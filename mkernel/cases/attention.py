@@ -28,7 +28,8 @@ LSE_TOLERANCE = 1e-5
 halves are exact in float32, so scores that were ever rounded to a half type exceed it."""
 
 _Q, _K, _V = range(3)
-_SCORES = 1 << 24  # scores of the reference held at once, to bound memory
+SCORES = 1 << 24
+"""Scores of a reference that are held at once, to bound memory."""
 
 
 class RingAttentionCase(Case):
@@ -99,26 +100,41 @@ class RingAttentionCase(Case):
         whole = self._whole(iteration)
         mine = self.positions(rank, world_size).to(self.device)
         mine = mine[rows(len(mine))]
-        groups = self.sizes["heads"] // self.sizes["kv_heads"]
-        q = whole["q"][:, :, mine].double()
-        k, v = (whole[name].double().repeat_interleave(groups, dim=1) for name in ("k", "v"))
-        scale = self.options.get("scale")
-        q = q * (self.sizes["head_dim"] ** -0.5 if scale is None else float(scale))
-        document = self._documents()
-        step = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        heads = (self.sizes["kv_heads"], -1)
+        q = (whole["q"][:, :, mine].double() * self.scale).unflatten(1, heads)
+        k, v = (whole[name].double() for name in "kv")
+        every = torch.arange(k.shape[2], device=self.device)
+        step = max(1, SCORES // (q[..., 0, 0].numel() * k.shape[2]))
         outs, sums = [], []
-        for first in range(0, len(mine), step):
-            at = mine[first : first + step]
-            scores = q[:, :, first : first + step] @ k.transpose(2, 3)
-            if self.sizes.get("causal"):
-                later = torch.arange(k.shape[2], device=self.device)[None, :] > at[:, None]
-                scores = scores.masked_fill(later, float("-inf"))
-            if document is not None:
-                other = document[None, :] != document[at][:, None]
-                scores = scores.masked_fill(other, float("-inf"))
-            sums.append(scores.logsumexp(dim=3))
-            outs.append(scores.softmax(dim=3) @ v)
+        for at, some in zip(mine.split(step), q.split(step, 3), strict=True):
+            # Heads of queries that share one of keys are rows of one product.
+            by_heads = some.shape[2:4]
+            scores = (some.flatten(2, 3) @ k.transpose(2, 3)).unflatten(2, by_heads)
+            hidden = self.hidden(at, every)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, float("-inf"))
+            sums.append(scores.logsumexp(4).flatten(1, 2))
+            out = scores.softmax(4).flatten(2, 3) @ v
+            outs.append(out.unflatten(2, by_heads).flatten(1, 2))
         return {"out": torch.cat(outs, dim=2), "lse": torch.cat(sums, dim=2)}
+
+    def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        """[queries, keys], given their positions: which keys each query does not see. None: it sees
+        all."""
+        found = None
+        if self.sizes.get("causal"):
+            found = keys[None, :] > queries[:, None]
+        document = self._documents()
+        if document is not None:
+            other = document[keys][None, :] != document[queries][:, None]
+            found = other if found is None else found | other
+        return found
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        scale = self.options.get("scale")
+        return float(self.sizes["head_dim"]) ** -0.5 if scale is None else float(scale)
 
     def _documents(self) -> torch.Tensor | None:
         """[S], which document each position is of; None: all are of one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mkernel.cases.attention import RingAttentionCase
+from mkernel.cases.attention_backward import RingAttentionBackwardCase
 from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
 from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase
@@ -19,6 +20,7 @@ _CASES: dict[str, type[Case]] = {
         MoeCombineCase,
         MoeGemmCombineCase,
         RingAttentionCase,
+        RingAttentionBackwardCase,
     )
 }
 

@@ -90,6 +90,9 @@ def command(
             "`name=value name=value, ...` [GEMMs: targets, without GPUs small; others: as mkernel run]",
         ),
     ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="ring_attention: its gradients instead of itself")
+    ] = False,
     random: Annotated[
         int | None,
         typer.Option(
@@ -202,7 +205,7 @@ def command(
         terminal.write(numbers.page(render))
         return
     console = Terminal()
-    names = _ops(op)
+    names = _ops(op, backward)
     for option, given in (
         ("--table", table),
         ("--machine", machine),
@@ -409,10 +412,17 @@ def _model(
     console.print(drawn)
 
 
-def _ops(text: str | None) -> tuple[OpName, ...]:
+def _ops(text: str | None, backward: bool) -> tuple[OpName, ...]:
+    """ArgumentError: of one of them no gradients are timed."""
     if text == "all":
-        return (*ops.OPS, *ops.COMPANIONS)
-    return tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
+        names: tuple[OpName, ...] = (*ops.OPS, *ops.COMPANIONS)
+    else:
+        names = tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
+    if not backward:
+        return names
+    if names != ("ring_attention",):
+        raise ArgumentError("--backward", ", ".join(names), "ring_attention alone")
+    return (ops.BACKWARD["ring_attention"],)
 
 
 def _operands(

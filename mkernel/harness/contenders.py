@@ -19,16 +19,22 @@ import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
-from mkernel.harness import library_attention, library_moe
+from mkernel.harness import library_attention, library_attention_backward, library_moe
 from mkernel.harness.collectives import all_gather, collective
 from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.ops.registration import group_name, ops
 from mkernel.ops.scales import Scaled
-from mkernel.plan.ops import COMPANIONS
+from mkernel.plan.ops import BACKWARD, COMPANIONS
 from mkernel.world.lifecycle import current
 
 _SCALES = ("a_scale", "b_scale")
+_ATTENTION: Mapping[str, Any] = {
+    "ring_attention": library_attention,
+    "ring_attention_backward": library_attention_backward,
+}
+"""Attention by a library alone, by op: modules with ``call`` and ``alone``."""
 
 
 def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
@@ -140,11 +146,17 @@ class Mkernel(Contender):
         super().__init__(problem)
         self._gemm = getattr(mkernel, self.op) if self.op in GEMMS else None
         self._capacity: int | None = problem.case.options.get("capacity")
+        self._causal = bool(problem.case.sizes.get("causal"))
+        self._group = group_name(None)
 
     def promised(self) -> tuple[str, ...] | None:
         return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
+        if self.op == ATTENTION_BACKWARD:
+            names = ("out", "lse")
+            for name, each in zip(names, self._attention(inputs), strict=True):
+                kept(inputs, name, each)
         if self.op not in COMPANIONS:
             return
         sent = mkernel.moe_dispatch_gemm(
@@ -163,11 +175,10 @@ class Mkernel(Contender):
             )
             return {"out": out}
         if self.op == "ring_attention":
-            causal = bool(self.problem.case.sizes.get("causal"))
-            out, lse = mkernel.ring_attention(
-                inputs["q"], inputs["k"], inputs["v"], causal=causal, return_lse=True
-            )
+            out, lse = self._attention(inputs)
             return {"out": out, "lse": lse}
+        if self.op == ATTENTION_BACKWARD:
+            return self._gradients(inputs)
         if self.op == "moe_dispatch_gemm":
             rows, counts, _ = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
@@ -177,6 +188,19 @@ class Mkernel(Contender):
         if self.op == "moe_combine":
             return {"out": mkernel.moe_combine(rows, handle, weights)}
         return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+
+    def _attention(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return mkernel.ring_attention(
+            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
+        )
+
+    def _gradients(self, inputs: Inputs) -> Tensors:
+        """By the op that autograd calls."""
+        found = ops.ring_attention_backward(
+            inputs["grad_out"], None, *(inputs[name] for name in "qkv"), None, inputs["out"],
+            inputs["lse"], causal=self._causal, group=self._group,
+        )  # fmt: skip
+        return {f"grad_{name}": each for name, each in zip("qkv", found, strict=True)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         return without_padding(results)
@@ -188,6 +212,7 @@ class Mkernel(Contender):
         mkernel.synchronize()  # raises what the device found of the last calls
 
 
+ATTENTION_BACKWARD = BACKWARD["ring_attention"]
 DISPATCHED = ("outputs", "counts")
 """Outputs of a dispatch; its combine is an op of its own."""
 
@@ -324,8 +349,10 @@ class Gemm(Contender):
         return ("outputs",) if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op == "ring_attention":
+        if self.op in _ATTENTION:
             kept(inputs, "kv", library_attention.gathered(self.problem, inputs))
+            if self.op == ATTENTION_BACKWARD:
+                library_attention_backward.forward(self.problem, inputs)
         elif self.op not in GEMMS:
             routing = library_moe.Exchanged(self.problem, inputs["topk_ids"])
             inputs["routing"] = routing
@@ -338,8 +365,8 @@ class Gemm(Contender):
         if self.op in GEMMS:
             product(inputs["a"], inputs, outputs["out"], fast=self.fast)
             return outputs
-        if self.op == "ring_attention":
-            return library_attention.alone(self.problem, inputs)
+        if self.op in _ATTENTION:
+            return _ATTENTION[self.op].alone(self.problem, inputs)
         w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
         return {"rows": library_moe.products(inputs["rows"], w, inputs["counts"])}
 
@@ -348,6 +375,8 @@ class Gemm(Contender):
             return results
         if self.op == "ring_attention":
             return library_attention.merged_alone(self.problem, results)
+        if self.op == ATTENTION_BACKWARD:
+            return library_attention_backward.merged_alone(self.problem, inputs, results)
         rows = results["rows"][: int(inputs["counts"].sum())]
         if self.op == "moe_dispatch_gemm":
             return {"outputs": rows}
@@ -406,6 +435,8 @@ class Sequential(Contender):
     def before(self, inputs: Inputs) -> None:
         if self.op in COMPANIONS:
             inputs["routing"] = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+        if self.op == ATTENTION_BACKWARD:
+            library_attention_backward.forward(self.problem, inputs)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op
@@ -423,8 +454,8 @@ class Sequential(Contender):
             product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])
             return outputs
-        if op == "ring_attention":
-            return library_attention.call(self.problem, inputs)
+        if op in _ATTENTION:
+            return _ATTENTION[op].call(self.problem, inputs)
         return library_moe.CALLS[op](self.problem, inputs)
 
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
@@ -459,8 +490,8 @@ _KNOWN = {
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
     "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
     "ring": "mkernel.harness.library_peers:Ring",
-    "context-parallel": "mkernel.harness.library_peers:ContextParallel",
-    "context-parallel-alltoall": "mkernel.harness.library_peers:ContextParallelAllToAll",
+    "context-parallel": "mkernel.harness.context_parallel:ContextParallel",
+    "context-parallel-alltoall": "mkernel.harness.context_parallel:ContextParallelAllToAll",
 }
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")

@@ -73,6 +73,11 @@ def least_bytes(
             positions = prod(sizes[name] for name in ("batch", "sequence", "head_dim"))
             inputs = world_size * positions * (sizes["heads"] + 2 * sizes["kv_heads"])
             results = reference = positions * sizes["heads"]
+        case "ring_attention_backward":
+            positions = prod(sizes[name] for name in ("batch", "sequence", "head_dim"))
+            heads = sizes["heads"] + 2 * sizes["kv_heads"]
+            inputs = world_size * positions * (heads + sizes["heads"])
+            results = reference = positions * heads
     bytes_in, bytes_out = DTYPE_BYTES[dtype], DTYPE_BYTES[out_dtype]
     return inputs * bytes_in + results * bytes_out + reference * _REFERENCE_BYTES
 

@@ -1,12 +1,12 @@
-"""Peers of MoE and attention whose communication is not one step before or behind their compute."""
+"""Peers of MoE and attention whose communication is not one step before or behind their compute;
+torch's context parallelism is in :mod:`.context_parallel`."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.nn.functional import scaled_dot_product_attention
 
 from mkernel.harness import library_attention
 from mkernel.harness.collectives import reduce_scatter
@@ -110,48 +110,3 @@ class Ring(Contender):
             ]
         )
         return found
-
-
-class ContextParallel(Contender):
-    """torch's own context parallelism, which splits sequences in the same zigzag."""
-
-    name = "context-parallel"
-    rotation: ClassVar[str] = "allgather"
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._mesh = distributed.device_mesh.init_device_mesh(problem.device.type, (problem.world,))
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        if problem.op != "ring_attention":
-            return "for attention"
-        if problem.device.type == "cpu":
-            return "torch has none on CPUs"
-        return problem.bars_libraries
-
-    def promised(self) -> tuple[str, ...] | None:
-        return ("out",)
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-        set_rotate_method(self.rotation)
-        q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        with context_parallel(self._mesh, buffers=[], buffer_seq_dims=[]):
-            out = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=bool(self.problem.case.sizes.get("causal")),
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
-        return {"out": out}
-
-
-class ContextParallelAllToAll(ContextParallel):
-    """The same with parts that travel on while others are attended to."""
-
-    name = "context-parallel-alltoall"
-    rotation: ClassVar[str] = "alltoall"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mkernel.harness import library_attention
-from mkernel.harness.contenders import Contender, GlooMatmul, NcclCublas
+from mkernel.harness import library_attention, library_attention_backward
+from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender, GlooMatmul, NcclCublas
 from mkernel.harness.library_peers import GatheredExperts, Ring
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
@@ -157,3 +157,22 @@ class MergesWithoutRescaling(Ring):
         for each in parts[1:]:
             right["out"][:, :, each.first :] = each.out
         return right
+
+
+class SumsOfTheOwnKeys(Contender):
+    """Gradients whose weights are those of queries that see the own keys alone."""
+
+    name = "sums_of_the_own_keys"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op == ATTENTION_BACKWARD else "for gradients of attention"
+
+    def before(self, inputs: Inputs) -> None:
+        library_attention_backward.forward(self.problem, inputs)
+        own = library_attention.own(inputs)
+        alone = library_attention.part(self.problem, inputs["q"], own, self.problem.rank)
+        inputs["lse"].copy_(alone.lse)
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        return library_attention_backward.call(self.problem, inputs)

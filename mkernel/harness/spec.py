@@ -100,7 +100,9 @@ class Shape(Finite):
         if self.op == "moe_combine":
             return None
         scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))
-        return 4.0 * scores * sizes["head_dim"] / world / (2 if sizes.get("causal") else 1)
+        products = 2 if self.op == "ring_attention" else 5
+        seen = scores / (2 if sizes.get("causal") else 1)
+        return 2.0 * products * seen * sizes["head_dim"] / world
 
     def aimed_at(self, world: int, accelerator: str) -> bool:
         """Whether the targets are meant for a world of that many ranks on an accelerator backend."""

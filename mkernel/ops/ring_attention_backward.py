@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mkernel.ops import documents, validate
 from mkernel.ops.attention_layout import common_layout, lying
-from mkernel.ops.common import engine_for, plan_for
+from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.registration import ops, register
 from mkernel.ops.untraced import untraced
+from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 OP = "ring_attention_backward"
 
 
 @untraced
-def _kernel(
+def call(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -39,8 +41,16 @@ def _kernel(
     causal: bool,
     scale: float | None = None,
     chunk: int | None = None,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    group: Group = None,
+    **execution: Unpack[Execution],
+) -> Done:
+    """The gradients of :func:`mkernel.ring_attention` with their plan and record. Outputs: ``grad_q``,
+    ``grad_k``, ``grad_v``.
+
+    Args:
+        grad_out: of ``out``. grad_lse: of ``lse``; None: it has none. out, lse: as the call returned
+            them. The others: as that call had them.
+    """
     world = current(group)
     given = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if grad_lse is not None:
@@ -79,10 +89,32 @@ def _kernel(
         documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
     plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
     options = {"scale": width**-0.5 if scale is None else float(scale)}
-    world.run(plan, {**given, **written}, options=options)
+    record = world.run(plan, {**given, **written}, options=options, **execution)
     for name, tensor in found.items():
         if written[name] is not tensor:
             tensor.copy_(written[name])
+    return Done(plan, record, found)
+
+
+def _kernel(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = call(
+        grad_out, grad_lse, q, k, v, cu_seqlens, out, lse, causal=causal, scale=scale, chunk=chunk,
+        group=group,
+    ).outputs  # fmt: skip
     return found["grad_q"], found["grad_k"], found["grad_v"]
 
 

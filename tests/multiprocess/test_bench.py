@@ -19,6 +19,7 @@ OTHERS = {
     "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
     "moe_gemm_combine": "tokens=160 hidden=64 features=128 experts=4 top_k=2",
     "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
+    "ring_attention_backward": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
 }
 PEERS = {
     "moe_dispatch_gemm": ("gather+grouped",),
@@ -223,6 +224,7 @@ def test_experts_with_a_capacity(tmp_path: Path, routing: str) -> None:
         ("moe_gemm_combine", "RowsOfTheNextExpert"),
         ("ring_attention", "MergesWithoutRescaling"),
         ("ring_attention", "StaleKeys"),
+        ("ring_attention_backward", "SumsOfTheOwnKeys"),
     ],
 )
 def test_wrong_peers_of_other_ops(tmp_path: Path, op: str, fault: str) -> None:
@@ -236,7 +238,7 @@ def test_wrong_peers_of_other_ops(tmp_path: Path, op: str, fault: str) -> None:
     assert row["entries"]["gemm"]["state"] == "right"
 
 
-@pytest.mark.parametrize("op", ["moe_combine", "ring_attention"])
+@pytest.mark.parametrize("op", ["moe_combine", "ring_attention", "ring_attention_backward"])
 def test_loops_and_first_calls_of_other_ops(tmp_path: Path, op: str) -> None:
     file = tmp_path / "x.json"
     done = bench(op, "--ranks", "2", "--shapes", OTHERS[op], "--iterations", "2", "--warmup", "1",
@@ -276,6 +278,7 @@ def test_what_hangs_is_named() -> None:
         (["moe_combine", "--ranks", "5"], "experts that is a multiple of 5"),
         (["ring_attention", "--shapes", "sequence=6 causal=1", "--ranks", "2"], "twice the number"),
         (["ring_attention", "--random", "3"], "--random"),
+        (["ag_gemm", "--backward"], "ring_attention alone"),
         (["ag_gemm", "--capacity"], "an op of MoE"),
         (["ring_attention", "--routing", "zipf"], "an op of MoE"),
         (["moe_combine", "--routing", "even"], "uniform or zipf"),

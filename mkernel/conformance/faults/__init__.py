@@ -242,7 +242,7 @@ def _after_another_plan(ended: Ended) -> bool:
 
 
 def _keep_nearest(call: Ended) -> None:
-    pairs = [(call.outputs["out"], call.before["out"])] if "out" in call.outputs else []
+    pairs = [(call.outputs[n], call.before[n]) for n in ("out", "grad_q") if n in call.outputs]
     for tensor, before in (*pairs, *((t, torch.empty_like(t)) for t in call.grouped())):
         if tensor.numel():
             gaps = (tensor.double() - before.double()).abs().nan_to_num(nan=float("inf"))

@@ -29,8 +29,15 @@ from mkernel.plan.shapes import SHAPES
 
 Tensors = dict[str, torch.Tensor]
 
-OUTPUTS = ("out", "lse", "gathered", "gathered_scale", "residual_out")
-"""Tensors of a call that a backend writes to."""
+_OUTPUTS = ("out", "lse", "gathered", "gathered_scale", "residual_out")
+_GRADIENTS = ("grad_q", "grad_k", "grad_v")
+
+
+def outputs_of(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of those of a call's tensors that a backend writes to. Gradients of attention are made
+    of what it found, which then is an input."""
+    names = _GRADIENTS if _GRADIENTS[0] in tensors else _OUTPUTS
+    return [name for name in names if name in tensors]
 
 
 @forwards(AcceleratorBackend)
@@ -140,7 +147,7 @@ class Altered(Honest):
     def launch(self, call: Call) -> Launch:
         if self.ops and call.plan.op not in self.ops:
             return self.inner.launch(call)
-        given = {name: call.tensors[name] for name in OUTPUTS if name in call.tensors}
+        given = {name: call.tensors[name] for name in outputs_of(call.tensors)}
         before = {name: tensor.clone() for name, tensor in given.items()}
         inner = self.inner.launch(self.change(call))
 

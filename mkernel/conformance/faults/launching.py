@@ -15,12 +15,12 @@ from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.transport import _transport
-from mkernel.conformance.faults.altering import OUTPUTS, Followed, Honest, Tensors
+from mkernel.conformance.faults.altering import Followed, Honest, Tensors, outputs_of
 
 
 def _elsewhere(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """The same inputs, and other memory for the outputs."""
-    return {k: torch.empty_like(t) if k in OUTPUTS else t for k, t in tensors.items()}
+    return {k: torch.empty_like(t) if k in outputs_of(tensors) else t for k, t in tensors.items()}
 
 
 def _finish(launch: Launch) -> None:
@@ -173,7 +173,7 @@ class _GivesUp(Launch, InstrumentedLaunch):
             return True
         if not self._inner.wait(min(left, timeout_s)):
             return False
-        for name in self._call.tensors.keys() & {*OUTPUTS}:
+        for name in outputs_of(self._call.tensors):
             self._call.tensors[name].copy_(self._elsewhere.tensors[name])
         return True
 
@@ -250,7 +250,7 @@ class BrokenForGood(Honest):
     def launch(self, call: Call) -> Launch:
         def after(results: dict[str, Any]) -> None:
             if self.failed:
-                for name in call.tensors.keys() & {*OUTPUTS}:
+                for name in outputs_of(call.tensors):
                     call.tensors[name].zero_()
 
         return Followed(self.inner.launch(call), after)

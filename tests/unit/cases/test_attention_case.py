@@ -170,7 +170,7 @@ def test_own_tensors_give_the_same_reference() -> None:
 def test_the_reference_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     each = case(True)
     whole = each.reference(RANK, WORLD, 1)
-    monkeypatch.setattr(attention, "_SCORES", 12 * 96 * 5)
+    monkeypatch.setattr(attention, "SCORES", 12 * 96 * 5)
     blocks = each.reference(RANK, WORLD, 1)
     for name, value in whole.items():
         assert torch.allclose(blocks[name], value, rtol=1e-12, atol=0)

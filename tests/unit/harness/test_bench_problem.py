@@ -93,6 +93,9 @@ CASES: dict[str, Case] = {
         "ring_attention": {
             "batch": 2, "heads": 2, "kv_heads": 1, "sequence": 600, "head_dim": 8, "causal": True,
         },
+        "ring_attention_backward": {
+            "batch": 2, "heads": 2, "kv_heads": 1, "sequence": 600, "head_dim": 8, "causal": True,
+        },
     }.items()
 }  # fmt: skip
 

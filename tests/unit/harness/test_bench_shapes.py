@@ -48,6 +48,10 @@ def test_targets_of_experts_and_attention() -> None:
     assert {each.target_us for each in attention} == {each.target for each in experts} == {None}
     assert {each.target for each in attention} == {1.08, 1.05, 1.03}
     assert min(each.target_us or 0 for each in experts) == 225
+    gradients = shapes("ring-targets", ("ring_attention_backward",), 2)
+    assert {(each.sizes["sequence"], each.target) for each in gradients} == {
+        (8192, None), (16384, 1.08), (24576, 1.08),
+    }  # fmt: skip
     with pytest.raises(ArgumentError, match="for 4 ranks"):
         shapes("moe-targets", ("moe_dispatch_gemm",), 4)
 

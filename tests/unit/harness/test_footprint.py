@@ -29,6 +29,10 @@ def test_a_run_that_cannot_fit_is_refused_and_says_by_how_much() -> None:
         ("moe_combine", {"tokens": 8, "features": 4, "experts": 4, "top_k": 2}),
         ("moe_gemm_combine", {"tokens": 8, "hidden": 4, "features": 4, "experts": 4, "top_k": 2}),
         ("ring_attention", {"batch": 1, "heads": 4, "kv_heads": 2, "sequence": 16, "head_dim": 8}),
+        (
+            "ring_attention_backward",
+            {"batch": 1, "heads": 4, "kv_heads": 2, "sequence": 16, "head_dim": 8},
+        ),
     ],
 )
 def test_every_op_takes_memory_that_grows_with_it(op: str, sizes: dict[str, int]) -> None:
