@@ -2,7 +2,7 @@
 
 The library is cuDNN, which takes fewer heads of keys than of queries, and any layout whose rows are
 packed. torch keeps its plans by the strides of q, k and v alone, so what is given beside q for the same
-queries (the result, its gradient) lies as q does.
+queries (the result, its gradient) lies as q does, gaps between rows included.
 
 Under ``torch.use_deterministic_algorithms`` gradients are those of FlashAttention-2, which then adds in
 a fixed order; cuDNN's backward does not promise one.
@@ -81,7 +81,7 @@ def gradients(
     found = _gradients(given, k, v, causal, scale)
     if given.of_lse is None:
         return found
-    ones, sums = torch.zeros_like(given.out), torch.zeros_like(given.out)
+    ones, sums = (_zeros_lying_like(given.q) for _ in range(2))
     ones[..., :2] = 1
     sums[..., 0] = -given.of_lse
     sums[..., 1] = -(given.of_lse + sums[..., 0])  # what the first one's rounding took off
@@ -104,6 +104,13 @@ def _gradients(given: Results, k: Tensor, v: Tensor, causal: bool, scale: float)
             none, none, None, None, None, *sizes, 0.0, causal, scale=scale,
         )  # fmt: skip
     return Gradients(*found)
+
+
+def _zeros_lying_like(tensor: Tensor) -> Tensor:
+    """With the same strides, also where torch's zeros_like would leave gaps out."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).zero_()
 
 
 @cache

@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import devices
@@ -28,6 +29,7 @@ from test_hopper_attention import (
 
 from mkernel.backends.accelerators.hopper import (
     attention_backward,
+    attention_library,
     attention_ring,
     capabilities,
     device_world,
@@ -392,3 +394,29 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
         return [needs, *started.told]
 
     assert decorations(usual, launch) == []
+
+
+@pytest.mark.parametrize("first", [0, 16])
+@pytest.mark.parametrize("layout", ["heads", "positions"])
+def test_all_that_the_library_is_given_for_queries_lies_as_they_do(
+    monkeypatch: pytest.MonkeyPatch, layout: str, first: int
+) -> None:
+    """It keeps plans by the strides of q, k and v alone: a plan that was made for a result that lies
+    otherwise reads wrong elements."""
+    seen = []
+
+    def backward(of_out: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any, scale: float) -> Any:
+        seen.append((q.stride(), of_out.stride(), out.stride()))
+        return tuple(torch.zeros_like(each) for each in (q, k, v))
+
+    library = SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
+    monkeypatch.setattr(attention_library, "_aten", library)
+    monkeypatch.setattr(attention_library, "_more_dimensions", lambda device: (1,))
+    q, out, of_out = (lying(torch.randn(2, 4, 32, 64).bfloat16(), layout) for _ in range(3))
+    k = lying(torch.randn(2, 2, 32, 64).bfloat16(), layout)
+    lse, of_lse = torch.randn(2, 4, 32), torch.randn(2, 4, 32)
+    results = Results(q, out, of_out, lse, of_lse).heads(slice(0, 2))
+    attention_library.gradients(results, k[:, :1], k[:, :1], first, False, 0.2)
+    assert len(seen) == 2
+    for strides in seen:
+        assert len(set(strides)) == 1, strides
