@@ -32,6 +32,19 @@ SCORES = 1 << 24
 """Scores of a reference that are held at once, to bound memory."""
 
 
+def by_keys(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[B, Hkv, G, R, D] of [B, H, R, D]: heads of queries by the one of keys that they use."""
+    batch, _, rows, width = tensor.shape
+    return tensor.reshape(batch, kv_heads, -1, rows, width)
+
+
+def products(rows: torch.Tensor, with_: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, G, R, N] of rows [B, Hkv, G, R, K] and ``with_`` [B, Hkv, K, N]: one product for all
+    heads of queries that share one of keys."""
+    found: torch.Tensor = rows.flatten(2, 3) @ with_
+    return found.reshape(*rows.shape[:4], -1)
+
+
 class RingAttentionCase(Case):
     """softmax(q kᵀ · scale) v. Outputs: ``out`` (of ``dtype``; ``out_dtype`` does not count), and
     ``lse``."""
@@ -100,22 +113,18 @@ class RingAttentionCase(Case):
         whole = self._whole(iteration)
         mine = self.positions(rank, world_size).to(self.device)
         mine = mine[rows(len(mine))]
-        heads = (self.sizes["kv_heads"], -1)
-        q = (whole["q"][:, :, mine].double() * self.scale).unflatten(1, heads)
+        q = by_keys(whole["q"][:, :, mine].double() * self.scale, self.sizes["kv_heads"])
         k, v = (whole[name].double() for name in "kv")
         every = torch.arange(k.shape[2], device=self.device)
         step = max(1, SCORES // (q[..., 0, 0].numel() * k.shape[2]))
         outs, sums = [], []
         for at, some in zip(mine.split(step), q.split(step, 3), strict=True):
-            # Heads of queries that share one of keys are rows of one product.
-            by_heads = some.shape[2:4]
-            scores = (some.flatten(2, 3) @ k.transpose(2, 3)).unflatten(2, by_heads)
+            scores = products(some, k.transpose(2, 3))
             hidden = self.hidden(at, every)
             if hidden is not None:
                 scores = scores.masked_fill(hidden, float("-inf"))
             sums.append(scores.logsumexp(4).flatten(1, 2))
-            out = scores.softmax(4).flatten(2, 3) @ v
-            outs.append(out.unflatten(2, by_heads).flatten(1, 2))
+            outs.append(products(scores.softmax(4), v).flatten(1, 2))
         return {"out": torch.cat(outs, dim=2), "lse": torch.cat(sums, dim=2)}
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from mkernel.cases import attention
-from mkernel.cases.attention import RingAttentionCase
+from mkernel.cases.attention import RingAttentionCase, by_keys, products
 from mkernel.cases.base import EVERY_RANK, Memory, Outcome, Rows, Tensors, every_row
 from mkernel.ops import ring_attention, ring_attention_backward
 from mkernel.ops.common import Execution
@@ -93,8 +93,8 @@ class _Wide:
     def __init__(self, case: RingAttentionBackwardCase, iteration: int) -> None:
         self._case = case
         whole = {name: each.double() for name, each in case._whole(iteration).items()}
-        heads = (case.sizes["kv_heads"], -1)
-        self._q, self._of_out = (whole[n].unflatten(1, heads) for n in ("q", "grad_out"))
+        heads = case.sizes["kv_heads"]
+        self._q, self._of_out = (by_keys(whole[name], heads) for name in ("q", "grad_out"))
         self._k, self._v = whole["k"], whole["v"]
         self._every = torch.arange(case.sizes["sequence"], device=case.device)
         sums = [self._sums(at) for at in self.steps(self._every)]
@@ -109,9 +109,7 @@ class _Wide:
         self, of_queries: torch.Tensor, of_keys: torch.Tensor, at: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
         """[B, Hkv, G, queries, keys]: products of rows."""
-        rows = of_queries[:, :, :, at]
-        found = rows.flatten(2, 3) @ of_keys[:, :, keys].transpose(2, 3)
-        return found.unflatten(2, rows.shape[2:4])
+        return products(of_queries[:, :, :, at], of_keys[:, :, keys].transpose(2, 3))
 
     def _scores(self, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         found = self._times(self._q, self._k, at, keys) * self._case.scale
@@ -123,8 +121,7 @@ class _Wide:
         scores = self._scores(at, self._every)
         lse = scores.logsumexp(4)
         weights = (scores - lse[..., None]).exp()
-        out = (weights.flatten(2, 3) @ self._v).unflatten(2, weights.shape[2:4])
-        return lse, (out * self._of_out[:, :, :, at]).sum(4)
+        return lse, (products(weights, self._v) * self._of_out[:, :, :, at]).sum(4)
 
     def _of_scores(self, at: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """P and dS."""
@@ -135,8 +132,7 @@ class _Wide:
     def of_queries(self, at: torch.Tensor) -> torch.Tensor:
         """dq [B, H, queries, D]."""
         _, of_scores = self._of_scores(at, self._every)
-        found = of_scores.flatten(2, 3) @ self._k * self._case.scale
-        return found.unflatten(2, of_scores.shape[2:4]).flatten(1, 2)
+        return products(of_scores, self._k).flatten(1, 2) * self._case.scale
 
     def of_keys(self, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv [B, Hkv, keys, D]."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
@@ -30,11 +30,16 @@ from mkernel.plan.ops import BACKWARD, COMPANIONS
 from mkernel.world.lifecycle import current
 
 _SCALES = ("a_scale", "b_scale")
-_ATTENTION: Mapping[str, Any] = {
-    "ring_attention": library_attention,
-    "ring_attention_backward": library_attention_backward,
+_ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "ring_attention": library_attention.call,
+    "ring_attention_backward": library_attention_backward.call,
 }
-"""Attention by a library alone, by op: modules with ``call`` and ``alone``."""
+"""Attention by a library alone, by op."""
+_ON_PARTS: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "ring_attention": library_attention.alone,
+    "ring_attention_backward": library_attention_backward.alone,
+}
+"""The same on parts that are there."""
 
 
 def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
@@ -366,7 +371,7 @@ class Gemm(Contender):
             product(inputs["a"], inputs, outputs["out"], fast=self.fast)
             return outputs
         if self.op in _ATTENTION:
-            return _ATTENTION[self.op].alone(self.problem, inputs)
+            return _ON_PARTS[self.op](self.problem, inputs)
         w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
         return {"rows": library_moe.products(inputs["rows"], w, inputs["counts"])}
 
@@ -455,7 +460,7 @@ class Sequential(Contender):
             collective(op, self._between, outputs["out"])
             return outputs
         if op in _ATTENTION:
-            return _ATTENTION[op].call(self.problem, inputs)
+            return _ATTENTION[op](self.problem, inputs)
         return library_moe.CALLS[op](self.problem, inputs)
 
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
