@@ -118,7 +118,7 @@ class RingAttentionCase(Case):
         every = torch.arange(k.shape[2], device=self.device)
         step = max(1, SCORES // (q[..., 0, 0].numel() * k.shape[2]))
         outs, sums = [], []
-        for at, some in zip(mine.split(step), q.split(step, 3), strict=True):
+        for at, some in zip(torch.split(mine, step), torch.split(q, step, 3), strict=True):
             scores = products(some, k.transpose(2, 3))
             hidden = self.hidden(at, every)
             if hidden is not None:

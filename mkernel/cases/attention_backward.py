@@ -103,7 +103,7 @@ class _Wide:
     def steps(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
         """The positions, so many at a time that their scores bound memory."""
         scores = self._q[..., 0].numel()
-        yield from positions.split(max(1, attention.SCORES // scores))
+        yield from torch.split(positions, max(1, attention.SCORES // scores))
 
     def _times(
         self, of_queries: torch.Tensor, of_keys: torch.Tensor, at: torch.Tensor, keys: torch.Tensor

@@ -1,5 +1,5 @@
-"""torch's context parallelism as the benchmark's peer, on CPU ranks: torch's attention for CPUs stands in
-for cuDNN's."""
+"""torch's context parallelism as the benchmark's peer, on CPU ranks: torch's attention for CPUs stands
+in for cuDNN's."""
 
 from __future__ import annotations
 
