@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
+from mkernel.backends.accelerators.hopper.attention_merge import Merge
 from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing, Queries, ring_keys
-from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -50,10 +50,8 @@ class AttentionExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
-        self._blocks = _checked(plan).merge_blocks
-        shape = attention_shape(plan)
+        self._merge = Merge(context, _checked(plan).merge_blocks)
         self._ring = AttentionRing(call, context)
-        self._shape = (shape.batch, shape.heads, self._ring.rows, shape.head_dim)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
 
@@ -83,7 +81,10 @@ class AttentionExecutor:
                 parts = list(self._attended(call, world, stream))
             finally:
                 context.order.join(stream)
-        self._merge(call, parts, world if exchanges else self._alone, exchanges, stream)
+        there, out = world if exchanges else self._alone, call.tensors["out"]
+        written = writable(out)
+        self._merge.finish(parts, written, call.tensors["lse"], there, stream, ends=exchanges)
+        deliver(written, out)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -103,32 +104,6 @@ class AttentionExecutor:
             if world is not None:
                 self._ring.wait(world, source, stream)
             yield attend(q, source.k, source.v, source.first, False, scale)
-
-    def _merge(
-        self,
-        call: Call,
-        parts: list[Seen],
-        world: _hopper.DeviceWorld,
-        ends: bool,
-        stream: int,
-    ) -> None:
-        made, out, lse = native(), call.tensors["out"], call.tensors["lse"]
-        written = writable(out)
-        merge = made.Merge(
-            [
-                made.Part(
-                    part.out.data_ptr(), part.out.stride()[:3], part.lse.data_ptr(), part.first
-                )
-                for part in parts
-            ],
-            written.data_ptr(),
-            written.stride()[:3],
-            lse.data_ptr(),
-            self._shape,
-            self._plan.dtype == "float16",
-        )
-        made.merge_parts(self._context.device, world, merge, self._blocks, ends, stream)
-        deliver(written, out)
 
 
 def _checked(plan: LaunchPlan) -> AttentionSchedule:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
+from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
@@ -17,7 +18,10 @@ from mkernel.backends.accelerators.hopper.moe import (
     DispatchExecutor,
     GemmCombineExecutor,
 )
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    AttentionInPiecesSchedule,
+    FewRowsSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
@@ -67,4 +71,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
         raise Unsupported(f"accelerator 'hopper' has one path of {plan.op}; plan.path is 'library'")
     if plan.path == "library":
         return LibraryExecutor
+    if isinstance(plan.schedule, AttentionInPiecesSchedule):
+        return AttentionInPiecesExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

@@ -19,6 +19,7 @@ from plan_walk import WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     attention,
+    attention_merge,
     attention_ring,
     capabilities,
     device_world,
@@ -28,7 +29,7 @@ from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -53,13 +54,22 @@ class Part(NamedTuple):
     first: int
 
 
+class Running(NamedTuple):
+    out: int
+    lse: int
+    read: bool
+    write: bool
+
+
 class Merge(NamedTuple):
     parts: list[Part]
     out: int
     strides: tuple[int, ...]
     lse: int
+    lse_pitch: int
     shape: tuple[int, int, int, int]
     half: bool
+    running: Running
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class Keys(NamedTuple):
 class Fabric:
     """Stands for ``_hopper`` in all ranks. ``queued``: what rank 0 started, and on which stream."""
 
-    Part, Merge = Part, Merge
+    Part, Merge, Running = Part, Merge, Running
 
     def __init__(self, world: int) -> None:
         self.DATA_OFFSET, self.Keys = DATA_OFFSET, Keys
@@ -109,6 +119,11 @@ class Fabric:
         self.flags: dict[tuple[int, int], threading.Event] = {
             (to, by): threading.Event() for to in range(world) for by in range(world)
         }
+
+    def clear(self) -> None:
+        """Another call begins."""
+        for flag in self.flags.values():
+            flag.clear()
 
     def DeviceWorld(self, workspaces: list[int], rank: int, *_: Any) -> Here:
         return Here(rank, tuple(workspaces))
@@ -143,8 +158,14 @@ class Fabric:
             self.merged.append(merge)
         batch, heads, rows, width = merge.shape
         dtype = torch.float16 if merge.half else torch.bfloat16
-        outs = torch.zeros(len(merge.parts), batch, heads, rows, width)
-        sums = torch.full((len(merge.parts), batch, heads, rows), float("-inf"))
+        outs = torch.zeros(len(merge.parts) + 1, batch, heads, rows, width)
+        sums = torch.full((len(merge.parts) + 1, batch, heads, rows), float("-inf"))
+        packed = (heads * rows, rows, 1)
+        before = merge.running
+        if before.read:
+            wide = tuple(width * each for each in packed)
+            outs[-1] = rows_at(before.out, wide, torch.float32, batch, heads, rows, width)
+            sums[-1] = rows_at(before.lse, packed, torch.float32, batch, heads, rows, 1)[..., 0]
         for number, part in enumerate(merge.parts):
             left = rows - part.first
             outs[number, :, :, part.first :] = rows_at(part.out, part.strides, dtype, batch, heads,
@@ -153,9 +174,24 @@ class Fabric:
             sums[number, :, :, part.first :] = lse[..., 0]
         lse = sums.logsumexp(0)
         out = ((sums - lse).exp()[..., None] * outs).sum(0)
-        rows_at(merge.out, merge.strides, dtype, batch, heads, rows, width).copy_(out)
-        packed = (heads * rows, rows, 1)
-        rows_at(merge.lse, packed, torch.float32, batch, heads, rows, 1)[..., 0].copy_(lse)
+        pitch = merge.lse_pitch
+        to, strides, sums_to, pitches = (
+            merge.out,
+            merge.strides,
+            merge.lse,
+            (heads * pitch, pitch, 1),
+        )
+        if before.write:
+            wide = tuple(width * each for each in packed)
+            to, strides, sums_to, pitches, dtype = (
+                before.out,
+                wide,
+                before.lse,
+                packed,
+                torch.float32,
+            )
+        rows_at(to, strides, dtype, batch, heads, rows, width).copy_(out)
+        rows_at(sums_to, pitches, torch.float32, batch, heads, rows, 1)[..., 0].copy_(lse)
 
     def _note(self, here: Here, what: Any, stream: int) -> None:
         if here.rank == 0:
@@ -229,7 +265,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
     def make(world: int) -> Fabric:
         made = Fabric(world)
-        for module in (attention, attention_ring, device_world):
+        for module in (attention, attention_merge, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention, "attend", attended)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
@@ -253,7 +289,7 @@ def run(
     case = case_of("ring_attention")(
         sizes, plan.dtype, plan.dtype, "row", options={"scale": scale}, seed=3
     )
-    room = AttentionExecutor.workspace(plan).areas[0]
+    room = executor_of(plan).workspace(plan).areas[0]
     memory = [torch.full((room,), 0x7F, dtype=torch.uint8) for _ in range(world)]  # NaN
     places = [each.data_ptr() for each in memory]
     rows = shape.sequence // world
@@ -261,10 +297,9 @@ def run(
     made.stretches = shape.batch * (shape.kv_heads if shape.layout == "heads" else 1)
     order: Any = Order()
     found: list[str] = []
-    executors: dict[int, AttentionExecutor] = {}
+    executors: dict[int, Executor] = {}
     for number in range(calls):
-        for flag in made.flags.values():
-            flag.clear()
+        made.clear()
 
         def start(rank: int, number: int = number) -> list[str]:
             given = {n: lying(t, shape.layout) for n, t in case.inputs(rank, world, number).items()}
@@ -277,7 +312,7 @@ def run(
                 region=0, fifo=0, timeout_s=1.0, view=view, options={"scale": scale},
             )  # fmt: skip
             if rank not in executors:
-                executors[rank] = AttentionExecutor(call, DispatchContext(0, order, 64))
+                executors[rank] = executor_of(plan)(call, DispatchContext(0, order, 64))
             executors[rank].start(call, MAIN)
             truth = case.reference(rank, world, number)
             limits = {"out": 5e-3, "lse": 1e-5}
@@ -437,9 +472,10 @@ class Started:
             self.told.append((name, *small, str(named)))
             return found(*given, **named) if name in made else None
 
-        made = ("Keys", "Merge", "Part", "Given", "Sum", "Sums")
+        made = ("Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums")
         starts = (
-            "push_keys", "await_part", "merge_parts", "push_gradients", "sum_gradients",
+            "push_keys", "push_piece", "tell", "await_part", "merge_parts", "push_gradients",
+            "sum_gradients",
         )  # fmt: skip
         return note if name in (*made, *starts) else found
 
@@ -448,7 +484,7 @@ class Started:
 def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
     started = Started(native.native())
-    for module in (attention, attention_ring):
+    for module in (attention, attention_merge, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
 

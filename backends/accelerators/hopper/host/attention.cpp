@@ -69,6 +69,41 @@ void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const
     }
 }
 
+namespace {
+
+void check_peer(const Workspace& workspace, int peer, std::uint32_t flag) {
+    if (peer < 0 || peer >= workspace.world || peer == workspace.rank || flag >= kFlags) {
+        throw std::invalid_argument(
+            "flag " + std::to_string(flag) + " of rank " + std::to_string(peer) + "; at most " +
+            std::to_string(kFlags - 1) + ", of a peer of rank " + std::to_string(workspace.rank));
+    }
+}
+
+}  // namespace
+
+void push_piece(const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
+                const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    check_peer(workspace, peer, flag);
+    const cudaStream_t on = cuda::stream_at(stream);
+    char* to = workspace.data(peer) + place;
+    for (const std::uint64_t each : {k, v}) {
+        const std::uint64_t bytes = piece.width * piece.count;
+        copied(
+            cudaMemcpy2DAsync(to, piece.width, reinterpret_cast<const void*>(each + piece.at),
+                              piece.pitch, piece.width, piece.count, cudaMemcpyDeviceToDevice, on),
+            bytes, peer);
+        to += bytes;
+    }
+    set_flag(workspace, peer, flag, on);
+}
+
+void tell(const DeviceWorld& world, int peer, std::uint32_t flag, std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    check_peer(workspace, peer, flag);
+    set_flag(workspace, peer, flag, cuda::stream_at(stream));
+}
+
 void push_gradients(const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
                     std::uint64_t bytes, const Keys& keys, std::uint64_t stream) {
     const Workspace workspace = workspace_of(world);

@@ -7,6 +7,9 @@
 // Behind these a backward call has as many slots for what the peers give to the gradients of the own K and V:
 // of rank r + 1 first, then r + 2, the order in which they are added. A slot holds dK, then dV, of as many
 // positions as the peer sees, packed. Flag kGradientFlags + s says that both of rank s have come.
+//
+// Where keys and values travel in pieces, areas and flags are laid out by who plans them
+// (attention_pieces.py).
 #pragma once
 
 #include <cstdint>
@@ -39,6 +42,20 @@ inline constexpr std::uint32_t kGradientFlags = kMaxRanks;
 // no more. On the copy engines; `stream` must come after the end of the previous call. CudaError.
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
                bool zigzag, std::uint64_t stream);
+
+// Some positions of the own K, or V: `count` stretches of `width` bytes, `pitch` from each other, the first
+// one `at` bytes into it.
+struct Piece {
+    std::uint64_t at, width, pitch, count;
+};
+
+// Copies a piece of the own K and V to that place in the data area of `peer`, packed, V behind K, and the
+// epoch into that flag there, behind them. As above.
+void push_piece(const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
+                const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream);
+
+// Copies the epoch into that flag of `peer`, which thereby knows that what comes before on `stream` is done.
+void tell(const DeviceWorld& world, int peer, std::uint32_t flag, std::uint64_t stream);
 
 // Copies `bytes` of dK, and of dV, into this rank's slot at `owner`, and the epoch into the flag behind them.
 // As above.

@@ -16,7 +16,8 @@ using collectives::widen;
 
 constexpr unsigned kMergeThreads = 256;
 constexpr unsigned kBlocksACore = 6;  // that fit: merge_blocks_a_core of machine.json
-constexpr int kElements = 8;          // that a thread has of a row
+constexpr unsigned kWarp = 32;
+constexpr int kElements = 8;  // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
 
 __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
@@ -40,6 +41,13 @@ __device__ void add(float (&sum)[kElements], float weight, uint4 found) {
     for (int i = 0; i < kElements; ++i) sum[i] += weight * widen(elements[i]);
 }
 
+// The threads of this warp that have the same row as this one: all that have it.
+__device__ unsigned lanes_of_row(std::uint32_t width) {
+    const unsigned threads = width / kElements;
+    const unsigned first = threadIdx.x % kWarp / threads * threads;
+    return (threads == kWarp ? ~0u : (1u << threads) - 1) << first;
+}
+
 // One thread's elements, from `at` bytes of the row on.
 template <class Element>
 __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t head,
@@ -51,7 +59,10 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     const auto seen = [&](const Part& part) {
         return static_cast<std::int32_t>(row) >= part.first;
     };
-    float top = -INFINITY;
+    const Running& running = merge.running;
+    const std::uint64_t before = above * merge.rows + row;
+    float* const kept = running.out + before * merge.width + at / sizeof(Element);
+    float top = running.read ? running.lse[before] : -INFINITY;
     for (int p = 0; p < merge.count; ++p) {
         if (seen(merge.parts[p])) top = fmaxf(top, lse_of(merge.parts[p]));
     }
@@ -59,6 +70,11 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     if (isinf(top)) top = 0.0f;
     float whole = 0.0f;
     float sum[kElements] = {};
+    if (running.read) {
+        whole = expf(running.lse[before] - top);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) sum[i] = whole * kept[i];
+    }
     for (int p = 0; p < merge.count; ++p) {
         const Part& part = merge.parts[p];
         if (!seen(part)) continue;
@@ -67,12 +83,19 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
         add<Element>(sum, weight,
                      ptx::load_16(row_of(part.out, batch, head, row - part.first) + at));
     }
+    if (running.write) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) kept[i] = sum[i] / whole;
+        __syncwarp(lanes_of_row(merge.width));  // all have read what is replaced
+        if (at == 0) running.lse[before] = top + logf(whole);
+        return;
+    }
     uint4 result;
     Element* elements = reinterpret_cast<Element*>(&result);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) narrow(sum[i] / whole, elements[i]);
     *reinterpret_cast<uint4*>(const_cast<char*>(row_of(merge.out, batch, head, row)) + at) = result;
-    if (at == 0) merge.lse[above * merge.rows + row] = top + logf(whole);
+    if (at == 0) merge.lse[above * merge.lse_pitch + row] = top + logf(whole);
 }
 
 // By all threads of every block, which have done all else of the call.
@@ -165,7 +188,15 @@ void check(const Merge& merge) {
     check_parts("merge", merge.count);
     check_width(merge.width);
     check_rows(merge.batch, merge.heads, merge.rows);
-    if (merge.parts[0].first != 0) refuse("the first part does not have all rows");
+    const Running& running = merge.running;
+    if (!running.read && merge.parts[0].first != 0) refuse("the first part does not have all rows");
+    if ((running.read || running.write) && (running.out == nullptr || running.lse == nullptr)) {
+        refuse("a merge with what was found before, and no memory of it");
+    }
+    if (running.write && merge.width > static_cast<int>(kWarp) * kElements) {
+        refuse("rows of " + std::to_string(merge.width) + " elements; a warp has " +
+               std::to_string(kWarp * kElements));
+    }
 }
 
 void check(const Sums& sums) {
