@@ -123,7 +123,7 @@ def shape_of(
     if isinstance(shape, GemmShape):
         _check_gemm(op, shape, world, dtype, out_dtype, capabilities)
     elif isinstance(shape, AttentionShape):
-        _check_attention(shape, world, dtype, capabilities)
+        _check_attention(op, shape, world, dtype, capabilities)
     else:
         _check_experts(op, shape, world, dtype, out_dtype, capabilities)
     return shape
@@ -147,7 +147,7 @@ def takes(
         shape = AttentionShape(**sizes)
     except ValidationError:
         return True
-    return dtype in capabilities.dtypes and capabilities.takes_attention(shape, world)
+    return dtype in capabilities.dtypes and capabilities.takes_attention(op, shape, world)
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -231,7 +231,11 @@ def _check_experts(
 
 
 def _check_attention(
-    shape: AttentionShape, world: int, dtype: DtypeName, capabilities: AcceleratorCapabilities
+    op: str,
+    shape: AttentionShape,
+    world: int,
+    dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
 ) -> None:
     of = "the number of ranks"
     if shape.causal:
@@ -248,5 +252,6 @@ def _check_attention(
         raise LayoutError(
             "layout", repr(shape.layout), f"one of: {', '.join(capabilities.attention_layouts)}"
         )
-    if shape.documents and not capabilities.documents:
-        raise ArgumentError("documents", True, "False: this accelerator takes none that are packed")
+    if shape.documents and op not in capabilities.documents:
+        why = f"this accelerator takes none that are packed, in {op}"
+        raise ArgumentError("documents", True, f"False: {why}")

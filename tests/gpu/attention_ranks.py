@@ -24,6 +24,7 @@ from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
 from mkernel.backends.accelerators.hopper.schedule import AttentionInPiecesSchedule
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
+from mkernel.errors import ArgumentError
 from mkernel.ops.zigzag import zigzag_positions
 from mkernel.plan.model import AttentionLayout, DtypeName
 
@@ -32,7 +33,8 @@ INPUTS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Attention:
-    """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory."""
+    """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory. ``documents``: where those
+    begin that are packed into the sequence, and its end; told on ``told_on``."""
 
     batch: int
     heads: int
@@ -43,6 +45,8 @@ class Attention:
     dtype: DtypeName = "bfloat16"
     lies: AttentionLayout = "heads"
     scale: float | None = None
+    documents: tuple[int, ...] | None = None
+    told_on: str = "cuda"
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -65,7 +69,10 @@ class Work:
             "head_dim": shape.width,
             "causal": shape.causal,
         }
-        options = {"scale": shape.scale, "lies": shape.lies}
+        options = {"scale": shape.scale, "lies": shape.lies, "cu_seqlens": shape.documents}
+        self.bounds = None
+        if shape.documents is not None:
+            self.bounds = torch.tensor(shape.documents, dtype=torch.int32, device=shape.told_on)
         if tensors is not None:
             options["tensors"] = {name: each.cuda() for name, each in tensors.items()}
         self.case = case_of("ring_attention")(
@@ -86,6 +93,7 @@ class Work:
             *(self.given[name] for name in INPUTS),
             causal=self.shape.causal,
             scale=self.shape.scale,
+            cu_seqlens=self.bounds,
             return_lse=True,
         )
         assert out.stride() == self.given["q"].stride()
@@ -265,6 +273,39 @@ def nan_passes(shape: Attention) -> list[str]:
     wanted = (mine >= where).cuda()
     seen = bool(out[:, :, wanted].isnan().all())
     return [] if seen else [f"rank {work.rank}: a NaN that queries see is lost"]
+
+
+def other_boundaries(shape: Attention, replays: int) -> list[str]:
+    """Failures of a captured call of packed documents, which begin elsewhere before every replay; and
+    of one that is told of them on the CPU, which is refused."""
+    assert shape.documents is not None
+    work = Work(shape)
+    work.call()
+    mkernel.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work.call()
+    found = []
+    for turn in range(1, replays + 1):
+        inner = sorted(
+            random.Random(turn).sample(range(shape.documents[-1]), len(shape.documents) - 2)
+        )
+        bounds = (0, *inner, shape.documents[-1])
+        work.case = work.case.with_(options={**work.case.options, "cu_seqlens": bounds})
+        assert work.bounds is not None
+        work.bounds.copy_(torch.tensor(bounds, dtype=torch.int32))
+        work.fill(turn)
+        graph.replay()
+        found += work.failures(turn, result, f"replayed with {bounds}")
+    mkernel.synchronize()
+    work.bounds = work.bounds.cpu()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        try:
+            work.call()
+            found.append("boundaries on the CPU were captured")
+        except ArgumentError:
+            torch.zeros(1, device="cuda").add_(1)  # a graph of nothing is warned of
+    return found
 
 
 def in_pieces(shapes: Sequence[Attention], rows: int, seed: int, late: bool) -> list[str]:

@@ -167,6 +167,31 @@ IN_PIECES = [
 ]
 
 
+def packed(chance: random.Random, world: int) -> Attention:
+    """Any legal size with documents: some of one position, some empty, some over ranks."""
+    shape = drawn(chance)
+    length = shape.rows * world
+    seam = length // (2 * world) * chance.randint(0, 2 * world)
+    inner = [chance.randint(0, length) for _ in range(chance.choice((0, 1, 3, 30)))]
+    inner += [min(length, max(0, seam + by)) for by in chance.sample((-1, 0, 0, 1), 2)]
+    bounds = (0, *sorted(inner), length)
+    return replace(shape, documents=bounds, told_on=chance.choice(("cuda", "cpu")))
+
+
+@worlds
+def test_packed_documents(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, attention_ranks.judged, [packed(chance, world) for _ in range(DRAWS)], seed)
+
+
+@several
+def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
+    shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 256 * world))
+    right(world, attention_ranks.other_boundaries, shape, 10)
+
+
 @worlds
 @pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
 def test_in_pieces(world: int, late: bool) -> None:

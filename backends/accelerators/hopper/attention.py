@@ -9,6 +9,8 @@ Data flow:
 Causal calls are split in zigzag: rank r has pieces r and 2·W - 1 - r of 2·W. On the own keys attention
 is plainly causal; of an earlier rank's keys all queries see the first half and no more; of a later
 rank's the second half of the queries sees all. What no query sees is neither sent nor computed.
+Where documents are packed into the sequence, FlashAttention stands in cuDNN's place
+(:mod:`.attention_documents`).
 
 Errors. A library rounds what it finds in each part to the tensors' dtype, as it does its weights; the
 merge is float32 and rounds once more. So the relative error of out is that of three independent
@@ -21,9 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.hopper.attention_documents import Documents, attend_packed
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
 from mkernel.backends.accelerators.hopper.attention_merge import Merge
-from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing, Queries, ring_keys
+from mkernel.backends.accelerators.hopper.attention_ring import (
+    AttentionRing,
+    Queries,
+    Source,
+    ring_keys,
+)
+from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, library_of
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -51,6 +60,7 @@ class AttentionExecutor:
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
         self._merge = Merge(context, _checked(plan).merge_blocks)
+        self._packed = attention_shape(plan).documents
         self._ring = AttentionRing(call, context)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
@@ -99,16 +109,22 @@ class AttentionExecutor:
         on ``stream``; None: parts are taken as they lie."""
         q, scale, _ = Queries.of(call)
         k, v = (aligned(call.tensors[name]) for name in "kv")
-        yield attend(q, k, v, 0, self._ring.causal, scale)
-        for source in self._ring.sources:
-            if world is not None:
+        documents = Documents(call) if self._packed else None
+        for source in (Source(call.rank, k, v, 0), *self._ring.sources):
+            own = source.rank == call.rank
+            if world is not None and not own:
                 self._ring.wait(world, source, stream)
-            yield attend(q, source.k, source.v, source.first, False, scale)
+            causal = own and self._ring.causal
+            if documents is not None:
+                yield attend_packed(q, source, documents, causal, scale)
+            else:
+                yield attend(q, source.k, source.v, source.first, causal, scale)
 
 
 def _checked(plan: LaunchPlan) -> AttentionSchedule:
     """The schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionSchedule)
-    if how.library != "cudnn":
-        raise ArgumentError("plan.schedule.library", repr(how.library), "'cudnn'")
+    library = library_of(attention_shape(plan))
+    if how.library != library:
+        raise ArgumentError("plan.schedule.library", repr(how.library), repr(library))
     return how

@@ -197,6 +197,8 @@ def _checked(plan: LaunchPlan) -> AttentionInPiecesSchedule:
     how, shape = plan.part(AttentionInPiecesSchedule), attention_shape(plan)
     if how.library != "cudnn":
         raise ArgumentError("plan.schedule.library", repr(how.library), "'cudnn'")
+    if shape.documents:
+        raise ArgumentError("plan.shape.documents", True, "False: pieces have none that are packed")
     wanted, most = flags(shape, plan.world_size, how.piece_rows), native().MAX_FLAGS
     if wanted > most:
         raise ArgumentError(

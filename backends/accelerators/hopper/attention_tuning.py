@@ -12,6 +12,7 @@ from mkernel.backends.accelerators.hopper.machine import CallTimes, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionBackwardSchedule,
     AttentionInPiecesSchedule,
+    AttentionLibrary,
     AttentionSchedule,
 )
 from mkernel.backends.accelerators.hopper.tuning import FLAGS
@@ -50,7 +51,8 @@ def _forward(
     """In pieces where parts would take more memory than may be."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
     if rows is None:
-        whole = AttentionSchedule(library="cudnn", merge_blocks=blocks)
+        library = library_of(attention_shape(plan))
+        whole = AttentionSchedule(library=library, merge_blocks=blocks)
         return whole, None if constants is None else predicted(plan, constants)
     how = AttentionInPiecesSchedule(
         library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=_MACHINE.attention.slots
@@ -156,6 +158,11 @@ def predicted_backward(
     compute = own + (world - 1) * part + merge
     launch = _MACHINE.constants if constants is None else constants
     return prediction(compute, 2 * (world - 1) * sent, now + merge, launch.launch_us, launch)
+
+
+def library_of(shape: AttentionShape) -> AttentionLibrary:
+    """What computes attention: the faster one, which takes no packed documents."""
+    return "flash" if shape.documents else "cudnn"
 
 
 def attention_shape(plan: CommonPart) -> AttentionShape:

@@ -170,6 +170,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,
                 attention_layouts=("heads", "positions"),
+                documents=("ring_attention",),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 constants=machine().constants,

@@ -13,7 +13,7 @@ from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
 Way = Literal["one_shot", "two_shot"]
-AttentionLibrary = Literal["cudnn"]
+AttentionLibrary = Literal["cudnn", "flash"]
 
 
 class GatherSchedule(Schedule):

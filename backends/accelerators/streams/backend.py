@@ -229,7 +229,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         scale_modes=get_args(ScaleMode) if device.name == "cpu" else (),
         scaled_mm=scaled_mm(device.name),
         attention_layouts=("heads", "positions"),
-        documents=True,
+        documents=("ring_attention", "ring_attention_backward"),
         alignment_bytes=1,
         transfer_paths=("torch.distributed", "p2p") if copies else ("torch.distributed",),
         peer_access=copies,

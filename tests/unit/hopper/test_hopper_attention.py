@@ -281,14 +281,16 @@ def lying(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def run(
-    made: Fabric, plan: LaunchPlan, *, view: View = "pipelined", scale: float = 0.2, calls: int = 2
-) -> list[str]:
+    made: Fabric, plan: LaunchPlan, *, view: View = "pipelined", scale: float = 0.2, calls: int = 2,
+    cu_seqlens: tuple[int, ...] | None = None,
+) -> list[str]:  # fmt: skip
     """What is wrong with any rank's results, of calls with fresh inputs each."""
     shape: Any = plan.shape
-    world, sizes = plan.world_size, shape.model_dump(exclude={"kind", "layout"})
+    world, sizes = plan.world_size, shape.model_dump(exclude={"kind", "layout", "documents"})
     case = case_of("ring_attention")(
-        sizes, plan.dtype, plan.dtype, "row", options={"scale": scale}, seed=3
-    )
+        sizes, plan.dtype, plan.dtype, "row", seed=3,
+        options={"scale": scale, "cu_seqlens": cu_seqlens},
+    )  # fmt: skip
     room = executor_of(plan).workspace(plan).areas[0]
     memory = [torch.full((room,), 0x7F, dtype=torch.uint8) for _ in range(world)]  # NaN
     places = [each.data_ptr() for each in memory]
@@ -305,6 +307,8 @@ def run(
             given = {n: lying(t, shape.layout) for n, t in case.inputs(rank, world, number).items()}
             given["out"] = torch.full_like(given["q"], torch.nan)
             given["lse"] = torch.full(given["q"].shape[:3], torch.nan)
+            if cu_seqlens is not None:
+                given["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
             call = Call(
                 plan=plan, rank=rank, tensors=given, epoch=number + 1, number=number, pad=0,
                 workspace=places[rank], areas=(0,),
