@@ -77,18 +77,19 @@ class AttentionExecutor:
         context = self._context
         world = self._world.of_call(call_id(call), call.timeout_s)
         exchanges = call.view != "compute_only" and bool(self._ring.sources)
+        documents = Documents(call) if self._packed else None
         if not exchanges:
-            parts = list(self._attended(call))
+            parts = list(self._attended(call, documents))
         elif call.view == "sequential":
             self._ring.push(call, world, stream)
             for source in self._ring.sources:
                 self._ring.wait(world, source, stream)
-            parts = list(self._attended(call))
+            parts = list(self._attended(call, documents))
         else:
             beside = context.order.fork(stream)
             try:
                 self._ring.push(call, world, beside)
-                parts = list(self._attended(call, world, stream))
+                parts = list(self._attended(call, documents, world, stream))
             finally:
                 context.order.join(stream)
         there, out = world if exchanges else self._alone, call.tensors["out"]
@@ -103,13 +104,16 @@ class AttentionExecutor:
         return None
 
     def _attended(
-        self, call: Call, world: _hopper.DeviceWorld | None = None, stream: int = 0
+        self,
+        call: Call,
+        documents: Documents | None,
+        world: _hopper.DeviceWorld | None = None,
+        stream: int = 0,
     ) -> Iterator[Seen]:
         """What the queries found in each part, the own one first. ``world``: whose flags are waited for
         on ``stream``; None: parts are taken as they lie."""
         q, scale, _ = Queries.of(call)
         k, v = (aligned(call.tensors[name]) for name in "kv")
-        documents = Documents(call) if self._packed else None
         for source in (Source(call.rank, k, v, 0), *self._ring.sources):
             own = source.rank == call.rank
             if world is not None and not own:

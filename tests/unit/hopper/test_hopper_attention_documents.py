@@ -56,9 +56,8 @@ def various(
         )
         scores = some @ keys.transpose(1, 2) * scale
         if causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(
-                int(last - first - end + begin) + 1
-            )
+            ahead = int((last - first) - (end - begin))
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(ahead + 1)
             scores = scores.masked_fill(hidden, -math.inf)
         out[begin:end] = (scores.softmax(2) @ values).transpose(0, 1).to(q.dtype)
         lse[:, begin:end] = scores.logsumexp(2).float()
@@ -144,3 +143,13 @@ def test_what_takes_no_documents_says_so() -> None:
 def test_long_documents_are_not_cut_in_pieces() -> None:
     plan = planned(2, batch=1, heads=32, kv_heads=8, head_dim=128, sequence=1 << 20, documents=True)
     assert isinstance(plan.schedule, AttentionSchedule)
+
+
+def test_boundaries_on_the_cpu_are_refused_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values would be those of the capture."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    bounds = torch.tensor((0, 5, 64), dtype=torch.int32)
+    tensors = {"q": torch.zeros(1, device="meta"), "cu_seqlens": bounds}
+    call: Any = SimpleNamespace(plan=planned(2, documents=True), rank=0, tensors=tensors)
+    with pytest.raises(ArgumentError, match="cu_seqlens"):
+        Documents(call)
