@@ -2,6 +2,7 @@
 
 Data flow:
   k, v (own) ──copy engines, a second stream──▶ slot of every peer's workspace, a flag behind
+             ──a put of the NIC, on it too────▶ slot of ranks of other nodes; its word becomes the flag
   q on own k, v ──cuDNN──▶ out, log-sum-exp ─┐
   wait for a peer's flag, q on its k, v ─────┤  the rank before this one first
   all of them ──one kernel, float32──────────┴▶ out, lse; it ends the call
@@ -36,9 +37,9 @@ from mkernel.backends.accelerators.hopper.attention_tuning import attention_shap
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
+    between_nodes,
     call_id,
     device_world,
-    one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
@@ -68,9 +69,17 @@ class AttentionExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What ring attention needs of symmetric memory. Unsupported."""
-        world = one_node(plan)
         _checked(plan)
-        return Workspace((ring_keys(plan).workspace_bytes(world) if world > 1 else NO_DATA,))
+        keys, world = ring_keys(plan), plan.world_size
+        if world == 1:
+            return Workspace((NO_DATA,))
+        needed = keys.workspace_bytes(world)
+        if plan.nodes == 1:
+            return Workspace((needed,))
+        staged = plan.routes.staged
+        return between_nodes(
+            plan, needed if staged else native().DATA_OFFSET, keys.area_bytes(world)
+        )
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""

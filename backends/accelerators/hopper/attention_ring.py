@@ -63,11 +63,16 @@ class AttentionRing:
         self.sources = tuple(self._sources())
 
     def push(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every peer, a flag behind."""
-        k, v = call.tensors["k"], call.tensors["v"]
-        native().push_keys(
-            self._device, world, k.data_ptr(), v.data_ptr(), self.keys, self.causal, stream
-        )
+        """Send the own keys and values to every peer, a flag behind; what other nodes send lands."""
+        made, (k, v) = native(), (call.tensors[name].data_ptr() for name in "kv")
+        made.push_keys(self._device, world, k, v, self.keys, self.causal, stream)
+        if self._plan.nodes == 1:
+            return
+        made.put_keys(self._device, world, k, v, self.keys, stream)
+        each = self._plan.ranks_per_node
+        for source in self.sources:
+            if source.rank // each != self._rank // each:
+                made.land_keys(self._device, world, source.rank, self.keys, stream)
 
     def wait(self, world: _hopper.DeviceWorld, source: Source, stream: int) -> None:
         """What follows on ``stream`` reads what the source sent."""

@@ -48,9 +48,9 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 def _forward(
     plan: CommonPart, blocks: int, constants: MachineConstants | None
 ) -> tuple[AttentionSchedule | AttentionInPiecesSchedule, Prediction | None]:
-    """In pieces where parts would take more memory than may be."""
+    """In pieces where parts would take more memory than may be; between nodes always whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
-    if rows is None:
+    if rows is None or plan.nodes > 1:
         library = library_of(attention_shape(plan))
         whole = AttentionSchedule(library=library, merge_blocks=blocks)
         return whole, None if constants is None else predicted(plan, constants)

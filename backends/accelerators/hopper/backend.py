@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
-    ATTENTION,
     HIERARCHICAL_OPS,
     MOE,
     MOST_RANKS,
@@ -165,7 +164,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 settles_puts=True,
                 library_ops=library_ops(),
                 hierarchical_ops=HIERARCHICAL_OPS,
-                one_node_ops=(*ATTENTION, *MOE),
+                one_node_ops=("ring_attention_backward", *MOE),
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import devices
@@ -98,6 +99,9 @@ class Keys(NamedTuple):
     def gradient_offset(self, world: int, rank: int, from_rank: int) -> int:
         return 2 * self.bytes * (world - 1 + (from_rank - rank - 1) % world)
 
+    def area_bytes(self, world: int) -> int:
+        return 2 * self.bytes * world
+
     def workspace_bytes(self, world: int, gradients: bool = False) -> int:
         return DATA_OFFSET + 2 * self.bytes * (world - 1) * (2 if gradients else 1)
 
@@ -106,6 +110,7 @@ class Fabric:
     """Stands for ``_hopper`` in all ranks. ``queued``: what rank 0 started, and on which stream."""
 
     Part, Merge, Running = Part, Merge, Running
+    NETWORK_WORDS = 32
 
     def __init__(self, world: int) -> None:
         self.DATA_OFFSET, self.Keys = DATA_OFFSET, Keys
@@ -114,6 +119,8 @@ class Fabric:
             self.DATA_OFFSET, self.Keys = built.DATA_OFFSET, built.Keys
         self.world = world
         self.nbytes = self.stretches = 0  # of one rank's keys
+        self.places: list[int] = []  # of ranks' workspaces, for what stands for the NIC
+        self.arrived = {(to, by): threading.Event() for to in range(world) for by in range(world)}
         self.queued: list[Any] = []
         self.merged: list[Merge] = []
         self.flags: dict[tuple[int, int], threading.Event] = {
@@ -122,8 +129,11 @@ class Fabric:
 
     def clear(self) -> None:
         """Another call begins."""
-        for flag in self.flags.values():
+        for flag in (*self.flags.values(), *self.arrived.values()):
             flag.clear()
+
+    def DeviceNetwork(self, *_: Any) -> Any:
+        return SimpleNamespace(of=lambda *_: None)
 
     def DeviceWorld(self, workspaces: list[int], rank: int, *_: Any) -> Here:
         return Here(rank, tuple(workspaces))
@@ -135,6 +145,8 @@ class Fabric:
         whole = self.nbytes
         for step in range(1, self.world):
             to = (here.rank + step) % self.world
+            if not here.workspaces[to]:
+                continue
             at = here.workspaces[to] + self.DATA_OFFSET
             at += keys.slot_offset(self.world, to, here.rank)
             for number, source in enumerate((k, v)):
@@ -144,6 +156,23 @@ class Fabric:
                     off = stretch * pitch
                     ctypes.memmove(at + number * whole + off, source + off, width)
             self.flags[to, here.rank].set()
+
+    def put_keys(self, device: int, here: Here, k: int, v: int, keys: Any, stream: int) -> None:
+        self._note(here, "put", stream)
+        slots = [place + self.DATA_OFFSET for place in self.places]
+        outbox = slots[here.rank] + keys.area_bytes(self.world) - 2 * self.nbytes
+        for number, source in enumerate((k, v)):
+            ctypes.memmove(outbox + number * self.nbytes, source, self.nbytes)
+        for to, near in enumerate(here.workspaces):
+            if not near:
+                at = slots[to] + keys.slot_offset(self.world, to, here.rank)
+                ctypes.memmove(at, outbox, 2 * self.nbytes)
+                self.arrived[to, here.rank].set()
+
+    def land_keys(self, device: int, here: Here, source: int, keys: Any, stream: int) -> None:
+        self._note(here, ("land", source), stream)
+        assert self.arrived[here.rank, source].wait(60)
+        self.flags[here.rank, source].set()
 
     def await_part(self, device: int, here: Here, source: int, flag: int, stream: int) -> None:
         self._note(here, ("await", source), stream)
@@ -293,7 +322,8 @@ def run(
     )  # fmt: skip
     room = executor_of(plan).workspace(plan).areas[0]
     memory = [torch.full((room,), 0x7F, dtype=torch.uint8) for _ in range(world)]  # NaN
-    places = [each.data_ptr() for each in memory]
+    places = made.places = [each.data_ptr() for each in memory]
+    node = [rank // plan.ranks_per_node for rank in range(world)]
     rows = shape.sequence // world
     made.nbytes = shape.batch * shape.kv_heads * rows * shape.head_dim * 2
     made.stretches = shape.batch * (shape.kv_heads if shape.layout == "heads" else 1)
@@ -312,7 +342,10 @@ def run(
             call = Call(
                 plan=plan, rank=rank, tensors=given, epoch=number + 1, number=number, pad=0,
                 workspace=places[rank], areas=(0,),
-                peers={p: PeerMemory(0, places[p]) for p in range(world) if p != rank},
+                peers={
+                    p: PeerMemory(0, places[p])
+                    for p in range(world) if p != rank and node[p] == node[rank]
+                },
                 region=0, fifo=0, timeout_s=1.0, view=view, options={"scale": scale},
             )  # fmt: skip
             if rank not in executors:
@@ -421,15 +454,50 @@ def test_what_it_does_not_take_is_left_to_a_companion() -> None:
     assert takes(claims, "gemm_all_reduce", {"m": 1}, 2, "float64")
 
 
-def test_several_nodes_are_refused_by_name() -> None:
+def between_nodes(plan: LaunchPlan, ranks: int) -> LaunchPlan:
+    """The same plan on nodes of so many ranks."""
+    nodes = plan.world_size // ranks
+    return plan.model_copy(update={"nodes": nodes, "ranks_per_node": ranks})
+
+
+@pytest.mark.parametrize("layout", ["heads", "positions"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("world", "ranks"), [(2, 1), (3, 1), (4, 2)])
+def test_results_between_nodes(
+    fabric: Any, world: int, ranks: int, causal: bool, layout: str
+) -> None:
+    plan = planned(world, causal=causal, layout=layout, sequence=64 * world)
+    assert run(fabric(world), between_nodes(plan, ranks)) == []
+
+
+def test_what_is_queued_between_nodes(fabric: Any) -> None:
+    made = fabric(4)
+    assert run(made, between_nodes(planned(4), 2), calls=1) == []
+    assert made.queued[:4] == [
+        ("push", BESIDE), ("put", BESIDE), (("land", 3), BESIDE), (("land", 2), BESIDE),
+    ]  # fmt: skip
+
+
+def test_areas_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    plan = between_nodes(planned(2), 1)
+    keys = attention_ring.ring_keys(plan)
+    data = native.native().DATA_OFFSET
+    direct = AttentionExecutor.workspace(plan)
+    assert direct.areas == (data + keys.area_bytes(2),)
+    assert direct.staging == 0
+    monkeypatch.setattr(type(plan.routes), "staged", True)
+    staged = AttentionExecutor.workspace(plan)
+    assert staged.areas == (keys.workspace_bytes(2),)
+    assert staged.staging == keys.area_bytes(2)
+
+
+def test_what_runs_on_one_node_says_so() -> None:
     claims = HopperAccelerator().capabilities()
-    wanted = claims.model_copy(update={"ops": ("ring_attention",)})
-    assert of_op("ring_attention", "hopper", wanted, 1) == ()
-    told = ("accelerator 'hopper' runs ring_attention on one node, not on 2",)
-    assert of_op("ring_attention", "hopper", wanted, 2) == told
-    plan = planned(2).model_copy(update={"nodes": 2, "ranks_per_node": 1})
-    with pytest.raises(Unsupported, match="one node"):
-        AttentionExecutor.workspace(plan)
+    wanted = claims.model_copy(update={"ops": capabilities.ATTENTION})
+    assert of_op("ring_attention", "hopper", wanted, 2) == ()
+    told = ("accelerator 'hopper' runs ring_attention_backward on one node, not on 2",)
+    assert of_op("ring_attention_backward", "hopper", wanted, 2) == told
     assert executor_of(planned(2)) is AttentionExecutor
     with pytest.raises(Unsupported, match=r"plan\.path is 'library'"):
         executor_of(planned(2).model_copy(update={"path": "library"}))

@@ -37,7 +37,20 @@ std::uint64_t workspace_bytes(const Keys& keys, int world, bool gradients);
 // Flag s says that keys and values of rank s have come, this one and s that its gradients have.
 inline constexpr std::uint32_t kGradientFlags = kMaxRanks;
 
-// Copies the own K and V into every peer's slot, and the epoch into the flag behind them: the rank after
+// Between nodes the data area is also what NICs write into, or is copied from staging memory that is laid
+// out alike. Behind the slots there is one from which the own K and V are put. Bytes of such an area.
+std::uint64_t area_bytes(const Keys& keys, int world);
+
+// Copies the own K and V into that slot, and puts them whole to every rank of another node: the rank after
+// this one first. `stream` must come after the end of the previous call. CudaError.
+void put_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+              std::uint64_t stream);
+
+// Sets flag `source` when K and V of that rank of another node have come and, where they were staged, are
+// copied into their slot. What follows on `stream` comes after that. CudaError.
+void land_keys(const DeviceWorld& world, int source, const Keys& keys, std::uint64_t stream);
+
+// Copies the own K and V into the slot of every peer of this node, and the epoch into the flag behind them: the rank after
 // this one first. `zigzag`: causal, so that later ranks see the first half of the positions alone, and get
 // no more. On the copy engines; `stream` must come after the end of the previous call. CudaError.
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,

@@ -107,6 +107,7 @@ void bind_attention(py::module_& module) {
         .def_readonly("count", &Keys::count)
         .def("slot_offset", &attention::slot_offset, "world"_a, "rank"_a, "source"_a)
         .def("gradient_offset", &attention::gradient_offset, "world"_a, "rank"_a, "from_rank"_a)
+        .def("area_bytes", &attention::area_bytes, "world"_a)
         .def("workspace_bytes", &attention::workspace_bytes, "world"_a, "gradients"_a = false);
     py::class_<Piece>(module, "Piece")
         .def(py::init([](std::uint64_t at, std::uint64_t width, std::uint64_t pitch,
@@ -134,6 +135,22 @@ void bind_attention(py::module_& module) {
             attention::push_keys(world, k, v, keys, zigzag, stream);
         },
         "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "stream"_a, released);
+    module.def(
+        "put_keys",
+        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::put_keys(world, k, v, keys, stream);
+        },
+        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "stream"_a, released);
+    module.def(
+        "land_keys",
+        [](int device, const DeviceWorld& world, int source, const Keys& keys,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::land_keys(world, source, keys, stream);
+        },
+        "device"_a, "world"_a, "source"_a, "keys"_a, "stream"_a, released);
     module.def(
         "push_piece",
         [](int device, const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,

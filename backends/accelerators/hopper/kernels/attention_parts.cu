@@ -28,6 +28,26 @@ __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits lim
                  {flag, source, 0});
 }
 
+__global__ void put_kernel(const __grid_constant__ Workspace workspace,
+                           transport::WaitLimits limits, int peer, std::uint32_t flag,
+                           transport::Put bytes) {
+    if (threadIdx.x != 0) return;
+    transport::fence_system();
+    workspace.network.put(waiter_of(workspace, limits, transport::Waiter::comm_kernel), peer,
+                          kFirstArrival + flag, bytes);
+}
+
+__global__ void watch_kernel(const __grid_constant__ Workspace workspace,
+                             transport::WaitLimits limits, std::uint32_t source,
+                             std::uint32_t flag) {
+    if (threadIdx.x != 0) return;
+    const Network& network = workspace.network;
+    const auto waiter = waiter_of(workspace, limits, transport::Waiter::comm_kernel);
+    network.watch(waiter, workspace.control().state.epoch,
+                  network.staged ? workspace.landed() : workspace.flags(workspace.rank), flag, {1},
+                  {}, [&](std::uint32_t) { return source; });
+}
+
 __device__ const char* row_of(const Rows& rows, std::int64_t batch, std::int64_t head,
                               std::int64_t row) {
     return static_cast<const char*>(rows.at) +
@@ -210,7 +230,29 @@ void check(const Sums& sums) {
     }
 }
 
+void check_far(const Workspace& workspace, int other, std::uint32_t flag) {
+    if (other >= 0 && other < workspace.world && !workspace.near(other) && flag < kFlags) return;
+    refuse("flag " + std::to_string(flag) + " of rank " + std::to_string(other) +
+           ", which is on no other node than rank " + std::to_string(workspace.rank) +
+           ", or there are but " + std::to_string(kFlags));
+}
+
 }  // namespace
+
+void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
+         std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
+         cudaStream_t stream) {
+    check_far(workspace, peer, flag);
+    cuda::launch_small("launching a put", put_kernel, 1, 32, 0, stream, workspace, limits, peer,
+                       flag, transport::Put{from, to, bytes});
+}
+
+void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
+           std::uint32_t flag, cudaStream_t stream) {
+    check_far(workspace, source, flag);
+    cuda::launch_small("launching a watch of another node", watch_kernel, 1, 32, 0, stream,
+                       workspace, limits, static_cast<std::uint32_t>(source), flag);
+}
 
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream) {

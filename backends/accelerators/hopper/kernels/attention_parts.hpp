@@ -87,6 +87,17 @@ struct Sums {
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream);
 
+// Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`; there
+// the word of flag `flag` says so. What came before on `stream` is put.
+void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
+         std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
+         cudaStream_t stream);
+
+// Sets flag `flag`, or the landed one of that number where areas are staged, when `source`, a rank of
+// another node, has put what it stands for.
+void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
+           std::uint32_t flag, cudaStream_t stream);
+
 // On `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,
            std::uint32_t blocks, bool ends, cudaStream_t stream);
