@@ -7,13 +7,17 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
+#   fp8      e4m3 operands, by rows, by tensors, by blocks     hopper_fp8_2.json, ..._tensor.json, ..._block.json
 #   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
 #   whole    whole layers beside the libraries' ones                 whole_layers.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
-#   soak     three soaks of eight minutes, and 10^6 calls   soak_hopper.json
+#   soak     three soaks side by side on the same GPUs, each of SOAK_SECONDS [480] seconds with a rank
+#            killed every SOAK_LIFE [60]; a run that does not end is stopped 75 s behind that
+#                                                            soak_hopper.json, runs in soak_hopper/
+#   calls    10^6 calls of a small op, alone                 the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
@@ -60,6 +64,22 @@ tests() { # RANKS_PER_DEVICE
     unset MKERNEL_RANKS_PER_DEVICE
 }
 
+soak() { # NAME MOST_SECONDS ARGUMENT...: into a file and a log of its own, since soaks run side by side
+    local runs="$results/soak_hopper" began=$SECONDS status=0
+    mkdir -p "$runs"
+    PYTHONPATH="tests:${PYTHONPATH:-}" timeout --kill-after 15 "$2" python -m soak.command "${@:3}" \
+        --accelerator "${SOAK_ACCELERATOR:-hopper}" --output "$runs/$1.json" > "$runs/$1.log" 2>&1 \
+        || status=$?
+    echo "== soak $1, $((SECONDS - began)) s, exit code $status" >&2
+    grep -E "s  life|WRONG|Error" "$runs/$1.log" >&2
+    return $status
+}
+
+merge_soaks() {
+    PYTHONPATH="tests:${PYTHONPATH:-}" run python -m soak.command --merge "$results"/soak_hopper/*.json \
+        --output "$results/soak_hopper.json" > /dev/null
+}
+
 layers=(--ranks 2 --shapes layers --accelerator hopper)
 peers=(--peers "nccl+cublas,symm_mem")
 gemms=4096x1024x4096,8192x2048x8192,16384x4096x16384,8192x7168x8192
@@ -88,6 +108,14 @@ for part in "$@"; do
     random)
         bench hopper_random_2 --ranks 2 --accelerator hopper --random 42 --seed 1 "${peers[@]}" \
             --mode eager,graph --iterations 5 --warmup 1
+        ;;
+    fp8)
+        for scales in row tensor block; do
+            name=hopper_fp8_2_$scales
+            bench "${name%_row}" all_gather_gemm,gemm_reduce_scatter,gemm_all_reduce --ranks 2 --accelerator hopper \
+                --shapes fp8-targets --dtype float8_e4m3 --scales $scales "${peers[@]}" --mode graph --iterations 5 \
+                --warmup 1
+        done
         ;;
     parts)
         bench hopper_gemm ag_gemm --ranks 1 --accelerator hopper --shapes "$gemms" --iterations 10 \
@@ -119,15 +147,18 @@ for part in "$@"; do
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
         ;;
     soak)
-        runs=$(mktemp -d)
-        export PYTHONPATH="tests:${PYTHONPATH:-}"
+        seconds=${SOAK_SECONDS:-480} jobs=()
         for seed in 1 2 3; do
-            run python -m soak.command --seconds 480 --seed $seed --accelerator hopper \
-                --output "$runs/$seed.json"
+            soak seed_$seed $((seconds + 75)) --seconds "$seconds" --seed $seed --beside 2 \
+                --life "${SOAK_LIFE:-60}" &
+            jobs+=($!)
         done
-        run python -m soak.command --calls 1000000 --accelerator hopper --output "$runs/calls.json"
-        run python -m soak.command --merge "$runs"/*.json --output "$results/soak_hopper.json"
-        rm -r "$runs"
+        for job in "${jobs[@]}"; do wait "$job" || outcome=1; done
+        merge_soaks
+        ;;
+    calls)
+        soak calls 540 --calls "${SOAK_CALLS:-1000000}" || outcome=1
+        merge_soaks
         ;;
     alternate)
         mkdir -p "$results/two_commits"
@@ -141,7 +172,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, soak, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mkernel.headers import include_dir
     from mkernel.launch import launch
     from mkernel.ops.all_gather_gemm import all_gather_gemm
+    from mkernel.ops.all_reduce import all_reduce
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
     from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
@@ -66,6 +67,7 @@ __all__ = [
     "World",
     "__version__",
     "all_gather_gemm",
+    "all_reduce",
     "capabilities",
     "empty",
     "enable_async_tensor_parallel",
@@ -101,6 +103,7 @@ HOMES = {
     "Statistics": "mkernel.world.statistics",
     "World": "mkernel.world.world",
     "all_gather_gemm": "mkernel.ops.all_gather_gemm",
+    "all_reduce": "mkernel.ops.all_reduce",
     "capabilities": "mkernel.api",
     "empty": "mkernel.world.lifecycle",
     "enable_async_tensor_parallel": "mkernel.async_tensor_parallel.enable",

@@ -170,7 +170,8 @@ class Untrusted(WorldError, PermissionError):
 _AWAITED = {
     0xFFFFFFFF: "the signal that it is done with a call",
     0xFFFFFFFE: "the signal that the command FIFO has room",
-    0xFFFFFFFD: "sums that say themselves that they have come",
+    0xFFFFFFFD: "sums that are a signal themselves",
+    0xFFFFFFFC: "what other blocks of its own kernel prepare",
 }
 """What kernels wait for that is no numbered word (``transport/device_wait.cuh``)."""
 

@@ -26,6 +26,8 @@ struct Awaited {
 inline constexpr std::uint32_t kControlWord = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kFullFifo = 0xFFFFFFFEu;  // no word: a slot of the command FIFO
 inline constexpr std::uint32_t kMail = 0xFFFFFFFDu;  // no word: data that says itself that it came
+inline constexpr std::uint32_t kOwnBlocks =
+    0xFFFFFFFCu;  // a word of the call that its kernel raises
 inline constexpr std::uint32_t kNoChunk = 0xFFFFFFFFu;
 
 class DeviceWaiter {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mkernel.cases.all_reduce import AllReduceCase
 from mkernel.cases.attention import RingAttentionCase
 from mkernel.cases.attention_backward import RingAttentionBackwardCase
 from mkernel.cases.base import Case
@@ -16,6 +17,7 @@ _CASES: dict[str, type[Case]] = {
         AllGatherGemmCase,
         GemmReduceScatterCase,
         GemmAllReduceCase,
+        AllReduceCase,
         MoeDispatchCase,
         MoeCombineCase,
         MoeGemmCombineCase,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -144,6 +143,9 @@ def command(
             "--capacity", help="MoE with a capacity: nothing waits for the host, graphs capture it"
         ),
     ] = False,
+    norm: Annotated[
+        bool, typer.Option("--norm", help="all_reduce with a residual and RMSNorm")
+    ] = False,
     iterations: Annotated[
         int | None,
         typer.Option(min=1, help="timed turns of each contender [20; 5 without accelerators]"),
@@ -253,6 +255,7 @@ def command(
         routing=_routing(routing, capacity, names),
         capacity=capacity,
         fast_accum=fast_accum,
+        norm=_norm(norm, names),
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -263,7 +266,8 @@ def command(
         _say_what(console, spec, chosen, ranks, f"{random} drawn" if random else listed)
         if not long:
             _refuse_long(spec, ranks)
-    with _progress(console, len(spec.shapes) * len(spec.modes)) as on_row:
+    rows = len(spec.shapes) * len(spec.modes)
+    with terminal.progress(console, f"starting ranks; {rows} rows to time", rows) as on_row:
         outcome = bench_run.run(
             spec,
             ranks=ranks,
@@ -337,23 +341,6 @@ def _refuse_long(spec: BenchSpec, ranks: int) -> None:
             "sizes that a CPU multiplies within a minute (small), fewer --iterations, or --long",
             why=f"about {seconds / 60:.0f} minutes on {cpus} CPUs without an accelerator",
         )
-
-
-@contextmanager
-def _progress(console: Console, rows: int) -> Iterator[Callable[[str], None]]:
-    """Tells of rows that are done on a line that changes, or in a pipe on lines of stderr."""
-    count = 0
-
-    def told(done: str) -> str:
-        nonlocal count
-        count += 1
-        return f"{count} of {rows} done: {done}"
-
-    if console.is_terminal:
-        with console.status(f"starting ranks; {rows} rows to time") as status:
-            yield lambda done: status.update(told(done))
-    else:
-        yield lambda done: typer.echo(told(done), err=True)
 
 
 def _refuse_unheeded(context: typer.Context) -> None:
@@ -467,6 +454,13 @@ def _routing(text: str, capacity: bool, names: Sequence[OpName]) -> Literal["uni
         for option in filter(given.get, given):
             raise ArgumentError(option, given[option], "nothing, or an op of MoE beside it")
     return cast(Literal["uniform", "zipf"], text)
+
+
+def _norm(wanted: bool, names: Sequence[OpName]) -> bool:
+    """ArgumentError: none of the ops takes one."""
+    if wanted and "all_reduce" not in names:
+        raise ArgumentError("--norm", wanted, "nothing, or all_reduce beside it")
+    return wanted
 
 
 def _peers(text: str | None) -> Sequence[str] | None:

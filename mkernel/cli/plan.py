@@ -118,7 +118,11 @@ def command(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="With the digest that ranks compare before a launch.")
+        bool,
+        typer.Option(
+            "--verbose",
+            help="With what the schedule leaves unused, and the digest that ranks compare.",
+        ),
     ] = False,
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time; or, where it
@@ -204,7 +208,8 @@ def command(
                 made.nodes,
             )
         )
-        title = f"{made.op}, {made.accelerator}, {made.ranks_per_node} ranks a node"
+        where = f"{made.ranks_per_node} ranks a node on {made.accelerator}"
+        title = f"{made.op} of {render.sizes(made)}, {where}"
         draw("--scaling", scaling_file, "", partial(growth.write, points, title, scaling_file))
     if as_json:
         report = PlanReport(

@@ -22,6 +22,8 @@ from mkernel.plan.ops import COMPANIONS
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 MOE = ("moe_dispatch_gemm", *COMPANIONS)
+WITHOUT_B = ("all_reduce", "moe_combine", "ring_attention")
+"""Ops whose operands have one layout."""
 
 _Sizes = Mapping[str, Any]
 
@@ -46,6 +48,8 @@ def typical(
     if op in GEMMS:
         rows = 160 if op == "gemm_all_reduce" else 160 * world_size
         plain = {"m": rows, "n": _up(72, step), "k": _up(264, step)}
+    elif op == "all_reduce":
+        plain = {"m": 160, "n": _up(72, step)}
     elif op in MOE:
         plain = {
             "tokens": 24,
@@ -136,6 +140,12 @@ def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case
         ):
             m = rows if op == "gemm_all_reduce" else rows * world_size
             yield typical(subject, op, world_size, {"m": m, "n": n, "k": k})
+    elif op == "all_reduce":
+        for rows, n in ((1, step), (7, 5 * step), (129, _up(264, step)), (5, _up(1024, step))):
+            yield typical(subject, op, world_size, {"m": rows, "n": n})
+        yield typical(
+            subject, op, world_size, out_dtype=subject.dtype(), options={"in_place": True}
+        )
     elif op in MOE:
         for tokens, hidden, features, each, top_k in (
             (1, step, step, 1, 1),
@@ -188,6 +198,8 @@ def _draw(op: str, world_size: int, step: int, pick: random.Random) -> dict[str,
     if op in GEMMS:
         m = rows if op == "gemm_all_reduce" else rows * world_size
         return {"m": m, "n": aligned(300), "k": aligned(600)}
+    if op == "all_reduce":
+        return {"m": rows, "n": aligned(600)}
     if op in MOE:
         experts = world_size * pick.randint(1, 5)
         sizes = {
@@ -220,7 +232,7 @@ def _case(
     options: Mapping[str, Any] | None = None,
 ) -> Case:
     claimed = subject.capabilities.b_layouts
-    if op == "ring_attention" or layout is None:
+    if op in WITHOUT_B or layout is None:
         layout = "row" if "row" in claimed else claimed[0]
     if op == "ring_attention":
         out_dtype = dtype

@@ -113,7 +113,8 @@ def inputs(report: Report) -> str:
     """Their dtype, and how they are scaled."""
     scales = report.spec.scales
     fast = ", fast accumulation" if report.spec.fast_accum else ""
-    return report.spec.dtype + (f" with {scales} scales{fast}" if scales else "")
+    norm = ", residual and norm behind all_reduce" if report.spec.norm else ""
+    return report.spec.dtype + (f" with {scales} scales{fast}" if scales else "") + norm
 
 
 def where(report: Report, ranks: str) -> str:

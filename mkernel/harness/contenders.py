@@ -17,6 +17,8 @@ from torch import distributed
 
 import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
+from mkernel.backends.contracts.scaled import block_product, padded_blocks
+from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
 from mkernel.harness import library_attention, library_attention_backward, library_moe
@@ -26,7 +28,9 @@ from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops.registration import group_name, ops
 from mkernel.ops.scales import Scaled
+from mkernel.plan.model import ScaleMode
 from mkernel.plan.ops import BACKWARD, COMPANIONS
+from mkernel.plan.scales import scale_sizes
 from mkernel.world.lifecycle import current
 
 _SCALES = ("a_scale", "b_scale")
@@ -49,6 +53,9 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
         torch.matmul(a, inputs["b"], out=out)
         return
     of_a, of_b = inputs["a_scale"], inputs["b_scale"]
+    if of_b.numel() > 1 and of_b.shape != (1, out.shape[1]):  # by blocks
+        block_product(a, inputs["b"], of_a, padded_blocks(of_b), out)
+        return
     if len(of_a) > 1 and of_b.numel() == 1:  # ranks' single scales, by rows
         of_b = of_b.expand(1, out.shape[1]).contiguous()
     torch._scaled_mm(
@@ -59,8 +66,9 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
 
 def scales_without_product(problem: Problem) -> str | None:
     """Why there is no product of torch's for the problem, or None."""
-    by_blocks = problem.case.options.get("scales") == "block"
-    return "torch has no product with scales by blocks here" if by_blocks else None
+    if problem.case.options.get("scales") != "block" or problem.device.type == "cuda":
+        return None
+    return "torch has no product with scales by blocks here"
 
 
 class Contender(ABC):
@@ -159,8 +167,7 @@ class Mkernel(Contender):
 
     def before(self, inputs: Inputs) -> None:
         if self.op == ATTENTION_BACKWARD:
-            names = ("out", "lse")
-            for name, each in zip(names, self._attention(inputs), strict=True):
+            for name, each in self._attended(inputs).items():
                 kept(inputs, name, each)
         if self.op not in COMPANIONS:
             return
@@ -179,11 +186,11 @@ class Mkernel(Contender):
                 inputs["a"], inputs["b"], out=outputs["out"], use_fast_accum=self.fast, **scales
             )
             return {"out": out}
-        if self.op == "ring_attention":
-            out, lse = self._attention(inputs)
-            return {"out": out, "lse": lse}
-        if self.op == ATTENTION_BACKWARD:
-            return self._gradients(inputs)
+        if self.op == "all_reduce":
+            return self._summed(inputs, outputs)
+        if self.op in _ATTENTION:
+            backward = self.op == ATTENTION_BACKWARD
+            return self._gradients(inputs) if backward else self._attended(inputs)
         if self.op == "moe_dispatch_gemm":
             rows, counts, _ = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
@@ -194,10 +201,20 @@ class Mkernel(Contender):
             return {"out": mkernel.moe_combine(rows, handle, weights)}
         return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
 
-    def _attention(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return mkernel.ring_attention(
+    def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if "norm_weight" not in inputs:
+            return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"])}
+        residual, weight = inputs["residual"], inputs["norm_weight"]
+        out, new = mkernel.all_reduce(
+            inputs["x"], residual=residual, norm_weight=weight, eps=EPS, out=outputs["out"]
+        )
+        return {"out": out, "residual_out": new}
+
+    def _attended(self, inputs: Inputs) -> Tensors:
+        out, lse = mkernel.ring_attention(
             *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
         )
+        return {"out": out, "lse": lse}
 
     def _gradients(self, inputs: Inputs) -> Tensors:
         """By the op that autograd calls."""
@@ -344,7 +361,7 @@ class Gemm(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op == "moe_combine":
+        if problem.op in ("all_reduce", "moe_combine"):
             return "the op has no product"
         if problem.op not in GEMMS and problem.bars_libraries:
             return problem.bars_libraries
@@ -423,9 +440,10 @@ class Sequential(Contender):
             case = problem.case
             dtype = getattr(torch, case.dtype if problem.gathers else case.out_dtype)
             self._between = torch.empty(shape, dtype=dtype, device=problem.device)
-            mode = case.options.get("scales")
-            rows = sizes["m"] if mode == "row" else problem.world
-            self._scales = torch.empty((rows, 1), device=problem.device)
+            mode: ScaleMode = case.options.get("scales") or "tensor"
+            rows = problem.world if mode == "tensor" else sizes["m"]
+            (_, columns), _ = scale_sizes(mode, rows, sizes["n"], sizes["k"])
+            self._scales = torch.empty((rows, columns), device=problem.device)
             self._repeat = sizes["m"] // rows
 
     @classmethod
@@ -459,6 +477,10 @@ class Sequential(Contender):
             product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])
             return outputs
+        if op == "all_reduce":
+            from mkernel.harness import library_sums  # whose contenders are of this module's kind
+
+            return library_sums.call(self.problem, inputs, outputs)
         if op in _ATTENTION:
             return _ATTENTION[op](self.problem, inputs)
         return library_moe.CALLS[op](self.problem, inputs)
@@ -466,7 +488,9 @@ class Sequential(Contender):
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
         """Of all ranks' rows; a single one of each rank for each of its rows."""
         all_gather(self._scales, scale)
-        return self._scales.repeat_interleave(self._repeat, 0)
+        return (
+            self._scales if self._repeat == 1 else self._scales.repeat_interleave(self._repeat, 0)
+        )
 
 
 class NcclCublas(Sequential):
@@ -493,6 +517,8 @@ _KNOWN = {
     "nccl+cublas": f"{__name__}:NcclCublas",
     "gloo+matmul": f"{__name__}:GlooMatmul",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
+    "symm_mem-one-shot": "mkernel.harness.library_sums:OneShot",
+    "symm_mem-two-shot": "mkernel.harness.library_sums:TwoShot",
     "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
     "ring": "mkernel.harness.library_peers:Ring",
     "context-parallel": "mkernel.harness.context_parallel:ContextParallel",

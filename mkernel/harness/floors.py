@@ -13,6 +13,7 @@ from mkernel.plan.model import (
     MoeShape,
     OpName,
     Shape,
+    SumShape,
 )
 from mkernel.plan.predict import payloads, work
 from mkernel.topology.model import Model
@@ -43,7 +44,7 @@ class Floor(Model):
 def floors(
     op: OpName, shape: Shape, dtype: DtypeName, world: int, rates: Rates
 ) -> tuple[Floor, ...]:
-    """Products (of a combine: sums in float32), one link, and all links of a rank.
+    """Products (of a sum or a combine: additions in float32), one link, and all links of a rank.
 
     Ranks exchange elements of ``dtype``, each once; routing is uniform, and a token that several
     experts of a rank get goes there once. Attention's scores go from
@@ -51,7 +52,9 @@ def floors(
     loaded.
     """
     flop = work(shape, world)
-    if isinstance(shape, CombineShape):  # a multiplication and an addition of 4 bytes each
+    if isinstance(
+        shape, CombineShape | SumShape
+    ):  # a multiplication and an addition of 4 bytes each
         compute = Floor(
             resource="sums", amount=4 * flop, unit="B", us=4 * flop / rates.sums_gbs / 1e3
         )

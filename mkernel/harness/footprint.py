@@ -57,6 +57,8 @@ def least_bytes(
             inputs = world_size * (m * k + k * n)
             results = m * n * (world_size if op == "gemm_all_reduce" else 1)
             reference = world_size * m * n
+        case "all_reduce":
+            inputs = results = reference = world_size * sizes["m"] * sizes["n"]
         case "moe_dispatch_gemm":
             rows = world_size * sizes["tokens"] * sizes["top_k"]
             inputs = world_size * sizes["tokens"] * sizes["hidden"]

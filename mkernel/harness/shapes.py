@@ -18,14 +18,15 @@ from mkernel.topology.model import Many, first_error
 from mkernel.user_files import parse_json, read_file
 
 TARGETS, LAYERS, NODES, SMALL = "targets", "layers", "nodes", "small"
-MOE, RING = "moe-targets", "ring-targets"
-SHIPPED = (TARGETS, LAYERS, NODES, SMALL, MOE, RING)
+MOE, RING, FP8 = "moe-targets", "ring-targets", "fp8-targets"
+SHIPPED = (TARGETS, LAYERS, NODES, SMALL, MOE, RING, FP8)
 """``targets``: sizes with the ratio to the product alone that is aimed at. ``layers``: tensor-parallel
 layers of known models over sequence lengths. ``nodes``: for two nodes of one rank, products that take
 about as long as their bytes on a rail of 400 Gb/s, and half as long. ``small``: sizes that a CPU
 computes in milliseconds. ``moe-targets``: two models' experts over numbers of tokens, with times that
 are aimed at on two H200. ``ring-targets``: attention over lengths of sequences, with the ratio to the
-library's attention on parts that is aimed at."""
+library's attention on parts that is aimed at. ``fp8-targets``: e4m3 operands, with times that are
+aimed at on two H200 where scales are by rows."""
 
 _SIZE = re.compile(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*")
 _NUMBER = re.compile(r"\d+")
@@ -99,6 +100,8 @@ def _named(part: str) -> dict[str, int]:
 def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
     """Those that the ranks can share. ArgumentError."""
     for each in chosen:
+        if each.op == "all_reduce":  # whose rows need not be cut alike
+            continue
         sizes = each.named_sizes
         name = next(name for name in ("m", "experts", "sequence") if name in sizes)
         parts, what = ranks, "the number of ranks"

@@ -97,7 +97,7 @@ class Shape(Finite):
             return 2.0 * sizes["m"] * sizes["n"] * sizes["k"]
         if self.op in ("moe_dispatch_gemm", "moe_gemm_combine"):
             return 2.0 * math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
-        if self.op == "moe_combine":
+        if self.op in ("all_reduce", "moe_combine"):
             return None
         scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))
         products = 2 if self.op == "ring_attention" else 5
@@ -123,6 +123,7 @@ class BenchSpec(Model):
             no size depends on its routing and graphs capture it.
         dtype: of the inputs; of results too, but of e4m3 inputs, whose ``scales`` are named, bfloat16.
         fast_accum: their products may be added with fewer bits (``use_fast_accum``).
+        norm: AllReduce has a residual and RMSNorm behind it.
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
@@ -136,6 +137,7 @@ class BenchSpec(Model):
     routing: Literal["uniform", "zipf"] = "uniform"
     capacity: bool = False
     fast_accum: bool = False
+    norm: bool = False
     warmup: int = Field(3, ge=1)
     iterations: int = Field(20, ge=1)
     seed: int = Field(0, ge=0)
@@ -144,6 +146,8 @@ class BenchSpec(Model):
 
     def _options(self, shape: Shape, ranks: int) -> dict[str, Any]:
         """Of the shape's case."""
+        if shape.op == "all_reduce":
+            return {"norm": "residual"} if self.norm else {}
         if not shape.op.startswith("moe"):
             scales = {} if self.scales is None else {"scales": self.scales}
             fast = {"use_fast_accum": True} if self.fast_accum else {}

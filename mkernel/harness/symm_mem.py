@@ -38,7 +38,8 @@ def _module() -> Any:
     return _symmetric_memory
 
 
-def _group_name() -> str:
+def group_name() -> str:
+    """Of all ranks, which torch's symmetric memory is told of."""
     group = distributed.group.WORLD
     assert group is not None
     name: str = group.group_name
@@ -58,7 +59,8 @@ def _sees_multicast(device: torch.device) -> bool:
     return found
 
 
-def _unusable(problem: Problem) -> str | None:
+def unusable(problem: Problem) -> str | None:
+    """Why the problem's ranks cannot use it, or None."""
     if problem.device.type != "cuda":
         return "only on cuda devices"
     if problem.world < 2:
@@ -80,13 +82,13 @@ class SymmMem(Contender):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._gathers = problem.gathers
-        self._group = _group_name()
+        self._group = group_name()
         self._multicast = _sees_multicast(problem.device)
         self._sum: torch.Tensor | None = None
         if problem.op == "gemm_all_reduce":
             shape, _ = problem.memory("op")["out"]
-            self._sum = _symmetric(shape, problem)
-            self._handle = _module().rendezvous(self._sum, self._group)
+            self._sum = symmetric(shape, problem)
+            self._handle = rendezvous(self._sum, self._group)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -94,7 +96,9 @@ class SymmMem(Contender):
             return "has no such op"
         if problem.case.options.get("scales") == "tensor" and problem.gathers:
             return "multiplies all ranks' rows by one rank's scale"
-        return _unusable(problem) or scales_without_product(problem)
+        if problem.case.options.get("scales") == "block" and problem.op != "gemm_all_reduce":
+            return "takes no scales by blocks"
+        return unusable(problem) or scales_without_product(problem)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
@@ -153,15 +157,15 @@ class Copy(PartAlone):
             if problem.gathers
             else (sizes["m"], sizes["n"])
         )
-        self._source = _symmetric(shape, problem)
-        handle = _module().rendezvous(self._source, _group_name())
+        self._source = symmetric(shape, problem)
+        handle = rendezvous(self._source, group_name())
         self._theirs: Sequence[torch.Tensor] = [
             handle.get_buffer(rank, shape, self._source.dtype) for rank in range(problem.world)
         ]
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return super().unusable(problem) or _unusable(problem)
+        return super().unusable(problem) or unusable(problem)
 
     def inputs(self) -> Inputs:
         return {"x": self._source}
@@ -177,7 +181,12 @@ class Copy(PartAlone):
         return {"out": 0.0}
 
 
-def _symmetric(shape: tuple[int, ...], problem: Problem) -> torch.Tensor:
+def rendezvous(tensor: torch.Tensor, group: str) -> Any:
+    """The handle of memory that :func:`symmetric` gave every rank. Collective."""
+    return _module().rendezvous(tensor, group)
+
+
+def symmetric(shape: tuple[int, ...], problem: Problem) -> torch.Tensor:
     """Memory of its own: a handle's buffers start at the allocation, and a pool would share one."""
     case = problem.case
     dtype = case.dtype if problem.gathers else case.out_dtype

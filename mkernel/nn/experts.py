@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, SiLU
 from torch.nn.functional import pad, silu
 
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops.moe import moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
+from mkernel.plan.model import Activation
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -29,7 +30,8 @@ class ExpertParallelMLP(Module):
     out[t] = sum over slots of topk_weights[t, slot] · mlp(x[t]) of expert topk_ids[t, slot], with
     mlp(x) = (activation(gate) * up) @ down_proj[e] and [gate, up] = x @ gate_up_proj[e].
 
-    Two calls that communicate: :func:`mkernel.moe_dispatch_gemm` and :func:`mkernel.moe_gemm_combine`.
+    Two calls that communicate: :func:`mkernel.moe_dispatch_gemm`, which also activates where no
+    gradients are wanted and the activation is SiLU, and :func:`mkernel.moe_gemm_combine`.
     It takes the place of the module ``experts`` of transformers' MoE layers
     (``layer.mlp.experts = ExpertParallelMLP.from_experts(layer.mlp.experts, transposed=True)``).
 
@@ -174,13 +176,28 @@ class ExpertParallelMLP(Module):
         down: Tensor = self.down_proj
         if self.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
+        fused: Activation | None = "silu_and_mul" if self._fuses(tokens, up) else None
         sent = moe_dispatch_gemm(
-            tokens.contiguous(), ids.contiguous(), up, capacity=self.capacity, group=self.group
+            tokens.contiguous(),
+            ids.contiguous(),
+            up,
+            capacity=self.capacity,
+            activation=fused,
+            group=self.group,
         )
-        gate, inner = sent.outputs.chunk(2, dim=-1)
-        h = (self.activation(gate) * inner).contiguous()
+        h = sent.outputs
+        if fused is None:
+            gate, inner = h.chunk(2, dim=-1)
+            h = (self.activation(gate) * inner).contiguous()
         out = moe_gemm_combine(h, down, sent.handle, weights, group=self.group)
         return out[:count].view(x.shape)
+
+    def _fuses(self, x: Tensor, up: Tensor) -> bool:
+        """Whether the first op activates: where it can, and no gradients will want gate and up."""
+        is_silu = self.activation is silu or isinstance(self.activation, SiLU)
+        trains = torch.is_grad_enabled() and (x.requires_grad or up.requires_grad)
+        claims = current(self.group).engine("moe_dispatch_gemm").claims
+        return is_silu and not trains and "silu_and_mul" in claims.activations
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any

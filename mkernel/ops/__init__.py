@@ -5,6 +5,7 @@ To import this package registers them all as ``torch.ops.mkernel``.
 
 from mkernel.ops import (
     all_gather_gemm,
+    all_reduce,
     gemm_all_reduce,
     gemm_reduce_scatter,
     moe,
@@ -15,6 +16,7 @@ from mkernel.ops import (
 
 __all__ = [
     "all_gather_gemm",
+    "all_reduce",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "moe",

@@ -163,7 +163,8 @@ def all_gather_gemm(
             given as ``gathered`` are the elements alone. Of several b, one b_scale each. There are no
             gradients.
         use_fast_accum: products of e4m3 operands may be added with fewer bits than float32 has, where
-            the device is faster so, as in ``torch._scaled_mm``; the same on every rank.
+            the device is faster so, as in ``torch._scaled_mm``; the same on every rank. Not with scales
+            by blocks.
         bias: [N_r], in the dtype of ``a`` (of e4m3 ones, of C); of several b, one each.
         gather_dim: dimension of ``a`` along which ranks have parts; any but the last.
         out: [M, N_r] to write to, contiguous; allocated where None. Of several b, one each.

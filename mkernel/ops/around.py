@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from mkernel.backends.contracts.norm import add_and_normalise
+from mkernel.ops import validate
+from mkernel.ops.common import tensor_signature
 from mkernel.plan.model import LaunchPlan
+
+EPS = 1e-6
+"""Of a norm, where the caller names none."""
 
 
 class Normed(NamedTuple):
@@ -38,6 +43,32 @@ class Normed(NamedTuple):
         """By the names of a launch's tensors."""
         there = {} if self.residual is None else {"residual": self.residual}
         return there | {"norm_weight": self.weight}
+
+
+def check_norm(
+    norm: Normed,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out: torch.dtype,
+    device: str,
+    *,
+    matrix: str = "b",
+    like: str = "a",
+) -> None:
+    """Of a result of that shape and dtype ``out``, with the columns of ``matrix``, where ``like`` has
+    ``dtype``. ShapeError, DtypeError, LayoutError, ArgumentError."""
+    validate.vector("norm_weight", norm.weight, shape[-1], dtype, matrix=matrix, like=like)
+    validate.on_device("norm_weight", norm.weight, device)
+    validate.contiguous("norm_weight", norm.weight)
+    if norm.residual is not None:
+        validate.on_device("residual", norm.residual, device)
+        validate.output("residual", norm.residual, shape, out, 0)
+        validate.contiguous("residual", norm.residual)
+
+
+def norm_signatures(norm: Normed) -> tuple[object, ...]:
+    """All that the checks of a call see of it."""
+    return (tensor_signature(norm.residual), tensor_signature(norm.weight), norm.eps)
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:

@@ -199,11 +199,29 @@ def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, outpu
 
 
 def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
-    """Of GEMM+AllReduce with a norm: nothing travels. With x = r / s, s = sqrt(mean(r^2) + eps) and
-    g = dOut * weight, dr = (g - x * mean(g * x)) / s + dNew, and r is the sum + residual."""
+    """Of GEMM+AllReduce with a norm: nothing travels."""
     a, b, weight, new = ctx.saved_tensors
+    of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new)
+    of_c = of_row.to(a.dtype)
+    wanted: tuple[bool, ...] = ctx.needs_input_grad
+    needs_a, needs_b, needs_weight, needs_residual, needs_bias = (*wanted, False, False)[:5]
+    return _given(
+        ctx,
+        of_c @ b.t() if needs_a else None,
+        as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
+        of_weight if needs_weight else None,
+        of_row.to(ctx.residual) if needs_residual else None,
+        _of_bias(of_row, a.dtype) if needs_bias else None,
+    )
+
+
+def _of_norm(
+    new: Tensor, weight: Tensor, eps: float, of_out: Tensor | None, of_new: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows that were normalised, unrounded, and of the weight. With x = r / s,
+    s = sqrt(mean(r^2) + eps) and g = dOut * weight, dr = (g - x * mean(g * x)) / s + dNew."""
     row = new.to(torch.promote_types(new.dtype, torch.float32))
-    scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + ctx.eps)
+    scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     x = row * scale
     of_row, of_weight = torch.zeros_like(row), torch.zeros_like(x)
     if of_out is not None:
@@ -212,14 +230,41 @@ def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any
         of_row = (g - x * (g * x).mean(-1, keepdim=True)) * scale
     if of_new is not None:
         of_row = of_row + of_new
-    of_c = of_row.to(a.dtype)
-    wanted: tuple[bool, ...] = ctx.needs_input_grad
-    needs_a, needs_b, needs_weight, needs_residual, needs_bias = (*wanted, False, False)[:5]
+    return of_row, of_weight.flatten(0, -2).sum(0).to(weight.dtype)
+
+
+# ---- AllReduce -----------------------------------------------------------------------------------
+
+
+def save_sum(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps the dtype of x."""
+    ctx.dtype = inputs[0].dtype
+
+
+def sum_backward(ctx: Any, of_sum: Tensor) -> Any:
+    """Of AllReduce: nothing travels, since each rank's terms count in the sum that all ranks have."""
+    return of_sum.to(ctx.dtype)
+
+
+def save_normed_sum(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    """Keeps the weight, and the new residual, whose rows were normalised."""
+    ctx.set_materialize_grads(False)
+    x, weight, *given = inputs
+    ctx.dtype, ctx.eps = x.dtype, keyword_only_inputs["eps"]
+    ctx.residual = None if not given or given[0] is None else given[0].dtype
+    ctx.save_for_backward(weight, output[1])
+
+
+def normed_sum_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
+    """Of AllReduce with a norm: nothing travels."""
+    weight, new = ctx.saved_tensors
+    of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new)
+    needs_x, needs_weight, needs_residual = (*ctx.needs_input_grad, False)[:3]
     return _given(
         ctx,
-        of_c @ b.t() if needs_a else None,
-        as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
-        of_weight.flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None,
+        of_row.to(ctx.dtype) if needs_x else None,
+        of_weight if needs_weight else None,
         of_row.to(ctx.residual) if needs_residual else None,
-        _of_bias(of_row, a.dtype) if needs_bias else None,
     )

@@ -138,7 +138,7 @@ class GemmOp:
             validate.vector("bias", bias, n, beside)
             validate.on_device("bias", bias, device)
         if norm is not None:
-            check_norm(norm, (*a.shape[:-1], n), beside, wanted, device)
+            around.check_norm(norm, (*a.shape[:-1], n), beside, wanted, device)
         lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
         rows = prod(whole if self.gathers else a.shape[:-1])
         outputs = [("out", out, lead, n, wanted)]
@@ -238,7 +238,7 @@ class GemmOp:
                 repr(chunk),
                 path,
                 products,
-                *(() if norm is None else _signatures(norm)),
+                *(() if norm is None else around.norm_signatures(norm)),
                 *(() if scaled is None else tuple(map(tensor_signature, scaled[:2]))),
                 scaled is not None and scaled.use_fast_accum,
             ),
@@ -453,24 +453,6 @@ def copied_to(name: str, out: Tensor, result: Tensor, dim: int) -> Tensor:
     """A caller's output with a result in it. ShapeError, DtypeError, LayoutError."""
     validate.output(name, out, tuple(result.shape), result.dtype, dim)
     return out.copy_(result)
-
-
-def check_norm(
-    norm: around.Normed, shape: tuple[int, ...], dtype: torch.dtype, out: torch.dtype, device: str
-) -> None:
-    """Of a result of that shape and dtype ``out``, where ``a`` has ``dtype``. ShapeError, DtypeError,
-    LayoutError, ArgumentError."""
-    validate.vector("norm_weight", norm.weight, shape[-1], dtype)
-    validate.on_device("norm_weight", norm.weight, device)
-    validate.contiguous("norm_weight", norm.weight)
-    if norm.residual is not None:
-        validate.on_device("residual", norm.residual, device)
-        validate.output("residual", norm.residual, shape, out, 0)
-        validate.contiguous("residual", norm.residual)
-
-
-def _signatures(norm: around.Normed) -> tuple[object, ...]:
-    return (tensor_signature(norm.residual), tensor_signature(norm.weight), norm.eps)
 
 
 def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:

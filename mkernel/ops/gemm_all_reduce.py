@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
-from mkernel.ops.around import Normed
+from mkernel.ops.around import EPS, Normed
 from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
@@ -29,8 +29,6 @@ from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 OP = GemmOp("gemm_all_reduce")
-EPS = 1e-6
-"""Of a norm, where the caller names none."""
 
 
 @overload
@@ -112,7 +110,8 @@ def gemm_all_reduce(
             and b; where a has more dimensions, so has a_scale. A product of elements counts times
             their scales. There are no gradients.
         use_fast_accum: products of e4m3 operands may be added with fewer bits than float32 has, where
-            the device is faster so, as in ``torch._scaled_mm``; the same on every rank.
+            the device is faster so, as in ``torch._scaled_mm``; the same on every rank. Not with scales
+            by blocks.
         bias: [N], in the dtype of ``a`` (beside scales, of the result), the same on every rank; added
             once.
         residual: [M, N], or [B, S, N], contiguous, in the dtype of the result, the same on every rank;

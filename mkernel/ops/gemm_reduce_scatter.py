@@ -55,7 +55,8 @@ def gemm_reduce_scatter(
             and b; where a has more dimensions, so has a_scale. A product of elements counts times
             their scales. There are no gradients.
         use_fast_accum: products of e4m3 operands may be added with fewer bits than float32 has, where
-            the device is faster so, as in ``torch._scaled_mm``; the same on every rank.
+            the device is faster so, as in ``torch._scaled_mm``; the same on every rank. Not with scales
+            by blocks.
         bias: [N], in the dtype of ``a`` (beside scales, of the result), the same on every rank; added
             once. So is its gradient, the sum over all ranks' rows.
         scatter_dim: dimension of ``a`` along which ranks get parts of the result; any but the last. W

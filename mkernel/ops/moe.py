@@ -4,7 +4,7 @@
 Data flow of one dispatch on rank r (experts [r·E/W, (r+1)·E/W) live here):
   topk_ids ──routing tables, built on the device inside the call──▶ which token goes where
   x ──once per destination rank──▶ rows of that rank's experts, grouped by expert
-  rows of an expert ──▶ @ w[expert], as soon as they are there
+  rows of an expert ──▶ @ w[expert], as soon as they are there; with an activation, silu(gate) * up
 Order of the rows of one expert: by source rank, then token, then slot of top-k: fixed by the routing
 alone, so results are deterministic. A tensor, in the handle, remembers the routing.
 Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, in order, in float32, of
@@ -27,6 +27,7 @@ from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.untraced import untraced
+from mkernel.plan.model import Activation
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -56,7 +57,7 @@ class MoeDispatch(NamedTuple):
     handle: MoeHandle
 
 
-def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor) -> None:
+def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor, activation: str | None = None) -> None:
     validate.matrix("x", x)
     validate.matrix("topk_ids", topk_ids)
     if not isinstance(w, Tensor) or w.dim() != 3 or 0 in w.shape:
@@ -65,6 +66,13 @@ def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor) -> None:
         raise ShapeError("w", validate.describe(w), f"[E/W, H, I] with H = {x.shape[1]}, as in x")
     if topk_ids.shape[0] != x.shape[0]:
         raise ShapeError("topk_ids", validate.describe(topk_ids), f"[T, k] with T = {x.shape[0]}")
+    if activation is not None and w.shape[2] % 2:
+        raise ShapeError("w", validate.describe(w), f"[E/W, H, 2I], of activation={activation!r}")
+
+
+def _features(w: Tensor, activation: str | None) -> int:
+    """Columns of the outputs."""
+    return w.shape[2] if activation is None else w.shape[2] // 2
 
 
 def _routing_words(world: World, places: Tensor, experts: int) -> int:
@@ -85,6 +93,7 @@ def dispatch(
     w: Tensor,
     *,
     capacity: int | None = None,
+    activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
@@ -96,7 +105,7 @@ def dispatch(
     x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
     capabilities = world.engine("moe_dispatch_gemm").claims
     device = world.accelerator.device
-    _expect_shapes(x, topk_ids, w)
+    _expect_shapes(x, topk_ids, w, activation)
     for name, tensor in (("x", x), ("topk_ids", topk_ids)):
         validate.on_device(name, tensor, device)
         validate.row_major(name, tensor)
@@ -124,10 +133,11 @@ def dispatch(
         {
             "tokens": x.shape[0],
             "hidden": x.shape[1],
-            "features": w.shape[2],
+            "features": _features(w, activation),
             "experts": experts,
             "top_k": topk_ids.shape[1],
             **({} if capacity is None else {"capacity": capacity}),
+            **({} if activation is None else {"activation": activation}),
         },
         dtype,
         out_name,
@@ -151,6 +161,7 @@ def moe_dispatch_gemm(
     w: Tensor,
     *,
     capacity: int | None = None,
+    activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
@@ -166,10 +177,13 @@ def moe_dispatch_gemm(
         topk_ids: [T, k] int32 or int64, the experts of each token, 0 to E - 1; k from 1 to E. -1: none,
             for tokens that only pad x and slots that are dropped.
         w: [E/W, H, I], weights of this rank's experts; contiguous, or the transpose of a contiguous
-            [E/W, I, H].
+            [E/W, I, H]. With an activation [E/W, H, 2I], the gate's columns first.
         capacity: rows that each rank has for those of all its experts, so that shapes do not depend on
             the routing. None: as many as there are, of which a compiled function needs
             ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
+        activation: ``"silu_and_mul"``: outputs [R, I] are silu(gate) * up of [gate, up] = the product,
+            computed from its float32 sums and rounded once. Gradients make the product again, which
+            rounds gate and up to ``out_dtype``. None: outputs are the product.
         out_dtype: of the outputs; default: that of ``x``. Accumulation is in float32.
         chunk: rows a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
@@ -190,13 +204,21 @@ def moe_dispatch_gemm(
             topk_ids,
             w,
             capacity=capacity,
+            activation=activation,
             out_dtype=out_dtype,
             chunk=chunk,
             group=group_name(group),
         )
         return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
     done = dispatch(
-        x, topk_ids, w, capacity=capacity, out_dtype=out_dtype, chunk=chunk, group=group
+        x,
+        topk_ids,
+        w,
+        capacity=capacity,
+        activation=activation,
+        out_dtype=out_dtype,
+        chunk=chunk,
+        group=group,
     ).outputs
     return MoeDispatch(done["outputs"], done["counts"], done["handle"])
 
@@ -324,12 +346,20 @@ def _dispatch_kernel(
     w: Tensor,
     *,
     capacity: int | None = None,
+    activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     done = dispatch(
-        x, topk_ids, w, capacity=capacity, out_dtype=out_dtype, chunk=chunk, group=group
+        x,
+        topk_ids,
+        w,
+        capacity=capacity,
+        activation=activation,
+        out_dtype=out_dtype,
+        chunk=chunk,
+        group=group,
     ).outputs
     return done["outputs"], *done["handle"]
 
@@ -340,17 +370,18 @@ def _dispatch_fake(
     w: Tensor,
     *,
     capacity: int | None = None,
+    activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     world = current(group)
-    _expect_shapes(x, topk_ids, w)
+    _expect_shapes(x, topk_ids, w, activation)
     rows = torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
-    experts, _, features = w.shape
+    experts = len(w)
     words = _routing_words(world, topk_ids, experts * world.size)
     return (
-        x.new_empty((rows, features), dtype=out_dtype or x.dtype),
+        x.new_empty((rows, _features(w, activation)), dtype=out_dtype or x.dtype),
         x.new_empty(experts, dtype=torch.int64),
         x.new_empty(words, dtype=torch.int32),
     )
@@ -385,7 +416,8 @@ def _combine_fake(
 
 register(
     "moe_dispatch_gemm(Tensor x, Tensor topk_ids, Tensor w, *, int? capacity=None, "
-    "ScalarType? out_dtype=None, int? chunk=None, str group) -> (Tensor, Tensor, Tensor)",
+    "str? activation=None, ScalarType? out_dtype=None, int? chunk=None, str group) "
+    "-> (Tensor, Tensor, Tensor)",
     _dispatch_kernel,
     _dispatch_fake,
     gradients.save_dispatch,

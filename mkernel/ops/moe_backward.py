@@ -5,6 +5,8 @@ With y = outputs of the dispatch and p the place (token, slot) of a row r of exp
     y[r] = x[t] @ w[e]               dx[t] = sum of dy[r] @ w[e]^T   dw[e] = sum of x[t]^T dy[r]
     out[t] = sum of weight[p] y[r]   dy[r] = weight[p] dout[t]       dweight[p] = dout[t] . y[r]
 
+With activation="silu_and_mul" outputs are silu(gate) * up of y = [gate, up]; y is not kept.
+
 Rows of dx come home as in a combine; x, for dw, and dout go where the dispatch sends tokens.
 """
 
@@ -128,17 +130,32 @@ register(
 def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     """Keeps x, w and the routing."""
     x, topk_ids, w = inputs
-    options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
-    ctx.options = {**options, "top_k": topk_ids.shape[1]}
-    ctx.save_for_backward(x, w, output[2])
+    ctx.options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
+    ctx.activation = keyword_only_inputs["activation"]
+    ctx.out_dtype = keyword_only_inputs["out_dtype"]
+    ctx.save_for_backward(x, topk_ids, w, output[2])
 
 
 def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
-    """dx and dw, in one call."""
+    """dx and dw, in one call. Of an activation the product is made again first."""
+    x, topk_ids, w, routing = ctx.saved_tensors
+    if ctx.activation is not None:
+        product, *_ = ops.moe_dispatch_gemm(x, topk_ids, w, out_dtype=ctx.out_dtype, **ctx.options)
+        of_outputs = _silu_and_mul_backward(of_outputs, product)
     of_x, of_w = ops.moe_dispatch_backward(
-        of_outputs.contiguous(), *ctx.saved_tensors, **ctx.options
+        of_outputs.contiguous(), x, w, routing, top_k=topk_ids.shape[1], **ctx.options
     )
     return of_x, None, of_w
+
+
+def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:
+    """Of [gate, up], with s = sigmoid(gate): dout up s (1 + gate (1 - s)), and dout gate s."""
+    sums = torch.promote_types(product.dtype, torch.float32)
+    of_outputs = of_outputs.to(sums)
+    gate, up = product.to(sums).chunk(2, dim=1)
+    s = torch.sigmoid(gate)
+    of_gate = of_outputs * up * s * (1 + gate * (1 - s))
+    return torch.cat([of_gate, of_outputs * gate * s], dim=1).to(product.dtype)
 
 
 def save_combine(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:

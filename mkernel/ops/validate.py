@@ -61,14 +61,22 @@ def dimension(name: str, value: object, tensor: torch.Tensor) -> int:
     )
 
 
-def vector(name: str, value: object, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A bias of so many elements. DtypeError, ShapeError."""
+def vector(
+    name: str,
+    value: object,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    matrix: str = "b",
+    like: str = "a",
+) -> torch.Tensor:
+    """One element for each column of ``matrix``, in the dtype of ``like``. DtypeError, ShapeError."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(name, describe(value), "a torch.Tensor")
     if tuple(value.shape) != (size,):
-        raise ShapeError(name, describe(value), f"[{size}], one element a column of b")
+        raise ShapeError(name, describe(value), f"[{size}], one element a column of {matrix}")
     if value.dtype != dtype:
-        raise DtypeError(f"{name}.dtype", value.dtype, f"{dtype}, the dtype of a")
+        raise DtypeError(f"{name}.dtype", value.dtype, f"{dtype}, the dtype of {like}")
     return value
 
 

@@ -24,7 +24,7 @@ _NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", *COMPANIONS)
 
 
 _GEMMS: tuple[str, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-_WITHOUT_B: tuple[str, ...] = ("moe_combine", "ring_attention")
+_WITHOUT_B: tuple[str, ...] = ("all_reduce", "moe_combine", "ring_attention")
 _EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 _PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 _DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)

@@ -1,4 +1,4 @@
-"""What a GEMM op does on its own rank before and after a launch."""
+"""What an op does on its own rank before and after a launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from mkernel.plan.model import Copied, OpName, Scales
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 
 _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+NORMALISES: tuple[OpName, ...] = ("gemm_all_reduce", "all_reduce")
+"""Ops whose results are sums over ranks that every rank gets, whole rows of them."""
 
 
 class Norm(NamedTuple):
@@ -26,7 +28,7 @@ class Around(NamedTuple):
     Attributes:
         copies: tensors that the op copies: operands before, results after the launch.
         bias: whether there is one.
-        norm: of the results of GEMM+AllReduce; None: there is none.
+        norm: of the results of ops that have them all; None: there is none.
         products: columns of each B where AllGather+GEMM is given several; the most of these are N.
         scales: of e4m3 operands; None: the operands are others.
     """
@@ -47,8 +49,9 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
     Args:
         columns: of the product that is launched.
     """
+    _check_norm(op, around.norm)
     if op not in _GEMMS:
-        for argument, value in around._asdict().items():
+        for argument, value in around._replace(norm=None)._asdict().items():
             if value:
                 raise ArgumentError(argument, repr(value), f"nothing: {op} has no such step")
         return
@@ -60,7 +63,6 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
     for name in around.copies:
         if name not in legal:
             raise ArgumentError("copies", repr(name), f"of {', '.join(legal)}")
-    _check_norm(op, around.norm)
     products = around.products
     if products and op != "all_gather_gemm":
         raise ArgumentError("products", products, f"(): {op} has one product")
@@ -75,7 +77,7 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
 def _check_norm(op: OpName, norm: Norm | None) -> None:
     if norm is None:
         return
-    if op != "gemm_all_reduce":
+    if op not in NORMALISES:
         raise ArgumentError("norm", repr(norm), f"nothing: {op} has no such step")
     if not 0 < norm.eps < math.inf:
         raise ArgumentError("eps", norm.eps, "a finite number above 0")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import Self
 
-from mkernel.plan.model import AttentionLayout, AttentionShape, DtypeName, ScaleMode
+from mkernel.plan.model import Activation, AttentionLayout, AttentionShape, DtypeName, ScaleMode
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -33,8 +33,8 @@ class AcceleratorCapabilities(Model):
     """Whether launches of GEMM ops add a bias before they round results. Else the op adds it to rounded
     ones, and rounds again."""
     adds_norm: bool = False
-    """Whether launches of GEMM+AllReduce add a residual and normalise rows. Else the op does both, on
-    rounded sums."""
+    """Whether launches of GEMM+AllReduce and AllReduce add a residual and normalise rows. Else the op
+    does both, on rounded sums."""
     scale_modes: tuple[ScaleMode, ...] = ()
     """Scales with which GEMM ops take e4m3 operands, of which B is column-major; empty: they take none.
     Such results are those of ``out_dtypes`` that :data:`mkernel.plan.scales.RESULTS` has."""
@@ -76,6 +76,8 @@ class AcceleratorCapabilities(Model):
     """What a rank holds of a sequence, each half of it where attention is causal, is a multiple of so
     many positions."""
     attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
+    activations: tuple[Activation, ...] = ()
+    """That dispatch+GEMM applies to its float32 sums, before it rounds them."""
     documents: tuple[str, ...] = ()
     """Ops of attention that take sequences of several packed documents."""
     routing_of_ids: bool = False

@@ -9,6 +9,7 @@ from mkernel.plan.model import (
     GemmShape,
     OpName,
     Shape,
+    SumShape,
 )
 from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Tiling
 
@@ -105,7 +106,7 @@ def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
 
 def rows_of_a_rank(shape: Shape, world: int) -> int:
     """Rows (positions, tokens) that each rank has."""
-    if isinstance(shape, GemmShape):
+    if isinstance(shape, GemmShape | SumShape):
         return -(-shape.m // world)
     if isinstance(shape, AttentionShape):
         return shape.sequence // world

@@ -57,6 +57,7 @@ def sums_of(dtype: DtypeName, out_dtype: DtypeName) -> DtypeName:
 
 OpName = Literal[
     "all_gather_gemm",
+    "all_reduce",
     "gemm_reduce_scatter",
     "gemm_all_reduce",
     "moe_dispatch_gemm",
@@ -80,10 +81,22 @@ class GemmShape(Model):
     k: int = Field(ge=1)
 
 
+class SumShape(Model):
+    """Rows [m, n] on each rank, whose sum over ranks each rank gets whole."""
+
+    kind: Literal["sum"] = "sum"
+    m: int = Field(ge=1)
+    n: int = Field(ge=1)
+
+
+Activation = Literal["silu_and_mul"]
+"""What a product of [gate, up] becomes: silu(gate) * up, which has half its columns."""
+
+
 class MoeShape(Model):
     """``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts`` (all ranks together),
-    each with a weight [hidden, features]. ``capacity``: rows that a rank has for those of all its
-    experts; None: as many as there are."""
+    each with a weight [hidden, columns]; results have ``features``. ``capacity``: rows that a rank has
+    for those of all its experts; None: as many as there are."""
 
     kind: Literal["moe"] = "moe"
     tokens: int = Field(ge=1)
@@ -92,6 +105,12 @@ class MoeShape(Model):
     experts: int = Field(ge=1)
     top_k: int = Field(ge=1)
     capacity: int | None = Field(None, ge=1)
+    activation: Activation | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a weight."""
+        return self.features if self.activation is None else 2 * self.features
 
 
 class CombineShape(Model):
@@ -134,7 +153,7 @@ class AttentionShape(Model):
 
 
 Shape = Annotated[
-    GemmShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape,
+    GemmShape | SumShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape,
     Field(discriminator="kind"),
 ]
 
@@ -154,7 +173,7 @@ class Prediction(Model):
 
 
 class NormStep(Model):
-    """RMSNorm of the rows of GEMM+AllReduce's sum, perhaps with a residual added to it before
+    """RMSNorm of the rows of a sum that every rank gets, perhaps with a residual added to it before
     (``backends/contracts/norm.py``)."""
 
     step: BiasStep
@@ -164,7 +183,8 @@ class NormStep(Model):
 
 class Scales(Model):
     """How the e4m3 operands of a GEMM op are scaled. ``use_fast_accum``: their products may be added
-    with fewer bits than float32 has, where the device is faster so, as in ``torch._scaled_mm``."""
+    with fewer bits than float32 has, where the device is faster so, as in ``torch._scaled_mm``; not by
+    blocks."""
 
     mode: ScaleMode
     use_fast_accum: bool = False
@@ -191,7 +211,7 @@ class CommonPart(Model):
         "by the op after the launch",
     )
     norm: NormStep | None = Field(
-        None, description="where rows of GEMM+AllReduce are normalised: how, and by whom"
+        None, description="where rows of a sum over ranks are normalised: how, and by whom"
     )
     scales: Scales | None = Field(None, description="of e4m3 operands; of others none")
     products: tuple[int, ...] = Field(
@@ -230,6 +250,13 @@ class CommonPart(Model):
         """The shape of a GEMM op. TypeError for another op's plan."""
         if not isinstance(self.shape, GemmShape):
             raise TypeError(f"a plan of {self.op} has no GEMM shape")
+        return self.shape
+
+    @property
+    def summed(self) -> SumShape:
+        """The shape of a plain sum. TypeError for another op's plan."""
+        if not isinstance(self.shape, SumShape):
+            raise TypeError(f"a plan of {self.op} sums no rows that are there")
         return self.shape
 
     @property

@@ -1,4 +1,4 @@
-"""The ops' names: five canonical ones, the short aliases users know from elsewhere, and the ops that
+"""The ops' names: the canonical ones, the short aliases users know from elsewhere, and the ops that
 are launched only for these."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from mkernel.plan.model import OpName
 
 ALIASES: dict[str, str] = {
     "ag_gemm": "all_gather_gemm",
+    "ar": "all_reduce",
     "gemm_ar": "gemm_all_reduce",
     "gemm_rs": "gemm_reduce_scatter",
     "dispatch_gemm": "moe_dispatch_gemm",
@@ -18,6 +19,7 @@ ALIASES: dict[str, str] = {
 }
 OPS: tuple[OpName, ...] = (
     "all_gather_gemm",
+    "all_reduce",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "moe_dispatch_gemm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName, Prediction
+from mkernel.plan.model import DTYPE_BYTES, E4M3, DtypeName, GemmShape, OpName, Prediction
 from mkernel.plan.predict import prediction
 from mkernel.topology.cost import (
     FewRowsConstants,
@@ -50,8 +50,10 @@ def fusable(
     world: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Whether the fused path may be taken where there is another. Of few rows it sends the same partial
-    results as the library path."""
+    """Whether the fused path may be taken where there is another: it multiplies no e4m3 operands. Of
+    few rows it sends the same partial results as the library path."""
+    if dtype == E4M3:
+        return False
     if few_rows(op, shape, dtype, world, constants) is not None:
         return True
     sums = op != "all_gather_gemm" and world > 1 and dtype != "float32"

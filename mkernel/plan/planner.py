@@ -80,11 +80,12 @@ def explain(
 
     Args:
         op: canonical name or alias (``ag_gemm``).
-        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or
-            ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``, ``heads``,
-            ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call: ``capacity`` of
-            a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and ``returns``, how
-            results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is faster.
+        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or ``m``,
+            ``n``; or ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``,
+            ``heads``, ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call:
+            ``capacity`` of a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and
+            ``returns``, how results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is
+            faster.
         dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM ops with
             ``around.scales`` ``float8_e4m3fn``.
         out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the
@@ -99,7 +100,7 @@ def explain(
         compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None: the
             backend's choice, by default all compute cores, and as many for communication as
             :func:`mkernel.plan.chunking.comm_blocks` says.
-        path: ``library``; ``fused``, where it keeps the limit of error
+        path: ``library``; ``fused``, where it keeps the limit of error and takes the operands
             (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
         exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the one
             that is predicted to be faster, of those that the backend runs or, in a what-if, of both.
@@ -249,6 +250,11 @@ def _checked(
         check_blocks(scales, shape.k)
     check_around(name, around, columns)
     library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
+    if scales is not None and name in capabilities.library_ops and not library:
+        raise Unsupported(
+            f"accelerator {accelerator!r} multiplies e4m3 operands on its library path, which "
+            f"{name!r} has in worlds of one node; this one has {nodes}"
+        )
     by_nics = nodes > 1 and not capabilities.process_group
     if by_nics:
         for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
@@ -403,7 +409,7 @@ def _predicted(
         return wanted, None
     if not paths.fusable(op, shape, dtype, world, constants):
         wanted = "library"
-    if constants is None:
+    if constants is None or dtype == E4M3:  # the backend has times of its own
         return wanted, None
     cores = choice.claims.compute_cores
     both = paths.predict(op, shape, dtype, world, choice.compute_blocks or cores, cores, constants)

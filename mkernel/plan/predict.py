@@ -15,6 +15,7 @@ from mkernel.plan.model import (
     OpName,
     Prediction,
     Shape,
+    SumShape,
 )
 from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Pipeline, Returns
@@ -44,9 +45,10 @@ def closed_form(
     """T_c = work / rate, T_m = bytes to every peer over the slowest link; s: bytes an element.
 
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
-    GEMM+AllReduce: the same twice. MoE: 2·T·k·H·I, T·k/W·H·s a peer (uniform routing), a combine
-    T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·(1-(1-1/W)^k)·H·s where sums of ranks come home. Ring
-    attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
+    GEMM+AllReduce: the same twice; AllReduce: M·N, and these bytes too. MoE: 2·T·k·H·I, T·k/W·H·s a
+    peer (uniform routing), a combine T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·(1-(1-1/W)^k)·H·s where
+    sums of ranks come home. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a
+    peer.
     Backward: 2.5 times the work of attention, twice a dispatch's; float32 gradients travel too.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
@@ -96,7 +98,11 @@ def work(shape: Shape, world: int) -> float:
     """Floating-point operations of one rank."""
     if isinstance(shape, GemmShape):
         return 2.0 * shape.m * shape.n * shape.k
-    if isinstance(shape, MoeShape | GemmCombineShape):
+    if isinstance(shape, SumShape):  # each rank adds up its share
+        return float(shape.m) * shape.n
+    if isinstance(shape, MoeShape):
+        return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.columns
+    if isinstance(shape, GemmCombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.features
     if isinstance(shape, CombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.features
@@ -120,11 +126,11 @@ def payloads(
     """What each ordered pair of ranks exchanges; MoE with uniform routing."""
     size = DTYPE_BYTES[dtype]
     back = max(size, DTYPE_BYTES["float32"]) if forward(op) != op else 0  # gradients that go home
-    if isinstance(shape, GemmShape):
-        if op == "all_gather_gemm":
-            return Payloads(gather=shape.m / world * shape.k * size)
+    if isinstance(shape, GemmShape) and op == "all_gather_gemm":
+        return Payloads(gather=shape.m / world * shape.k * size)
+    if isinstance(shape, GemmShape | SumShape):
         part = shape.m / world * shape.n * size
-        return Payloads(scatter=part, spread=part if op == "gemm_all_reduce" else 0.0)
+        return Payloads(scatter=part, spread=0.0 if op == "gemm_reduce_scatter" else part)
     if isinstance(shape, MoeShape):
         return Payloads(gather=shape.tokens * shape.top_k / world * shape.hidden * (size + back))
     if isinstance(shape, GemmCombineShape):

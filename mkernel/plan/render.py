@@ -66,7 +66,7 @@ def plan(
     Args:
         notes: what was left out, and why.
         brief: leave out how the bytes go and what the backend decided.
-        verbose: with the digest that ranks compare.
+        verbose: with every field of the schedule, and the digest that ranks compare.
     """
     kinds: Counter[str] = Counter()
     for route in made.routes.classes:
@@ -76,7 +76,7 @@ def plan(
         between = f", {made.carrier} between ranks"
     title = "launch plan" if isinstance(made, LaunchPlan) else "what if"
     rows = {
-        title: f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
+        title: f"{made.op} · {sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "path": made.path if brief else _path(made),
@@ -89,7 +89,7 @@ def plan(
         **({"around": around} if (around := _around(made)) else {}),
     }
     if isinstance(made, LaunchPlan):
-        rows |= {"schedule": _schedule(made.schedule)}
+        rows |= {"schedule": _schedule(made.schedule, unused=verbose)}
     elif made.nodes > 1:
         rows |= {"exchange": made.exchange}
     rows |= {"predicted": _predicted(made.prediction)}
@@ -192,12 +192,13 @@ def _path(made: CommonPart) -> str:
     )
 
 
-def _schedule(part: Schedule | None) -> str:
-    """Every field of the backend's part with its value, under the name that it has in the plan."""
+def _schedule(part: Schedule | None, *, unused: bool) -> str:
+    """The backend's part, each field under the name that it has in the plan; ``unused``: also what the
+    plan makes no use of, whose value is 0, no or none."""
     if part is None:
         return "none yet"
-    fields = ", ".join(f"{name} {_word(value)}" for name, value in _leaves(part))
-    return f"{part.kind}: {fields}"
+    fields = [f"{name} {_word(value)}" for name, value in _leaves(part) if value or unused]
+    return f"{part.kind}: {', '.join(fields)}" if fields else part.kind
 
 
 def _word(value: object) -> str:
@@ -224,7 +225,7 @@ def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
     return f"{each} x {pairs} a peer" + (f"; puts {nics.small_puts}{striped}" if striped else "")
 
 
-def _sizes(made: CommonPart) -> str:
+def sizes(made: CommonPart) -> str:
     """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
     if isinstance(made.shape, GemmShape):
         return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"
@@ -254,17 +255,16 @@ def _node_lines(node: Node) -> list[str]:
     lines = [f"{kind} {node.id} · {node.hostname} · {cpus}"]
     if memory:
         lines[0] += f" · {memory / 2**30:.1f} GiB"
-    lines += _grouped(node.accelerators, _accelerator)
-    lines += _grouped(node.nics, _nic)
+    known = {device.numa_node for device in node.accelerators}
+    known |= {device.numa_node for device in node.nics} | {part.id for part in node.numa}
+    where = _where if len(known - {None}) > 1 else lambda _: ""
+    lines += _grouped(node.accelerators, lambda device: accelerator_name(device) + where(device))
+    lines += _grouped(node.nics, lambda device: _nic(device) + where(device))
     if not node.accelerators:
         lines.append("no accelerator")
     if not node.nics:
         lines.append("no NIC")
     return lines
-
-
-def _accelerator(device: Accelerator) -> str:
-    return accelerator_name(device) + _where(device)
 
 
 def accelerator_name(device: Accelerator) -> str:
@@ -282,7 +282,7 @@ def _nic(device: Nic) -> str:
     speed = f" {device.speed_gbps:g} Gb/s" if device.speed_gbps else ""
     state = "" if device.active else " DOWN"
     emulated = ", emulated" if device.emulated else ""
-    return f"NIC ({device.kind}{emulated}){speed}{state}" + _where(device)
+    return f"NIC ({device.kind}{emulated}){speed}{state}"
 
 
 def _where(device: Accelerator | Nic) -> str:

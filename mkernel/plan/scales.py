@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkernel.errors import DtypeError, LayoutError, ShapeError
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import E4M3, DtypeName, ScaleMode, Scales
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def check_scales(
 
     Raises:
         DtypeError: operands without scales that need some, or the other way round; scales that the
-            backend does not claim; a result that e4m3 operands do not have. LayoutError: B.
+            backend does not claim; a result that e4m3 operands do not have. ArgumentError: fewer
+            bits for sums of blocks. LayoutError: B.
     """
     if (scales is not None) != (dtype == E4M3):
         legal = "operands of float8_e4m3fn beside scales, and no others"
@@ -68,6 +69,10 @@ def check_scales(
             f"{dtype!r} with {scales.mode} scales",
             f"what accelerator {accelerator!r} takes: of e4m3 operands {claimed}; else "
             + ", ".join(claims.dtypes),
+        )
+    if scales.mode == "block" and scales.use_fast_accum:
+        raise ArgumentError(
+            "use_fast_accum", True, "False: sums of products with scales by blocks are float32"
         )
     if out_dtype is not None and out_dtype not in RESULTS:
         raise DtypeError(

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import (
     DTYPE_BYTES,
-    E4M3,
     AttentionShape,
     CombineShape,
     DtypeName,
@@ -21,6 +20,7 @@ from mkernel.plan.model import (
     MoeShape,
     Scales,
     Shape,
+    SumShape,
     sums_of,
 )
 from mkernel.plan.ops import forward
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 MAX_DIMENSION = 2**31 - 1
 """Kernels index rows and columns with 32-bit signed integers."""
 
-SHAPES: dict[str, type[GemmShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape]] = {
+SHAPES: dict[
+    str,
+    type[GemmShape | SumShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape],
+] = {
     "all_gather_gemm": GemmShape,
     "gemm_reduce_scatter": GemmShape,
     "gemm_all_reduce": GemmShape,
+    "all_reduce": SumShape,
     "moe_dispatch_gemm": MoeShape,
     "moe_combine": CombineShape,
     "moe_gemm_combine": GemmCombineShape,
@@ -48,6 +52,7 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = {
     "all_gather_gemm": {"m": 2048, "n": 1024, "k": 2048},
     "gemm_reduce_scatter": {"m": 2048, "n": 1024, "k": 512},
     "gemm_all_reduce": {"m": 2048, "n": 1024, "k": 512},
+    "all_reduce": {"m": 2048, "n": 1024},
     "moe_dispatch_gemm": {
         "tokens": 512,
         "hidden": 512,
@@ -79,7 +84,7 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "capacity", "documents", "layout", "partial_dtype")
+_NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_dtype")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -120,13 +125,26 @@ def shape_of(
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or op
         raise ShapeError(name, first.get("input"), first["msg"]) from None
+    _check_sizes(op, shape, world, dtype, out_dtype, capabilities)
+    return shape
+
+
+def _check_sizes(
+    op: str,
+    shape: Shape,
+    world: int,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
+) -> None:
     if isinstance(shape, GemmShape):
         _check_gemm(op, shape, world, dtype, out_dtype, capabilities)
+    elif isinstance(shape, SumShape):
+        _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
     elif isinstance(shape, AttentionShape):
         _check_attention(op, shape, world, dtype, capabilities)
     else:
         _check_experts(op, shape, world, dtype, out_dtype, capabilities)
-    return shape
 
 
 def takes(
@@ -201,10 +219,9 @@ def _check_gemm(
     if op != "gemm_all_reduce":  # the others cut M over the ranks
         _check_multiple("m", shape.m, world, "the number of ranks")
     # K is a row's length in A, N in C and in row-major B: every row must start aligned. The
-    # narrowest of the dtypes decides for N. An e4m3 B is never row-major.
+    # narrowest of the dtypes decides for N; an e4m3 B is never row-major, but libraries ask as much.
     _check_aligned("k", shape.k, dtype, capabilities)
-    in_rows = out_dtype if dtype == E4M3 else _narrow(dtype, out_dtype)
-    _check_aligned("n", shape.n, in_rows, capabilities)
+    _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
 
 
 def _check_experts(
@@ -221,6 +238,9 @@ def _check_experts(
     _check_aligned("features", shape.features, _narrow(dtype, out_dtype), capabilities)
     if isinstance(shape, MoeShape):
         _check_aligned("hidden", shape.hidden, dtype, capabilities)
+        if shape.activation not in (None, *capabilities.activations):
+            known = " or ".join(map(repr, (*capabilities.activations, None)))
+            raise ArgumentError("activation", repr(shape.activation), f"{known}, here")
     if isinstance(shape, GemmCombineShape):
         _check_aligned("hidden", shape.hidden, _narrow(dtype, out_dtype), capabilities)
         legal = {sums_of(dtype, out_dtype)}  # of gradients too: nothing of theirs is rounded before

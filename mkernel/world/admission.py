@@ -18,6 +18,7 @@ from mkernel.plan.model import (
     GemmShape,
     LaunchPlan,
     MoeShape,
+    SumShape,
     first_difference,
 )
 from mkernel.plan.planner import common_part
@@ -102,11 +103,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         }
         if plan.bias == "launch":
             found["bias"] = _Planned((shape.n,), vector)
-        if plan.norm is not None and plan.norm.step == "launch":
-            found["norm_weight"] = _Planned((shape.n,), vector)
-            found["residual_out"] = found["out"]
-            if plan.norm.residual:
-                found["residual"] = found["out"]
+        found |= _of_norm(plan, found["out"], vector)
         if plan.scales is not None:
             of_a, of_b = scale_sizes(plan.scales.mode, found["a"].shape[0] or 1, shape.n, shape.k)
             found["a_scale"] = _Planned(of_a, ("float32",))
@@ -115,6 +112,9 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
                 ranks = world if plan.scales.mode == "tensor" else shape.m
                 found["gathered_scale"] = _Planned((ranks, of_a[1]), ("float32",))
         return found | ({"gathered": _Planned((shape.m, shape.k), given)} if gathers else {})
+    if isinstance(shape, SumShape):
+        out = _Planned((shape.m, shape.n), result)
+        return {"x": _Planned(out.shape, given), "out": out} | _of_norm(plan, out, given)
     if isinstance(shape, AttentionShape):
         rows = shape.sequence // world
         queries = (shape.batch, shape.heads, rows, shape.head_dim)
@@ -134,7 +134,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         }
     places = (shape.tokens, shape.top_k)
     if isinstance(shape, MoeShape):
-        weights = (shape.experts // world, shape.hidden, shape.features)
+        weights = (shape.experts // world, shape.hidden, shape.columns)
         return {
             "x": _Planned((shape.tokens, shape.hidden), given),
             "topk_ids": _Planned(places, ("int32", "int64")),
@@ -166,6 +166,15 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         "grad_y": _Planned((None, shape.features), given),
         "grad_weights": _Planned(places, (plan.sums,)),
     }
+
+
+def _of_norm(plan: LaunchPlan, out: _Planned, vector: tuple[str, ...]) -> dict[str, _Planned]:
+    """What a launch that normalises takes and gives beside ``out``."""
+    norm = plan.norm
+    if norm is None or norm.step != "launch":
+        return {}
+    found = {"norm_weight": _Planned(out.shape[1:], vector), "residual_out": out}
+    return found | {"residual": out} if norm.residual else found
 
 
 def _check(

@@ -131,11 +131,14 @@ class Work:
     poison: float = float("nan")
     rounded_to: torch.dtype | None = None  # of the outs, where it is not `dtype`
     columns: int = 0  # of a bias; 0: none
+    beside: int = 0  # float32 elements of each rank that a gather carries beside; 0: none
     sources: list[torch.Tensor] = field(init=False)
     outs: list[torch.Tensor] = field(init=False)
     guarded: list[torch.Tensor] = field(init=False)  # the outs and what lies around them
     seen: list[torch.Tensor] = field(init=False)
     biases: list[torch.Tensor] = field(init=False)
+    small: list[torch.Tensor] = field(init=False)
+    small_outs: list[torch.Tensor] = field(init=False)
     _storage: list[Any] = field(init=False)
 
     @property
@@ -170,6 +173,10 @@ class Work:
         self.seen = [torch.empty_like(g) for g in self.guarded]
         row = torch.randn(self.columns, generator=torch.Generator().manual_seed(self.seed))
         self.biases = [(9 * row).to(self.out_dtype).to(f"cuda:{rank}") for rank in range(world)]
+        self.small = [torch.empty(self.beside, device=f"cuda:{rank}") for rank in range(world)]
+        self.small_outs = [
+            torch.empty(world * self.beside, device=each.device) for each in self.small
+        ]
         self.refresh(self.seed)
 
     def refresh(self, seed: int) -> None:
@@ -182,6 +189,8 @@ class Work:
                 source.normal_(generator=generator)
             self.guarded[rank].fill_(self.poison)
             self.seen[rank].fill_(self.poison)
+            self.small[rank].normal_(generator=generator)
+            self.small_outs[rank].fill_(torch.nan)
         self.ranks.synchronize()
 
     def launch(self, rank: int, *, blocks: int = 0) -> None:
@@ -200,7 +209,7 @@ class Work:
         element = getattr(_hopper.Element, self.element, None)
         if self.name == "all_gather":
             nbytes = self.elements * self.dtype.itemsize
-            _hopper.all_gather(call, source, nbytes, addresses, stream)
+            _hopper.all_gather(call, source, nbytes, addresses, stream, **self._beside(rank))
         elif self.name == "reduce_scatter":
             _hopper.reduce_scatter(
                 call, element, source, self.elements, addresses[0], stream, **self._row(rank)
@@ -211,6 +220,16 @@ class Work:
                 call, element, source, self.elements, addresses, way, stream, **self._row(rank)
             )
         self.seen[rank].copy_(self.guarded[rank])
+
+    def _beside(self, rank: int) -> dict[str, int]:
+        if not self.beside:
+            return {}
+        source, out = self.small[rank], self.small_outs[rank]
+        return {
+            "beside_src": source.data_ptr(),
+            "beside_bytes": source.nbytes,
+            "beside_out": out.data_ptr(),
+        }
 
     def _row(self, rank: int) -> dict[str, int]:
         bias = self.biases[rank]
@@ -235,6 +254,8 @@ class Work:
             around[self.out_offset : self.out_offset + self.outs[rank].numel()] = self.wanted(
                 rank
             ).to(around.device)
-            if not torch.equal(around.view(torch.uint8), self.seen[rank].view(torch.uint8)):
+            right = torch.equal(around.view(torch.uint8), self.seen[rank].view(torch.uint8))
+            small = torch.cat([each.to(around.device) for each in self.small])
+            if not (right and torch.equal(small, self.small_outs[rank])):
                 wrong.append(rank)
         return wrong

@@ -21,7 +21,7 @@ from mkernel.errors import WorldError
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.launch import report
 from mkernel.ops.gemm import GemmOp
-from mkernel.plan.model import DtypeName, PathName
+from mkernel.plan.model import DtypeName, PathName, ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 LATE_S = 0.02
@@ -38,6 +38,11 @@ class Shape:
     dtype: DtypeName = "bfloat16"
     layout: str = "row"
     path: PathName | None = None  # instead of the setting's
+    out_dtype: DtypeName | None = None  # another one than dtype
+    scales: ScaleMode | None = None  # of e4m3 operands
+    fast: bool = False  # use_fast_accum
+    bias: bool = False
+    chunk: int | None = None
 
 
 def spin(seconds: float) -> None:
@@ -53,13 +58,14 @@ class Work:
         world = mkernel.world()
         device = torch.device("cuda", torch.cuda.current_device())
         self.shape = shape
+        self.out_dtype: DtypeName = shape.out_dtype or shape.dtype
         case = case_of(shape.op)(
             {"m": shape.m, "n": shape.n, "k": shape.k},
             shape.dtype,
-            shape.dtype,
+            self.out_dtype,
             shape.layout,
             seed=seed,
-            options={"replicate_b": False},
+            options={"replicate_b": False, "scales": shape.scales, "bias": shape.bias},
             device=str(device),
         )
         self.problem = Problem(case, world.rank, world.size, device)
@@ -82,7 +88,11 @@ class Work:
 
     def public(self, **options: Any) -> torch.Tensor:
         """The public op."""
-        a, b = self.inputs["a"], self.inputs["b"]
+        a, b, shape = self.inputs["a"], self.inputs["b"], self.shape
+        more = ("bias", "a_scale", "b_scale")
+        options |= {name: self.inputs[name] for name in more if name in self.inputs}
+        options |= {"chunk": shape.chunk} if shape.chunk else {}
+        options |= {"use_fast_accum": True} if shape.fast else {}
         result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
         return result
 
@@ -94,7 +104,7 @@ class Work:
     def failure(self, turn: int, result: torch.Tensor | None = None, what: str = "") -> list[str]:
         """Empty where the output is right."""
         error = self.error(turn, result)
-        if error <= TOLERANCE[self.shape.dtype]:
+        if error <= TOLERANCE[self.out_dtype]:
             return []
         return [f"rank {self.problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
 
@@ -116,9 +126,9 @@ def judged(shapes: Sequence[Shape], seed: int) -> list[str]:
     return failures
 
 
-def skewed(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
+def skewed(shapes: Sequence[Any], rounds: int, seed: int) -> list[str]:
     """Failures of many calls that reuse all memory, ranks late by turns, shapes mixed."""
-    works = [Work(shape, seed) for shape in shapes]
+    works = [work_of(shape, seed) for shape in shapes]
     chance = random.Random(seed)  # the same on every rank
     failures = []
     for turn in range(rounds):
@@ -127,15 +137,14 @@ def skewed(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
         work.fill(turn)
         if late == work.problem.rank:
             spin(LATE_S)
-        work.call()
-        failures += work.failure(turn, what=f"with rank {late} late")
+        failures += work.failure(turn, work.call(), f"with rank {late} late")
     mkernel.synchronize()
     return failures
 
 
-def queued(shapes: Sequence[Shape], rounds: int, seed: int) -> list[str]:
+def queued(shapes: Sequence[Any], rounds: int, seed: int) -> list[str]:
     """The same without any wait of the host between calls: results are kept and judged at the end."""
-    works = [Work(shape, seed) for shape in shapes]
+    works = [work_of(shape, seed) for shape in shapes]
     kept = []
     for turn in range(rounds):
         work = works[turn % len(works)]
@@ -204,9 +213,9 @@ def repeated(shape: Shape, times: int) -> list[str]:
     return sums
 
 
-def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
+def replayed(shapes: Sequence[Any], replays: int, mixed: bool) -> list[str]:
     """Failures of a captured graph of all shapes' calls, with new inputs before every replay."""
-    works = [Work(shape) for shape in shapes]
+    works = [work_of(shape) for shape in shapes]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -217,8 +226,7 @@ def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for work in works:
-            work.call()
+        results = [work.call() for work in works]
     failures = []
     for turn in range(1, replays + 1):
         for work in works:
@@ -226,12 +234,12 @@ def replayed(shapes: Sequence[Shape], replays: int, mixed: bool) -> list[str]:
         if turn % (works[0].problem.world + 1) == works[0].problem.rank:
             spin(LATE_S / 4)
         graph.replay()
-        for work in works:
-            failures += work.failure(turn, what="replayed")
+        for work, result in zip(works, results, strict=True):
+            failures += work.failure(turn, result, "replayed")
         if mixed and turn % 10 == 0:
-            works[0].fill(-turn % (1 << 31))
-            works[0].call()
-            failures += works[0].failure(-turn % (1 << 31), what="between replays")
+            other = -turn % (1 << 31)
+            works[0].fill(other)
+            failures += works[0].failure(other, works[0].call(), "between replays")
     mkernel.synchronize()
     return failures
 

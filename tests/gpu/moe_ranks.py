@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from hopper_ranks import LATE_S, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
+from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import CapacityExceeded, ShapeError
 from mkernel.ops.moe_gemm_combine import gemm_combine
+from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
 
 
@@ -35,6 +38,7 @@ class Moe:
     capacity: int = 0
     returns: Returns | None = None
     ids: str = "int32"
+    activation: Activation | None = None
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -56,7 +60,9 @@ class Work:
             "top_k": min(shape.top_k, shape.experts * world.size),
         }
         self.top_k = sizes["top_k"]
-        options = {"routing": shape.routing, "id_dtype": shape.ids}
+        options = {
+            "routing": shape.routing, "id_dtype": shape.ids, "activation": shape.activation
+        }  # fmt: skip
         made: Any = case_of("moe_dispatch_gemm")
         self.case: MoeDispatchCase = made(
             sizes, shape.dtype, shape.dtype, shape.layout, seed=seed, options=options, device="cuda"
@@ -77,8 +83,9 @@ class Work:
         """The three public ops."""
         given, shape = self.given, self.shape
         sent = mkernel.moe_dispatch_gemm(
-            given["x"], given["topk_ids"], given["w"], capacity=shape.capacity or None
-        )
+            given["x"], given["topk_ids"], given["w"], capacity=shape.capacity or None,
+            activation=shape.activation,
+        )  # fmt: skip
         weights = given["topk_weights"]
         out = mkernel.moe_combine(sent.outputs, sent.handle, weights)
         home = mkernel.moe_gemm_combine(
@@ -125,12 +132,20 @@ class Work:
             for expert in range(shape.experts):
                 token, slot = (ids == owner * shape.experts + expert).nonzero(as_tuple=True)
                 if len(token):
-                    h = (x[token] @ w[expert]).to(kind).double()
+                    h = case._activate(x[token] @ w[expert]).to(kind).double()
                     wanted.index_add_(0, token, weights[token, slot, None] * (h @ w2[expert]))
         # h may be rounded to a neighbour: judged by the norm of the whole
         size = float(wanted.norm()) or 1.0
         error = float((got.double() - wanted).norm()) / size
         return float("inf") if math.isnan(error) else error
+
+
+def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
+    """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
+    first, and second products have wide tiles."""
+    mock.patch.object(moe_tuning, "permutes", return_value=True).start()  # the process ends with it
+    mock.patch.object(moe_tuning, "reads_weights", return_value=False).start()
+    return fn(*arguments)
 
 
 def judged(shapes: Sequence[Moe], seed: int) -> list[str]:
@@ -163,6 +178,7 @@ def drawn(chance: random.Random, world: int) -> Moe:
         capacity=chance.choice((0, 0, most, most + 13)),
         returns=chance.choice((None, "slots", "ranks")),
         ids=chance.choice(("int32", "int64")),
+        activation=chance.choice((None, None, "silu_and_mul")),
     )
 
 
@@ -296,7 +312,7 @@ def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
     return found
 
 
-FAULTS = ("expert", "tail", "slots", "stale", "weights")
+FAULTS = ("expert", "tail", "slots", "stale", "weights", "halves")
 
 
 def faulty(shape: Moe, fault: str) -> list[str]:
@@ -325,6 +341,13 @@ def faulty(shape: Moe, fault: str) -> list[str]:
                 rows = words[2 * places : 2 * places + int(words[-4])]
                 slot = rows % shape.top_k
                 rows += (slot + 1) % shape.top_k - slot
+            if fault == "halves":  # gate and up change places
+                w = work.given["w"]
+                w.copy_(w.roll(shape.features, 2))
+            if fault == "group":  # the first rows are said to be in order before they are
+                most = places // 256 + 3 * shape.experts + 1  # tiles
+                words[tiles + 4 * most] += 1
+                words[-5] += 1
 
         def push_rows(self, device: int, world: Any, rows: int, *rest: Any) -> None:
             given = old.data_ptr() if fault == "stale" else rows

@@ -25,13 +25,22 @@ several = pytest.mark.parametrize(
     "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 both = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-claimed = pytest.mark.skipif(
-    "ring_attention_backward" not in capabilities.ops(),
-    reason="hopper does not claim the backward (capabilities.py: UNCLAIMED)",
-)
+
+
+def claimed(what: str) -> Any:
+    return pytest.mark.skipif(
+        not capabilities.claimed(what),
+        reason=f"hopper does not claim {what!r} (capabilities.py: UNCLAIMED)",
+    )
+
+
+gradients = claimed("ring_attention_backward")
+pieces = claimed("pieces")
+packs = claimed("documents")
 DRAWS = 200
 GRADIENT_DRAWS = {1: 104, 2: 48, 4: 48}
-"""By world. The library takes 0.15 s for each new shape of a call, of which a draw has up to five."""
+"""By world; half as many shapes, each with two scales: the library takes 0.15 s for each new shape of a
+call, of which a draw has up to five."""
 MIXED = [
     Attention(1, 4, 4, 256, causal=True),
     Attention(2, 4, 1, 128, width=64, lies="positions"),
@@ -179,6 +188,7 @@ def packed(chance: random.Random, world: int) -> Attention:
 
 
 @worlds
+@packs
 def test_packed_documents(world: int) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     chance = random.Random(seed)
@@ -187,6 +197,7 @@ def test_packed_documents(world: int) -> None:
 
 
 @several
+@packs
 def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
     shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 256 * world))
     right(world, attention_ranks.other_boundaries, shape, 10)
@@ -194,16 +205,19 @@ def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
 
 @worlds
 @pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
+@pieces
 def test_in_pieces(world: int, late: bool) -> None:
     right(world, attention_ranks.in_pieces, IN_PIECES, 64, 1, late)
 
 
 @several
+@pieces
 def test_a_graph_in_pieces(world: int) -> None:
     right(world, attention_ranks.replayed_in_pieces, IN_PIECES, 64, 10)
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pieces
 def test_faults_in_pieces_are_seen(world: int) -> None:
     shape = Attention(1, 4, 2, 2048)
     seen: set[str] = set()
@@ -214,6 +228,7 @@ def test_faults_in_pieces_are_seen(world: int) -> None:
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
 @both
+@pieces
 def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
     for found in launched(world, attention_ranks.a_million, causal):
         print(found)
@@ -222,28 +237,29 @@ def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
 
 
 @worlds
-@claimed
+@gradients
 def test_gradients_of_random_shapes(world: int) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     chance = random.Random(seed)
     print(f"seed {seed}")
     # Large scores make weights of nearly 1, where dO·v - dO·O cancels: the library itself is off there.
     shapes = [
-        replace(drawn(chance), scale=chance.choice((None, 0.05, -0.1)))
-        for _ in range(GRADIENT_DRAWS[world])
+        replace(shape, scale=scale)
+        for shape in (drawn(chance) for _ in range(GRADIENT_DRAWS[world] // 2))
+        for scale in chance.sample((None, 0.05, -0.1), 2)
     ]
     right(world, attention_ranks.trained, shapes, seed)
 
 
 @worlds
-@claimed
+@gradients
 def test_gradients_of_large_ones(world: int) -> None:
     shapes = [Attention(1, 8, 2, 2048, causal=causal) for causal in (False, True)]
     right(world, attention_ranks.trained, shapes, 1)
 
 
 @several
-@claimed
+@gradients
 def test_gradients_of_the_log_sum_exp(world: int) -> None:
     shapes = [
         Attention(2, 4, 2, 128, width, causal, dtype, lies)
@@ -256,27 +272,27 @@ def test_gradients_of_the_log_sum_exp(world: int) -> None:
 
 
 @several
-@claimed
+@gradients
 def test_gradients_with_late_ranks(world: int) -> None:
     right(world, attention_ranks.trained_in_any_order, MIXED, 40)
 
 
 @worlds
-@claimed
+@gradients
 def test_gradients_in_a_graph(world: int) -> None:
     shapes = [Attention(1, 8, 4, 256, causal=causal) for causal in (False, True)]
     right(world, attention_ranks.trained_in_a_graph, shapes, 10)
 
 
 @several
-@claimed
+@gradients
 def test_gradients_are_the_same_bits_where_torch_promises_it(world: int) -> None:
     shapes = [Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)]
     right(world, attention_ranks.same_gradients, shapes, 8)
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@claimed
+@gradients
 def test_faults_of_gradients_are_seen(world: int) -> None:
     shape = Attention(1, 4, 2, 128, causal=True)
     for found in launched(world, attention_ranks.faulty_gradients, shape):

@@ -115,6 +115,18 @@ def test_bytes_of_any_number(world: int) -> None:
             assert made.wrong_ranks() == [], f"{nbytes} bytes"
 
 
+@pytest.mark.parametrize("beside", [1, 5, 64, 4099, 100_000])
+@worlds
+def test_a_gather_carries_something_beside(world: int, beside: int) -> None:
+    ranks = Ranks(world, 64 * MIB)
+    for elements in (1, 100, 65_536, 2 * MIB):
+        made = work(ranks, "all_gather", elements, beside=beside)
+        for seed in range(2):
+            made.refresh(seed)
+            run(made, (0, 3))
+            assert made.wrong_ranks() == [], f"{elements} elements"
+
+
 @every_way
 @worlds
 def test_grids_may_differ(world: int, which: str) -> None:

@@ -56,6 +56,15 @@ def test_random_routings(world: int) -> None:
 
 
 @worlds
+def test_random_routings_of_rows_that_are_put_in_order(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    shapes = [moe_ranks.drawn(chance, world) for _ in range(DRAWS)]
+    right(world, moe_ranks.permuted, moe_ranks.judged, shapes, seed)
+
+
+@worlds
 def test_tables_of_random_routings(world: int) -> None:
     chance = random.Random(5)
     shapes = [moe_ranks.drawn(chance, world) for _ in range(60)]
@@ -66,18 +75,28 @@ def test_tables_of_random_routings(world: int) -> None:
 @worlds
 def test_many_rows_of_few_experts(world: int) -> None:
     """Tiles of every height, and of own tokens alone."""
-    shapes = [Moe(2048 + 77, 256, 512, 2, 2), Moe(1536, 128, 776, 1, 1, routing="one_expert")]
+    gated = Moe(1024 + 13, 512, 264, 2, 2, activation="silu_and_mul")
+    shapes = [
+        Moe(2048 + 77, 256, 512, 2, 2),
+        Moe(1536, 128, 776, 1, 1, routing="one_expert"),
+        gated,
+        replace(gated, layout="column", dtype="float16"),
+    ]
     right(world, moe_ranks.judged, shapes, 3)
+    right(world, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
 
 
 @several
 def test_many_calls_in_the_queue(world: int) -> None:
-    right(world, moe_ranks.queued, [*BOUNDED, Moe(129, 256, 64, 2, 2)], 24, 3)
+    shapes = [*BOUNDED, Moe(129, 256, 64, 2, 2)]
+    right(world, moe_ranks.queued, shapes, 24, 3)
+    right(world, moe_ranks.permuted, moe_ranks.queued, shapes, 24, 3)
 
 
 @worlds
 def test_graphs_whose_routing_changes(world: int) -> None:
     right(world, moe_ranks.replayed, BOUNDED, 100)
+    right(world, moe_ranks.permuted, moe_ranks.replayed, BOUNDED, 100)
 
 
 @worlds
@@ -85,18 +104,28 @@ def test_graphs_whose_routing_changes(world: int) -> None:
 def test_results_are_always_the_same_bits(world: int, returns: Any) -> None:
     shape = Moe(300, 256, 512, 4, 4, returns=returns)
     right(world, moe_ranks.repeated, shape, 12)
+    right(world, moe_ranks.permuted, moe_ranks.repeated, shape, 12)
 
 
 @worlds
 def test_too_many_rows_stop_the_combine_and_the_world_goes_on(world: int) -> None:
     right(world, moe_ranks.overflowed, Moe(40, 64, 64, 2, 2))
+    right(world, moe_ranks.permuted, moe_ranks.overflowed, Moe(40, 64, 64, 2, 2))
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str, world: int) -> None:
-    shape = Moe(40, 64, 64, 2, 2, routing="uniform")
+    shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
     assert all(launched(world, moe_ranks.faulty, shape, fault)), "on every rank"
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pytest.mark.parametrize("fault", [*FAULTS, "group"])
+def test_faults_of_rows_that_are_put_in_order_are_seen(fault: str, world: int) -> None:
+    shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
+    found = launched(world, moe_ranks.permuted, moe_ranks.faulty, shape, fault)
+    assert all(found), "on every rank"
 
 
 @worlds

@@ -12,7 +12,8 @@ from device_buffers import needs_gpus
 
 import mkernel
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tensor_parallel.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE, EXPERTS = EXAMPLES / "train_tensor_parallel.py", EXAMPLES / "qwen3_moe.py"
 LIMIT = 0.02
 """Of a relative error: products in bfloat16 behind one another, whose sums are rounded elsewhere."""
 
@@ -47,9 +48,27 @@ def test_the_training_example(
     accelerator: str, dtype: str, tolerance: float, torchrun: list[str]
 ) -> None:
     """In bfloat16 two orders of adding differ by more with every step that is learnt from them."""
+    judge_losses(EXAMPLE, accelerator, dtype, tolerance, torchrun)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "dtype", "tolerance"),
+    [("streams", "float32", 1e-3), ("hopper,streams", "bfloat16", 0.1)],
+)
+def test_the_example_of_shared_experts(
+    accelerator: str, dtype: str, tolerance: float, torchrun: list[str]
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    judge_losses(EXPERTS, accelerator, dtype, tolerance, torchrun)
+
+
+def judge_losses(
+    example: Path, accelerator: str, dtype: str, tolerance: float, torchrun: list[str]
+) -> None:
+    """Both ranks' losses are the unsharded model's."""
     options = ["--accelerator", accelerator, "--dtype", dtype, "--tolerance", str(tolerance)]
     ended = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(EXAMPLE), *options],
+        [*torchrun, "--nproc-per-node", "2", str(example), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,4 +76,4 @@ def test_the_training_example(
         check=False,
     )
     assert ended.returncode == 0, ended.stdout
-    assert len(re.findall(rf"rank \d of 2 on {accelerator}: losses differ", ended.stdout)) == 2
+    assert len(re.findall(r"rank \d of 2 on \S+: losses differ", ended.stdout)) == 2

@@ -1,4 +1,4 @@
-"""The training example: its losses are those of the unsharded model, and mistakes are seen in them."""
+"""The training examples: losses are those of the unsharded models, and mistakes are seen in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tensor_parallel.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE, EXPERTS = EXAMPLES / "train_tensor_parallel.py", EXAMPLES / "qwen3_moe.py"
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -38,17 +39,39 @@ def test_losses_follow_the_unsharded_models(torchrun: list[str]) -> None:
     assert float(losses["49"]) < float(losses["0"]) / 2  # it has learnt something
 
 
+def test_losses_of_shared_experts_follow_the_unsharded_models(torchrun: list[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    code, said, differ = trained(torchrun, EXPERTS)
+    assert code == 0, said
+    assert len(differ) == 2
+    assert max(differ) <= 1e-3
+    losses = dict(re.findall(r"step (\d+): loss (\S+),", said))
+    assert float(losses["29"]) < float(losses["0"]) / 1.5
+
+
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("example", "right", "wrong"),
     [
-        ("            dist.all_reduce(shared)", "            pass"),
-        ("run(inputs[:, mine], mine)", "run(inputs[:, mine], mine - mine[0])"),
-        ("model.load_state_dict(reference.state_dict())", "model.state_dict()"),
+        (EXAMPLE, "            dist.all_reduce(shared)", "            pass"),
+        (EXAMPLE, "run(inputs[:, mine], mine)", "run(inputs[:, mine], mine - mine[0])"),
+        (EXAMPLE, "model.load_state_dict(reference.state_dict())", "model.state_dict()"),
+        (EXPERTS, "averaged(parameter.grad, world.size)", "pass"),
+        (EXPERTS, "parameter.grad /= world.size", "averaged(parameter.grad, world.size)"),
     ],
-    ids=["gradients are not summed", "positions of the first rank", "other weights"],
+    ids=[
+        "gradients are not summed",
+        "positions of the first rank",
+        "other weights",
+        "gradients are not averaged",
+        "experts of all ranks are one",
+    ],
 )
-def test_a_mistake_is_seen(right: str, wrong: str, torchrun: list[str], tmp_path: Path) -> None:
-    source = EXAMPLE.read_text()
+def test_a_mistake_is_seen(
+    example: Path, right: str, wrong: str, torchrun: list[str], tmp_path: Path
+) -> None:
+    if example == EXPERTS:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    source = example.read_text()
     assert source.count(right) == 1
     script = tmp_path / "mistaken.py"
     script.write_text(source.replace(right, wrong))

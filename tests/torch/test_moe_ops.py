@@ -61,6 +61,15 @@ def gated(
     return mkernel.moe_gemm_combine(outputs.sin(), second(w), handle, weights)
 
 
+def activated(
+    x: Tensor, ids: Tensor, w: Tensor, weights: Tensor, capacity: int | None = None
+) -> Tensor:
+    """A layer whose first half is activated by the op. Products are small: the loss is a sine, which
+    makes more of their errors the larger they are."""
+    sent = mkernel.moe_dispatch_gemm(x, ids, w / 4, capacity=capacity, activation="silu_and_mul")
+    return mkernel.moe_combine(sent.outputs, sent.handle, weights)
+
+
 def second(w: Tensor) -> Tensor:
     """[E, I, H], a function of ``w`` [E, H, I]."""
     return (w * 0.5).cos().transpose(1, 2)
@@ -70,7 +79,10 @@ def loss(out: Tensor, rank: int) -> Tensor:
     return (out * operand("loss", rank, *out.shape).to(out.dtype)).sin().sum()
 
 
-def expected(routing: str, *, gate: bool = False) -> list[list[Tensor]]:
+LAYERS = {"plain": layer, "gated": gated, "activated": activated}
+
+
+def expected(routing: str, *, kind: str = "plain") -> list[list[Tensor]]:
     """Each rank's out and gradients, in float64 and without ranks."""
     every = [[each.double().requires_grad_() for each in inputs(rank)] for rank in range(RANKS)]
     experts = torch.cat([w for _, w, _ in every])
@@ -78,8 +90,13 @@ def expected(routing: str, *, gate: bool = False) -> list[list[Tensor]]:
     for rank, (x, _, weights) in enumerate(every):
         ids = routed(routing, rank)
         chosen = experts[ids.clamp(min=0)]
-        rows = torch.einsum("th,tkhf->tkf", x, chosen).sin()
-        if gate:
+        rows = torch.einsum("th,tkhf->tkf", x, chosen)
+        if kind == "activated":
+            first, up = (rows / 4).chunk(2, dim=-1)
+            rows = torch.nn.functional.silu(first) * up
+        else:
+            rows = rows.sin()
+        if kind == "gated":
             rows = torch.einsum("tkf,tkfh->tkh", rows, second(experts)[ids.clamp(min=0)])
         outs.append(torch.einsum("tk,tkf->tf", weights * (ids >= 0), rows))
     torch.stack([loss(out, rank) for rank, out in enumerate(outs)]).sum().backward()
@@ -90,14 +107,14 @@ def expected(routing: str, *, gate: bool = False) -> list[list[Tensor]]:
 
 
 def differentiated(
-    routing: str, capacity: int | None, column: bool, gate: bool = False
+    routing: str, capacity: int | None, column: bool, kind: str = "plain"
 ) -> list[Tensor]:
     rank = mkernel.world().rank
     x, w, weights = inputs(rank)
     if column:
         w = w.transpose(1, 2).contiguous().transpose(1, 2)
     given = [each.requires_grad_() for each in (x, w, weights)]
-    out = (gated if gate else layer)(x, routed(routing, rank), w, weights, capacity)
+    out = LAYERS[kind](x, routed(routing, rank), w, weights, capacity)
     loss(out, rank).backward()
     return [out.detach(), *(each.grad for each in given if each.grad is not None)]
 
@@ -122,6 +139,7 @@ def test_gradients_are_those_of_the_unsharded_layer(
             close(one, other, 1e-5, f"rank {rank}, {name}")
 
 
+@pytest.mark.parametrize("kind", ["gated", "activated"])
 @pytest.mark.parametrize(
     ("routing", "capacity", "column"),
     [
@@ -131,11 +149,11 @@ def test_gradients_are_those_of_the_unsharded_layer(
         ("padded", MOST + 5, False),
     ],
 )
-def test_gradients_of_gemm_and_combine_are_those_of_the_unsharded_layer(
-    routing: str, capacity: int | None, column: bool
+def test_gradients_of_other_layers_are_those_of_the_unsharded_ones(
+    routing: str, capacity: int | None, column: bool, kind: str
 ) -> None:
-    results = on_ranks(differentiated, routing, capacity, column, True, ranks=RANKS)
-    wanted = expected(routing, gate=True)
+    results = on_ranks(differentiated, routing, capacity, column, kind, ranks=RANKS)
+    wanted = expected(routing, kind=kind)
     for rank, (found, true) in enumerate(zip(results, wanted, strict=True)):
         for name, one, other in zip(("out", "dx", "dw", "dweights"), found, true, strict=True):
             close(one, other, 1e-5, f"rank {rank}, {name}")
@@ -244,9 +262,11 @@ def seen_by_torch() -> dict[str, dict[str, str]]:
         found[f"differentiable gemm_combine, {name}"] = checked(
             ops.moe_gemm_combine, (given[3], given[4], *handle, given[2])
         )
-        found[f"differentiable dispatch, {name}"] = checked(
-            ops.moe_dispatch_gemm, (given[0], ids, given[1]), capacity=capacity
-        )
+        for activation in (None, "silu_and_mul"):
+            found[f"differentiable dispatch, {name}, {activation}"] = checked(
+                ops.moe_dispatch_gemm, (given[0], ids, given[1]), capacity=capacity,
+                activation=activation,
+            )  # fmt: skip
         found[f"differentiable combine, {name}"] = checked(
             ops.moe_combine, (given[3], *handle, given[2])
         )
@@ -258,12 +278,12 @@ def test_torch_finds_nothing_wrong_with_the_ops() -> None:
         assert not any(found.values()), found
 
 
-def compiled(backend: str, capacity: int | None, gate: bool) -> tuple[list[float], int]:
+def compiled(backend: str, capacity: int | None, kind: str) -> tuple[list[float], int]:
     """Relative differences of results and gradients from the eager ones; graphs made."""
     rank = mkernel.world().rank
     x, w, weights = (each.requires_grad_() for each in inputs(rank))
     ids = routed("uniform", rank)
-    chosen = gated if gate else layer
+    chosen = LAYERS[kind]
     eager = chosen(x, ids, w, weights, capacity)
     wanted = torch.autograd.grad(loss(eager, rank), (x, w, weights))
     torch._dynamo.reset()
@@ -277,19 +297,21 @@ def compiled(backend: str, capacity: int | None, gate: bool) -> tuple[list[float
 
 
 @pytest.mark.parametrize(
-    ("backend", "capacity", "gate"),
+    ("backend", "capacity", "kind"),
     [
-        ("aot_eager", MOST, False),
-        ("aot_eager", None, False),
-        ("inductor", MOST, False),
-        ("aot_eager", None, True),
-        ("inductor", MOST, True),
+        ("aot_eager", MOST, "plain"),
+        ("aot_eager", None, "plain"),
+        ("inductor", MOST, "plain"),
+        ("aot_eager", None, "gated"),
+        ("inductor", MOST, "gated"),
+        ("aot_eager", None, "activated"),
+        ("aot_eager", MOST, "activated"),
     ],
 )
 def test_a_layer_compiles_into_one_graph_with_the_same_results(
-    backend: str, capacity: int | None, gate: bool
+    backend: str, capacity: int | None, kind: str
 ) -> None:
-    for differences, graphs in on_ranks(compiled, backend, capacity, gate, ranks=RANKS):
+    for differences, graphs in on_ranks(compiled, backend, capacity, kind, ranks=RANKS):
         assert graphs == 1
         assert max(differences) <= 1e-5
 
@@ -321,10 +343,21 @@ def refusals() -> list[str]:
     x, w, weights = inputs(rank)
     ids = routed("uniform", rank)
     sent = mkernel.moe_dispatch_gemm(x, ids, w)
+    silu: Any = "silu_and_mul"
     below = ids.clone()
     below[0, 0] = -2
     wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ArgumentError, "capacity = 0", lambda: mkernel.moe_dispatch_gemm(x, ids, w, capacity=0)),
+        (
+            ShapeError,
+            "2I], of activation",
+            lambda: mkernel.moe_dispatch_gemm(x, ids, w[..., :3].contiguous(), activation=silu),
+        ),
+        (
+            ShapeError,
+            "activation",
+            lambda: mkernel.moe_dispatch_gemm(x, ids, w, activation="gelu"),  # type: ignore[arg-type]
+        ),
         (ArgumentError, "-1 for none", lambda: mkernel.moe_dispatch_gemm(x, below, w)),
         (
             ShapeError,

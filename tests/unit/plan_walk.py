@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import GemmShape, LaunchPlan
+from mkernel.plan.model import GemmShape, LaunchPlan, SumShape
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import world_map
@@ -65,10 +65,16 @@ def decorations(plan: LaunchPlan, launch: Launch) -> list[str]:
     return [
         f"{dotted(path)}: {value!r} or {other!r}"
         for path, value, annotation in leaves(plan)
-        if not (isinstance(plan.shape, GemmShape) and path[0] in FOLLOWED_BY_OPS)
+        if path[0] not in _followed_by_op(plan)
         for other in others(value, annotation)
         if not _shows(put(plan, path, other), path, launch, usual)
     ]
+
+
+def _followed_by_op(plan: LaunchPlan) -> tuple[str, ...]:
+    if isinstance(plan.shape, SumShape):
+        return ("norm",)
+    return FOLLOWED_BY_OPS if isinstance(plan.shape, GemmShape) else ()
 
 
 def _shows(plan: LaunchPlan, path: Path, launch: Launch, usual: object) -> bool:

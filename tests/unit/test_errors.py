@@ -60,8 +60,10 @@ def test_what_is_no_numbered_signal_is_named() -> None:
     ended = replace(DIAGNOSIS, signal=0xFFFFFFFF)
     full = replace(DIAGNOSIS, signal=0xFFFFFFFE)
     mail = replace(DIAGNOSIS, signal=0xFFFFFFFD)
+    own = replace(DIAGNOSIS, signal=0xFFFFFFFC)
     assert "on the signal that it is done with a call: saw 3" in str(ended)
-    assert "on sums that say themselves that they have come: saw 3" in str(mail)
+    assert "on sums that are a signal themselves: saw 3" in str(mail)
+    assert "on what other blocks of its own kernel prepare: saw 3" in str(own)
     assert "on the signal that the command FIFO has room: saw 3" in str(full)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, flags
 from mkernel.backends.accelerators.hopper.machine import CallTimes, machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -50,7 +51,7 @@ def _forward(
 ) -> tuple[AttentionSchedule | AttentionInPiecesSchedule, Prediction | None]:
     """In pieces where parts would take more memory than may be; between nodes always whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
-    if rows is None or plan.nodes > 1:
+    if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
         library = library_of(attention_shape(plan))
         whole = AttentionSchedule(library=library, merge_blocks=blocks)
         return whole, None if constants is None else predicted(plan, constants)

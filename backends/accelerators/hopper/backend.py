@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
     HIERARCHICAL_OPS,
     MOE,
     MOST_RANKS,
+    documents,
     library_ops,
+    one_node_ops,
     ops,
+    scale_modes,
 )
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.native import missing
@@ -31,7 +34,7 @@ from mkernel.backends.cuda.native import native as cuda
 from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import BackendSettings, load_as, variable
 from mkernel.topology.model import Accelerator
@@ -136,7 +139,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops, MoE and ring attention in half precision, as far as this build has kernels."""
+        """The GEMM ops, AllReduce, MoE and ring attention in half precision, as far as this build has
+        kernels; of e4m3 operands the GEMM ops on the library path."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -152,6 +156,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 pitched=("a", "b"),
                 packed_shards=True,
                 adds_bias=True,
+                adds_norm=True,
+                scale_modes=scale_modes(),
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,
@@ -164,12 +170,13 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 settles_puts=True,
                 library_ops=library_ops(),
                 hierarchical_ops=HIERARCHICAL_OPS,
-                one_node_ops=("ring_attention_backward", *MOE),
+                one_node_ops=one_node_ops(),
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,
+                activations=get_args(Activation),
                 attention_layouts=("heads", "positions"),
-                documents=("ring_attention",),
+                documents=documents(),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 constants=machine().constants,

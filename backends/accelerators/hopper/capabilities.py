@@ -6,18 +6,24 @@ from importlib import metadata
 
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.errors import BackendUnavailable
+from mkernel.plan.model import ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
+SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED = ("ring_attention_backward",)
-"""Kernels that worlds do not run yet: gradients of drawn shapes have not been seen right on GPUs."""
+UNCLAIMED = ("ring_attention_backward", "documents", "between nodes", "pieces")
+"""What is built and worlds do not run yet, since it has not been seen right on GPUs: ops, and of ring
+attention packed documents, worlds of several nodes, and long sequences in pieces."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
 """The first torch that has products of half-precision inputs in float32 (``aten::mm.dtype_out``); its
 calls of cuDNN's attention are the same from then on."""
+
+_SCALED_TORCH = (2, 10)
+"""The first torch that takes scales by blocks as cuBLAS reads them (``aten::_scaled_mm_v2``)."""
 
 
 def ops() -> tuple[str, ...]:
@@ -26,8 +32,24 @@ def ops() -> tuple[str, ...]:
         native()
     except BackendUnavailable:
         return ()
-    built = (*OPS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *MOE)
-    return tuple(op for op in built if op not in UNCLAIMED)
+    built = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
+    return tuple(op for op in built if claimed(op))
+
+
+def claimed(what: str) -> bool:
+    """Whether worlds run it."""
+    return what not in UNCLAIMED
+
+
+def documents() -> tuple[str, ...]:
+    """Ops that take packed documents."""
+    return ("ring_attention",) if claimed("documents") else ()
+
+
+def one_node_ops() -> tuple[str, ...]:
+    """Ops that run on one node only."""
+    attention = ATTENTION[1:] if claimed("between nodes") else ATTENTION
+    return (*SUMS, *attention, *MOE)
 
 
 def library_ops() -> tuple[str, ...]:
@@ -35,11 +57,16 @@ def library_ops() -> tuple[str, ...]:
     return tuple(op for op in ops() if op in OPS) if torch_is_fit() else ()
 
 
-def torch_is_fit() -> bool:
-    """Whether the installed torch has what the library path and attention need. Does not
-    import it."""
+def scale_modes() -> tuple[ScaleMode, ...]:
+    """Scales of e4m3 operands that the library path has products for, with this torch."""
+    return ("tensor", "row", "block") if library_ops() and torch_is_fit(_SCALED_TORCH) else ()
+
+
+def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
+    """Whether the installed torch is that version or a newer one: by default, has what the library
+    path and attention need. Does not import it."""
     try:
         major, minor, *_ = metadata.version("torch").split(".")
-        return (int(major), int(minor)) >= _TORCH
+        return (int(major), int(minor)) >= least
     except (metadata.PackageNotFoundError, ValueError):
         return False

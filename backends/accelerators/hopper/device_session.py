@@ -137,6 +137,7 @@ class DeviceSession:
             self.control.address,
             self.control,
             load_as(HopperSettings).multiprocessors,
+            one=torch.ones((1, 1), device=f"cuda:{index}"),
         )
         self._calls: Recent[tuple[str, int], Executor] = Recent()  # by plan and workspace
         self._started = StartedCalls(self._order)

@@ -13,6 +13,8 @@ from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from mkernel.backends.accelerators.hopper import _hopper
 
 NO_DATA = 1 << 20
@@ -30,6 +32,7 @@ class DispatchContext:
         multiprocessors: the most that kernels take; None: all.
         network: the way to other nodes, from the first call on that has one.
         reports: of MoE dispatches.
+        one: 1.0 on the device, made outside of any capture.
     """
 
     device: int
@@ -39,6 +42,7 @@ class DispatchContext:
     multiprocessors: int | None = None
     network: _hopper.DeviceNetwork | None = None
     reports: MoeReports = field(default_factory=MoeReports)
+    one: torch.Tensor | None = None
 
     def network_of(self, call: Call) -> _hopper.Network | None:
         """What the kernels of this call use to reach other nodes; None: there are none. ArgumentError,

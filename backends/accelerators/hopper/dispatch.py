@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from mkernel.backends.accelerators.hopper.all_reduce import SumExecutor
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
 from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
+from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
 from mkernel.backends.accelerators.hopper.gemm import AllGatherExecutor, ReduceExecutor
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.moe import (
@@ -18,9 +20,11 @@ from mkernel.backends.accelerators.hopper.moe import (
     DispatchExecutor,
     GemmCombineExecutor,
 )
+from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     FewRowsSchedule,
+    PartsSchedule,
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -53,6 +57,7 @@ FUSED: dict[str, type[Executor]] = {
     "all_gather_gemm": AllGatherExecutor,
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
+    "all_reduce": SumExecutor,
     "moe_dispatch_gemm": DispatchExecutor,
     "moe_combine": CombineExecutor,
     "moe_gemm_combine": GemmCombineExecutor,
@@ -70,7 +75,10 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
     if plan.path == "library" and plan.op not in OPS:
         raise Unsupported(f"accelerator 'hopper' has one path of {plan.op}; plan.path is 'library'")
     if plan.path == "library":
-        return LibraryExecutor
+        if not isinstance(plan.schedule, PartsSchedule):
+            return LibraryExecutor
+        gathers = plan.op == "all_gather_gemm"
+        return GatherPartsExecutor if gathers else ReducePartsExecutor
     if isinstance(plan.schedule, AttentionInPiecesSchedule):
         return AttentionInPiecesExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 )
 from mkernel.backends.accelerators.hopper.gemm import Operands, pitches
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -71,6 +72,7 @@ class FewRowsExecutor:
         else:
             self._calls.start(number, call.timeout_s, operands.tensors(), stream)
         operands.deliver(call)
+        normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]

@@ -28,6 +28,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
@@ -267,6 +268,7 @@ class ReduceExecutor:
         else:
             self._pipelined.start(number, call.timeout_s, tensors, stream, outs)
         operands.deliver(call)
+        normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]

@@ -1,9 +1,10 @@
-"""The library path of the GEMM ops: torch.mm and one collective of our own, one after the other.
+"""The library path of the GEMM ops: torch's product and one collective of our own, one after the other.
 
   AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
-A bias is added in float32 before ``out`` is rounded: by the product's epilogue, or by the collective.
+Scales of e4m3 rows are gathered beside them. A bias is added in float32 before ``out`` is rounded: by
+the product's epilogue, by the collective, or to a product in float32.
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
 """
 
@@ -23,12 +24,15 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
+from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule, ScaledBy
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
+from mkernel.plan.scales import scale_sizes
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -54,7 +58,7 @@ class LibraryExecutor:
             self._between = (shape.m, shape.k)
         else:
             self._between = (shape.m, shape.n)
-            self._element = _element(plan)
+            self._element = element_of(plan)
             self._elements = shape.m * shape.n
             self._one_shot, self._way = how.way == "one_shot", _way(plan)
 
@@ -70,15 +74,18 @@ class LibraryExecutor:
         if self._gathers:
             self._gather_then_product(call, stream)
         elif self._world_size == 1:
-            self._multiply(call.tensors["a"], call)
+            self._multiply(call.tensors["a"], call.tensors.get("a_scale"), call)
         else:
             self._product_then_sum(call, stream)
+        normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
-    ) -> object:
-        """Starts calls without ``gathered``."""
+    ) -> object | None:
+        """Starts calls without ``gathered``. None: Python starts those of e4m3 operands."""
         plan, context, made = self._plan, self._context, native()
+        if plan.scales is not None:
+            return None
         dtype = _torch_dtype(plan.dtype)
         apart = self._product != dtype
         whole = None  # what out is rounded from
@@ -116,28 +123,52 @@ class LibraryExecutor:
         return together
 
     def _gather_then_product(self, call: Call, stream: int) -> None:
-        a = call.tensors["a"]
-        whole = call.tensors.get("gathered")
+        tensors = call.tensors
+        mine, rows = tensors["a"], tensors.get("gathered")
+        own, scales = tensors.get("a_scale"), tensors.get("gathered_scale")
         if self._world_size == 1:
-            if whole is not None:
-                whole.copy_(a)
-            whole = a
-        else:
-            outs: list[int] = []
-            if whole is None:
-                whole = a.new_empty(self._between)
-            elif call.symmetric:
-                outs = list(call.symmetric.get("gathered", ()))
-            if call.view != "compute_only":
-                native().all_gather(
-                    self._together(call), a.data_ptr(), a.nbytes, outs or [whole.data_ptr()], stream
-                )
-        self._multiply(whole, call)
+            for kept, one in ((rows, mine), (scales, own)):
+                if kept is not None and one is not None:
+                    kept.copy_(one)
+            self._multiply(mine, own, call)
+            return
+        outs: list[int] = []
+        if rows is None:
+            rows = mine.new_empty(self._between)
+        elif call.symmetric:
+            outs = list(call.symmetric.get("gathered", ()))
+        if own is not None and scales is None:
+            scales = own.new_empty((self._world_size * len(own), own.shape[1]))
+        if call.view != "compute_only":
+            self._gather(call, mine, outs or [rows.data_ptr()], own, scales, stream)
+        self._multiply(rows, scales, call)
+
+    def _gather(
+        self,
+        call: Call,
+        mine: torch.Tensor,
+        outs: list[int],
+        own: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        """All ranks' rows, and what they have as ``own`` into ``scales``: beside them, or, where rows
+        go straight to every rank, behind."""
+        gather, together = native().all_gather, self._together(call)
+        if own is None or scales is None:
+            gather(together, mine.data_ptr(), mine.nbytes, outs, stream)
+            return
+        beside = own.data_ptr(), own.nbytes, scales.data_ptr()
+        if len(outs) == 1:
+            gather(together, mine.data_ptr(), mine.nbytes, outs, stream, *beside)
+            return
+        gather(together, mine.data_ptr(), mine.nbytes, outs, stream)
+        gather(together, own.data_ptr(), own.nbytes, [scales.data_ptr()], stream)
 
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
         partial = tensors["a"].new_empty(self._between, dtype=self._product)
-        _mm(tensors["a"], tensors["b"], partial)
+        self._multiply_by(call)(tensors["a"], tensors.get("a_scale"), partial)
         if call.view == "compute_only":
             return
         made, together, element = native(), self._together(call), self._element
@@ -153,18 +184,21 @@ class LibraryExecutor:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
 
-    def _multiply(self, a: torch.Tensor, call: Call) -> None:
+    def _multiply_by(self, call: Call) -> Multiply:
+        return multiply_of(call, self._plan.part(LibrarySchedule), self._context)
+
+    def _multiply(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
         """The call's ``out`` from a whole ``a``, rounded once."""
-        b, out = call.tensors["b"], call.tensors["out"]
+        out, multiply = call.tensors["out"], self._multiply_by(call)
         bias = call.tensors["bias"] if self._plan.bias == "launch" else None
         if self._product != out.dtype:
             whole = torch.empty(out.shape, dtype=self._product, device=out.device)
-            _mm(a, b, whole)
+            multiply(a, scale, whole)
             out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
         elif bias is None:
-            _mm(a, b, out)
+            multiply(a, scale, out)
         else:  # the library's epilogue adds it before it rounds
-            torch.addmm(bias, a, b, out=out)
+            torch.addmm(bias, a, call.tensors["b"], out=out)
 
 
 def _allocation(
@@ -178,22 +212,32 @@ def _allocation(
     return partial(torch.empty, dtype=dtype, device=f"cuda:{device}"), (shape,)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
-
-
 def _check(plan: LaunchPlan) -> None:
     """ArgumentError for a schedule that a call would not follow."""
     how = plan.part(LibrarySchedule)
-    if how.product not in (plan.dtype, "float32"):
-        raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
+    check_product(plan, how)
     reduced = plan.op == "gemm_all_reduce" and plan.world_size > 1
     if (how.way is not None) != reduced:
         legal = "one_shot or two_shot" if reduced else "None: nothing is summed everywhere"
         raise ArgumentError("plan.schedule.way", how.way, legal)
+
+
+def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
+    """ArgumentError for products that calls would not make."""
+    product, scales = how.product, plan.scales
+    legal = {plan.out_dtype, "float32"}
+    whole = plan.op == "all_gather_gemm" or plan.world_size == 1
+    if whole and scales is not None and plan.bias == "launch":
+        legal = {"float32"}  # what adds the bias comes behind the product
+    if product not in legal:
+        raise ArgumentError("plan.schedule.product", product, " or ".join(sorted(legal)))
+    ways: tuple[ScaledBy | None, ...] = (None,)
+    if scales is not None:
+        by_kernel = scales.mode != "block" and product != "float32"
+        ways = ("library", "kernel") if by_kernel else ("library",)
+    if how.scaled_by not in ways:
+        legal_ways = " or ".join(map(repr, ways))
+        raise ArgumentError("plan.schedule.scaled_by", repr(how.scaled_by), legal_ways)
 
 
 def _staging(plan: LaunchPlan) -> int:
@@ -204,14 +248,25 @@ def _staging(plan: LaunchPlan) -> int:
     needed: int
     if plan.op == "all_gather_gemm":
         shard = shape.m // world * shape.k * DTYPE_BYTES[plan.dtype]
-        needed = made.all_gather_staging(world, shard, False)
+        rows, columns = scales_of_a_rank(plan)
+        scales = rows * columns * DTYPE_BYTES["float32"]
+        needed = made.all_gather_staging(world, shard, False, scales)
     elif plan.op == "gemm_reduce_scatter":
-        needed = made.reduce_scatter_staging(world, _element(plan), shape.m * shape.n // world)
+        needed = made.reduce_scatter_staging(world, element_of(plan), shape.m * shape.n // world)
     else:
         needed = made.all_reduce_staging(
-            world, _element(plan), shape.m * shape.n, _way(plan), False
+            world, element_of(plan), shape.m * shape.n, _way(plan), False
         )
     return needed
+
+
+def scales_of_a_rank(plan: LaunchPlan) -> tuple[int, int]:
+    """The shape of the scales of one rank's rows; none: of operands without."""
+    if plan.scales is None:
+        return 0, 0
+    shape = plan.gemm
+    rows = shape.m // plan.world_size if plan.op == "all_gather_gemm" else shape.m
+    return scale_sizes(plan.scales.mode, rows, shape.n, shape.k)[0]
 
 
 def _way(plan: LaunchPlan) -> _hopper.Way | None:
@@ -225,9 +280,9 @@ def _torch_dtype(name: DtypeName) -> torch.dtype:
     return dtype
 
 
-def _element(plan: LaunchPlan) -> _hopper.Element:
+def element_of(plan: LaunchPlan) -> _hopper.Element:
     """The native name of the elements that are added up and of the results."""
-    sent = plan.part(LibrarySchedule).product
-    name = plan.dtype if sent == plan.dtype else f"{sent}_to_{plan.dtype}"
+    sent = plan.part(ProductSchedule).product
+    name = plan.out_dtype if sent == plan.out_dtype else f"{sent}_to_{plan.out_dtype}"
     element: _hopper.Element = getattr(native().Element, name)
     return element

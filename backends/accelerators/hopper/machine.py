@@ -11,10 +11,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.hopper.schedule import TilingName
+from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
-from mkernel.topology.cost import MachineConstants
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.topology.cost import MachineConstants, PathConstants
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
 
@@ -96,11 +97,44 @@ class Attention(Sourced):
     slots: int = Field(ge=2, description="of pieces, for each peer")
 
 
+class Experts(Sourced):
+    """The grouped product of MoE. Rates are of all multiprocessors, random half precision."""
+
+    gathered_tflops: float = Field(gt=0, description="each block gathers its rows")
+    boxed_tflops: float = Field(gt=0, description="rows lie one below the other")
+    permute_us: float = Field(ge=0, description="until the first rows have been put so")
+    memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
+
+
 class AllReduce(Sourced):
     """When partial results go to every rank in one exchange."""
 
     one_shot_bytes: int = Field(ge=0, description="of partial results, times W - 2")
     one_shot_most: int = Field(ge=0, description="of them at all")
+
+    def way(self, shape: GemmShape, product: DtypeName, world: int) -> Way:
+        """How partial results of that dtype are added up on every rank."""
+        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
+        return "one_shot" if self.brief(nbytes, world) else "two_shot"
+
+    def brief(self, nbytes: int, world: int) -> bool:
+        """Whether all of so many bytes of a rank go to every rank at once."""
+        return nbytes <= self.one_shot_most and nbytes * (world - 2) <= self.one_shot_bytes
+
+
+class Scaled(Sourced):
+    """Products of e4m3 operands by a library, and what is between them where rows travel in parts."""
+
+    product: PathConstants
+    unscaled: PathConstants = Field(description="products with one scale an operand")
+    scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
+    scale_gbs: float = Field(gt=0, description="what it reads and writes")
+    gap_us: float = Field(ge=0, description="of a further product, and the wait before it")
+    sum_us: float = Field(ge=0, description="start and end of the kernel that adds parts up")
+    sum_gbs: float = Field(gt=0, description="what it reads and writes")
+    sum_blocks_a_core: int = Field(ge=1)
+    chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
+    least_rows: int = Field(ge=1, description="of a chunk")
 
 
 class Spread(Finite):
@@ -136,7 +170,9 @@ class HopperMachine(ChipMachine):
     slicing: Slicing
     partials: Partials
     all_reduce: AllReduce
+    scaled: Scaled
     attention: Attention
+    experts: Experts
     spreads: Spreads
     copies: Engines
 

@@ -4,7 +4,8 @@ Data flow of a dispatch:
   x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind
   topk_ids ──one kernel──▶ every peer; then the tables of the handle, counts, and rows, which the host
       waits for to size the outputs; with a capacity it waits for nothing
-  rows of x and of the workspace, w ──grouped product──▶ outputs
+  rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
+      rows into memory of their own, one below the other
 Results come home by slot, straight from the grouped product or from ``y``, and are added there; or a
 token's results on one rank are added first (kernels/moe/home.hpp).
 
@@ -112,7 +113,16 @@ class _Moe:
         return forks
 
     def _product(
-        self, call: Call, a: torch.Tensor, w: torch.Tensor, blocks: int, **how: Any
+        self,
+        call: Call,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        blocks: int,
+        *,
+        permuted: torch.Tensor | None = None,
+        height: int = 0,
+        gated: bool = False,
+        **how: Any,
     ) -> _hopper.GroupedProduct:
         depth, width = w.shape[1:]
         if a.nbytes >= _MOST_BYTES:
@@ -121,9 +131,12 @@ class _Moe:
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
             a=a.data_ptr(),
+            permuted=0 if permuted is None else permuted.data_ptr(),
             b=w.data_ptr(),
-            n=width,
+            n=width // 2 if gated else width,
             k=depth,
+            height=height,
+            gated=gated,
             half=self._plan.dtype == "float16",
             n_major=self._plan.b_layout == "row",
             waits=self._exchanges(call),
@@ -210,9 +223,11 @@ class DispatchExecutor(_Moe):
             )
             height = context.reports.rows(call_id(call)) if capacity is None else capacity
             outputs = x.new_empty((height, shape.features))
+            permuted = x.new_empty((height, shape.hidden)) if how.permutes else None
             product = self._product(
-                call, x, w, how.blocks, out=outputs.data_ptr(), height=capacity or 0, gathers=True,
-                wide=False, home=False, ends=True,
+                call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
+                height=capacity or 0, tokens=True, gated=shape.activation is not None,
+                deep=not how.permutes, wide=False, home=False, ends=True,
             )  # fmt: skip
             made.moe_grouped(context.device, world, product, stream)
         finally:
@@ -265,12 +280,13 @@ class GemmCombineExecutor(_Moe):
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)
         wide, by_rank = shape.partial_dtype != plan.dtype, how.returns == "ranks"
+        deep = how.tiling == "deep"
         h, w2, out = aligned(call.tensors["h"]), aligned(call.tensors["w2"]), call.tensors["out"]
         written, steps = writable(out), made.HomeStep
         if not by_rank:
             product = self._product(
-                call, h, w2, how.blocks, out=0, height=0, gathers=False, wide=wide, home=True,
-                ends=True,
+                call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
+                home=True, ends=True,
             )  # fmt: skip
             made.moe_grouped(device, world, product, stream)
             home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
@@ -283,8 +299,8 @@ class GemmCombineExecutor(_Moe):
             kind = getattr(torch, shape.partial_dtype)
             y = h.new_empty((len(h), shape.hidden), dtype=kind)
             product = self._product(
-                call, h, w2, how.blocks, out=y.data_ptr(), height=0, gathers=False, wide=wide,
-                home=False, ends=False,
+                call, h, w2, how.blocks, out=y.data_ptr(), rows=len(h), tokens=False, deep=deep,
+                wide=wide, home=False, ends=False,
             )  # fmt: skip
             made.moe_grouped(device, world, product, stream)
             home = self._home(call, y, written, how.sum_blocks, wide=wide, by_rank=True)

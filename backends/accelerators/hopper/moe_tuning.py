@@ -13,7 +13,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     DispatchSchedule,
     GemmCombineSchedule,
 )
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, MoeShape
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, GemmCombineShape, MoeShape
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -31,12 +31,59 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     blocks, sums = processors // 2 * 2, processors * SUM_BLOCKS_A_CORE
     made: Schedule
     if plan.op == "moe_dispatch_gemm":
-        made = DispatchSchedule(blocks=blocks, early_tiles=early_tiles(plan, processors))
+        made = DispatchSchedule(
+            blocks=blocks, early_tiles=early_tiles(plan, processors), permutes=permutes(plan)
+        )
     elif plan.op == "moe_combine":
         made = CombineSchedule(sum_blocks=sums)
     else:
-        made = GemmCombineSchedule(blocks=blocks, sum_blocks=sums, returns=found.pipeline.returns)
+        made = GemmCombineSchedule(
+            tiling="deep" if reads_weights(plan) else "wide",
+            blocks=blocks,
+            sum_blocks=sums,
+            returns=found.pipeline.returns,
+        )
     return found._replace(schedule=made)
+
+
+class _Product:
+    """What a rank's grouped product takes, in microseconds, of balanced routing."""
+
+    def __init__(self, plan: CommonPart) -> None:
+        shape, element = plan.shape, DTYPE_BYTES[plan.dtype]
+        assert isinstance(shape, MoeShape | GemmCombineShape)
+        self._rows = shape.tokens * shape.top_k
+        experts = min(shape.experts / plan.world_size, self._rows)
+        self._row_bytes = shape.hidden * element
+        columns = shape.columns if isinstance(shape, MoeShape) else shape.features
+        weights = experts * shape.hidden * columns * element
+        self._work = 2.0 * self._rows * shape.hidden * columns
+        self.weights_us = self._memory_us(weights)
+
+    def us(self, tflops: float) -> float:
+        """At that rate, where rows are read as they are multiplied."""
+        return max(self.weights_us, self._work / (tflops * 1e6))
+
+    def permuted_us(self) -> float:
+        """Where they are copied first, beside it."""
+        how = machine().experts
+        copied = self.weights_us + self._memory_us(2.0 * self._rows * self._row_bytes)
+        return how.permute_us + max(copied, self._work / (how.boxed_tflops * 1e6))
+
+    def _memory_us(self, nbytes: float) -> float:
+        return nbytes / (machine().experts.memory_gbs * 1e3)
+
+
+def permutes(plan: CommonPart) -> bool:
+    """Whether rows are copied first: the product is then faster, but moves more bytes."""
+    product = _Product(plan)
+    return product.permuted_us() < product.us(machine().experts.gathered_tflops)
+
+
+def reads_weights(plan: CommonPart) -> bool:
+    """Whether a product takes as long as reading its weights."""
+    product = _Product(plan)
+    return product.us(machine().experts.boxed_tflops) <= product.weights_us
 
 
 def early_tiles(plan: CommonPart, processors: int) -> int:
@@ -50,4 +97,4 @@ def early_tiles(plan: CommonPart, processors: int) -> int:
     nbytes = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
     travel_us = (world - 1) * machine().copies.choose("put", nbytes, 0, flagged=True).microseconds
     rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
-    return math.ceil(travel_us * rate / (2.0 * TILE_ROWS * shape.hidden * shape.features))
+    return math.ceil(travel_us * rate / (2.0 * TILE_ROWS * shape.hidden * shape.columns))

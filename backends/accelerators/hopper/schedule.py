@@ -13,6 +13,7 @@ from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
 Way = Literal["one_shot", "two_shot"]
+ScaledBy = Literal["library", "kernel"]
 AttentionLibrary = Literal["cudnn", "flash"]
 
 
@@ -130,24 +131,74 @@ class AttentionBackwardSchedule(Schedule):
         return True
 
 
-class LibrarySchedule(Schedule):
-    """How a library's product and a collective run. ``product``: the dtype that the product is
-    rounded to, in which partial results travel; the output keeps its own. ``way``: of an all-reduce,
-    everything to everyone at once, or sums in an exchange of their own; None: there is none."""
+class ProductSchedule(Schedule):
+    """A library multiplies. ``product``: the dtype that products are rounded to, in which partial
+    results travel; the output keeps its own. ``scaled_by``: what scales products of e4m3 operands; a
+    kernel does it behind the library's product without scales. None: there are none."""
+
+    product: DtypeName
+    scaled_by: ScaledBy | None = None
+
+
+class LibrarySchedule(ProductSchedule):
+    """How a library's product and a collective run. ``way``: of an all-reduce, everything to everyone
+    at once, or sums in an exchange of their own; None: there is none."""
 
     kind: Literal["hopper.library"] = "hopper.library"
-    product: DtypeName
     way: Way | None = None
+
+
+SumWay = Literal["mail", "two_shot"]
+
+
+class SumSchedule(Schedule):
+    """How AllReduce runs: everything to everyone at once, by mail, in a kernel of ``blocks`` blocks
+    that normalises the rows that it sums; or sums in an exchange of their own, in a kernel of twice as
+    many, and a norm in a kernel behind them."""
+
+    kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
+    way: SumWay
+    blocks: int = Field(ge=1)
+
+
+class PartsSchedule(ProductSchedule):
+    """How a library's products run beside copy engines that carry rows. A rank multiplies the rows of
+    each rank by themselves, and cuts those that travel into ``chunks``, each a product and a copy of
+    its own."""
+
+    chunks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
+class GatherPartsSchedule(PartsSchedule):
+    """AllGather+GEMM in parts."""
+
+    kind: Literal["hopper.gather_parts"] = "hopper.gather_parts"
+
+
+class ReducePartsSchedule(PartsSchedule):
+    """GEMM+ReduceScatter and GEMM+AllReduce in parts. A kernel of at most ``sum_blocks`` blocks adds
+    partial results up."""
+
+    kind: Literal["hopper.reduce_parts"] = "hopper.reduce_parts"
+    sum_blocks: int = Field(ge=1)
 
 
 class DispatchSchedule(Schedule):
     """How MoE dispatch+GEMM runs. All tokens travel to every rank, by copy engines, while the device
     sorts their ids; then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
-    tile: first up to ``early_tiles`` whole tiles that need own tokens alone."""
+    tile: first up to ``early_tiles`` whole tiles that need own tokens alone. ``permutes``: the same
+    blocks first copy the tokens of a tile into rows that lie one below the other; else each block
+    gathers them for itself."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
     early_tiles: int = Field(ge=0)
+    permutes: bool
 
     @property
     def copy_engines(self) -> bool:
@@ -164,11 +215,13 @@ class CombineSchedule(Schedule):
 
 
 class GemmCombineSchedule(Schedule):
-    """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies. ``returns``: it writes each
-    result to its place at home (``slots``); or a token's results of one rank are added there, and their
-    sum goes home (``ranks``). Sums are made by kernels of ``sum_blocks`` blocks."""
+    """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
+    ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
+    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of
+    ``sum_blocks`` blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
+    tiling: Literal["wide", "deep"]
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns

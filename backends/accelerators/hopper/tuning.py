@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 
+from mkernel.backends.accelerators.hopper import scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
     GatherSchedule,
     LibrarySchedule,
     ReduceSchedule,
+    SumSchedule,
     TilingName,
-    Way,
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.plan.model import DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -37,6 +38,12 @@ FEW_COLUMNS = 128
 """Columns of a tile of few rows, and the most parts of its K; as in kernels/few_rows.cuh."""
 MOST_SPLITS = 8
 TILE_DEPTH = 64
+
+MAIL_BYTES = 16 << 20
+"""Of one call; as in device/workspace.cuh."""
+SLOT_BYTES = 128
+"""What a rank sends as mail is rounded up to so many; as the columns, as in kernels/sum_rows.*."""
+MOST_NORMED_COLUMNS = 48 << 10
 
 _MACHINE = machine()
 TILE_ROWS = _MACHINE.tilings.block_rows
@@ -57,9 +64,15 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
     plan = request.plan
-    found, shape, world = by_rows(request, chunks=1), plan.gemm, plan.world_size
+    if plan.scales is not None:
+        return scaled_tuning.schedule(request)
+    found, world = by_rows(request, chunks=1), plan.world_size
     processors = found.pipeline.compute_blocks
     made: Schedule
+    if isinstance(plan.shape, SumShape):
+        made = sums(plan.shape, world, plan.norm is not None, processors)
+        return found._replace(schedule=made)
+    shape = plan.gemm
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
@@ -273,20 +286,26 @@ def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRo
     return FewRowsSchedule(splits=min(legal, key=most_steps), blocks=processors, product=product)
 
 
+def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSchedule:
+    """By mail where one exchange is faster than two, all fits, and a block can keep a row that it
+    normalises."""
+    nbytes = shape.m * shape.n * ELEMENT_BYTES
+    brief = (
+        _MACHINE.all_reduce.brief(nbytes, world)
+        and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
+    )
+    fits = not normed or shape.n <= MOST_NORMED_COLUMNS
+    return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
+
+
 def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibrarySchedule:
     """The same of the library path."""
     whole = op == "all_gather_gemm" or world == 1
     product = paths.partial_dtype(shape, dtype)
     if whole:
         product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
-    way: Way | None = None
-    if op == "gemm_all_reduce" and not whole:
-        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
-        brief = (
-            nbytes <= _MACHINE.all_reduce.one_shot_most
-            and nbytes * (world - 2) <= _MACHINE.all_reduce.one_shot_bytes
-        )
-        way = "one_shot" if brief else "two_shot"
+    summed = op == "gemm_all_reduce" and not whole
+    way = _MACHINE.all_reduce.way(shape, product, world) if summed else None
     return LibrarySchedule(product=product, way=way)
 
 

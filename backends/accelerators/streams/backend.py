@@ -21,7 +21,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
-from mkernel.plan.model import DtypeName, LaunchPlan, ScaleMode
+from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator, KindName
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _OPS = {
     "all_gather_gemm": "all_gather_gemm:run",
+    "all_reduce": "all_reduce:run",
     "gemm_reduce_scatter": "gemm_reduce:scatter",
     "gemm_all_reduce": "gemm_reduce:all_reduce",
     "moe_dispatch_gemm": "moe:dispatch",
@@ -47,7 +48,7 @@ _OPS = {
     "ring_attention_backward": "ring_attention_backward:run",
 }
 """Where each op lies: ``module:function`` of this package."""
-PUT_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+PUT_OPS = ("all_gather_gemm", "all_reduce", "gemm_reduce_scatter", "gemm_all_reduce")
 """Ops whose messages can be puts: MoE's vary in size, and attention passes on what it gets."""
 
 
@@ -228,6 +229,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         adds_norm=True,
         scale_modes=get_args(ScaleMode) if device.name == "cpu" else (),
         scaled_mm=scaled_mm(device.name),
+        activations=get_args(Activation),
         attention_layouts=("heads", "positions"),
         documents=("ring_attention", "ring_attention_backward"),
         alignment_bytes=1,

@@ -13,63 +13,27 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.streams.all_reduce import shares_of, spread
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
-from mkernel.backends.accelerators.streams.exchange import exchange, take
-from mkernel.backends.accelerators.streams.rows import chunks, rotation, share
+from mkernel.backends.accelerators.streams.rows import chunks, rotation
 from mkernel.backends.accelerators.streams.scaled import own_rows, products
 from mkernel.backends.accelerators.streams.schedule import RotatingSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.norm import add_and_normalise
-from mkernel.plan.model import NormStep
 
 
 def scatter(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fills ``out``, this rank's M/W rows."""
-    _reduced(call, streams, _shares(call), call.tensors["out"])
+    _reduced(call, streams, shares_of(call, call.plan.gemm.m), call.tensors["out"])
     return {}
 
 
 def all_reduce(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out``."""
-    out, shares = call.tensors["out"], _shares(call)
+    """Fills ``out``; with a norm ``residual_out`` too."""
+    out, shares = call.tensors["out"], shares_of(call, call.plan.gemm.m)
     places = [out[slice(*rows)] for rows in shares]
-    own = places[call.rank]
-    _reduced(call, streams, shares, own)
-    landed = places
-    if streams.one_sided:  # others can write to nothing but a landing
-        landed = [
-            rows[: len(place)]
-            for rows, place in zip(streams.landing("results"), places, strict=True)
-        ]
-    arrivals = exchange(call, streams, lambda target: own, landed.__getitem__)
-    if landed is not places:
-        take(streams, arrivals, landed, places)
-    if call.plan.norm is not None and call.plan.norm.step == "launch":
-        _normalise(call, streams, call.plan.norm)
+    _reduced(call, streams, shares, places[call.rank])
+    spread(call, streams, places)
     return {}
-
-
-def _normalise(call: Call, streams: CallStreams, norm: NormStep) -> None:
-    """The residual is added to every row of ``out``, which is then normalised, once all have come and
-    own ones have been sent."""
-    if streams.communicates:
-        streams.finish()
-    tensors = call.tensors
-    with streams.compute():
-        add_and_normalise(
-            tensors["out"],
-            [tensors["residual"]] if norm.residual else [],
-            tensors["norm_weight"],
-            norm.eps,
-            tensors["out"],
-            tensors["residual_out"],
-        )
-
-
-def _shares(call: Call) -> list[tuple[int, int]]:
-    """[start, end) of the rows of each rank."""
-    world = call.plan.world_size
-    return [share(call.plan.gemm.m, world, rank) for rank in range(world)]
 
 
 def _reduced(

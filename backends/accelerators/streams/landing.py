@@ -9,7 +9,11 @@ from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
 from mkernel.plan.scales import scale_sizes
 
 _ALIGNMENT = 256
-_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+_GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+
+
+_Wanted = dict[str, tuple[int, int, DtypeName]]
+"""Rows and columns from each source, and their dtype, by name."""
 
 
 class Landing(NamedTuple):
@@ -29,11 +33,26 @@ class Landing(NamedTuple):
 def landings(plan: CommonPart) -> dict[str, Landing]:
     """A plan's landings by name. MoE has none because its messages vary in size, attention because it
     passes on what it gets."""
-    if plan.op not in _OPS:
+    wanted = _of_sum(plan) if plan.op == "all_reduce" else _of_gemm(plan)
+    found, end = {}, 0
+    for name, (height, columns, dtype) in wanted.items():
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        found[name] = Landing(offset, (plan.world_size, height, columns), dtype)
+        end = offset + found[name].nbytes
+    return found
+
+
+def _of_sum(plan: CommonPart) -> _Wanted:
+    rows, columns = -(-plan.summed.m // plan.world_size), plan.summed.n
+    return {"slots": (rows, columns, plan.dtype), "results": (rows, columns, plan.out_dtype)}
+
+
+def _of_gemm(plan: CommonPart) -> _Wanted:
+    if plan.op not in _GEMMS:
         return {}
-    gemm, world = plan.gemm, plan.world_size
-    rows = -(-gemm.m // world)
-    wanted: dict[str, tuple[int, int, DtypeName]] = {}
+    gemm = plan.gemm
+    rows = -(-gemm.m // plan.world_size)
+    wanted: _Wanted = {}
     if plan.op == "all_gather_gemm":
         wanted["gathered"] = (rows, gemm.k, plan.dtype)
         if plan.scales is not None:
@@ -43,12 +62,7 @@ def landings(plan: CommonPart) -> dict[str, Landing]:
         wanted["slots"] = (rows, gemm.n, plan.sums)
     if plan.op == "gemm_all_reduce":
         wanted["results"] = (rows, gemm.n, plan.out_dtype)
-    found, end = {}, 0
-    for name, (height, columns, dtype) in wanted.items():
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        found[name] = Landing(offset, (world, height, columns), dtype)
-        end = offset + found[name].nbytes
-    return found
+    return wanted
 
 
 def landing_bytes(plan: CommonPart) -> int:

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mkernel.backends.accelerators.streams.activation import activate
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.matmul import Factor, grouped_product
@@ -75,28 +76,51 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
                 parts[rank].copy_(packed[rank])
         arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
 
-    dtype = getattr(torch, call.plan.out_dtype)
-    outputs = x.new_empty((height, w.shape[2]), dtype=dtype)
+    shape = call.plan.shape
+    assert isinstance(shape, MoeShape)
     count = len(routing.row_token)
+    outputs = x.new_empty((height, shape.features), dtype=getattr(torch, call.plan.out_dtype))
+    products = outputs[:count]
+    if shape.activation is not None:
+        with streams.compute():
+            sums = getattr(torch, call.plan.sums)
+            products = streams.scratch("products", (count, shape.columns), sums)
+    _multiply(call, streams, routing, _Rows(tokens, row_token, arrivals), products)
+    with streams.compute():
+        if shape.activation is not None:
+            activate(shape.activation, products, outputs[:count])
+        outputs[count:].zero_()
+    return {"outputs": outputs, "counts": routing.counts}
+
+
+class _Rows(NamedTuple):
+    """Tokens under way, and which of them each row is."""
+
+    tokens: torch.Tensor
+    row_token: torch.Tensor
+    arrivals: Arrivals
+
+
+def _multiply(
+    call: Call, streams: CallStreams, routing: Routing, rows: _Rows, out: torch.Tensor
+) -> None:
+    """out = rows @ their experts' weights."""
+    w, how = call.tensors["w"], call.plan.part(DispatchSchedule)
+    tokens, row_token, arrivals = rows
     factors: dict[int, Factor] = {}
     for source in _as_they_come(call, streams, arrivals):
         with streams.compute():
             if source is None:
-                rows = streams.scratch("rows", (count, x.shape[1]), x.dtype)
-                torch.index_select(tokens, 0, row_token, out=rows)
+                size = len(out), tokens.shape[1]
+                packed = streams.scratch("rows", size, tokens.dtype)
+                torch.index_select(tokens, 0, row_token, out=packed)
                 every = segments(routing, None)
-                grouped_product(
-                    rows, w, routing.counts, every, outputs[:count], grouped=how.grouped
-                )
+                grouped_product(packed, w, routing.counts, every, out, grouped=how.grouped)
                 continue
             for expert, start, end in segments(routing, source):
                 if expert not in factors:
-                    factors[expert] = Factor(w[expert], dtype)
-                rows = tokens[row_token[start:end]]
-                factors[expert].product(rows, outputs[start:end])
-    with streams.compute():
-        outputs[count:].zero_()
-    return {"outputs": outputs, "counts": routing.counts}
+                    factors[expert] = Factor(w[expert], out.dtype)
+                factors[expert].product(tokens[row_token[start:end]], out[start:end])
 
 
 def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:

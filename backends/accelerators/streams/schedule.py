@@ -109,6 +109,12 @@ class AllReduceSchedule(ExchangeSchedule, ScaledSchedule):
     kind: Literal["streams.gemm_all_reduce"] = "streams.gemm_all_reduce"
 
 
+class SumSchedule(ExchangeSchedule):
+    """AllReduce: an exchange of rows, one sum, and an exchange of sums."""
+
+    kind: Literal["streams.all_reduce"] = "streams.all_reduce"
+
+
 Gathers = Literal["wanted", "whole"]
 
 
@@ -150,6 +156,7 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "all_gather_gemm": GatherSchedule,
     "gemm_reduce_scatter": ReduceScatterSchedule,
     "gemm_all_reduce": AllReduceSchedule,
+    "all_reduce": SumSchedule,
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
     "moe_gemm_combine": GemmCombineSchedule,
@@ -199,8 +206,10 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = ReduceScatterSchedule(**common, order=order)
     elif plan.op == "gemm_all_reduce":
         made = AllReduceSchedule(**common, order=order, peers_together=together)
+    elif plan.op == "all_reduce":
+        made = SumSchedule(**common, order=order, peers_together=together)
     elif plan.op == "moe_dispatch_gemm":
-        grouped = _grouped(plan, plan.out_dtype, claims.torch_device)
+        grouped = _grouped(plan, _products(plan), claims.torch_device)
         gathers, considered = _gathering(request, found.pipeline)
         found = found._replace(alternatives=found.alternatives + considered)
         made = DispatchSchedule(
@@ -268,6 +277,12 @@ def _gathering(
     return choose("tokens", get_args(Gathers), travel_us, by="without the products")
 
 
+def _products(plan: CommonPart) -> DtypeName:
+    """The dtype of the experts' products of a dispatch: an activation takes sums."""
+    assert isinstance(plan.shape, MoeShape)
+    return plan.out_dtype if plan.shape.activation is None else plan.sums
+
+
 def _results(plan: CommonPart, returns: Returns) -> DtypeName:
     """The dtype of the experts' results of GEMM+combine: that in which they travel, or are added."""
     assert isinstance(plan.shape, GemmCombineShape)
@@ -309,7 +324,7 @@ def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
         _legal(how, "products_in_flight", device != "cpu" or not side_by_side, "1 on 'cpu' devices")
         _legal(how, "head_start_cycles", device == "cuda" or not late, f"0 on {device!r} devices")
     if isinstance(how, DispatchSchedule):
-        can = _grouped(plan, plan.out_dtype, device)
+        can = _grouped(plan, _products(plan), device)
         _legal(how, "grouped", can or not how.grouped, "False, for such operands")
         _legal(how, "as_they_arrive", not (how.grouped and how.as_they_arrive), "False, if grouped")
     if isinstance(how, GemmCombineSchedule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import torch
 
@@ -128,10 +129,13 @@ def rank_result(case: Case) -> torch.Tensor:
 
 def replicas(subject: AcceleratorSubject) -> None:
     """Every rank holds the same bits of an all-reduced result."""
-    subject.claimed("gemm_all_reduce")
+    ops = subject.claimed("gemm_all_reduce", "all_reduce")
+    worlds = subject.worlds((1, 3), *([] if subject.quick else [subject.largest()]))
     found = []
-    for world in subject.worlds((1, 3), *([] if subject.quick else [subject.largest()])):
-        case = typical(subject, "gemm_all_reduce", world[0] * world[1])
+    for world, op in product(worlds, ops):
+        if not subject.capabilities.provides(op, world[0]):
+            continue
+        case = typical(subject, op, world[0] * world[1])
         results = subject.launch(rank_replicas, case, 3, world=world)
         found += [
             f"{describe(case)} on {world[0]}x{world[1]}, call {call}: rank {rank} holds other bits "
@@ -152,5 +156,5 @@ CHECKS = (
     Check("determinism", "the same call gives the same bits, whatever ran in between", determinism),
     Check("chunk-invariance", "every chunk size gives the same bits", chunk_invariance),
     Check("split-invariance", "every split into nodes gives the same bits", split_invariance),
-    Check("replicas", "gemm_all_reduce gives every rank the same bits", replicas),
+    Check("replicas", "all-reduced results are the same bits on every rank", replicas),
 )

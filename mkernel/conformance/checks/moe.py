@@ -16,6 +16,7 @@ from mkernel.conformance.check import Check
 from mkernel.conformance.checks.bits import same_bits
 from mkernel.conformance.grid import MOE, typical
 from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
+from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.plan.ops import COMPANIONS
@@ -95,6 +96,28 @@ def rank_drawn(case: Case) -> Iterator[str]:
     for name, tensor in (first or {}).items():
         if not same_bits(tensor, again[name]):
             yield f"{describe(case)}, {where()}: {name} differs in bits in the repetition"
+
+
+def activations(subject: AcceleratorSubject) -> None:
+    """Every activation, dtype and layout; results of which tiles have a part, too."""
+    claims = subject.capabilities
+    subject.claimed("moe_dispatch_gemm")
+    if not claims.activations:
+        raise CheckSkipped("no activations are claimed")
+    wide = {"features": subject.aligned(136)}
+    for world in subject.usual_worlds():
+        size = world[0] * world[1]
+        cases = [
+            typical(
+                subject, "moe_dispatch_gemm", size, sizes, dtype=dtype, out_dtype=out_dtype,
+                layout=layout, options={"activation": activation, "routing": kind},
+            )
+            for activation in claims.activations
+            for sizes, kind in (({}, "uniform"), (wide, "some_empty"))
+            for dtype, out_dtype in claims.dtype_pairs()
+            for layout in claims.b_layouts
+        ]  # fmt: skip
+        subject.judge(each_case, judge_calls, cases, 1 if subject.quick else 2, world=world)
 
 
 def expert_order(subject: AcceleratorSubject) -> None:
@@ -274,6 +297,7 @@ CHECKS = (
         "routings drawn at random give the truth, and the same bits again",
         drawn_routings,
     ),
+    Check("activations", "products of [gate, up] are activated, and rounded once", activations),
     Check("expert-order", "rows come by expert, source rank, token, slot", expert_order),
     Check("combine-weights", "the combine weighs every slot with its own weight", combine_weights),
     Check("combine-order", "the combine adds in the order of slots, or of ranks", combine_order),

@@ -79,6 +79,8 @@ def _refused(what: str, expected: type[MkernelError], call: Callable[[], object]
 def _wrong(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     if case.op in GEMMS:
         yield from _wrong_gemm(case, given, claims)
+    elif case.op == "all_reduce":
+        yield from _wrong_sum(case, given, claims)
     elif case.op == "moe_dispatch_gemm":
         yield from _wrong_dispatch(case, given, claims)
     else:
@@ -132,6 +134,30 @@ def _wrong_gemm(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
         yield "N that is not aligned", ShapeError, lambda: call(a, ragged)
     if case.op == "gemm_reduce_scatter" and mkernel.world().size > 1:
         yield "M that ranks cannot share", ShapeError, lambda: call(a[1:], b)
+
+
+def _wrong_sum(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
+    x = given["x"]
+    call = partial(mkernel.all_reduce, out_dtype=getattr(torch, case.out_dtype))
+    written = case.run(given).outputs["out"]
+    yield from _not_plain(call, {"x": x, "out": written})
+    yield "x in one dimension", ShapeError, lambda: call(x[0])
+    yield "chunk of 0", ArgumentError, lambda: call(x, chunk=0)
+    yield "out of another shape", ShapeError, lambda: call(x, out=written[:-1].clone())
+    weight = x[0].clone()
+    yield "a residual without a norm", ArgumentError, lambda: call(x, residual=written)
+    yield "a norm weight too short", ShapeError, lambda: call(x, norm_weight=weight[1:])
+    yield "eps of 0", ArgumentError, lambda: call(x, norm_weight=weight, eps=0)
+    short = written[:-1].clone()
+    yield "too few rows to add", ShapeError, lambda: call(x, norm_weight=weight, residual=short)
+    for other in ("float16", "bfloat16", "float32", "float64"):
+        kind = getattr(torch, other)
+        if other not in claims.dtypes:
+            yield f"{other}, not claimed", DtypeError, partial(call, x.to(kind))
+        if (case.dtype, other) not in claims.dtype_pairs():
+            yield f"{other} output, not claimed", DtypeError, partial(call, x, out_dtype=kind)
+    if claims.alignment_bytes > DTYPE_BYTES[case.dtype]:
+        yield "N that is not aligned", ShapeError, lambda: call(x[:, :-1].contiguous())
 
 
 def _wrong_dispatch(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:

@@ -16,6 +16,7 @@ from mkernel.conformance.check import Check
 from mkernel.conformance.checks.attention import with_nonfinite
 from mkernel.conformance.grid import (
     GEMMS,
+    WITHOUT_B,
     draws,
     grid,
     judge_typical,
@@ -52,7 +53,7 @@ def dtypes(subject: AcceleratorSubject) -> None:
         for op in subject.claimed()
         for dtype, out_dtype in claims.dtype_pairs()
         if op != "ring_attention" or dtype == out_dtype
-        for layout in (claims.b_layouts if op not in _NO_LAYOUT else (None,))
+        for layout in (claims.b_layouts if op not in WITHOUT_B else (None,))
     ]
     if "moe_gemm_combine" in claims.ops:  # results that are large enough to be rounded on their way
         cases += [
@@ -81,14 +82,15 @@ def operands(subject: AcceleratorSubject) -> None:
 
 def norms(subject: AcceleratorSubject) -> None:
     """A residual and RMSNorm behind a sum, by the launch where the backend claims it, or the op."""
-    subject.claimed("gemm_all_reduce")
+    each: list[dict[str, Any]] = [{"norm": "residual"}, {"norm": "alone"}]
+    more = {"gemm_all_reduce": {"bias": True}, "all_reduce": {"in_place": True}}
     cases = [
-        typical(
-            subject, "gemm_all_reduce", 2, sizes, dtype=dtype, out_dtype=out_dtype, options=options
-        )
+        typical(subject, op, 2, sizes, dtype=dtype, out_dtype=out_dtype, options=options)
+        for op in subject.claimed(*more)
         for dtype, out_dtype in subject.capabilities.dtype_pairs()
         for sizes in ({}, {"m": 1}, {"m": 33})
-        for options in ({"norm": "residual"}, {"norm": "alone"}, {"norm": "residual", "bias": True})
+        for options in (*each, {"norm": "residual", **more[op]})
+        if dtype == out_dtype or "in_place" not in options
     ]
     subject.judge(each_case, judge_calls, cases, 3, world=(1, 2))
 
@@ -138,9 +140,6 @@ def _scaled(
     )  # fmt: skip
 
 
-_NO_LAYOUT = ("ring_attention", "moe_combine")
-
-
 def worlds(subject: AcceleratorSubject) -> None:
     """Every op in every split of small worlds."""
     wanted = [(1, 1), (1, 3), (2, 1), (1, 4), (2, 2)]
@@ -159,6 +158,8 @@ def many_chunks(subject: AcceleratorSubject) -> None:
             if op in GEMMS:
                 m = rows if op == "gemm_all_reduce" else rows * size
                 sizes = {"m": m, "k": subject.aligned(k)}
+            elif op == "all_reduce":
+                sizes = {"m": rows}
             elif op == "ring_attention":
                 sizes = {"batch": 1, "sequence": rows * size}
             else:
@@ -284,10 +285,17 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
 
 
 def nonfinite(subject: AcceleratorSubject) -> None:
-    """NaN and infinity come out where ``a @ b`` has them, or torch's attention, and nowhere else."""
-    subject.claimed(*GEMMS, "ring_attention")
+    """NaN and infinity come out where ``a @ b``, a sum or torch's attention has them, and nowhere
+    else."""
+    subject.claimed(*GEMMS, "all_reduce", "ring_attention")
     world = subject.largest()
     cases = []
+    if "all_reduce" in subject.claimed_in(world):
+        case = typical(subject, "all_reduce", world[0] * world[1])
+        rows, n = case.sizes["m"] * world[0] * world[1], case.sizes["n"]
+        x = torch.randn(rows, n, generator=torch.Generator().manual_seed(subject.seed))
+        x[3, 5], x[-1, -2] = float("nan"), float("inf")
+        cases.append(with_tensors(case, x=x))
     if "ring_attention" in subject.claimed_in(world):
         cases += with_nonfinite(typical(subject, "ring_attention", world[0] * world[1]))
     for op in GEMMS:
@@ -311,5 +319,5 @@ CHECKS = (
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
     Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),
-    Check("nonfinite", "NaN and infinity pass through as in a @ b, and in attention", nonfinite),
+    Check("nonfinite", "NaN and infinity pass through products, sums and attention", nonfinite),
 )

@@ -33,7 +33,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.grid import GEMMS
 from mkernel.errors import Unsupported
-from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.model import AttentionShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
 
@@ -146,6 +146,15 @@ def _keep_residual(ended: Ended) -> None:
         _norm_again(
             ended, lambda s, r, w: ((s + older) * _scale(s + older, norm.eps) * w, s + older)
         )
+
+
+def _lose_terms_in_place(call: Call) -> Call:
+    x, out = call.tensors["x"], call.tensors["out"]
+    if x.data_ptr() != out.data_ptr():
+        return call
+    less = x.clone()
+    less[-1] = 0
+    return replace(call, tensors={**call.tensors, "x": less})
 
 
 def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
@@ -326,6 +335,14 @@ def _of_next_expert(w2: torch.Tensor) -> torch.Tensor:
     return turned.roll(-1, 0).contiguous().transpose(1, 2)
 
 
+def _up_first(call: Call, w: torch.Tensor) -> torch.Tensor:
+    shape = call.plan.shape
+    if not isinstance(shape, MoeShape) or shape.activation is None:
+        return w
+    rolled = w.roll(shape.features, 2)
+    return rolled if w.is_contiguous() else rolled.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _without_tail(h: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     if len(h) % 2:
@@ -449,6 +466,21 @@ TABLE: tuple[Row, ...] = (
             ops=("gemm_all_reduce",)),
     planted(Altered, "StaleResidual", "Adds the residual of the previous call.", "norms",
             ended(_keep_residual), ops=("gemm_all_reduce",)),
+    planted(Altered, "SumsNormBeforeResidual", "AllReduce adds the residual to normalised rows.",
+            "norms", ended(_norm_before_residual), ops=("all_reduce",)),
+    planted(Altered, "SumsLeaveEpsOut", "AllReduce divides by the root mean square alone.", "norms",
+            ended(_leave_eps_out), ops=("all_reduce",)),
+    planted(Altered, "SumsWeightOfAnotherColumn",
+            "AllReduce takes each column's norm weight for the next.", "norms",
+            inputs("norm_weight", change=lambda call, weight: weight.roll(1)), ops=("all_reduce",)),
+    planted(Altered, "SumsStaleResidual", "AllReduce adds the residual of the previous call.", "norms",
+            ended(_keep_residual), ops=("all_reduce",)),
+    planted(Altered, "ResidualOfEachRank", "Each rank adds the residual to what it sends.", "norms",
+            inputs("residual", change=lambda call, rows: rows * call.plan.world_size),
+            ops=("all_reduce",)),
+    planted(Altered, "LosesTermsInPlace",
+            "Where the sum goes into x, a rank's own terms of the last row are not in it.",
+            "shapes", calls(_lose_terms_in_place), ops=("all_reduce",)),
     planted(Altered, "ScaleOfAnotherRow", "Takes each row's scale for the next.", "scales",
             inputs("a_scale", change=lambda call, scale: scale.roll(1, 0)), ops=GEMMS),
     planted(Altered, "StaleScalesOfA", "Reads the scales of A of the previous call.", "scales",
@@ -475,6 +507,8 @@ TABLE: tuple[Row, ...] = (
             "The combine's sum over slots is kept in bfloat16.", "accumulation"),
     planted(Altered, "CleansNan", "NaN in the inputs counts as 0.", "nonfinite",
             inputs("a", change=lambda call, a: torch.nan_to_num(a, nan=0.0, posinf=6e4))),
+    planted(Altered, "SumsCleanNan", "NaN in what is added counts as 0.", "nonfinite",
+            inputs("x", change=lambda call, x: torch.nan_to_num(x)), ops=("all_reduce",)),
     planted(Altered, "WrongEveryFifth",
             "Every fifth call of a plan returns the previous call's result.", "repeated-calls",
             from_previous(_keep_result, when=_every(5))),
@@ -537,6 +571,8 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "UniqueExperts",
             "An expert twice in one token's list counts as the next expert of its rank.",
             "routing", inputs("topk_ids", change=_replace_twins)),
+    planted(Altered, "UpIsGate", "The gate's columns and the others change places.", "activations",
+            inputs("w", change=_up_first)),
     planted(Altered, "OffByOneExpert", "Every token goes to the next expert.", "expert-order",
             inputs("topk_ids", change=lambda call, ids: (ids + 1) % _experts(call))),
     planted(Altered, "RowsByArrival", "Rows of an expert come in another order.", "expert-order",

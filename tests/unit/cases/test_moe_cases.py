@@ -34,10 +34,11 @@ def right(
     sources: Callable[[int], range | reversed[int]] = range,
     weighted: bool = True,
     narrow: torch.dtype = torch.float32,
+    up_first: bool = False,
 ) -> Outputs:
     """What rank 1 must get, row by row and by plain torch; the keywords plant faults.
 
-    ``narrow``: what the combine keeps its sums in.
+    ``narrow``: what the combine keeps its sums in. ``up_first``: of gate and up.
     """
     inputs = [each.inputs(source, WORLD, iteration) for source in range(WORLD)]
     out_dtype = getattr(torch, each.out_dtype)
@@ -45,6 +46,12 @@ def right(
     def weight(expert: int) -> torch.Tensor:
         expert = (expert + experts_off) % SIZES["experts"]
         return inputs[expert // OWN]["w"][expert % OWN].float()
+
+    def activated(product: torch.Tensor) -> torch.Tensor:
+        if "activation" not in each.options:
+            return product
+        gate, up = reversed(product.chunk(2, -1)) if up_first else product.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
 
     rows, counts = [], []
     for expert in range(RANK * OWN, (RANK + 1) * OWN):
@@ -56,7 +63,7 @@ def right(
             if inputs[source]["topk_ids"][token, slot] == expert
         ]
         counts.append(len(mine))
-        rows += [torch.stack(mine) @ weight(expert)] if mine else []
+        rows += [activated(torch.stack(mine) @ weight(expert))] if mine else []
     own, out = inputs[RANK], []
     for token in range(SIZES["tokens"]):
         total = torch.zeros(SIZES["features"], dtype=narrow)
@@ -64,7 +71,7 @@ def right(
             expert = int(own["topk_ids"][token, slot])
             if expert < 0:  # padding
                 continue
-            y = (own["x"][token].float() @ weight(expert)).to(out_dtype)
+            y = activated(own["x"][token].float() @ weight(expert)).to(out_dtype)
             factor = own["topk_weights"][token, slot] if weighted else 1.0
             total = total + (factor * y.float()).to(narrow)
         out.append(total)
@@ -91,6 +98,13 @@ def judge(each: Case, outputs: Outputs, iteration: int = 2) -> tuple[bool, set[s
 def test_right_results_pass(routing: str, out_dtype: str, layout: str) -> None:
     each = case("float16", out_dtype, routing=routing).with_(layout=layout)
     assert judge(each, right(each)) == (True, set())
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
+def test_activated_results_pass_and_those_of_exchanged_columns_do_not(out_dtype: str) -> None:
+    each = case("float16", out_dtype, activation="silu_and_mul")
+    assert judge(each, right(each)) == (True, set())
+    assert judge(each, right(each, up_first=True)) == (False, {"outputs", "out"})
 
 
 def test_zipf_routing() -> None:

@@ -56,6 +56,12 @@ def test_targets_of_experts_and_attention() -> None:
         shapes("moe-targets", ("moe_dispatch_gemm",), 4)
 
 
+def test_targets_of_e4m3_operands() -> None:
+    found = shapes("fp8-targets", ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"), 2)
+    times = [each.target_us for each in found]
+    assert times == [22, 85, 222, 745, 755, 25, 95, 240, 775, 850, *[None] * 5]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers(ranks: int) -> None:
     found = shapes("layers", OPS, ranks)

@@ -11,7 +11,8 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, SumShape
+from mkernel.plan.scales import scale_sizes
 
 GAP = 24
 WORKSPACES = (1 << 21, 1 << 30)
@@ -34,7 +35,11 @@ def last_rank(
         offset: of the tensors, in elements.
         gaps: operands whose rows, in their major order, lie :data:`GAP` elements apart.
     """
-    shape, world = made.gemm, made.world_size
+    world = made.world_size
+    if isinstance(made.shape, SumShape):
+        rows = (made.shape.m, made.shape.n)
+        return _call(made, view, {name: torch.zeros(rows).bfloat16() for name in ("x", "out")}, {})
+    shape = made.gemm
     gathers = made.op == "all_gather_gemm"
     scatters = made.op == "gemm_reduce_scatter"
     sizes = {
@@ -49,14 +54,31 @@ def last_rank(
         turned = name == "b" and made.b_layout == "column"
         height, width = (columns, rows) if turned else (rows, columns)
         pitch = width + GAP * (name in gaps)
-        flat = torch.zeros(height * pitch + 8, dtype=torch.bfloat16)
+        narrow = made.scales is not None and name != "out"
+        dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
+        flat = torch.zeros(height * pitch + 8, dtype=dtype)
         matrix = flat[offset : offset + height * pitch].view(height, pitch)[:, :width]
         tensors[name] = matrix.t() if turned else matrix
+    if made.scales is not None:
+        of_a, of_b = scale_sizes(made.scales.mode, sizes["a"][0], shape.n, shape.k)
+        tensors |= {"a_scale": torch.ones(of_a), "b_scale": torch.ones(of_b[::-1]).t()}
+        if gathered:
+            tensors["gathered_scale"] = torch.ones(sizes["gathered"][0], of_a[1])
     if made.bias == "launch":
         tensors["bias"] = torch.zeros(shape.n + 8, dtype=torch.bfloat16)[offset : offset + shape.n]
+    return _call(made, view, tensors, {"out": (1 << 31, 1 << 32)} if symmetric else {})
+
+
+def _call(
+    made: LaunchPlan,
+    view: View,
+    tensors: dict[str, torch.Tensor],
+    symmetric: dict[str, tuple[int, ...]],
+) -> Call:
+    world = made.world_size
     return Call(
         plan=made, rank=world - 1, tensors=tensors, epoch=1, number=1, pad=0,
         workspace=WORKSPACES[(world - 1) % 2], areas=(0,),
         peers={0: PeerMemory(0, WORKSPACES[0])} if world > 1 else {}, region=0, fifo=0, timeout_s=1.0,
-        view=view, symmetric={"out": (1 << 31, 1 << 32)} if symmetric else {},
+        view=view, symmetric=symmetric,
     )  # fmt: skip

@@ -492,7 +492,8 @@ def test_areas_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert staged.staging == keys.area_bytes(2)
 
 
-def test_what_runs_on_one_node_says_so() -> None:
+def test_what_runs_on_one_node_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     claims = HopperAccelerator().capabilities()
     wanted = claims.model_copy(update={"ops": capabilities.ATTENTION})
     assert of_op("ring_attention", "hopper", wanted, 2) == ()
@@ -599,3 +600,18 @@ def test_layouts_that_a_plan_is_not_of_are_refused() -> None:
         world.admit(plan, {"q": right})
         with pytest.raises(LayoutError):
             world.admit(plan, {"q": wrong})
+
+
+def test_what_is_not_claimed_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not been seen right on GPUs."""
+    monkeypatch.setattr(
+        capabilities,
+        "UNCLAIMED",
+        ("ring_attention_backward", "documents", "between nodes", "pieces"),
+    )
+    claims = HopperAccelerator().capabilities()
+    assert claims.documents == ()
+    assert set(capabilities.ATTENTION) <= set(claims.one_node_ops)
+    assert "ring_attention_backward" not in claims.ops
+    long = {"batch": 1, "heads": 16, "kv_heads": 4, "head_dim": 128, "sequence": 1 << 21}
+    assert isinstance(planned(2, **long).schedule, AttentionSchedule)

@@ -1,24 +1,20 @@
-"""The library path's part on the host: ranks are threads, and collectives stand-ins on host memory
-that do as kernels/collectives.hpp says."""
+"""The library path's part on the host, on the native module's stand-in (``library_fabric``)."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gpu_plans import gpu_plan
+from library_fabric import DATA_OFFSET, STREAM, Fabric, workspace_of
 from operand_forms import OPS as GEMMS
 from operand_forms import RoundedOnce
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world, library
+from mkernel.backends.accelerators.hopper import capabilities, device_world, library, products
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import FUSED, executor_of
@@ -32,159 +28,9 @@ from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 
-DATA_OFFSET = 1 << 20
-STREAM = 5
 OPS = capabilities.OPS
 every_op = pytest.mark.parametrize("op", OPS)
 worlds = pytest.mark.parametrize("world", [1, 2, 4])
-
-
-def bytes_at(address: int, nbytes: int) -> bytes:
-    return ctypes.string_at(address, nbytes)
-
-
-@dataclass(frozen=True)
-class Told:
-    """Stands for Collective."""
-
-    rank: int
-    staging_bytes: int
-    number: int = 0
-    timeout_s: float = 0.0
-
-    def of_call(self, number: int, timeout_s: float) -> Told:
-        return replace(self, number=number, timeout_s=timeout_s)
-
-
-class Fabric:
-    """Stands for ``_hopper`` in all ranks. ``called``: what rank 0 started; ``numbers``: in which
-    call of the world."""
-
-    DATA_OFFSET = DATA_OFFSET
-    Element = SimpleNamespace(
-        bfloat16=("bfloat16", "bfloat16"),
-        float16=("float16", "float16"),
-        float32_to_bfloat16=("float32", "bfloat16"),
-        float32_to_float16=("float32", "float16"),
-    )
-    Way = SimpleNamespace(one_shot="one_shot", two_shot="two_shot")
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.called: list[tuple[Any, ...]] = []
-        self.numbers: list[int] = []
-        self.timeouts_s: list[float] = []
-        self._barrier = threading.Barrier(world)
-        self._sent: dict[int, bytes] = {}
-
-    def DeviceWorld(
-        self,
-        workspaces: list[int],
-        rank: int,
-        control: int,
-        timeout_s: float,
-        call: int,
-        network: object,
-    ) -> int:
-        assert network is None
-        assert workspaces == [workspace_of(each) for each in range(self.world)]
-        assert control == 64
-        return rank
-
-    def Collective(self, rank: int, staging_bytes: int, blocks: int) -> Told:
-        assert blocks == 0  # as many as the device has
-        return Told(rank, staging_bytes)
-
-    def all_gather_staging(self, world: int, shard_bytes: int, symmetric: bool) -> int:
-        return 0 if symmetric else world * shard_bytes
-
-    def reduce_scatter_staging(self, world: int, element: Any, part_elements: int) -> int:
-        return world * part_elements * width(element[0])
-
-    def all_reduce_staging(
-        self, world: int, element: Any, elements: int, way: str, symmetric: bool
-    ) -> int:
-        nbytes = elements * width(element[0])
-        return world * nbytes if way == "one_shot" else (1 if symmetric else 2) * nbytes
-
-    def all_gather(self, call: Any, src: int, nbytes: int, out: list[int], stream: int) -> None:
-        self._start(call, "all_gather", len(out) > 1, stream)
-        needed = self.all_gather_staging(self.world, nbytes, len(out) > 1)
-        assert call.staging_bytes >= needed
-        whole = b"".join(self._exchange(call.rank, bytes_at(src, nbytes)))
-        ctypes.memmove(out[call.rank] if len(out) > 1 else out[0], whole, len(whole))
-
-    def reduce_scatter(
-        self, call: Any, element: Any, src: int, part: int, out: int, stream: int, **row: int
-    ) -> None:
-        self._start(call, "reduce_scatter", element, stream)
-        assert call.staging_bytes >= self.reduce_scatter_staging(self.world, element, part)
-        sums = self._sum(call.rank, element, src, part * self.world, **row)
-        own = sums[call.rank * part : (call.rank + 1) * part].contiguous()
-        ctypes.memmove(out, own.data_ptr(), own.numel() * 2)
-
-    def all_reduce(
-        self,
-        call: Any,
-        element: Any,
-        src: int,
-        elements: int,
-        out: list[int],
-        way: str,
-        stream: int,
-        **row: int,
-    ) -> None:
-        symmetric = len(out) > 1
-        self._start(call, way, element, symmetric, stream)
-        assert not (symmetric and way == "one_shot")
-        needed = self.all_reduce_staging(self.world, element, elements, way, symmetric)
-        assert call.staging_bytes >= needed
-        sums = self._sum(call.rank, element, src, elements, **row)
-        ctypes.memmove(out[call.rank] if symmetric else out[0], sums.data_ptr(), elements * 2)
-
-    def library_starter(self, device: int, order: Any, control: Any, mm: Any, *how: Any) -> Any:
-        """What native code is to do: names of the starter's arguments and their values."""
-        assert (device, mm, *how[:2]) == (0, torch.mm, torch.addmm, torch.add)
-        names = ("addmm", "add", "more", "whole", "scratch", "together", "element", "way", "op",
-                 "elements", "columns", "shard_bytes", "outs")  # fmt: skip
-        return dict(zip(names, how, strict=True))
-
-    def _start(self, call: Any, *what: Any) -> None:
-        *rest, stream = what
-        assert stream == STREAM
-        if call.rank == 0:
-            self.called.append(tuple(rest))
-            self.numbers.append(call.number)
-            self.timeouts_s.append(call.timeout_s)
-
-    def _sum(
-        self, rank: int, element: Any, src: int, elements: int, bias: int, columns: int
-    ) -> torch.Tensor:
-        sent, result = (getattr(torch, name) for name in element)
-        parts = self._exchange(rank, bytes_at(src, elements * width(element[0])))
-        total = torch.zeros(elements)
-        for part in parts:
-            total += torch.frombuffer(bytearray(part), dtype=sent).float()
-        if bias:
-            row = torch.frombuffer(bytearray(bytes_at(bias, columns * 2)), dtype=result)
-            total = (total.view(-1, columns) + row.float()).view(-1)
-        return total.to(result)
-
-    def _exchange(self, rank: int, mine: bytes) -> list[bytes]:
-        self._sent[rank] = mine
-        self._barrier.wait(60)
-        everyone = [self._sent[each] for each in range(self.world)]
-        self._barrier.wait(60)
-        return everyone
-
-
-def width(name: str) -> int:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype.itemsize
-
-
-def workspace_of(rank: int) -> int:
-    return (rank + 1) << 30
 
 
 CLAIMS = AcceleratorCapabilities(
@@ -211,7 +57,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
         made = Fabric(world)
         for module in (library, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
-        monkeypatch.setattr(library, "_mm", on_cpu)  # torch has float32 results on devices alone
+        monkeypatch.setattr(products, "mm", on_cpu)  # torch has float32 results on devices alone
         return made
 
     return make

@@ -28,7 +28,14 @@ WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
 ROWS = 11
 SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
 STARTED = ("push_rows", "moe_route", "moe_grouped", "moe_home")
-FRESH = ("out", "counts", "sizes", "ids", "y")  # addresses of memory that a call allocates
+FRESH = (
+    "out",
+    "counts",
+    "sizes",
+    "ids",
+    "y",
+    "permuted",
+)  # addresses of memory that a call allocates
 BUILT = ("Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes")
 
 
@@ -38,6 +45,7 @@ class Started:
     def __init__(self, made: Any) -> None:
         self._made = made
         self.told: list[Any] = []
+        self.given: dict[str, dict[str, Any]] = {}
         self.shared = False
 
     def shares_device(self, device: int, world: Any) -> bool:
@@ -47,6 +55,7 @@ class Started:
         found = getattr(self._made, name)
 
         def build(*given: Any, **named: Any) -> Any:
+            self.given[name] = named
             steady = {name: each for name, each in named.items() if name not in FRESH}
             self.told.append((name, str(given), str(steady)))
             return found(*given, **named)
@@ -224,6 +233,31 @@ def test_results_come_home_by_slot_or_by_rank(started: Started) -> None:
     assert [each[2] for each in started.told if each[0] == "moe_home"] == [
         "HomeStep.send_rows", "HomeStep.sum_slots",
     ]  # fmt: skip
+
+
+def test_many_tokens_are_permuted_before_they_are_multiplied(started: Started) -> None:
+    """Of few tokens each block gathers its own: reading the weights takes longer than that."""
+
+    def sizes(tokens: int) -> dict[str, int]:
+        model = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
+        return {**model, "tokens": tokens // WORLD}
+
+    def permutes(tokens: int) -> bool:
+        return planned("moe_dispatch_gemm", **sizes(tokens)).part(DispatchSchedule).permutes
+
+    def tiling(tokens: int) -> str:
+        return planned("moe_gemm_combine", **sizes(tokens)).part(GemmCombineSchedule).tiling
+
+    assert [permutes(tokens) for tokens in (64, 1024, 8192, 65536)] == [False, False, True, True]
+    assert [tiling(tokens) for tokens in (64, 1024, 8192)] == ["deep", "deep", "wide"]
+    usual = planned("moe_dispatch_gemm")
+    for wanted in (False, True):
+        how = usual.part(DispatchSchedule).model_copy(update={"permutes": wanted})
+        run(called(usual.model_copy(update={"schedule": how})))
+        product = started.given["GroupedProduct"]
+        assert (product["permuted"] != 0) is wanted
+        assert product["tokens"]
+        assert product["rows"] == ROWS
 
 
 def test_own_tokens_come_first_only_where_experts_get_many() -> None:

@@ -11,23 +11,42 @@ import torch
 from hopper_calls import CONTEXT, WORKSPACES, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import dispatch, few_rows, gemm, library, native
+from mkernel.backends.accelerators.hopper import (
+    all_reduce,
+    dispatch,
+    few_rows,
+    gather_parts,
+    gemm,
+    library,
+    native,
+    parts_exchange,
+    products,
+    reduce_parts,
+)
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, LibrarySchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    FewRowsSchedule,
+    LibrarySchedule,
+    PartsSchedule,
+    SumSchedule,
+)
+from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
+from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.topology.cost import FewRowsConstants
 
 SENT = ("send_rows", "gemm_reduce")
-BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product")
+BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
 STARTED = (
     "FewRowsCalls", "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy",
-    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", *SENT,
+    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows", "push_part", "await_part",
+    "sum_parts", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
 CASES = [
@@ -51,12 +70,18 @@ class Started:
             self.told.append((name, str(given), str(named)))
             return found(*given, **named)
 
+        def together(*given: Any, **named: Any) -> Any:
+            self.told.append((name, str(given[1:]), str(named)))
+            return found(*given, **named)
+
         def start(*given: Any, **named: Any) -> Any:
             sizes = [one for one in given if isinstance(one, int) and one < LEAST_ADDRESS]
             self.told.append((name, *sizes, *(str(one) for one in given if type(one) in kinds)))
             return self
 
         kinds = (self._made.Element, self._made.Way, self._made.Engine)
+        if name == "Collective":
+            return together
         return build if name in BUILT else start if name in STARTED else found
 
     def start(self, *given: Any) -> None:
@@ -76,7 +101,28 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(gemm, "native", lambda: module)
     monkeypatch.setattr(library, "native", lambda: module)
     monkeypatch.setattr(few_rows, "native", lambda: module)
-    monkeypatch.setattr(library, "_mm", multiply)
+    monkeypatch.setattr(all_reduce, "native", lambda: module)
+    monkeypatch.setattr(products, "mm", multiply)
+
+    def scaled(a: Any, b: Any, of_a: Any, of_b: Any, out: torch.Tensor, fast: bool) -> None:
+        module.told.append(("scaled_mm", tuple(a.shape), str(out.dtype), fast))
+
+    def by_blocks(a: Any, b: Any, of_a: Any, of_b: Any, out: torch.Tensor) -> None:
+        module.told.append(("block_mm", tuple(a.shape), str(out.dtype)))
+
+    def nowhere(address: int, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    for module_of_parts in (parts_exchange, gather_parts, reduce_parts):
+        monkeypatch.setattr(module_of_parts, "native", lambda: module)
+    monkeypatch.setattr(parts_exchange, "bytes_at", nowhere)
+
+    def scales(unscaled: Any, of_rows: Any, of_columns: Any, out: torch.Tensor) -> None:
+        module.told.append(("scale_results", tuple(out.shape)))
+
+    monkeypatch.setattr(products, "scaled_mm", scaled)
+    monkeypatch.setattr(products, "scale_results", scales)
+    monkeypatch.setattr(contract, "block_mm", by_blocks)
     return module
 
 
@@ -115,6 +161,35 @@ def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
     assert decorations(usual, launches(started, world, usual)) == []
 
 
+class Streams:
+    """Stands for CallOrder."""
+
+    def fork(self, stream: int) -> int:
+        return stream + 1
+
+    def join(self, stream: int) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize("mode", ["row", "block"])
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_no_field_of_e4m3_operands_is_decoration(
+    started: Started, op: str, mode: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, order = world_of_two(), Streams()
+    monkeypatch.setattr(CONTEXT, "order", order)
+    monkeypatch.setattr(CONTEXT, "one", torch.ones(1, 1))
+    around = Around(scales=Scales(mode=mode))  # type: ignore[arg-type]
+    usual = world.plan(
+        op, {"m": 256, "n": 1024, "k": 1024}, dtype="float8_e4m3fn", b_layout="column",
+        around=around, chunk=chunk,
+    )  # fmt: skip
+    assert isinstance(usual.schedule, PartsSchedule if chunk else LibrarySchedule)
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
 def with_few_rows() -> AcceleratorCapabilities:
     """Claims of a machine whose constants have the kernel for few rows."""
     claims = HopperAccelerator().capabilities()
@@ -138,6 +213,22 @@ def test_no_field_of_few_rows_is_decoration(started: Started, m: int) -> None:
     )
     assert usual.part(FewRowsSchedule).product == ("float32" if m == 8 else "bfloat16")
     assert decorations(usual, launches(started, world, usual)) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("m", "way"), [(8, "mail"), (4096, "two_shot")])
+def test_no_field_of_a_plain_sum_is_decoration(started: Started, m: int, way: str) -> None:
+    world = world_of_two()
+    usual = world.plan("all_reduce", {"m": m, "n": 2048}, dtype="bfloat16")
+    assert usual.part(SumSchedule).way == way
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+def test_a_plain_sum_too_large_for_mail_is_refused(started: Started) -> None:
+    usual = world_of_two().plan("all_reduce", {"m": 4096, "n": 2048}, dtype="bfloat16")
+    by_mail = usual.part(SumSchedule).model_copy(update={"way": "mail"})
+    with pytest.raises(Unsupported, match="a call by mail may have"):
+        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": by_mail}))
 
 
 def two_nodes(gpudirect: bool, ranks: int = 1) -> WalkedWorld:

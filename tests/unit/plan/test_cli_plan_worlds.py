@@ -153,31 +153,18 @@ def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> N
     assert made.prediction.constants == "mine"
 
 
-SIZES = {
-    "ring_attention": ("--sequence", "8192", "--head-dim", "128"),
-    "moe_dispatch_gemm": ("--experts", "32"),
-}
-
-
-@pytest.mark.parametrize(
-    ("op", "nodes", "wanted"),
-    [
-        ("ring_attention", 2, "hopper"),
-        ("moe_dispatch_gemm", 1, "hopper"),
-        ("moe_dispatch_gemm", 2, "streams"),
-    ],
-)
-def test_what_hopper_has_on_one_node_is_left_to_the_next(
-    tmp_path: Path, op: str, nodes: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("nodes", "wanted"), [(1, "hopper"), (2, "streams")])
+def test_attention_on_several_nodes_is_left_to_the_next(
+    tmp_path: Path, nodes: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named alone, it says so."""
+    """``hopper`` has it on one node; named alone, it says so."""
     file = tmp_path / "machine.json"
     file.write_text(machine().model_dump_json())
 
     def planned(*flags: str) -> PlanReport:
         text = commands.run(
-            command, op, "--json", "--topology", str(file), "--nodes", str(nodes),
-            "--ranks-per-node", "8", *SIZES[op], *flags,
+            command, "ring_attention", "--json", "--topology", str(file), "--nodes", str(nodes),
+            "--ranks-per-node", "8", "--sequence", "8192", "--head-dim", "128", *flags,
         )  # fmt: skip
         return PlanReport.model_validate_json(text)
 
@@ -186,11 +173,11 @@ def test_what_hopper_has_on_one_node_is_left_to_the_next(
     assert found is not None
     assert found.accelerator == wanted
     named = planned(*HOPPER)
-    if wanted == "hopper":
+    if nodes == 1:
         assert named.plan is not None
         return
     assert named.what_if is not None
-    told = ("accelerator 'hopper' runs moe_dispatch_gemm on one node, not on 2",)
+    told = ("accelerator 'hopper' runs ring_attention on one node, not on 2",)
     assert named.what_if.missing == told
 
 

@@ -133,4 +133,13 @@ __device__ inline void finish_brief_call(const Workspace& workspace, std::uint64
     move_on(control, epoch);
 }
 
+// The epoch of a brief call whose blocks need nothing of the control words but this: they read it at their
+// begin, and the last one that did moves it on. One thread of every block; 0 in a world of one rank.
+__device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) {
+    if (workspace.world == 1) return 0;
+    const std::uint64_t epoch = workspace.control().state.epoch;
+    finish_brief_call(workspace, epoch);
+    return epoch;
+}
+
 }  // namespace mkernel::hopper

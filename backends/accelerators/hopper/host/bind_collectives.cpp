@@ -1,4 +1,4 @@
-// The collectives of the library path, for Python.
+// Collectives without a product, and norms of sums, for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
+#include "backends/accelerators/hopper/kernels/sum_rows.hpp"
 #include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
@@ -50,11 +51,50 @@ const void* source(std::uint64_t address) {
     return reinterpret_cast<const void*>(address);
 }
 
+RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t rows,
+                        std::uint32_t columns, bool half, std::uint32_t blocks,
+                        std::uint64_t weight, std::uint64_t residual, std::uint64_t residual_out,
+                        float eps) {
+    return {.from = source(from),
+            .out = reinterpret_cast<void*>(out),
+            .rows = rows,
+            .columns = columns,
+            .half = half,
+            .norm = {.weight = source(weight),
+                     .residual = source(residual),
+                     .residual_out = reinterpret_cast<void*>(residual_out),
+                     .eps = eps},
+            .blocks = blocks};
+}
+
+void bind_sum_rows(py::module_& module) {
+    py::class_<RowsOfSums>(module, "RowsOfSums")
+        .def(py::init(&rows_of_sums), py::kw_only(), "source"_a = 0, "out"_a = 0, "rows"_a,
+             "columns"_a, "half"_a, "blocks"_a, "weight"_a = 0, "residual"_a = 0,
+             "residual_out"_a = 0, "eps"_a = 0.0F);
+    module.attr("MOST_NORMED_COLUMNS") = kMostNormedColumns;
+    module.def("check_sum_rows", &check_sum_rows, "world"_a, "sums"_a);
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "sum_rows",
+        [](const DeviceWorld& world, const RowsOfSums& sums, std::uint64_t stream) {
+            sum_rows(workspace_of(world), limits_of(world), sums, cuda::stream_at(stream));
+        },
+        "world"_a, "sums"_a, "stream"_a, released);
+    module.def(
+        "norm_rows",
+        [](const RowsOfSums& sums, std::uint64_t stream) {
+            norm_rows(sums, cuda::stream_at(stream));
+        },
+        "sums"_a, "stream"_a, released);
+}
+
 }  // namespace
 
 void bind_collectives(py::module_& module) {
     using collectives::Element;
     using collectives::Way;
+    bind_sum_rows(module);
     py::enum_<Element>(module, "Element")
         .value("bfloat16", Element::bfloat16)
         .value("float16", Element::float16)
@@ -73,7 +113,7 @@ void bind_collectives(py::module_& module) {
             "number"_a, "timeout_s"_a);
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
-               "symmetric"_a);
+               "symmetric"_a, "beside_bytes"_a = 0);
     module.def("reduce_scatter_staging", &collectives::reduce_scatter_staging, "world"_a,
                "element"_a, "part_elements"_a);
     module.def("all_reduce_staging", &collectives::all_reduce_staging, "world"_a, "element"_a,
@@ -83,11 +123,14 @@ void bind_collectives(py::module_& module) {
     module.def(
         "all_gather",
         [](const Collective& call, std::uint64_t src, std::uint64_t shard_bytes,
-           const std::vector<std::uint64_t>& out, std::uint64_t stream) {
-            collectives::all_gather(call, source(src), shard_bytes, outs(call, out),
-                                    cuda::stream_at(stream));
+           const std::vector<std::uint64_t>& out, std::uint64_t stream, std::uint64_t beside_src,
+           std::uint64_t beside_bytes, std::uint64_t beside_out) {
+            collectives::all_gather(
+                call, source(src), shard_bytes, outs(call, out), cuda::stream_at(stream),
+                {source(beside_src), beside_bytes, reinterpret_cast<void*>(beside_out)});
         },
-        "call"_a, "src"_a, "shard_bytes"_a, "out"_a, "stream"_a, released);
+        "call"_a, "src"_a, "shard_bytes"_a, "out"_a, "stream"_a, "beside_src"_a = 0,
+        "beside_bytes"_a = 0, "beside_out"_a = 0, released);
     module.def(
         "reduce_scatter",
         [](const Collective& call, Element element, std::uint64_t src, std::uint64_t part_elements,

@@ -41,15 +41,17 @@ void bind_moe(py::module_& module) {
              py::kw_only(), "sizes"_a, "routing"_a, "ids"_a, "counts"_a, "row_bytes"_a,
              "capacity"_a, "early"_a, "exchanges"_a);
     py::class_<GroupedProduct>(module, "GroupedProduct")
-        .def(py::init([](const Sizes& sizes, Address routing, Address a, Address b, Address out,
-                         Word n, Word k, Word height, bool half, bool n_major, bool gathers,
-                         bool wide, bool home, bool waits, bool ends, Word blocks) {
-                 return GroupedProduct{sizes, routing, a,       b,    out,  n,     k,    height,
-                                       half,  n_major, gathers, wide, home, waits, ends, blocks};
+        .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
+                         Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
+                         bool n_major, bool tokens, bool gated, bool wide, bool home, bool waits,
+                         bool ends, bool deep, Word blocks) {
+                 return GroupedProduct{sizes, routing, a,      permuted, b,       out,    rows,
+                                       n,     k,       height, half,     n_major, tokens, gated,
+                                       wide,  home,    waits,  ends,     deep,    blocks};
              }),
-             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "b"_a, "out"_a, "n"_a, "k"_a, "height"_a,
-             "half"_a, "n_major"_a, "gathers"_a, "wide"_a, "home"_a, "waits"_a, "ends"_a,
-             "blocks"_a);
+             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a, "rows"_a,
+             "n"_a, "k"_a, "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a,
+             "home"_a, "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
                          Address out, Word width, bool half, bool wide, bool by_rank, bool waits,

@@ -11,6 +11,7 @@ void bind_transfer(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
+void bind_parts(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_starters(pybind11::module_& module);
 

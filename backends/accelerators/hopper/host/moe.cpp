@@ -114,15 +114,29 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     GroupedArgs args{};
     const auto n = static_cast<std::uint64_t>(product.n);
     const auto k = static_cast<std::uint64_t>(product.k);
+    const std::uint64_t columns = product.gated ? 2 * n : n;
     args.b = tensor_map({.address = product.b,
-                         .width = product.n_major ? n : k,
-                         .height = product.n_major ? k : n,
+                         .width = product.n_major ? columns : k,
+                         .height = product.n_major ? k : columns,
                          .depth = static_cast<std::uint64_t>(product.sizes.experts)},
                         product.n_major ? kStageRows : kShareRows, product.half);
+    const bool gathers = product.tokens && product.permuted == 0;
+    // Without rows there are no tiles, and nothing reads or writes by these maps.
+    const auto rows_at = [&](std::uint64_t address, std::uint64_t width, std::uint64_t depth) {
+        const bool any = product.rows > 0;
+        return tensor_map({.address = any ? address : product.b,
+                           .width = width,
+                           .height = any ? static_cast<std::uint64_t>(product.rows) : 1,
+                           .depth = depth},
+                          kBoxRows, product.half);
+    };
+    if (!gathers) args.rows = rows_at(product.tokens ? product.permuted : product.a, k, 0);
+    if (!product.home && !product.wide) args.results = rows_at(product.out, n, 1);
     args.workspace = workspace_of(world);
     args.limits = limits_of(world);
     args.tables = tables_of(product.sizes, product.routing);
     args.a = reinterpret_cast<const char*>(product.a);
+    args.permuted = reinterpret_cast<char*>(product.permuted);
     args.out = reinterpret_cast<char*>(product.out);
     args.n = product.n;
     args.k = product.k;
@@ -131,7 +145,13 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     args.home = product.home;
     args.keeps = !product.waits;
     args.ends = product.ends;
-    const GroupedVariant variant{product.n_major, product.gathers, product.wide};
+    const GroupedVariant variant{
+        .n_major_b = product.n_major,
+        .gathers = gathers,
+        .gated = product.gated,
+        .wide = product.wide,
+        .deep = product.deep,
+    };
     const auto launch = product.half ? &launch_grouped<__half> : &launch_grouped<__nv_bfloat16>;
     cuda::check(launch(args, variant, product.blocks, cuda::stream_at(stream)),
                 "launching the grouped product");

@@ -59,14 +59,15 @@ struct Routing {
 void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
            std::uint64_t stream);
 
-// Rows @ weights. `a`: own tokens where `gathers`, else rows; `home`: results go to the places of
-// their rows, not to `out`. `wide`: they are float32. `waits`: for other ranks, and send to them. `ends`: see
-// GroupedArgs.
+// Rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in the order of
+// rows first; 0: they are gathered. `rows`: that `out` has, and `a` where it has rows. `gated`: weights have
+// 2n columns. `home`: results go to the places of their rows, not to `out`. `wide`: they are float32.
+// `waits`: for other ranks, and send to them. `ends`: see GroupedArgs. `deep`: see GroupedVariant.
 struct GroupedProduct {
     Sizes sizes;
-    std::uint64_t routing, a, b, out;
-    std::int32_t n, k, height;
-    bool half, n_major, gathers, wide, home, waits, ends;
+    std::uint64_t routing, a, permuted, b, out;
+    std::int32_t rows, n, k, height;
+    bool half, n_major, tokens, gated, wide, home, waits, ends, deep;
     std::int32_t blocks;
 };
 void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream);

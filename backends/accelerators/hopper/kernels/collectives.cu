@@ -22,6 +22,9 @@ struct Args {
     std::uint64_t total;    // bytes of all parts together, in the source
     std::uint64_t part;     // bytes of each part but perhaps the last ones, in the source
     Chunking cut;
+    Beside beside;
+    std::uint64_t beside_at;     // where it lies in a slot
+    std::uint32_t beside_chunk;  // bytes of it in a chunk of the call
     Bias bias;
     bool symmetric;
     bool brief;
@@ -43,6 +46,16 @@ struct Args {
     __device__ char* result_sent_to(std::uint64_t slots, int to) const {
         return in_out(to) ? outs[to] + workspace.rank * part / kNarrower
                           : result_slot_at(slots, to, workspace.rank);
+    }
+    __device__ char* beside_out(int of) const {
+        return static_cast<char*>(beside.out) + of * beside.bytes;
+    }
+    __device__ char* beside_sent_to(std::uint64_t slots, int to) const {
+        return to == workspace.rank ? beside_out(to)
+                                    : slot_at(slots, to, workspace.rank) + beside_at;
+    }
+    __device__ Chunk beside_of(std::uint32_t index) const {
+        return chunk_of({beside_chunk, cut.chunks}, index, beside.bytes);
     }
     __device__ bool in_out(int to) const { return symmetric || to == workspace.rank; }
     __device__ int peer(int step) const { return (workspace.rank + step) % workspace.world; }
@@ -77,6 +90,14 @@ __global__ __launch_bounds__(kThreads,
             transfers.bytes[i] = chunk.bytes;
         });
         copy_to_each(transfers, world, aligned);
+        if (const Chunk more = args.beside_of(index); more.bytes != 0) {
+            const bool even = set_transfers(transfers, world, [&](int i) {
+                transfers.src[i] = static_cast<const char*>(args.beside.src) + more.at;
+                transfers.dst[i] = args.beside_sent_to(slots, args.peer(i + 1)) + more.at;
+                transfers.bytes[i] = more.bytes;
+            });
+            copy_to_each(transfers, world, even);
+        }
         if (!args.symmetric) exchange.raise(args.flags_of(index));
         return true;
     };
@@ -91,6 +112,15 @@ __global__ __launch_bounds__(kThreads,
             transfers.bytes[i] = chunk.bytes;
         });
         copy_each(transfers, world - 1, chunk.bytes, aligned);
+        if (const Chunk more = args.beside_of(index); more.bytes != 0) {
+            const bool even = set_transfers(transfers, world - 1, [&](int i) {
+                const int from = args.peer(i + 1);
+                transfers.src[i] = args.slot_at(slots, rank, from) + args.beside_at + more.at;
+                transfers.dst[i] = args.beside_out(from) + more.at;
+                transfers.bytes[i] = more.bytes;
+            });
+            copy_each(transfers, world - 1, more.bytes, even);
+        }
         return true;
     };
     if (!args.symmetric || exchange.meet()) for_each_chunk(args.cut.chunks, send, take);
@@ -363,6 +393,7 @@ bool is_trivial(const Collective& call, const void* src, const Outs& out, std::u
                 cudaStream_t stream) {
     if (bytes == 0) return true;
     if (call.workspace.world > 1) return false;
+    if (out.at[0] == src) return true;
     cuda::check(cudaMemcpyAsync(out.at[0], src, bytes, cudaMemcpyDefault, stream),
                 "cudaMemcpyAsync");
     return true;
@@ -370,8 +401,9 @@ bool is_trivial(const Collective& call, const void* src, const Outs& out, std::u
 
 }  // namespace
 
-std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric) {
-    return symmetric ? 0 : world * slot_bytes(shard_bytes);
+std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric,
+                                 std::uint64_t beside_bytes) {
+    return symmetric ? 0 : world * (slot_bytes(shard_bytes) + slot_bytes(beside_bytes));
 }
 
 std::uint64_t reduce_scatter_staging(int world, Element element, std::uint64_t part_elements) {
@@ -386,12 +418,23 @@ std::uint64_t all_reduce_staging(int world, Element element, std::uint64_t eleme
 }
 
 void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
-                cudaStream_t stream) {
+                cudaStream_t stream, const Beside& beside) {
     const int world = call.workspace.world;
-    check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric), 1, 1);
+    if (beside.bytes != 0 && (out.symmetric || shard_bytes == 0 || world == 1)) {
+        throw std::invalid_argument(std::to_string(beside.bytes) + " bytes beside a gather of " +
+                                    std::to_string(shard_bytes) +
+                                    "; expected none without slots of several ranks");
+    }
+    check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric, beside.bytes),
+               1, 1);
     if (is_trivial(call, src, out, shard_bytes, stream)) return;
-    const Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, shard_bytes, 1,
-                                cut(shard_bytes, world, 1));
+    const std::uint64_t slot = slot_bytes(shard_bytes) + slot_bytes(beside.bytes);
+    Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, slot, 1,
+                          cut(shard_bytes, world, 1));
+    args.beside = beside;
+    args.beside_at = slot_bytes(shard_bytes);
+    const std::uint64_t share = (beside.bytes + args.cut.chunks - 1) / args.cut.chunks;
+    args.beside_chunk = static_cast<std::uint32_t>(round_up(share, 16));
     launch(all_gather_kernel, args, call.blocks, stream);
 }
 

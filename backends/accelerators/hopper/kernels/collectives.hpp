@@ -4,7 +4,8 @@
 // Everything is a push. A rank stores its bytes straight into a slot of each peer's workspace, chunk by
 // chunk, raises the chunk's flag there, and consumes its own slots as their flags come:
 //   all_gather      src ──▶ slot [rank] of every peer ──▶ its out. Or straight into every rank's out,
-//                   where that is symmetric memory: one pass less, one hand-shake more
+//                   where that is symmetric memory: one pass less, one hand-shake more. A second, small
+//                   array may go beside the first (scales of rows)
 //   reduce_scatter  part p of src ──▶ slot [rank] of rank p ──▶ summed there into its out
 //   all_reduce      small: src ──▶ slot [rank] of every peer ──▶ every rank sums all of it
 //                   large: reduce_scatter, and every summed chunk ──▶ every peer's out, or a second
@@ -62,15 +63,24 @@ struct Bias {
     std::uint32_t columns = 0;
 };
 
+// What a gather carries beside its bytes: `bytes` of each rank, in order, to a private `out`.
+struct Beside {
+    const void* src = nullptr;
+    std::uint64_t bytes = 0;  // 0: nothing
+    void* out = nullptr;
+};
+
 // Bytes of staging that a call needs, the same on all ranks.
-std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric);
+std::uint64_t all_gather_staging(int world, std::uint64_t shard_bytes, bool symmetric,
+                                 std::uint64_t beside_bytes = 0);
 std::uint64_t reduce_scatter_staging(int world, Element element, std::uint64_t part_elements);
 std::uint64_t all_reduce_staging(int world, Element element, std::uint64_t elements, Way way,
                                  bool symmetric);
 
-// out [world * shard_bytes] of every rank = the ranks' src [shard_bytes] in order.
+// out [world * shard_bytes] of every rank = the ranks' src [shard_bytes] in order. Nothing goes beside
+// symmetric outs.
 void all_gather(const Collective& call, const void* src, std::uint64_t shard_bytes, const Outs& out,
-                cudaStream_t stream);
+                cudaStream_t stream, const Beside& beside = {});
 
 // out [part_elements] of rank r = the sum over ranks of part r of their src [world * part_elements],
 // whole rows where there is a bias.
@@ -84,6 +94,7 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
 
 // All of them: stream-ordered on the current device's `stream`, may be captured. Any size; addresses
 // aligned to the element (16 bytes and whole 16 bytes a part are fast). `src` and `out` must not
-// overlap. std::invalid_argument; CudaError.
+// overlap, but for those of a two-shot all_reduce, which may be one: a chunk of it is written when what was
+// there has been sent and added up. std::invalid_argument; CudaError.
 
 }  // namespace mkernel::hopper::collectives

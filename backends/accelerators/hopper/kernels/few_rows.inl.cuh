@@ -331,14 +331,6 @@ class FewExchange {
     const FewShare share_;
 };
 
-// Reads the epoch for the block, and moves it on where all blocks have. One thread.
-__device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) {
-    if (workspace.world == 1) return 0;
-    const std::uint64_t epoch = workspace.control().state.epoch;
-    finish_brief_call(workspace, epoch);
-    return epoch;
-}
-
 template <int kRows, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kFewThreads, 1)
     few_rows(const __grid_constant__ FewRowsArgs args) {
@@ -383,6 +375,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
     if (threadIdx.x == 0) shared.epoch = epoch_of_brief_call(args.workspace);
     if (args.workspace.world > 1) mailbox::open();  // while the first weights are under way
+    __syncwarp();                                   // wgmma takes whole warps
     Cursor<S::kStages> stage;
     for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
         {

@@ -113,10 +113,20 @@ class Multiplier {
         }
     }
 
-    // Rounds the tile and hands it to the storer, slice by slice.
+    // Puts op(left, right) of the tile's two halves, column by column, into the left one.
+    template <class Op>
+    __device__ __forceinline__ void fold(Op&& op) {
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators / 2; ++i) {
+            sum_[i] = op(sum_[i], sum_[i + C::kAccumulators / 2]);
+        }
+    }
+
+    // Rounds the tile's first slices and hands them to the storer, one after another.
+    template <int kCount = C::kSlices>
     __device__ __forceinline__ void write() {
 #pragma unroll
-        for (int slice = 0; slice < C::kSlices; ++slice) {
+        for (int slice = 0; slice < kCount; ++slice) {
             shared_.drained[slice_.slot].wait(slice_.parity ^ 1);
 #pragma unroll
             for (int block = 0; block < 8; block += 2) {

@@ -1,19 +1,17 @@
-// Rows of A on their way into the stages: two warps of the block, which share each stage's rows.
+// Tokens on their way into the stages, row by row: two warps of the block, which share each stage's rows.
 #pragma once
 
-#include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include "backends/accelerators/hopper/kernels/moe/parts.cuh"
+#include "backends/accelerators/hopper/kernels/moe/token_rows.cuh"
 #include "backends/accelerators/hopper/ptx/gather.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper::moe {
 
-inline constexpr int kGatherWarps = 2;
-
-template <class C, bool kGathers>
+template <class C>
 class RowGatherer {
   public:
-    // `thread`: of kGatherWarps * 32. `starts`: shared memory of kTileM words.
+    // `thread`: of kRowWarps * 32. `starts`: shared memory of kTileM words.
     __device__ RowGatherer(Shared<C>& shared, const GroupedArgs& args, std::uint32_t* starts,
                            int thread)
         : shared_(shared), args_(args), starts_(starts), thread_(thread) {}
@@ -21,12 +19,12 @@ class RowGatherer {
     // `rows` rows from `first` on, all of K, once the tokens of other ranks among them are there.
     __device__ void tile(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
                          int rows) {
-        if constexpr (kGathers) wait(waiter, epoch, first, rows);
+        if (rows > 0 && thread_ % 32 == 0) wait_for_tokens(args_, waiter, epoch, first, rows);
         // Where each row starts, in 16 bytes; the lowest bit: in `a`, not in the workspace. Registers would
         // be taken from the multipliers.
         __syncwarp();
 #pragma unroll
-        for (int number = thread_ % 32; number < kTileM / kGatherWarps; number += 32) {
+        for (int number = thread_ % 32; number < kTileM / kRowWarps; number += 32) {
             const int row = number / kEach * kStep + thread_ / 32 * kEach + number % kEach;
             starts_[row] = row < rows ? start_of(first + row) : 0;
         }
@@ -67,41 +65,17 @@ class RowGatherer {
     }
 
   private:
-    static constexpr int kChunks = 8;                          // of 16 bytes, of a row
-    static constexpr int kStep = kGatherWarps * 32 / kChunks;  // a multiple of 8: see `to`
-    static constexpr int kEach = 32 / kChunks;                 // rows of a step that are one warp's
-    static constexpr int kRows = kTileM / kStep;               // of one thread
-    static constexpr int kOpen = C::kStages - 2;               // stages whose copies are under way
+    static constexpr int kChunks = 8;                       // of 16 bytes, of a row
+    static constexpr int kStep = kRowWarps * 32 / kChunks;  // a multiple of 8: see `to`
+    static constexpr int kEach = 32 / kChunks;              // rows of a step that are one warp's
+    static constexpr int kRows = kTileM / kStep;            // of one thread
+    static constexpr int kOpen = C::kStages - 2;            // stages whose copies are under way
     static_assert(kStep % 8 == 0 && kOpen > 0);
 
-    // What the tile's rows need of other ranks: rows of an expert are ordered by source.
-    __device__ void wait(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
-                         int rows) const {
-        if (args_.waits && rows > 0 && thread_ % 32 == 0) {
-            const int own = args_.tables.tokens * args_.tables.top_k;
-            const int last = args_.tables.row_place()[first + rows - 1] / own;
-            for (int s = args_.tables.row_place()[first] / own; s <= last; ++s) {
-                const auto source = static_cast<std::uint32_t>(s);
-                if (s != args_.workspace.rank &&
-                    !waiter.until(args_.workspace.flags(args_.workspace.rank)[s], epoch,
-                                  {source, source, 0})) {
-                    break;
-                }
-            }
-        }
-        __syncwarp();
-    }
-
     __device__ std::uint32_t start_of(int row) const {
+        const TokenPlace place = token_place(args_, row);
         const std::uint32_t each = static_cast<std::uint32_t>(args_.k) / 8;
-        if constexpr (!kGathers) {
-            return static_cast<std::uint32_t>(row) * each * 2 + 1;
-        } else {
-            const int token = args_.tables.row_place()[row] / args_.tables.top_k;
-            const int own = token - args_.workspace.rank * args_.tables.tokens;
-            const bool is_own = own >= 0 && own < args_.tables.tokens;
-            return static_cast<std::uint32_t>(is_own ? own : token) * each * 2 + (is_own ? 1 : 0);
-        }
+        return static_cast<std::uint32_t>(place.number) * each * 2 + (place.own ? 1 : 0);
     }
 
     // The oldest stage whose copies were under way is there.

@@ -1,11 +1,17 @@
 // The grouped product of MoE: rows of an expert @ its weight [K, N], for all experts of a rank at once.
 //
 // Data flow of one call, on clusters of two blocks that take tiles of the routing's table in turn:
-//   rows of A ──two warps, 16 bytes a copy──▶ stages. With `gathers` a row is a token: of this rank's
-//        x, or, once flag s says that they are there, of rank s's rows in the workspace
+//   rows of A ──▶ stages, in one of three ways:
+//        gathered  tokens, two warps, 16 bytes a copy: of this rank's x, or, once flag s says that they
+//                  are there, of rank s's rows in the workspace. No byte moves twice: few tokens
+//        permuted  the same tokens, two warps of all blocks ──▶ `permuted`, in the order of rows, ahead of
+//                  the tiles ──loader, boxes──▶ stages: many tokens
+//        ready     rows that are in order already ──loader, boxes──▶ stages
 //   weights ──loader, 3-D boxes──▶ stages
-//   stages ──multipliers──▶ slices ──storer's warp, row by row──▶ `out`, or, with `home`, the place of
-//        that row in its rank's workspace: [tokens, top_k, N] there
+//   stages ──multipliers──▶ slices ──storer's warp, boxes, the last few rows one by one──▶ `out`; or, with
+//        `home`, row by row ──▶ the place of that row in its rank's workspace: [tokens, top_k, N] there
+// Gated, weights are [K, 2N]: a tile has the gate's and the up columns of the same results, each half
+// its width, and what leaves is silu(gate) * up.
 // A tile has up to 256 rows of one expert. With more than 128 each block of the cluster has half of them
 // and loads half of the weight's columns for both; else both have all of the rows, and each has
 // columns of its own. A warpgroup none of whose 64 rows are there multiplies nothing.
@@ -22,13 +28,18 @@
 
 namespace mkernel::hopper::moe {
 
+inline constexpr int kBoxRows = 32;  // of A, and of results
+
 struct GroupedArgs {
-    CUtensorMap b;  // [experts, K, N], or [experts, N, K]
+    CUtensorMap b;        // [experts, K, N], or [experts, N, K]; gated, of 2N
+    CUtensorMap rows;     // not gathered: [rows, K]
+    CUtensorMap results;  // `out`, of 16-bit elements: [1, rows, N]
     Workspace workspace;
     transport::WaitLimits limits;
     Tables tables;
-    const char* a;  // own tokens [tokens, K], or rows [rows, K]
-    char* out;      // [rows, N]; unused with `home`
+    const char* a;   // own tokens [tokens, K]; of rows that are ready, none
+    char* permuted;  // [rows, K], which is what `rows` describes; null: rows are ready, or gathered
+    char* out;       // [rows, N]; unused with `home`
     std::int32_t n, k;
     std::int32_t height;  // rows of `out` that have no place are zeroed, up to here; 0: none are
     bool waits;           // for tokens of other ranks
@@ -37,8 +48,10 @@ struct GroupedArgs {
     bool ends;   // the call, or tells the others; else the next kernel does
 };
 
+// `wide`: results are float32; neither gathered nor gated. `deep`: stages rather than slices
+// (tile/block.cuh); always where rows are gathered.
 struct GroupedVariant {
-    bool n_major_b, gathers, wide;  // wide: results are float32
+    bool n_major_b, gathers, gated, wide, deep;
 };
 
 // On `blocks` blocks, an even number. Element: __nv_bfloat16 or __half.

@@ -109,6 +109,7 @@ __device__ void write_tiles(const RoutingArgs& args, const int* total, const int
     const auto cut = [&](int at, int expert, int first, int end) {
         for (; first < end; first += kTileRows, ++at) {
             tiles[at] = {expert, first, min(kTileRows, end - first), 0};
+            tables.permuted()[at].value = 0;
         }
         return at;
     };
@@ -243,6 +244,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1)
                 tables.rows() = refused ? 0 : rows;
                 tables.refused() = refused ? 1 : 0;
                 tables.height() = args.capacity > 0 ? args.capacity : rows;
+                tables.claimed() = 0;
                 Report& report = *args.report;
                 if (refused && report.refused == 0) {
                     report.rank = rank_of_most;

@@ -7,17 +7,21 @@
 //   [P, 2P)      the row of each place; -1: it has none here
 //   [2P, 3P)     the place of each row
 //   then         tiles, 4 words each (Tile); behind the last one comes one of expert -1
-//   at the end   rows (0 where refused), refused, and how many rows the outputs have: their capacity,
-//                where they have one
+//   then         of each tile, 2 words, how many groups of kGroupRows of its rows were permuted
+//   at the end   how many groups were claimed by who permutes them, rows (0 where refused), refused, and
+//                how many rows the outputs have: their capacity, where they have one
 #pragma once
 
 #include <cstdint>
 
 #include "backends/transport/host_device.hpp"
+#include "backends/transport/signal.hpp"
 
 namespace mkernel::hopper::moe {
 
 inline constexpr int kTileRows = 256;  // of a cluster
+inline constexpr int kGroupRows = 4;   // that a warp permutes at a time
+inline constexpr int kTileGroups = kTileRows / kGroupRows;
 
 // Rows of one expert, [first, first + rows), at most kTileRows.
 struct Tile {
@@ -39,7 +43,7 @@ struct Tables {
         return (3 * places() + 3) / 4 * 4;
     }
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int64_t count() const {
-        return first_tile() + 4 * most_tiles() + 3;
+        return first_tile() + 6 * most_tiles() + 4;
     }
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t* ids() const { return words; }
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t* place_row() const { return words + places(); }
@@ -49,6 +53,11 @@ struct Tables {
     [[nodiscard]] MKERNEL_HOST_DEVICE Tile* tiles() const {
         return reinterpret_cast<Tile*>(words + first_tile());
     }
+    // A tile's groups of rows that are there; from 0 in each call, set so by its routing.
+    [[nodiscard]] MKERNEL_HOST_DEVICE transport::AddedWord* permuted() const {
+        return reinterpret_cast<transport::AddedWord*>(words + first_tile() + 4 * most_tiles());
+    }
+    [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t& claimed() const { return words[count() - 4]; }
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t& rows() const { return words[count() - 3]; }
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t& refused() const { return words[count() - 2]; }
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t& height() const { return words[count() - 1]; }

@@ -1,0 +1,119 @@
+"""AllReduce on one rank, by one of two ways:
+
+  mail      one kernel: x ──▶ every peer's mail ──▶ sums ──▶ norm ──▶ out (``kernels/sum_rows.hpp``)
+  two_shot  a collective: x ──▶ owners ──▶ sums ──▶ every rank's out (``kernels/collectives.hpp``);
+            where there is a norm, a kernel behind it
+All views are one, but for compute_only, in which this rank's terms are all of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mkernel.backends.accelerators.hopper.device_world import (
+    NO_DATA,
+    DispatchContext,
+    call_id,
+    device_world,
+    one_node,
+)
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.norm import RowNorm, normalise
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.schedule import SumSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import Unsupported
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class SumExecutor:
+    """AllReduce, into ``out``: one plan's calls in a world."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        made, how = native(), call.plan.part(SumSchedule)
+        self._by_mail = how.way == "mail"
+        self._world = device_world(call, context)
+        self._alone: _hopper.DeviceWorld = made.DeviceWorld(
+            [call.workspace], 0, context.control, call.timeout_s, call_id(call)
+        )
+        self._together: _hopper.Collective = made.Collective(
+            self._world, _staging(call.plan), blocks=2 * how.blocks
+        )
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a plan needs of symmetric memory. Unsupported."""
+        world, how, made = one_node(plan), plan.part(SumSchedule), native()
+        if how.way == "mail":
+            try:
+                made.check_sum_rows(world, _rows(plan))
+            except ValueError as error:  # too much mail, or rows that are too long to keep
+                raise Unsupported(f"{plan.op} of {plan.summed}: {error}") from None
+        if world == 1:
+            return Workspace((NO_DATA,))
+        return Workspace((made.DATA_OFFSET + _staging(plan),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one on a stream."""
+        if self._by_mail:
+            self._sum_rows(call, stream)
+            return
+        if call.view == "compute_only":
+            call.tensors["out"].copy_(call.tensors["x"])
+        else:
+            self._two_shot(call, stream)
+        normalise(call, stream)
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> None:
+        """None: native code knows calls of GEMM ops alone."""
+
+    def _sum_rows(self, call: Call, stream: int) -> None:
+        norm = RowNorm.of(call)
+        x, out = aligned(call.tensors["x"]), writable(call.tensors["out"])
+        addresses: Mapping[str, Any] = {} if norm is None else norm.addresses
+        sums = _rows(call.plan, source=x.data_ptr(), out=out.data_ptr(), **addresses)
+        world = self._alone if call.view == "compute_only" else self._world
+        native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
+        deliver(out, call.tensors["out"])
+        if norm is not None:
+            norm.deliver(call)
+
+    def _two_shot(self, call: Call, stream: int) -> None:
+        made, x, out = native(), call.tensors["x"], call.tensors["out"]
+        outs = list(call.symmetric.get("out", ())) or [out.data_ptr()]
+        together = self._together.of_call(call_id(call), call.timeout_s)
+        element = getattr(made.Element, call.plan.dtype)
+        made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
+
+
+def _rows(plan: LaunchPlan, **tensors: Any) -> _hopper.RowsOfSums:
+    """The plan's rows, with addresses."""
+    shape = plan.summed
+    made: _hopper.RowsOfSums = native().RowsOfSums(
+        rows=shape.m,
+        columns=shape.n,
+        half=plan.dtype == "float16",
+        blocks=plan.part(SumSchedule).blocks,
+        **tensors,
+    )
+    return made
+
+
+def _staging(plan: LaunchPlan) -> int:
+    """Bytes of the data area that the collective needs; enough also where outs are not symmetric."""
+    if plan.world_size == 1 or plan.part(SumSchedule).way == "mail":
+        return 0
+    made, shape = native(), plan.summed
+    element = getattr(made.Element, plan.dtype)
+    needed: int = made.all_reduce_staging(
+        plan.world_size, element, shape.m * shape.n, made.Way.two_shot, False
+    )
+    return needed

@@ -1,0 +1,86 @@
+// What a block computes of the tiles, and what its loader brings for that.
+#pragma once
+
+#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper::moe {
+
+inline constexpr int kRowWarps = 2;  // that gather or permute
+
+// What a block computes of a cluster's tile.
+struct Part {
+    Tile tile;
+    int number;       // of the tile
+    int first, rows;  // rows of this block: possibly none
+    int column;       // of the results
+    bool shares;      // the blocks have the same columns, and load them for each other
+};
+
+// Calls body(part) for each of this block's, in order. Both blocks of a cluster have as many.
+// `width`: columns of results that a tile has.
+template <class Body>
+__device__ __forceinline__ void for_each_part(const GroupedArgs& args, int width, Body&& body) {
+    const int block = static_cast<int>(blockIdx.x) % 2;
+    const int clusters = static_cast<int>(gridDim.x) / 2;
+    const int single = (args.n + width - 1) / width;
+    const int pairs = (single + 1) / 2;
+    const Tile* const tiles = args.tables.tiles();
+    int item = static_cast<int>(blockIdx.x) / 2;
+    int before = 0;
+    int number = 0;
+    for (Tile now = tiles[0]; now.expert >= 0; now = tiles[++number]) {
+        const bool shares = now.rows > kTileM;
+        const int items = shares ? single : pairs;
+        for (; item - before < items; item += clusters) {
+            const int at = item - before;
+            if (shares) {
+                const int skipped = block * kTileM;
+                body(Part{now, number, now.first + skipped, min(now.rows - skipped, kTileM),
+                          at * width, true});
+            } else {
+                body(Part{now, number, now.first, now.rows, (2 * at + block) * width, false});
+            }
+        }
+        before += items;
+    }
+}
+
+// One thread: the stages' boxes, of the weight and, with kBoxes, of A.
+template <class C, bool kNMajorB, bool kBoxes, bool kGated>
+__device__ __forceinline__ void load_part(Shared<C>& shared, Cursor<C::kStages>& cursor,
+                                          const GroupedArgs& args, const Part& part) {
+    constexpr int kShare = C::kShareN;
+    constexpr std::uint32_t kBoxBytes = kBoxRows * kTileK * kElementBytes;
+    static_assert(C::kCluster == 2 && C::kTileN == 2 * kShare);
+    const int block = static_cast<int>(ptx::block_in_cluster());
+    const int from = part.shares ? block * kShare : 0;
+    const int end = part.shares ? from + kShare : C::kTileN;
+    const int boxes = kBoxes ? (part.rows + kBoxRows - 1) / kBoxRows : 0;
+    const int steps = (args.k + kTileK - 1) / kTileK;
+    for (int step = 0; step < steps; ++step, cursor.next()) {
+        ptx::Mbarrier* full = &shared.full[cursor.slot];
+        shared.empty[cursor.slot].wait(cursor.parity ^ 1);
+        full->expect(C::kBBytes + boxes * kBoxBytes);
+        unsigned char* const stage = shared.stages[cursor.slot];
+        for (int box = 0; box < boxes; ++box) {
+            ptx::load_box(stage + box * kBoxBytes, &args.rows, full, step * kTileK,
+                          part.first + box * kBoxRows);
+        }
+        constexpr int kBox = kNMajorB ? kSliceN : kShare;  // columns
+        for (int n = from; n < end; n += kBox) {
+            unsigned char* const at = stage + C::kABytes + n * kTileK * kElementBytes;
+            // Gated, the second half of the tile's columns are the up ones, N behind the gate's.
+            const int column = part.column + (kGated && n >= kShare ? args.n + n - kShare : n);
+            const int x = kNMajorB ? column : step * kTileK;
+            const int y = kNMajorB ? step * kTileK : column;
+            if (part.shares) {
+                ptx::load_box_to(3, at, &args.b, full, x, y, part.tile.expert);
+            } else {
+                ptx::load_box(at, &args.b, full, x, y, part.tile.expert);
+            }
+        }
+    }
+}
+
+}  // namespace mkernel::hopper::moe

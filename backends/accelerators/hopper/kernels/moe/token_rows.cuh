@@ -1,0 +1,45 @@
+// Where the token of a row lies: among the own ones, or in the workspace, where other ranks' arrive.
+#pragma once
+
+#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper::moe {
+
+struct TokenPlace {
+    bool own;
+    std::int32_t number;  // among the own ones, or all
+};
+
+__device__ inline TokenPlace token_place(const GroupedArgs& args, int row) {
+    const int token = args.tables.row_place()[row] / args.tables.top_k;
+    const int number = token - args.workspace.rank * args.tables.tokens;
+    const bool own = number >= 0 && number < args.tables.tokens;
+    return {own, own ? number : token};
+}
+
+__device__ inline const char* token_row(const GroupedArgs& args, int row) {
+    const TokenPlace place = token_place(args, row);
+    const char* const base = place.own ? args.a : args.workspace.data(args.workspace.rank);
+    return base + std::int64_t{place.number} * args.k * kElementBytes;
+}
+
+// Until what `rows` rows of one expert, at least one, from `first` on, need of other ranks is there: they
+// are ordered by source. One thread.
+__device__ inline void wait_for_tokens(const GroupedArgs& args,
+                                       const transport::DeviceWaiter& waiter, std::uint64_t epoch,
+                                       int first, int rows) {
+    if (!args.waits) return;
+    const int own = args.tables.tokens * args.tables.top_k;
+    const int last = args.tables.row_place()[first + rows - 1] / own;
+    for (int s = args.tables.row_place()[first] / own; s <= last; ++s) {
+        const auto source = static_cast<std::uint32_t>(s);
+        if (s != args.workspace.rank && !waiter.until(args.workspace.flags(args.workspace.rank)[s],
+                                                      epoch, {source, source, 0})) {
+            break;
+        }
+    }
+}
+
+}  // namespace mkernel::hopper::moe

@@ -1,0 +1,178 @@
+"""Parts that ranks of a node put into each other's memory by copy engines, around a library's products.
+
+A part is rows of a matrix, on their way beside products on the call's stream; a flag behind it says
+that it has come. The call ends by a kernel (``device/call.cuh``), so slots are free for the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import (
+    DispatchContext,
+    call_id,
+    device_world,
+    one_node,
+)
+from mkernel.backends.accelerators.hopper.library import check_product
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import PartsSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.cuda.memory import bytes_at
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+_ALIGNMENT = 256
+
+
+class Part(NamedTuple):
+    """Rows [first, last) of a matrix of all ranks' rows, the ``number``-th part of one rank's."""
+
+    first: int
+    last: int
+    number: int
+
+
+def share(rows: int, world: int, rank: int) -> tuple[int, int]:
+    """[first, last) of a rank's rows: equal shares rounded up; the last ranks may have fewer."""
+    each = -(-rows // world)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def parts_of(plan: LaunchPlan, rank: int) -> list[Part]:
+    """The parts of the rows that a rank owns, in order; a share of fewer rows may have fewer."""
+    world = plan.world_size
+    first, last = share(plan.gemm.m, world, rank)
+    most = share(plan.gemm.m, world, 0)[1]
+    step = -(-most // plan.part(PartsSchedule).chunks)
+    starts = range(first, last, step)
+    return [Part(at, min(at + step, last), number) for number, at in enumerate(starts)]
+
+
+class PartsExchange:
+    """One plan's exchanges on one rank.
+
+    Attributes:
+        peers: the other ranks, those after this one first. What each sends here first is read first, as
+            each sends to the rank before it first.
+    """
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        self._context = context
+        self._world = device_world(call, context)
+        world, rank = call.plan.world_size, call.rank
+        self._chunks = call.plan.part(PartsSchedule).chunks
+        self._workspaces = {rank: call.workspace} | {
+            peer: memory.workspace for peer, memory in call.peers.items()
+        }
+        self._own = call.workspace
+        self.peers = tuple((rank + step) % world for step in range(1, world))
+
+    def address(self, rank: int, offset: int) -> int:
+        """Of what lies so many bytes into a rank's data area, in this process."""
+        at: int = self._workspaces[rank] + native().DATA_OFFSET + offset
+        return at
+
+    def lying(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """The matrix that lies so many bytes into the own data area."""
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        return bytes_at(self.address_here(offset), nbytes).view(dtype).view(shape)
+
+    def address_here(self, offset: int) -> int:
+        """Of what lies so many bytes into the own data area."""
+        at: int = self._own + native().DATA_OFFSET + offset
+        return at
+
+    def flag(self, sender: int, number: int, turn: int = 0) -> int:
+        """That of a sender's part. ``turn``: of exchanges of a call, 0 and 1."""
+        return (turn * (len(self.peers) + 1) + sender) * self._chunks + number
+
+    @contextmanager
+    def of_call(self, call: Call, stream: int) -> Iterator[Running]:
+        """What one call sends and waits for on ``stream``, and beside it where that is its view."""
+        world = self._world.of_call(call_id(call), call.timeout_s)
+        running = Running(self._context, world, stream, beside=call.view == "pipelined")
+        try:
+            yield running
+        finally:
+            running.join()
+
+
+class Running:
+    """The exchanges of one call."""
+
+    def __init__(
+        self, context: DispatchContext, world: _hopper.DeviceWorld, stream: int, *, beside: bool
+    ) -> None:
+        """``beside``: copies go on the second stream; else between the products."""
+        self._context, self.world, self.stream = context, world, stream
+        self._beside, self._forked = beside, False
+        self._copies = stream
+
+    def fork(self) -> None:
+        """What is sent from here on comes after all that the call's stream has by now."""
+        if self._beside:
+            self._copies = self._context.order.fork(self.stream)
+            self._forked = True
+
+    def send(self, peer: int, rows: torch.Tensor, to: int, flag: int | None = None) -> None:
+        """Packed rows to an address of a peer's memory, and the flag behind them."""
+        made = native()
+        made.push_part(
+            self._context.device,
+            self.world,
+            peer,
+            rows.data_ptr(),
+            rows.nbytes,
+            to,
+            made.NO_FLAG if flag is None else flag,
+            self._copies,
+        )
+
+    def wait(self, source: int, flag: int) -> None:
+        """The call's stream goes on when that flag has come."""
+        native().await_part(self._context.device, self.world, source, flag, self.stream)
+
+    def join(self) -> None:
+        """The call's stream goes on when all has been sent. Once."""
+        if self._forked:
+            self._forked = False
+            self._context.order.join(self.stream)
+
+    def end(self) -> None:
+        """The end of the call, where no kernel of it does that."""
+        self.join()
+        native().rendezvous(self._context.device, self.world, self.stream)
+
+
+_Schedule = TypeVar("_Schedule", bound=PartsSchedule)
+
+
+def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
+    """The schedule. Unsupported; ArgumentError for one that calls would not follow."""
+    world, how = one_node(plan), plan.part(kind)
+    check_product(plan, how)
+    if world == 1:
+        raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.library', on one rank")
+    most = -(-plan.gemm.m // world)
+    if how.chunks > most:
+        raise ArgumentError("plan.schedule.chunks", how.chunks, f"at most {most}, a rank's rows")
+    flags = 2 * world * how.chunks
+    if flags > native().MAX_FLAGS:
+        raise ArgumentError(
+            "plan.schedule.chunks", how.chunks, f"at most {native().MAX_FLAGS // (2 * world)}"
+        )
+    return how
+
+
+def rounded_up(nbytes: int) -> int:
+    """Bytes of a slot for so many."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

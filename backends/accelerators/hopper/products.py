@@ -1,0 +1,110 @@
+"""Products of the library path, by torch: sums are rounded once, to the dtype of the result.
+
+Those of e4m3 operands have scales (``mkernel/plan/scales.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned
+from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.scaled import block_product, padded_blocks
+from mkernel.plan.model import Scales
+
+Multiply = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""(rows of A, their scales, results): fills the results."""
+
+
+def multiply_of(call: Call, how: ProductSchedule, context: DispatchContext) -> Multiply:
+    """Products with a call's B."""
+    tensors, scales = call.tensors, call.plan.scales
+    if scales is None:
+        b = tensors["b"]
+        return lambda rows, scale, out: mm(rows, b, out)
+    one = context.one if how.scaled_by == "kernel" else None
+    return ScaledFactor(tensors["b"], tensors["b_scale"], scales, one).product
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a @ b, of half-precision operands, in their dtype or float32."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+
+
+class ScaledFactor:
+    """A right-hand e4m3 matrix [K, N], column-major, with its scales, for many products."""
+
+    def __init__(
+        self,
+        b: torch.Tensor,
+        scale: torch.Tensor,
+        scales: Scales,
+        one: torch.Tensor | None = None,
+    ) -> None:
+        """``scale``: as callers have it. ``one``: 1.0 on the device, where a kernel scales products."""
+        self._b, self._scales, self._one = aligned(b), scales, one
+        if scales.mode == "block":
+            self._scale = padded_blocks(scale)
+        else:  # torch asks for strides of single columns too
+            self._scale = aligned(scale.reshape(1, -1))
+
+    def product(self, a: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out = a @ b. ``scale``: [rows, ..] of these rows; where one is of a whole tensor also [W, 1],
+        one for each W-th of the rows. Rows may be none."""
+        assert scale is not None
+        if not len(a):
+            return
+        if self._scales.mode == "block":
+            block_product(a, self._b, scale, self._scale, out)
+            return
+        of_b = self._scale
+        if self._scales.mode == "tensor" and len(scale) > 1:
+            scale = scale.repeat_interleave(len(a) // len(scale), 0)
+            of_b = of_b.expand(1, out.shape[1]).contiguous()
+        of_a, fast = aligned(scale.reshape(-1, 1)), self._scales.use_fast_accum
+        if self._one is None:
+            scaled_mm(a, self._b, of_a, of_b, out, fast)
+            return
+        unscaled = out.new_empty(out.shape, dtype=torch.float32)
+        scaled_mm(a, self._b, self._one, self._one, unscaled, fast)
+        of_rows, of_columns = of_a.expand(len(a), 1), of_b.expand(1, out.shape[1])
+        scale_results(unscaled, of_rows.contiguous(), of_columns.contiguous(), out)
+
+
+def scale_results(
+    unscaled: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out = float32 products times scales [rows, 1] and [1, N], rounded once; all of them packed."""
+    device = out.get_device()
+    native().scale_results(
+        device,
+        unscaled.data_ptr(),
+        of_rows.data_ptr(),
+        of_columns.data_ptr(),
+        out.data_ptr(),
+        *out.shape,
+        out.dtype == torch.float16,
+        torch._C._cuda_getCurrentRawStream(device),
+    )
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    of_a: torch.Tensor,
+    of_b: torch.Tensor,
+    out: torch.Tensor,
+    fast: bool,
+) -> None:
+    """out = a @ b, with scales [rows, 1] and [1, N], or one each."""
+    torch._scaled_mm(
+        a, b, scale_a=of_a, scale_b=of_b, out_dtype=out.dtype, use_fast_accum=fast, out=out
+    )

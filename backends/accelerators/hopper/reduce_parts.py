@@ -1,0 +1,217 @@
+"""GEMM+ReduceScatter and GEMM+AllReduce by a library's products on the rows of each owner.
+
+Data flow:
+  rows of the next ranks ──product──▶ partial results ──copy engines, a second stream──▶ a slot of their
+                                      owner's workspace, a flag behind
+  own rows ──product──▶ partial results ─┐
+  wait for the peers' flags, their slots ┴─one kernel, float32──▶ own rows of out; it ends the call
+  AllReduce: own rows of out ──copy engines──▶ out of every peer where that is symmetric, else a slot
+             there and then its out; a kernel ends the call
+Sums are in the order of the collectives (``kernels/collectives.hpp``), then a bias is added, and they
+are rounded once. Whoever sent this rank's rows is in this call: its symmetric ``out`` may be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.library import element_of
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.parts_exchange import (
+    Part,
+    PartsExchange,
+    Running,
+    checked,
+    parts_of,
+    rounded_up,
+    share,
+)
+from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.schedule import ReducePartsSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+
+_RESULTS = 1
+"""The exchange of sums, after that of partial results."""
+
+
+class ReducePartsExecutor:
+    """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``: one plan's calls in a world."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """``call``: any of them; what differs from call to call is not looked at."""
+        plan = call.plan
+        self._plan, self._rank, self._context = plan, call.rank, context
+        self._how = checked(plan, ReducePartsSchedule)
+        self._exchange = PartsExchange(call, context)
+        self._element = element_of(plan)
+        self._product = getattr(torch, self._how.product)
+        self._everywhere = plan.op == "gemm_all_reduce"
+        self._slot = _slot_bytes(plan)
+        self._sum_row = plan.gemm.n * DTYPE_BYTES[self._how.product]
+        self._out_row = plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
+        self._first, self._last = share(plan.gemm.m, plan.world_size, call.rank)
+        self._results_at = plan.world_size * self._slot
+        self._landed = None
+        if self._everywhere:
+            shape, dtype = (plan.gemm.m, plan.gemm.n), getattr(torch, plan.out_dtype)
+            self._landed = self._exchange.lying(self._results_at, shape, dtype)
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """What a plan needs of symmetric memory. Unsupported."""
+        checked(plan, ReducePartsSchedule)
+        needed = plan.world_size * _slot_bytes(plan)
+        if plan.op == "gemm_all_reduce":
+            needed += rounded_up(plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype])
+        return Workspace((native().DATA_OFFSET + needed,))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one; ``stream`` is torch's current one."""
+        a, scale = call.tensors["a"], call.tensors.get("a_scale")
+        partial = a.new_empty((self._plan.gemm.m, self._plan.gemm.n), dtype=self._product)
+        multiply = multiply_of(call, self._how, self._context)
+        rows = _Rows(multiply, aligned(a), scale, partial)
+        if call.view == "compute_only":
+            for owner in (*self._exchange.peers, self._rank):
+                for part in parts_of(self._plan, owner):
+                    rows.multiply(part)
+            return
+        out = writable(call.tensors["out"])
+        outs: tuple[int, ...] = ()
+        if self._everywhere and out is call.tensors["out"]:
+            outs = call.symmetric.get("out", ())
+        with self._exchange.of_call(call, stream) as running:
+            self._send_partials(running, rows)
+            self._sum_own(running, rows, call, out, outs)
+            if self._everywhere:
+                self._take_results(running, out, bool(outs))
+        deliver(out, call.tensors["out"])
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
+        """None: the library is called from Python."""
+        return None
+
+    def _send_partials(self, running: Running, rows: _Rows) -> None:
+        exchange = self._exchange
+        for owner in exchange.peers:
+            start = share(self._plan.gemm.m, self._plan.world_size, owner)[0]
+            for part in parts_of(self._plan, owner):
+                mine = rows.multiply(part)
+                running.fork()
+                at = self._rank * self._slot + (part.first - start) * self._sum_row
+                flag = exchange.flag(self._rank, part.number)
+                running.send(owner, mine, exchange.address(owner, at), flag)
+
+    def _sum_own(
+        self,
+        running: Running,
+        rows: _Rows,
+        call: Call,
+        out: torch.Tensor,
+        outs: tuple[int, ...],
+    ) -> None:
+        """Own rows of ``out``; of an all-reduce they go on to every peer."""
+        exchange, parts = self._exchange, parts_of(self._plan, self._rank)
+        bias = aligned(call.tensors["bias"]) if self._plan.bias == "launch" else None
+        for part in parts:
+            rows.multiply(part)
+            for source in reversed(exchange.peers):
+                running.wait(source, exchange.flag(source, part.number))
+            ends = part is parts[-1] and not self._everywhere
+            if ends:
+                running.join()
+            mine = self._sum(running, rows.partial, part, out, bias, ends)
+            if self._everywhere:
+                running.fork()
+                self._send_results(running, mine, part, outs)
+
+    def _sum(
+        self,
+        running: Running,
+        partial: torch.Tensor,
+        part: Part,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        ends: bool,
+    ) -> torch.Tensor:
+        start = part.first if self._everywhere else part.first - self._first
+        mine = out[start : start + part.last - part.first]
+        below = (part.first - self._first) * self._sum_row
+        native().sum_parts(
+            self._context.device,
+            running.world,
+            self._element,
+            [
+                partial[part.first].data_ptr(),
+                *(
+                    self._exchange.address_here(source * self._slot + below)
+                    for source in self._exchange.peers
+                ),
+            ],
+            mine.numel(),
+            mine.data_ptr(),
+            self._how.sum_blocks,
+            ends,
+            running.stream,
+            0 if bias is None else bias.data_ptr(),
+            self._plan.gemm.n,
+        )
+        return mine
+
+    def _send_results(
+        self, running: Running, mine: torch.Tensor, part: Part, outs: tuple[int, ...]
+    ) -> None:
+        exchange, below = self._exchange, part.first * self._out_row
+        for peer in exchange.peers:
+            to = exchange.address(peer, self._results_at)
+            if outs:
+                to = outs[peer]
+            flag = exchange.flag(self._rank, part.number, _RESULTS)
+            running.send(peer, mine, to + below, flag)
+
+    def _take_results(self, running: Running, out: torch.Tensor, symmetric: bool) -> None:
+        """The peers' rows of ``out``; then the call is over."""
+        exchange, landed = self._exchange, self._landed
+        assert landed is not None
+        for source in reversed(exchange.peers):
+            for part in parts_of(self._plan, source):
+                running.wait(source, exchange.flag(source, part.number, _RESULTS))
+                if not symmetric:
+                    rows = slice(part.first, part.last)
+                    out[rows].copy_(landed[rows])
+        running.end()
+
+
+class _Rows:
+    """A call's rows, and where their products go."""
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        a: torch.Tensor,
+        scale: torch.Tensor | None,
+        partial: torch.Tensor,
+    ) -> None:
+        self._multiply, self._a, self._scale, self.partial = multiply, a, scale, partial
+
+    def multiply(self, part: Part) -> torch.Tensor:
+        """The partial results of a part of them."""
+        rows, scale = slice(part.first, part.last), self._scale
+        if scale is not None and len(scale) == len(self._a):
+            scale = scale[rows]
+        self._multiply(self._a[rows], scale, self.partial[rows])
+        return self.partial[rows]
+
+
+def _slot_bytes(plan: LaunchPlan) -> int:
+    """Of the partial results of one sender."""
+    rows = -(-plan.gemm.m // plan.world_size)
+    return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[checked(plan, ReducePartsSchedule).product])

@@ -1,0 +1,199 @@
+"""How the GEMM ops of e4m3 operands are scheduled: one product and one collective, or parts.
+
+Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherPartsSchedule,
+    LibrarySchedule,
+    ReducePartsSchedule,
+    ScaledBy,
+)
+from mkernel.plan import paths
+from mkernel.plan.decide import choose
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
+from mkernel.plan.predict import prediction
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.schedule import Schedule
+from mkernel.plan.standard import by_rows
+from mkernel.topology.cost import PathConstants, products, transfer_us
+
+_MACHINE = machine()
+_WHOLE = 0
+"""Chunks of a schedule of one product and one collective."""
+
+
+class Times(NamedTuple):
+    """Of one call, in microseconds, without its start: all products, all transfers, and the call."""
+
+    compute: float
+    comm: float
+    pipelined: float
+
+
+def schedule(request: ScheduleRequest) -> Scheduled:
+    """How a plan of e4m3 operands runs. Parts are of as many rows as the caller wishes of a chunk."""
+    plan, found = request.plan, by_rows(request, chunks=1)
+    cores = found.pipeline.compute_blocks
+    rows = -(-plan.gemm.m // plan.world_size)
+    options = [_WHOLE]
+    if plan.world_size > 1 and request.chunk is not None:
+        options = [-(-rows // min(request.chunk, rows))]
+    elif plan.world_size > 1:
+        least = _MACHINE.scaled.least_rows
+        options += [chunks for chunks in _MACHINE.scaled.chunks if chunks * least <= rows]
+    chunks, considered = choose(
+        "parts",
+        options,
+        lambda chunks: times(plan, chunks, cores).pipelined,
+        lambda chunks: f"{chunks} of each rank" if chunks else "the whole",
+    )
+    found = found._replace(
+        schedule=_made(plan, chunks, cores), alternatives=found.alternatives + considered
+    )
+    if request.constants is None:
+        return found
+    start = _MACHINE.scaled.product.start_us
+    return found._replace(
+        prediction=prediction(*times(plan, chunks, cores), start, request.constants)
+    )
+
+
+def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
+    rows = -(-plan.gemm.m // plan.world_size)
+    how: dict[str, Any] = {
+        "product": product_dtype(plan),
+        "scaled_by": scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores),
+    }
+    if chunks and plan.op == "all_gather_gemm":
+        return GatherPartsSchedule(**how, chunks=chunks)
+    if chunks:
+        blocks = cores * _MACHINE.scaled.sum_blocks_a_core
+        return ReducePartsSchedule(**how, chunks=chunks, sum_blocks=blocks)
+    summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
+    product = product_dtype(plan)
+    way = _MACHINE.all_reduce.way(plan.gemm, product, plan.world_size) if summed else None
+    return LibrarySchedule(**how, way=way)
+
+
+def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
+    """What scales a product of so many rows: a kernel, where that is faster and may be."""
+    assert plan.scales is not None
+    mode = plan.scales.mode
+    gathered = plan.op == "all_gather_gemm" and plan.world_size > 1 and rows == plan.gemm.m
+    by_rows = mode == "row" or (mode == "tensor" and gathered)  # each rank has a scale of its own
+    if not by_rows or product_dtype(plan) == "float32":
+        return "library"
+    faster = _scaled_us(plan, rows, cores) < _library_us(plan, rows, cores)
+    return "kernel" if faster else "library"
+
+
+def product_dtype(plan: CommonPart) -> DtypeName:
+    """In which products are rounded: that of results, or float32 where more is added to them."""
+    if plan.op == "all_gather_gemm" or plan.world_size == 1:
+        return "float32" if plan.bias == "launch" else plan.out_dtype
+    return paths.partial_dtype(plan.gemm, plan.out_dtype)
+
+
+def times(plan: CommonPart, chunks: int, cores: int) -> Times:
+    """A call in so many parts of each rank; 0: one product, one collective."""
+    if plan.world_size == 1 or not chunks:
+        return _whole(plan, cores)
+    return _gathered(plan, chunks, cores) if plan.op == "all_gather_gemm" else _summed(
+        plan, chunks, cores
+    )  # fmt: skip
+
+
+def _whole(plan: CommonPart, cores: int) -> Times:
+    """T_c + T_m; an all-reduce exchanges twice."""
+    shape, world = plan.gemm, plan.world_size
+    compute = _product_us(plan, shape.m, cores)
+    if world == 1:
+        return Times(compute, 0.0, compute)
+    path, share = _MACHINE.scaled.product, (world - 1) / world
+    if plan.op == "all_gather_gemm":
+        sent = share * shape.m * shape.k
+        comm = transfer_us(sent, path.egress_gbs, path.exchange_us)
+        return Times(compute, comm, compute + comm)
+    partials = share * shape.m * shape.n * DTYPE_BYTES[product_dtype(plan)]
+    comm = transfer_us(partials, path.egress_gbs, path.exchange_us)
+    if plan.op == "gemm_all_reduce":
+        results = share * shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
+        comm += transfer_us(results, path.egress_gbs, path.exchange_us)
+    return Times(compute, comm, compute + comm)
+
+
+def _gathered(plan: CommonPart, chunks: int, cores: int) -> Times:
+    """Own rows are multiplied first; each part when the product before has ended and it has come."""
+    shape, how, world = plan.gemm, _MACHINE.scaled, plan.world_size
+    rows = shape.m // world
+    step = -(-rows // chunks)
+    copy, own = _copy_us(step * shape.k), _product_us(plan, rows, cores)
+    part = _product_us(plan, step, cores)
+    now, copied = own, _copy_us(1)  # scales go ahead
+    for _ in range((world - 1) * chunks):
+        copied += copy
+        now = max(now, copied) + how.gap_us + part
+    return Times(own + (world - 1) * chunks * part, copied, now + how.product.exchange_us)
+
+
+def _summed(plan: CommonPart, chunks: int, cores: int) -> Times:
+    """Peers' rows are multiplied first, and leave part by part; own parts are added up when the peers'
+    have come, and those of an all-reduce leave again."""
+    shape, how, world = plan.gemm, _MACHINE.scaled, plan.world_size
+    rows = -(-shape.m // world)
+    step = -(-rows // chunks)
+    product, of_out = DTYPE_BYTES[product_dtype(plan)], DTYPE_BYTES[plan.out_dtype]
+    part, copy = _product_us(plan, step, cores), _copy_us(step * shape.n * product)
+    added = transfer_us(step * shape.n * (world * product + of_out), how.sum_gbs, how.sum_us)
+    now = copied = comm = 0.0
+    arrived = []
+    for _ in range((world - 1) * chunks):
+        now += part + how.gap_us
+        copied = max(copied, now) + copy
+        comm += copy
+        arrived.append(copied)
+    for own in range(chunks):
+        now = max(now + part + how.gap_us, arrived[(world - 2) * chunks + own]) + added
+        if plan.op == "gemm_all_reduce":
+            for _ in range(world - 1):
+                result = _copy_us(step * shape.n * of_out)
+                copied = max(copied, now) + result
+                comm += result
+    if plan.op == "gemm_all_reduce":
+        landed = (world - 1) / world * shape.m * shape.n * of_out
+        now = max(now, copied) + transfer_us(2 * landed, how.sum_gbs, how.sum_us)
+    return Times(world * chunks * part, comm, now + how.product.exchange_us)
+
+
+def _product_us(plan: CommonPart, rows: int, cores: int) -> float:
+    by_kernel = scaled_by(plan, rows, cores) == "kernel"
+    return (_scaled_us if by_kernel else _library_us)(plan, rows, cores)
+
+
+def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
+    return _multiplied_us(_MACHINE.scaled.product, plan, rows, cores)
+
+
+def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:
+    """A product without scales, in float32, and the kernel behind it."""
+    how, elements = _MACHINE.scaled, rows * plan.gemm.n
+    moved = elements * (2 * DTYPE_BYTES["float32"] + DTYPE_BYTES[plan.out_dtype])
+    scaled = transfer_us(moved, how.scale_gbs, how.scale_us)
+    return _multiplied_us(how.unscaled, plan, rows, cores) + scaled
+
+
+def _multiplied_us(path: PathConstants, plan: CommonPart, rows: int, cores: int) -> float:
+    shape, memory = plan.gemm, _MACHINE.constants.memory_gbs
+    found = products(path, 1, rows, shape.n, shape.k, cores=cores, memory_gbs=memory, itemsize=1)
+    return min(found).total_us
+
+
+def _copy_us(nbytes: int) -> float:
+    """By a copy engine, a flag behind."""
+    return _MACHINE.copies.choose("put", nbytes, 0, flagged=True).microseconds

@@ -1,0 +1,309 @@
+"""AllReduce: the sum over ranks of rows that are there, on every rank.
+
+Data flow of one call on rank r:
+  rows of x ──▶ their owners, or every rank; who has all ranks' adds them up in a fixed order, float32
+  sums, rounded once ──▶ every rank, where not each adds up all
+  with a norm: + residual ──▶ the new residual ──▶ every row divided by its root mean square, * weight
+Every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from typing_extensions import Unpack
+
+from mkernel.backends.contracts.norm import add_and_normalise
+from mkernel.errors import ArgumentError
+from mkernel.ops import derivatives, validate
+from mkernel.ops.around import EPS, Normed, as_rows, check_norm, norm_signatures
+from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
+from mkernel.ops.gemm import copied_to, traced_outputs
+from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.untraced import untraced
+from mkernel.plan.around import Around, Norm
+from mkernel.plan.model import LaunchPlan
+from mkernel.world import profiling
+from mkernel.world.groups import Group
+from mkernel.world.lifecycle import current
+from mkernel.world.world import World
+
+_OP = "all_reduce"
+_ARGUMENTS = ("x", "out", "residual", "norm_weight")
+
+
+class _Checked(NamedTuple):
+    plan: LaunchPlan
+    dtype: torch.dtype
+
+
+def _check(
+    world: World,
+    x: Tensor,
+    norm: Normed | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+) -> _Checked:
+    """Check the arguments of a call, and plan it."""
+    device = world.accelerator.device
+    validate.activation("x", x)
+    validate.on_device("x", x, device)
+    sizes = {"m": x.numel() // x.shape[-1], "n": x.shape[-1]}
+    claims = engine_for(world, _OP, sizes, None).claims
+    dtype = validate.dtype_name("x.dtype", x.dtype, claims.dtypes)
+    wanted = out_dtype or (out.dtype if out is not None else x.dtype)
+    out_name = validate.dtype_name("out_dtype", wanted, claims.out_dtypes)
+    shape = tuple(x.shape)
+    if norm is not None:
+        check_norm(norm, shape, x.dtype, wanted, device, matrix="x", like="x")
+    steps = Around(norm=None if norm is None else Norm(norm.residual is not None, norm.eps))
+    plan = plan_for(world, _OP, sizes, dtype, out_name, around=steps, chunk=chunk)
+    if out is not None:
+        validate.on_device("out", out, device)
+        validate.output("out", out, shape, wanted)
+    return _Checked(plan, wanted)
+
+
+@untraced
+def call(
+    x: Tensor,
+    norm: Normed | None = None,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: Group = None,
+    **execution: Unpack[Execution],
+) -> Done:
+    """:func:`all_reduce` with its plan and record. Outputs: ``out``, with a norm ``residual_out``."""
+    world = current(group)
+    residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
+    x, out, residual, weight = plain(_OP, _ARGUMENTS, (x, out, residual, weight))
+    if norm is not None:
+        norm = Normed(residual, weight, norm.eps)
+    signature = (
+        _OP,
+        tensor_signature(x),
+        tensor_signature(out),
+        out_dtype,
+        repr(chunk),
+        *(() if norm is None else norm_signatures(norm)),
+    )
+    known = checked(world, signature, lambda: _check(world, x, norm, out, out_dtype, chunk))
+    plan, given_out = known.plan, out
+    if out is None:
+        out = torch.empty(x.shape, dtype=known.dtype, device=x.device)
+    outputs = {"out": out}
+    launched = {"x": as_rows(x.contiguous(), 0), "out": as_rows(out, 0)}
+    if norm is not None:
+        outputs["residual_out"] = torch.empty_like(out)
+        if plan.norm is not None and plan.norm.step == "launch":
+            rows = {**norm.given, "residual_out": outputs["residual_out"]}
+            launched |= {
+                name: each if name == "norm_weight" else as_rows(each, 0)
+                for name, each in rows.items()
+            }
+    record = world.run(plan, launched, **execution)
+    if norm is not None and plan.norm is not None and plan.norm.step == "after":
+        addends = [] if norm.residual is None else [norm.residual]
+        add_and_normalise(out, addends, norm.weight, norm.eps, out, outputs["residual_out"])
+    if given_out is not None:  # autograd may have saved it for a backward, and must hear of it
+        increment_version([given_out])
+    return Done(plan, record, outputs)
+
+
+@overload
+def all_reduce(
+    x: Tensor,
+    *,
+    residual: None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = EPS,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> Tensor: ...
+
+
+@overload
+def all_reduce(
+    x: Tensor,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float = EPS,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def all_reduce(
+    x: Tensor,
+    *,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = EPS,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The sum over ranks of x, on every rank, the same bits everywhere.
+
+    Collective: every rank of the world calls it with the same shapes, dtypes and options. What ranks
+    have is added in a fixed order, in float32 (of float64, float64), and rounded once.
+
+    With ``norm_weight`` the rows of the sum are normalised, as blocks of a transformer do next:
+    r = sum + residual, out = r / sqrt(mean(r^2) + eps) * norm_weight, in float32 (of float64,
+    float64); out and the new residual r are rounded once each, the sum perhaps before that. Whether
+    the launch does it or the op behind it, ``LaunchPlan.norm`` says.
+
+    Args:
+        x: [M, N], or an activation such as [B, S, N], this rank's terms of the sum. What is not packed
+            is copied first.
+        residual: of the shape of x, contiguous, in the dtype of the result, the same on every rank; it
+            is not written to. Only beside ``norm_weight``.
+        norm_weight: [N] contiguous, in the dtype of x, the same on every rank.
+        eps: added to the mean of squares; the same on every rank, above 0.
+        out: of the shape of x, contiguous, to write to; allocated where None. It may be x itself.
+        out_dtype: of the result; default: that of ``out``, else that of x.
+        chunk: rows a communication chunk; default: the planner's choice.
+        group: names the world; None: the default one.
+
+    Returns:
+        The sum, of the shape of x; with ``residual`` the normalised rows and the new residual.
+
+    Raises:
+        ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
+            tensor (a DTensor, one with a tangent, ...; with ``out`` one that requires grad); nothing
+            was started.
+        NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
+    """
+    if norm_weight is None:
+        if residual is not None:
+            raise ArgumentError("norm_weight", None, "a weight, beside residual")
+        return _summed(x, out, out_dtype, chunk, group)
+    normed, new = _normed(x, norm_weight, residual, float(eps), out, out_dtype, chunk, group)
+    return normed if residual is None else (normed, new)
+
+
+def _summed(
+    x: Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+) -> Tensor:
+    """The sum, through torch's dispatcher where torch has to see the call."""
+    traced = traced_outputs(out, x)
+    if not traced and (out is not None or not seen_by_torch(x)):
+        found: Tensor = _called(x, None, out, out_dtype, chunk, group)["out"]
+        return found
+    wanted = out_dtype or (None if out is None else out.dtype)
+    result: Tensor = ops.all_reduce(x, out_dtype=wanted, chunk=chunk, group=group_name(group))
+    return result if out is None else copied_to("out", out, result, 0)
+
+
+def _normed(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
+    """Both results, likewise."""
+    given = (x, weight, residual)
+    traced = traced_outputs(out, *given)
+    if not traced and (out is not None or not seen_by_torch(*given)):
+        found = _called(x, Normed(residual, weight, eps), out, out_dtype, chunk, group)
+        return found["out"], found["residual_out"]
+    wanted = out_dtype or (None if out is None else out.dtype)
+    normed, new = ops.all_reduce_norm(
+        *given, eps=eps, out_dtype=wanted, chunk=chunk, group=group_name(group)
+    )
+    return (normed if out is None else copied_to("out", out, normed, 0)), new
+
+
+def _called(
+    x: Tensor,
+    norm: Normed | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+) -> Any:
+    if profiling.wanted():
+        with profiling.named(_OP):
+            return _called(x, norm, out, out_dtype, chunk, group)
+    return call(x, norm, out=out, out_dtype=out_dtype, chunk=chunk, group=group).outputs
+
+
+def _sum_kernel(
+    x: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> Tensor:
+    result: Tensor = _called(x, None, None, out_dtype, chunk, group)["out"]
+    return result
+
+
+def _norm_kernel(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor | None = None,
+    *,
+    eps: float = EPS,
+    out_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    norm = Normed(residual, norm_weight, eps)
+    found = _called(x, norm, None, out_dtype, chunk, group)
+    return found["out"], found["residual_out"]
+
+
+def _fake_sum(x: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    validate.activation("x", x)
+    return torch.empty_like(x, dtype=out_dtype or x.dtype, memory_format=torch.contiguous_format)
+
+
+def _fake_norm(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    made = _fake_sum(x, out_dtype=out_dtype)
+    return made, torch.empty_like(made)
+
+
+register(
+    "all_reduce(Tensor x, *, ScalarType? out_dtype=None, int? chunk=None, str group) -> Tensor",
+    _sum_kernel,
+    _fake_sum,
+    derivatives.save_sum,
+    derivatives.sum_backward,
+)
+register(
+    "all_reduce_norm(Tensor x, Tensor norm_weight, Tensor? residual=None, *, float eps=1e-06, "
+    "ScalarType? out_dtype=None, int? chunk=None, str group) -> (Tensor, Tensor)",
+    _norm_kernel,
+    _fake_norm,
+    derivatives.save_normed_sum,
+    derivatives.normed_sum_backward,
+)

@@ -1,0 +1,161 @@
+"""The GEMM ops of e4m3 operands on GPUs through the public API: right with all scales, the same bits,
+in any timing, order and graph, whole and in parts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import fp8_ranks
+import hopper_ranks
+import pytest
+from device_buffers import needs_gpus, takes_ranks
+from hopper_ranks import OPS, Shape
+from survivors import judge_absence, judge_survivors
+
+import mkernel
+from mkernel.plan.model import ScaleMode
+
+pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+
+MODES: tuple[ScaleMode, ...] = ("tensor", "row", "block")
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+worlds = pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+DRAWS = 120
+
+
+def scaled(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
+    """e4m3, with results in bfloat16."""
+    given = {"out_dtype": "bfloat16", **more}
+    return Shape(op, m, n, k, dtype="float8_e4m3fn", layout="column", scales=scales, **given)
+
+
+# In parts, of one product and one collective, and calls of other operands between.
+MIXED = [
+    scaled("all_gather_gemm", 2048, 512, 1024, chunk=512),
+    scaled("gemm_reduce_scatter", 2048, 768, 512, chunk=256),
+    scaled("gemm_all_reduce", 1000, 1024, 640, "block", chunk=128),
+    scaled("all_gather_gemm", 128, 256, 4096),
+    scaled("gemm_reduce_scatter", 256, 1024, 512, "tensor"),
+    Shape("all_gather_gemm", 1024, 512, 1024),
+    scaled("gemm_all_reduce", 64, 1024, 512),
+    Shape("gemm_reduce_scatter", 1024, 1024, 512),
+]
+
+
+def right(world: int, fn: Any, *arguments: Any) -> None:
+    """No rank found a failure."""
+    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+def drawn(chance: random.Random, world: int) -> Shape:
+    """Any legal shape, a third of them in parts."""
+
+    def size(most: int, step: int) -> int:
+        bound = chance.choice((1, 4, 16, 40, most // step))
+        return step * chance.randint(1, max(1, min(bound, most // step)))
+
+    op, mode = chance.choice(OPS), chance.choice(MODES)
+    rows = size(3000, 1 if op == "gemm_all_reduce" else world)
+    return scaled(
+        op,
+        rows,
+        size(2000, 16),
+        size(2600, 128 if mode == "block" else 16),
+        mode,
+        out_dtype=chance.choice(("bfloat16", "float16")),
+        bias=chance.random() < 0.25,
+        chunk=chance.choice((None, None, chance.randint(1, 1000))) if rows > 64 else None,
+    )
+
+
+@worlds
+def test_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, hopper_ranks.judged, [drawn(chance, world) for _ in range(DRAWS)], seed)
+
+
+@several
+def test_large(world: int) -> None:
+    shapes = [scaled(op, 8192, 2048, 2048, mode) for op in OPS for mode in MODES]
+    found = mkernel.launch(
+        fp8_ranks.planned, shapes, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    )
+    assert {kind for each in found for kind in each} == {
+        "hopper.gather_parts",
+        "hopper.reduce_parts",
+    }
+    right(world, hopper_ranks.judged, shapes, 1)
+
+
+@several
+def test_late_ranks_and_reused_memory(world: int) -> None:
+    right(world, hopper_ranks.skewed, MIXED, 60, 2)
+
+
+@several
+def test_many_calls_in_the_queue(world: int) -> None:
+    right(world, hopper_ranks.queued, MIXED, 60, 3)
+
+
+@several
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
+def test_graphs(world: int, mixed: bool) -> None:
+    right(world, hopper_ranks.replayed, MIXED, 40, mixed)
+
+
+@several
+def test_results_are_always_the_same_bits(world: int) -> None:
+    for found in mkernel.launch(
+        fp8_ranks.bits, MIXED, 12, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    ):
+        assert found == [1] * len(MIXED)
+
+
+@several
+@pytest.mark.parametrize("mode", MODES)
+def test_gathered_rows(world: int, mode: ScaleMode) -> None:
+    for chunk in (None, 96):
+        shape = scaled("all_gather_gemm", 256 * world, 512, 512, mode, chunk=chunk)
+        right(world, fp8_ranks.gathered, shape)
+
+
+@several
+def test_products_accumulate_as_torch_s_do(world: int) -> None:
+    shape = scaled("all_gather_gemm", 1024 * world, 1024, 8192, "tensor", chunk=512)
+    for error, gap, fast_error, fast_gap in mkernel.launch(
+        fp8_ranks.fast, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    ):
+        assert error < fast_error
+        assert gap == fast_gap == 0
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("fault", ["no wait", "scales of other rows", "scales of the call before"])
+def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
+    shape = scaled(op, 2048, 512, 1024, chunk=1024 // world)
+    found = mkernel.launch(
+        fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    )
+    assert sum(found) > 0
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_an_absent_rank_is_a_timeout(world: int, op: str) -> None:
+    judge_absence("hopper", scaled(op, 2048, 512, 1024, chunk=512), world, 6)
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_survivors_of_a_killed_rank(world: int, op: str) -> None:
+    judge_survivors("hopper", scaled(op, 2048, 512, 1024, chunk=512), world)

@@ -1,0 +1,401 @@
+"""The GEMM ops of e4m3 operands on the host: ranks are threads, and the native module and torch's
+products stand-ins (``parts_fabric``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from gpu_plans import gpu_plan
+from parts_fabric import (
+    BESIDE,
+    BYTES,
+    MAIN,
+    Order,
+    PartsFabric,
+    block_mm,
+    flat_at,
+    scale_results,
+    scaled_mm,
+)
+
+from mkernel.backends.accelerators.hopper import (
+    capabilities,
+    device_world,
+    gather_parts,
+    library,
+    parts_exchange,
+    products,
+    reduce_parts,
+)
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
+from mkernel.backends.accelerators.hopper.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherPartsSchedule,
+    LibrarySchedule,
+    PartsSchedule,
+    ProductSchedule,
+    ReducePartsSchedule,
+)
+from mkernel.backends.contracts import scaled as contract
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.cases import case_of
+from mkernel.errors import ArgumentError, LayoutError, ShapeError, Unsupported
+from mkernel.plan.around import Around
+from mkernel.plan.model import LaunchPlan, Scales
+
+OPS = capabilities.OPS
+MODES = ("tensor", "row", "block")
+LATE_S = 0.02
+every_op = pytest.mark.parametrize("op", OPS)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def planned(
+    op: str, m: int, n: int, k: int, world: int, mode: Any = "row", *,
+    bias: bool = False, chunks: int | None = None, fast: bool = False,
+    scaled_by: str = "library", **options: Any,
+) -> LaunchPlan:  # fmt: skip
+    """``chunks``: parts of each rank's rows; 0: the whole; None: as planned. ``scaled_by``: products,
+    which a kernel takes in the dtype of results."""
+    claims = HopperAccelerator().capabilities().model_copy(
+        update={"ops": OPS, "library_ops": OPS, "scale_modes": MODES}
+    )  # fmt: skip
+    around = Around(bias=bias, scales=Scales(mode=mode, use_fast_accum=fast))
+    given = {"dtype": "float8_e4m3fn", "b_layout": "column", "capabilities": claims, **options}
+    made = gpu_plan(
+        HopperAccelerator(), op, world, {"m": m, "n": n, "k": k}, around=around, **given
+    )
+    if chunks is None:
+        return made
+    product = made.part(ProductSchedule).product if scaled_by == "library" else made.out_dtype
+    common: Any = {"product": product, "scaled_by": scaled_by}
+    how: Any = made.schedule
+    if chunks and op == "all_gather_gemm":
+        how = GatherPartsSchedule(**common, chunks=chunks)
+    elif chunks:
+        how = ReducePartsSchedule(**common, chunks=chunks, sum_blocks=264)
+    else:
+        summed = op == "gemm_all_reduce" and world > 1
+        how = LibrarySchedule(**common, way="two_shot" if summed else None)
+    return made.model_copy(update={"schedule": how})
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
+    """Makes the fabric of a world."""
+
+    def make(world: int) -> PartsFabric:
+        made = PartsFabric(world)
+        for module in (library, device_world, parts_exchange, gather_parts, reduce_parts):
+            monkeypatch.setattr(module, "native", lambda: made)
+        monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)
+        monkeypatch.setattr(products, "scaled_mm", scaled_mm)
+        monkeypatch.setattr(products, "scale_results", scale_results)
+        monkeypatch.setattr(contract, "block_mm", block_mm)
+        return made
+
+    return make
+
+
+def case(made: LaunchPlan) -> Any:
+    assert made.scales is not None
+    sizes = made.gemm.model_dump(exclude={"kind"})
+    options = {"scales": made.scales.mode, "replicate_b": False, "bias": made.bias is not None}
+    return case_of(made.op)(sizes, made.dtype, made.out_dtype, "column", options=options)
+
+
+def run(
+    made: LaunchPlan,
+    fabric: PartsFabric,
+    *,
+    view: View = "pipelined",
+    gathered: bool = False,
+    symmetric: bool = False,
+    calls: int = 2,
+    late: int | None = None,
+) -> list[dict[str, torch.Tensor]]:
+    """Every rank's tensors after calls on fresh data, each checked against the oracle."""
+    world, shape, of = made.world_size, made.gemm, case(made)
+    rows = shape.m // world if made.op == "gemm_reduce_scatter" else shape.m
+    dtype = getattr(torch, made.out_dtype)
+    outs = [torch.empty(rows, shape.n, dtype=dtype) for _ in range(world)]
+    shared = {"out": tuple(each.data_ptr() for each in outs)} if symmetric else {}
+    workspace = executor_of(made).workspace(made).areas[0]
+    assert workspace <= BYTES + fabric.DATA_OFFSET
+    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+
+    def start(rank: int) -> None:
+        order: Any = Order(fabric.told[rank])
+        executor: Any = None
+        for number in range(1, calls + 1):
+            given = of.inputs(rank, world, number)
+            tensors = {**given, "out": outs[rank].fill_(torch.nan)}
+            if gathered:
+                tensors["gathered"] = torch.zeros(shape.m, shape.k, dtype=given["a"].dtype)
+                scale = given["a_scale"]
+                places = world * len(scale), scale.shape[1]
+                tensors["gathered_scale"] = torch.full(places, torch.nan)
+            call = Call(
+                plan=made, rank=rank, tensors=tensors, epoch=number, number=number, pad=0,
+                workspace=fabric.workspace(rank), areas=(0,),
+                peers={p: PeerMemory(0, fabric.workspace(p)) for p in range(world) if p != rank},
+                region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
+            )  # fmt: skip
+            context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
+            executor = executor or executor_of(made)(call, context)
+            if late == rank:
+                time.sleep(LATE_S)
+            executor.start(call, MAIN)
+            assert order.open == 0
+            everyone[rank] = {name: each.clone() for name, each in tensors.items()}
+            if view != "compute_only":
+                found = of.compared({"out": tensors["out"]}, rank, world, number)
+                assert of.passed(found), f"rank {rank} call {number}: {found}"
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(start, range(world)))
+    return everyone
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3])
+@every_mode
+@every_op
+def test_results(fabric: Any, op: str, mode: str, chunks: int) -> None:
+    for world, rows in ((2, 12), (3, 7)):
+        m = rows * world
+        run(planned(op, m, 144, 384, world, mode, chunks=chunks), fabric(world))
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@every_op
+def test_results_of_one_rank_and_of_float16(fabric: Any, op: str, chunks: int) -> None:
+    run(planned(op, 10, 32, 128, 1, "block", chunks=0), fabric(1))
+    run(planned(op, 10, 32, 128, 2, chunks=chunks, out_dtype="float16"), fabric(2), late=1)
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@pytest.mark.parametrize("mode", ["tensor", "row"])
+@every_op
+def test_a_kernel_scales_products(fabric: Any, op: str, mode: str, chunks: int) -> None:
+    made = planned(op, 256, 512, 64, 2, mode, chunks=chunks, scaled_by="kernel")
+    run(made, fabric(2), symmetric=chunks == 2)
+    for fields in ({"product": "float32"}, {"scaled_by": None}):
+        how = made.part(ProductSchedule).model_copy(update=fields)
+        with pytest.raises(ArgumentError, match=r"plan\.schedule\.scaled_by"):
+            executor_of(made).workspace(made.model_copy(update={"schedule": how}))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5])
+def test_rows_of_a_sum_that_do_not_divide(fabric: Any, m: int) -> None:
+    for chunks in (0, 1):
+        run(planned("gemm_all_reduce", m, 32, 64, 3, chunks=chunks), fabric(3))
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@every_mode
+@every_op
+def test_a_bias_is_added_before_the_only_rounding(
+    fabric: Any, op: str, mode: str, chunks: int
+) -> None:
+    made = planned(op, 16, 32, 128, 2, mode, bias=True, chunks=chunks)
+    assert made.bias == "launch"
+    run(made, fabric(2))
+    if op == "all_gather_gemm":
+        how = made.schedule
+        assert isinstance(how, LibrarySchedule | PartsSchedule)
+        assert how.product == "float32"
+        rounded = how.model_copy(update={"product": "bfloat16"})
+        with pytest.raises(ArgumentError, match=r"plan\.schedule\.product.*float32"):
+            executor_of(made).workspace(made.model_copy(update={"schedule": rounded}))
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+@every_mode
+def test_gathered_rows_and_scales_are_outputs_too(fabric: Any, mode: str, chunks: int) -> None:
+    made = planned("all_gather_gemm", 18, 32, 256, 3, mode, chunks=chunks)
+    for tensors in run(made, fabric(3), gathered=True):
+        whole = [case(made).inputs(rank, 3, 2) for rank in range(3)]
+        for name, part in (("gathered", "a"), ("gathered_scale", "a_scale")):
+            wanted = torch.cat([each[part] for each in whole])
+            assert torch.equal(tensors[name].float(), wanted.float())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_sums_are_the_same_bits_everywhere_and_by_either_way(fabric: Any, symmetric: bool) -> None:
+    found = []
+    for chunks in (0, 1, 2, 4):
+        made = planned("gemm_all_reduce", 24, 48, 128, 3, chunks=chunks)
+        found += [each["out"] for each in run(made, fabric(3), symmetric=symmetric)]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@every_op
+def test_copies_run_beside_products_and_each_part_is_awaited(fabric: Any, op: str) -> None:
+    made = fabric(2)
+    run(planned(op, 32, 32, 64, 2, chunks=2), made, calls=1)
+    told = made.told[0]
+    pushes = [each for each in told if each[0] == "push"]
+    rows = 8 * 64 if op == "all_gather_gemm" else 8 * 32 * 4
+    parts = [("push", 1, rows, flag, BESIDE) for flag in (0, 1)]
+    awaited = [("await", 1, 2), ("await", 1, 3)]
+    if op == "all_gather_gemm":
+        assert told == ["fork", ("push", 1, 64, -1, BESIDE), *parts, *awaited, "join", "end"]
+    elif op == "gemm_reduce_scatter":
+        sums = [("sum", 8 * 32, 264, False), ("sum", 8 * 32, 264, True)]
+        assert told == [
+            "fork", parts[0], "fork", parts[1], awaited[0], sums[0], awaited[1], "join", sums[1],
+        ]  # fmt: skip
+    else:
+        assert [each[2:] for each in pushes[2:]] == [(8 * 32 * 2, flag, BESIDE) for flag in (4, 5)]
+        assert told[-4:] == [("await", 1, 6), ("await", 1, 7), "join", "end"]
+
+
+@every_op
+def test_the_sequential_view_copies_between_the_products(fabric: Any, op: str) -> None:
+    made = fabric(2)
+    run(planned(op, 32, 32, 64, 2, chunks=2), made, view="sequential")
+    assert "fork" not in made.told[0]
+    assert {each[4] for each in made.told[0] if each[0] == "push"} == {MAIN}
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@every_op
+def test_compute_only_exchanges_nothing(fabric: Any, op: str, chunks: int) -> None:
+    made = fabric(2)
+    run(planned(op, 32, 32, 64, 2, chunks=chunks), made, view="compute_only")
+    assert made.told == [[], []]
+    assert made.called == []
+
+
+# ---- faults that the checks here must catch ------------------------------------------------------
+
+
+@every_op
+def test_parts_that_nobody_awaits_are_wrong(
+    fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fabric(2)
+    monkeypatch.setattr(made, "await_part", lambda *_: None)
+    with pytest.raises(AssertionError, match="rank 0 call"):
+        run(planned(op, 32, 32, 64, 2, chunks=1), made, calls=1, late=1)
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+@pytest.mark.parametrize("mode", ["row", "block"])
+def test_scales_of_the_call_before_are_wrong(
+    fabric: Any, mode: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, kept = fabric(2), {}
+
+    class Late(products.ScaledFactor):
+        def product(self, a: Any, scale: Any, out: Any) -> None:
+            before = kept.get((id(type(self)), tuple(scale.shape), out.data_ptr()))
+            kept[id(type(self)), tuple(scale.shape), out.data_ptr()] = scale.clone()
+            super().product(a, scale if before is None else before, out)
+
+    monkeypatch.setattr(products, "ScaledFactor", Late)
+    with pytest.raises(AssertionError, match="call 2"):
+        run(planned("all_gather_gemm", 32, 32, 256, 2, mode, chunks=chunks), made)
+
+
+@every_op
+def test_scales_of_other_rows_are_wrong(
+    fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fabric(2)
+
+    class Shifted(products.ScaledFactor):
+        def product(self, a: Any, scale: Any, out: Any) -> None:
+            super().product(a, scale.roll(1, 0), out)
+
+    monkeypatch.setattr(products, "ScaledFactor", Shifted)
+    with pytest.raises(AssertionError, match="rank"):
+        run(planned(op, 32, 32, 64, 2, chunks=1), made, calls=1)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+@every_mode
+@every_op
+def test_plans_take_the_library_path(op: str, mode: str) -> None:
+    for path in ("auto", "fused", "library"):
+        made = planned(op, 128, 256, 512, 2, mode, path=path)
+        assert made.path == "library"
+        assert executor_of(made) is LibraryExecutor
+    assert made.prediction is not None
+    assert made.prediction.pipelined_us > 0
+
+
+@every_op
+def test_many_rows_travel_in_parts(op: str) -> None:
+    made = planned(op, 8192, 2048, 8192, 2)
+    gathers = op == "all_gather_gemm"
+    assert executor_of(made) is (GatherPartsExecutor if gathers else ReducePartsExecutor)
+    assert made.schedule is not None
+    assert made.schedule.copy_engines
+    wished = planned(op, 8192, 2048, 8192, 2, chunk=1024).part(PartsSchedule)
+    assert wished.chunks == 4
+    times = made.prediction
+    assert times is not None
+    assert max(times.compute_us, times.comm_us) < times.pipelined_us < times.sequential_us
+
+
+def test_a_plan_says_how_products_accumulate() -> None:
+    plans = [planned("all_gather_gemm", 8192, 2048, 8192, 2, fast=fast) for fast in (False, True)]
+    assert len({plan.digest() for plan in plans}) == 2
+
+
+def test_what_torch_has_no_product_for_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="use_fast_accum = True"):
+        planned("gemm_all_reduce", 64, 64, 128, 2, "block", fast=True)
+    with pytest.raises(LayoutError, match=r"b\.t\(\)\.contiguous\(\)\.t\(\)"):
+        planned("all_gather_gemm", 64, 64, 64, 2, b_layout="row")
+    with pytest.raises(ShapeError, match="n = 72"):
+        planned("gemm_all_reduce", 64, 72, 64, 2)
+    with pytest.raises(ShapeError, match="k = 192"):
+        planned("gemm_all_reduce", 64, 64, 192, 2, "block")
+    made = planned("gemm_reduce_scatter", 64, 64, 64, 2, chunks=1)
+    several = made.model_copy(update={"nodes": 2, "ranks_per_node": 1})
+    with pytest.raises(Unsupported, match="one node"):
+        executor_of(made).workspace(several)
+
+
+@every_op
+def test_schedules_that_calls_would_not_follow_are_refused(fabric: Any, op: str) -> None:
+    fabric(2)
+    made = planned(op, 32, 32, 64, 2, chunks=1)
+    how = made.part(PartsSchedule)
+    for field, value in (("product", "float16"), ("chunks", 17)):
+        other = made.model_copy(update={"schedule": how.model_copy(update={field: value})})
+        with pytest.raises(ArgumentError, match=rf"plan\.schedule\.{field}"):
+            executor_of(other).workspace(other)
+    alone = planned(op, 32, 32, 64, 1).model_copy(update={"schedule": how})
+    with pytest.raises(ArgumentError, match="one rank"):
+        executor_of(alone).workspace(alone)
+
+
+def test_scales_are_claimed_with_a_torch_that_has_their_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capabilities, "native", lambda: None)
+    for version, claimed in (("2.9.1", ()), ("2.11.0+cu130", MODES), ("unknown", ())):
+        monkeypatch.setattr(capabilities.metadata, "version", lambda _, found=version: found)
+        assert capabilities.scale_modes() == claimed
+
+
+def test_the_numbers_of_torch_s_recipes() -> None:
+    kinds, swizzles = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
+    found = kinds.BlockWise1x128.value, kinds.BlockWise128x128.value, swizzles.NO_SWIZZLE.value
+    assert found == (contract._BY_ROW_BLOCKS, contract._BY_BLOCKS, contract._PLAIN)
