@@ -67,7 +67,9 @@ def make(op: str, world: int, dtype: str = "float32", **changes: Any) -> Case:
     return case_of(op)(sizes=chosen, dtype=dtype, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "all_reduce", "moe_dispatch_gemm", "ring_attention"])
+@pytest.mark.parametrize(
+    "op", ["gemm_reduce_scatter", "all_reduce", "moe_dispatch_gemm", "ring_attention"]
+)
 def test_eight_ranks(op: str) -> None:
     check([make(op, 8, "bfloat16")], 8)
 

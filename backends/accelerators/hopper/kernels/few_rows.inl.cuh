@@ -343,6 +343,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::fewer_registers<40>();
         Cursor<S::kStages> cursor;
         const bool loads = threadIdx.x == kFewMultipliers;
+        // By a warp that is idle; multipliers read it behind the first barrier of the cluster.
+        if (threadIdx.x == kFewMultipliers + 32) {
+            shared.epoch = epoch_of_brief_call(args.workspace);
+        }
+        __syncwarp();
         for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
             if (loads) {
                 load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
@@ -356,9 +361,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     ptx::more_registers<232>();
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-    if (threadIdx.x == 0) shared.epoch = epoch_of_brief_call(args.workspace);
     if (args.workspace.world > 1) mailbox::open();  // while the first weights are under way
-    __syncwarp();                                   // wgmma takes whole warps
     Cursor<S::kStages> stage;
     for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
         {
