@@ -92,6 +92,9 @@ class Attention(Sourced):
     )
     merge_gbs: float = Field(gt=0, description="what it reads and writes")
     merge_blocks_a_core: int = Field(ge=1)
+    whole_bytes: int = Field(ge=0, description="that parts take at most beside a call's tensors")
+    pieces_bytes: int = Field(ge=0, description="the same of pieces, where parts would take more")
+    slots: int = Field(ge=2, description="of pieces, for each peer")
 
 
 class Experts(Sourced):
@@ -101,6 +104,7 @@ class Experts(Sourced):
     boxed_tflops: float = Field(gt=0, description="rows lie one below the other")
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
+    panels: int = Field(ge=1, description="of columns, whose sums go home beside the next one")
 
 
 class AllReduce(Sourced):
