@@ -20,7 +20,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, SumShape
+from mkernel.plan.model import DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
