@@ -79,6 +79,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
             return LibraryExecutor
         gathers = plan.op == "all_gather_gemm"
         return GatherPartsExecutor if gathers else ReducePartsExecutor
-    if isinstance(plan.schedule, AttentionInPiecesSchedule):
+    if plan.op == "ring_attention" and isinstance(plan.schedule, AttentionInPiecesSchedule):
         return AttentionInPiecesExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]
