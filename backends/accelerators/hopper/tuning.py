@@ -20,7 +20,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, SumShape
+from mkernel.plan.model import DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -277,8 +277,8 @@ def reduce(
 
 
 def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRowsSchedule:
-    """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place at
-    once: one more would wait for others to end. ``k`` is one rank's share."""
+    """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place
+    at once: one more would wait for others to end. ``k`` is one rank's share."""
     tiles, steps = _up(n, FEW_COLUMNS), _up(k, TILE_DEPTH)
 
     def most_steps(splits: int) -> int:
