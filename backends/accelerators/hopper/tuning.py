@@ -277,8 +277,8 @@ def reduce(
 
 
 def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRowsSchedule:
-    """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place at
-    once: one more would wait for others to end. ``k`` is one rank's share."""
+    """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place
+    at once: one more would wait for others to end. ``k`` is one rank's share."""
     tiles, steps = _up(n, FEW_COLUMNS), _up(k, TILE_DEPTH)
 
     def most_steps(splits: int) -> int:
