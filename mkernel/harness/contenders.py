@@ -178,8 +178,7 @@ class Mkernel(Contender):
 
     def before(self, inputs: Inputs) -> None:
         if self.op == ATTENTION_BACKWARD:
-            names = ("out", "lse")
-            for name, each in zip(names, self._attention(inputs), strict=True):
+            for name, each in self._attended(inputs).items():
                 kept(inputs, name, each)
         if self.op not in COMPANIONS:
             return
@@ -200,14 +199,9 @@ class Mkernel(Contender):
             return {"out": out}
         if self.op == "all_reduce":
             return self._summed(inputs, outputs)
-        if self.op == "ring_attention":
-            out, lse = self._attention(inputs)
-            return {"out": out, "lse": lse}
-        if self.op == ATTENTION_BACKWARD:
-            return self._gradients(inputs)
-        return self._of_experts(inputs)
-
-    def _of_experts(self, inputs: Inputs) -> Tensors:
+        if self.op in _ATTENTION:
+            backward = self.op == ATTENTION_BACKWARD
+            return self._gradients(inputs) if backward else self._attended(inputs)
         if self.op == "moe_dispatch_gemm":
             rows, counts, _ = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
@@ -227,10 +221,11 @@ class Mkernel(Contender):
         )
         return {"out": out, "residual_out": new}
 
-    def _attention(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return mkernel.ring_attention(
+    def _attended(self, inputs: Inputs) -> Tensors:
+        out, lse = mkernel.ring_attention(
             *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
         )
+        return {"out": out, "lse": lse}
 
     def _gradients(self, inputs: Inputs) -> Tensors:
         """By the op that autograd calls."""

@@ -16,11 +16,16 @@ import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
 from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
+from mkernel.cases.base import every_row
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import CapacityExceeded, ShapeError
 from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
+
+
+FEW = 256
+"""Elements, whose roundings' norm says little."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Moe:
     returns: Returns | None = None
     ids: str = "int32"
     activation: Activation | None = None
+    narrow: bool = False
+    """Whether results of GEMM+combine travel in ``dtype``, not in float32."""
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -89,8 +96,8 @@ class Work:
         weights = given["topk_weights"]
         out = mkernel.moe_combine(sent.outputs, sent.handle, weights)
         home = mkernel.moe_gemm_combine(
-            sent.outputs, self.w2, sent.handle, weights,
-            returns=shape.returns, partial_dtype=torch.float32,
+            sent.outputs, self.w2, sent.handle, weights, returns=shape.returns,
+            partial_dtype=getattr(torch, shape.dtype) if shape.narrow else torch.float32,
         )  # fmt: skip
         self.found = {"outputs": sent.outputs, "counts": sent.counts, "out": out, "home": home}
         return self.found
@@ -111,13 +118,21 @@ class Work:
             f"{text} {name} is off by {one.error:.2e} {one.why}"
             for name, one in compared.items()
             if not one.error <= limits.get(name, 0.0)
+            and not (name in limits and not one.why and self.is_rounded(name, judged[name], turn))
         ]
         if found["outputs"][rows:].count_nonzero():
             wrong.append(f"{text} rows behind the last one are not zero")
         off = self._home_error(turn, found["home"])
-        if not off <= limits["out"]:
+        # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much.
+        if not off <= limits["out"] * (3**0.5 if self.shape.narrow else 1):
             wrong.append(f"{text} GEMM+combine is off by {off:.2e}")
         return wrong
+
+    def is_rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
+        """:func:`rounded_right` of few elements of ``outputs`` or ``out``."""
+        return got.numel() <= FEW and rounded_right(
+            self.case, name, got, self.rank, self.world, turn
+        )
 
     def _home_error(self, turn: int, got: torch.Tensor) -> float:
         """Against float64 of the outputs as they should be, rounded once."""
@@ -140,9 +155,39 @@ class Work:
         return float("inf") if math.isnan(error) else error
 
 
+def rounded_right(
+    case: MoeDispatchCase, name: str, got: torch.Tensor, rank: int, world: int, turn: int
+) -> bool:
+    """Whether every element is the truth, but for one rounding and what errors of float32 sums can make
+    of it. Tolerances are of norms: of few elements all may be rounded by nearly half a step, as 2 of 400
+    draws of 16 in bfloat16 were, computed so on a CPU."""
+    wanted = case.reference(rank, world, turn)[name]
+    eps, kind = torch.finfo(torch.float32).eps, torch.finfo(got.dtype)
+    if name == "out":
+        near = case.near_ties(rank, world, turn)["out"]
+        sent = case._rounded(case._activate(case._sent(rank, world, turn, every_row)))
+        weights = case._weights(rank, turn).double().abs()
+        sums = torch.einsum("tk,tki->ti", weights, sent.abs()) * weights.shape[1] * eps
+    else:
+        near = torch.zeros_like(wanted)
+        source, token, slot, _ = case._rows(rank, world, turn)
+        products, sizes = (
+            torch.stack(
+                [case._sent(one, world, turn, every_row, sizes_only=only) for one in range(world)]
+            )[source, token, slot]
+            for only in (False, True)
+        )
+        sums = case._hidden() * eps * sizes
+        if case._activated:
+            sums = case._activated_error(products, sums, eps)
+    off = near + sums
+    half_step = kind.eps / 2 * (wanted.abs() + off).clamp_min(kind.smallest_normal)
+    return bool(((got.double() - wanted).abs() <= half_step + off).all())
+
+
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
-    first, and second products have wide tiles."""
+    first; second products have wide tiles, and their sums, where narrow, go home by panels."""
     mock.patch.object(moe_tuning, "permutes", return_value=True).start()  # the process ends with it
     mock.patch.object(moe_tuning, "reads_weights", return_value=False).start()
     return fn(*arguments)
@@ -179,6 +224,7 @@ def drawn(chance: random.Random, world: int) -> Moe:
         returns=chance.choice((None, "slots", "ranks")),
         ids=chance.choice(("int32", "int64")),
         activation=chance.choice((None, None, "silu_and_mul")),
+        narrow=chance.choice((False, True)),
     )
 
 
@@ -349,6 +395,16 @@ def faulty(shape: Moe, fault: str) -> list[str]:
                 words[tiles + 4 * most] += 1
                 words[-5] += 1
 
+        def GroupedProduct(self, **named: Any) -> Any:
+            if fault == "panel":  # nobody adds up a panel that is said to be done
+                named["panel_counts"] = 0
+            return native.GroupedProduct(**named)
+
+        def Home(self, **named: Any) -> Any:
+            if fault == "panel":
+                named["panel_counts"] = done.data_ptr()
+            return native.Home(**named)
+
         def push_rows(self, device: int, world: Any, rows: int, *rest: Any) -> None:
             given = old.data_ptr() if fault == "stale" else rows
             native.push_rows(device, world, given, *rest)
@@ -358,6 +414,7 @@ def faulty(shape: Moe, fault: str) -> list[str]:
                 work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
             native.moe_home(device, world, home, *rest)
 
+    done = torch.tensor([0, 1 << 20], device="cuda").repeat(8)
     routed: list[torch.Tensor] = []
     start = backend.DispatchExecutor.start
 

@@ -30,7 +30,7 @@ several = pytest.mark.parametrize(
 DRAWS = 200
 BOUNDED = [
     Moe(37, hidden=72, features=136, experts=3, top_k=3, capacity=4 * 37 * 3),
-    Moe(64, 128, 264, 4, 2, routing="padded", capacity=4 * 64 * 2, returns="ranks"),
+    Moe(64, 128, 264, 4, 2, routing="padded", capacity=4 * 64 * 2, returns="ranks", narrow=True),
 ]
 
 
@@ -86,6 +86,19 @@ def test_many_rows_of_few_experts(world: int) -> None:
     right(world, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
 
 
+@worlds
+def test_sums_that_go_home_by_panels(world: int) -> None:
+    """Of one panel to four, the last one narrower."""
+    shapes = [
+        Moe(513, hidden, 136, 3, 3, returns="ranks", narrow=True, dtype=dtype, layout=layout)
+        for hidden, dtype, layout in (
+            (256, "bfloat16", "row"), (1032, "float16", "column"), (2104, "bfloat16", "column"),
+        )
+    ]  # fmt: skip
+    right(world, moe_ranks.permuted, moe_ranks.judged, shapes, 5)
+    right(world, moe_ranks.permuted, moe_ranks.queued, shapes, 12, 5)
+
+
 @several
 def test_many_calls_in_the_queue(world: int) -> None:
     shapes = [*BOUNDED, Moe(129, 256, 64, 2, 2)]
@@ -102,7 +115,7 @@ def test_graphs_whose_routing_changes(world: int) -> None:
 @worlds
 @pytest.mark.parametrize("returns", ["slots", "ranks"])
 def test_results_are_always_the_same_bits(world: int, returns: Any) -> None:
-    shape = Moe(300, 256, 512, 4, 4, returns=returns)
+    shape = Moe(300, 1032, 512, 4, 4, returns=returns, narrow=True)
     right(world, moe_ranks.repeated, shape, 12)
     right(world, moe_ranks.permuted, moe_ranks.repeated, shape, 12)
 
@@ -121,9 +134,12 @@ def test_faults_are_seen(fault: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@pytest.mark.parametrize("fault", [*FAULTS, "group"])
+@pytest.mark.parametrize("fault", [*FAULTS, "group", "panel"])
 def test_faults_of_rows_that_are_put_in_order_are_seen(fault: str, world: int) -> None:
-    shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
+    shape = Moe(
+        40, 1032, 64, 2, 2, routing="uniform", activation="silu_and_mul", returns="ranks",
+        narrow=True,
+    )  # fmt: skip
     found = launched(world, moe_ranks.permuted, moe_ranks.faulty, shape, fault)
     assert all(found), "on every rank"
 

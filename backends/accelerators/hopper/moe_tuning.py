@@ -14,6 +14,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     GemmCombineSchedule,
 )
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, GemmCombineShape, MoeShape
+from mkernel.plan.pipeline import Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -42,6 +43,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             blocks=blocks,
             sum_blocks=sums,
             returns=found.pipeline.returns,
+            panels=panels(plan, found.pipeline.returns),
         )
     return found._replace(schedule=made)
 
@@ -84,6 +86,16 @@ def reads_weights(plan: CommonPart) -> bool:
     """Whether a product takes as long as reading its weights."""
     product = _Product(plan)
     return product.us(machine().experts.boxed_tflops) <= product.weights_us
+
+
+def panels(plan: CommonPart, returns: Returns) -> int:
+    """Of columns, whose sums are made by warps of the product that have nothing else to do: where these
+    have time for it."""
+    assert isinstance(plan.shape, GemmCombineShape)
+    narrow = plan.shape.partial_dtype == plan.dtype
+    return (
+        machine().experts.panels if returns == "ranks" and narrow and not reads_weights(plan) else 1
+    )
 
 
 def early_tiles(plan: CommonPart, processors: int) -> int:

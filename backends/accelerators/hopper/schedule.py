@@ -14,7 +14,7 @@ from mkernel.plan.schedule import Schedule
 TilingName = Literal["wide", "deep", "narrow"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
-AttentionLibrary = Literal["cudnn"]
+AttentionLibrary = Literal["cudnn", "flash"]
 
 
 class GatherSchedule(Schedule):
@@ -88,6 +88,24 @@ class AttentionSchedule(Schedule):
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary
     merge_blocks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
+class AttentionInPiecesSchedule(Schedule):
+    """How ring attention of a long sequence runs. Some rows of queries come after others, at most
+    ``piece_rows``; for each of these, keys and values of the peers travel again, in pieces of as many
+    rows, into ``slots`` slots for each peer. A kernel of ``merge_blocks`` blocks merges what was found
+    with what was found before."""
+
+    kind: Literal["hopper.ring_attention_in_pieces"] = "hopper.ring_attention_in_pieces"
+    library: AttentionLibrary
+    merge_blocks: int = Field(ge=1)
+    piece_rows: int = Field(ge=1)
+    slots: int = Field(ge=2)
 
     @property
     def copy_engines(self) -> bool:
@@ -199,11 +217,12 @@ class CombineSchedule(Schedule):
 class GemmCombineSchedule(Schedule):
     """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
     ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
-    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of
-    ``sum_blocks`` blocks."""
+    rank are added there, and their sum goes home (``ranks``): in ``panels`` of columns, each while the
+    next one is multiplied. Other sums are made by kernels of ``sum_blocks`` blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
     tiling: Literal["wide", "deep"]
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns
+    panels: int = Field(1, ge=1)

@@ -231,7 +231,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         scaled_mm=scaled_mm(device.name),
         activations=get_args(Activation),
         attention_layouts=("heads", "positions"),
-        documents=True,
+        documents=("ring_attention", "ring_attention_backward"),
         alignment_bytes=1,
         transfer_paths=("torch.distributed", "p2p") if copies else ("torch.distributed",),
         peer_access=copies,

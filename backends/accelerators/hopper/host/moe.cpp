@@ -138,6 +138,10 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     args.a = reinterpret_cast<const char*>(product.a);
     args.permuted = reinterpret_cast<char*>(product.permuted);
     args.out = reinterpret_cast<char*>(product.out);
+    args.panel_counts = reinterpret_cast<PanelCount*>(product.panel_counts);
+    args.weights = reinterpret_cast<const float*>(product.weights);
+    args.rows_offset = rows_offset(product.sizes, true);
+    args.panels = {product.n, product.panels};
     args.n = product.n;
     args.k = product.k;
     args.height = product.height;
@@ -168,6 +172,8 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .weights_offset = 0,
         .rows_offset = rows_offset(home.sizes, home.by_rank),
         .width = home.width,
+        .panels = {home.width, home.panels},
+        .panel_counts = reinterpret_cast<const PanelCount*>(home.panel_counts),
         .half = home.half,
         .wide = home.wide,
         .waits = home.waits,

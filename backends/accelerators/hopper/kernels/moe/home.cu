@@ -3,16 +3,12 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
+#include "backends/accelerators/hopper/kernels/moe/weighted_sum.cuh"
 #include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 
 namespace {
-
-using collectives::Eight;
-using collectives::narrow;
-using collectives::widen;
 
 constexpr unsigned kThreads = 256;
 
@@ -26,35 +22,6 @@ __device__ void for_each_eight(std::int64_t rows, int width, Body&& body) {
         body(at / eights, static_cast<int>(at % eights) * 8);
     }
 }
-
-// 8 sums of one thread.
-struct Sums {
-    float of[8] = {};
-
-    template <class In>
-    __device__ void add(float weight, const char* from) {
-        Eight<In> found;
-        found.load(from);
-        const In* elements = reinterpret_cast<const In*>(found.v);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) of[i] += weight * widen(elements[i]);
-    }
-    template <class Out>
-    __device__ void store(char* to) const {
-        if constexpr (sizeof(Out) == 4) {
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-                *reinterpret_cast<float4*>(to + i * 4) = {of[i], of[i + 1], of[i + 2], of[i + 3]};
-            }
-        } else {
-            uint4 rounded;
-            Out* elements = reinterpret_cast<Out*>(&rounded);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) narrow(of[i], elements[i]);
-            *reinterpret_cast<uint4*>(to) = rounded;
-        }
-    }
-};
 
 // All threads of the block: once the flags `first` + s of all other ranks s say that this call has come.
 __device__ void wait_for_all(const HomeArgs& args, std::uint64_t epoch, int first) {
@@ -141,30 +108,20 @@ template <class In>
 __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constant__ HomeArgs args) {
     const std::uint64_t epoch = epoch_of(args);
     wait_for_all(args, epoch, 0);
-    const Tables& tables = args.tables;
-    const auto* const theirs = reinterpret_cast<const float*>(
-        args.workspace.data(args.workspace.rank) + args.weights_offset);
-    const std::int64_t own = std::int64_t{tables.tokens} * tables.top_k;
-    const std::int64_t all = std::int64_t{tables.world} * tables.tokens;
-    for_each_eight(all, args.width, [&](std::int64_t number, int column) {
-        const auto source = static_cast<int>(number / tables.tokens);
-        const std::int64_t token = number % tables.tokens;
-        // In a view that exchanges nothing the own weights stand for all.
-        const float* const weights =
-            source == args.workspace.rank || !args.waits ? args.weights : theirs + source * own;
-        Sums sums;
-        bool any = false;
-        for (int slot = 0; slot < tables.top_k; ++slot) {
-            const int row = tables.place_row()[number * tables.top_k + slot];
-            if (row < 0) continue;
-            any = true;
-            sums.add<In>(weights[token * tables.top_k + slot],
-                         args.y + (std::int64_t{row} * args.width + column) * sizeof(In));
+    const RankSum<In> sum(args.workspace, args.tables, args.y, args.weights, args.weights_offset,
+                          args.rows_offset, args.width, args.waits);
+    const std::int64_t tokens = std::int64_t{args.tables.world} * args.tables.tokens;
+    const int each = args.panels.each();
+    for (int first = 0, panel = 0; first < args.width; first += each, ++panel) {
+        std::int64_t done = 0;
+        if (args.panel_counts != nullptr) {
+            const auto groups = static_cast<std::int64_t>(args.panel_counts[panel].claimed);
+            done = min(groups * kTokenGroup, tokens);
         }
-        if (!any) return;
-        const std::int64_t to = std::int64_t{args.workspace.rank} * tables.tokens + token;
-        sums.store<In>(home_of(args, source) + (to * args.width + column) * sizeof(In));
-    });
+        for_each_eight(
+            tokens - done, min(each, args.width - first),
+            [&](std::int64_t number, int column) { sum.send(done + number, first + column); });
+    }
     tell(args, epoch);
 }
 

@@ -48,7 +48,7 @@ class RowStorer {
         }
     }
 
-    // After the last part.
+    // All parts so far are in memory.
     __device__ void finish() {
         if (lane_ == 0) {
             ptx::wait_groups<0>();
@@ -56,6 +56,13 @@ class RowStorer {
         }
         __syncwarp();
         transport::fence_system();
+    }
+
+    // After a panel's last part: says that it is stored, where somebody wants to know.
+    __device__ void end_panel(int panel) {
+        if (args_.panel_counts == nullptr) return;
+        finish();
+        if (lane_ == 0) args_.panel_counts[panel].stored.add(1);
     }
 
   private:
