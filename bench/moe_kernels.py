@@ -106,7 +106,8 @@ class Problem:
         yield "gathered gated", False, True, True
         yield "permuted deep", True, True, False
         yield "permuted wide", True, False, False
-        yield "permuted gated", True, False, True
+        yield "permuted deep gated", True, True, True
+        yield "permuted wide gated", True, False, True
 
     def measure(self) -> str:
         """All variants beside torch's product, on rows that are there."""

@@ -23,7 +23,6 @@ from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
 
-
 FEW = 256
 """Elements, whose roundings' norm says little."""
 
@@ -158,8 +157,8 @@ class Work:
 def rounded_right(
     case: MoeDispatchCase, name: str, got: torch.Tensor, rank: int, world: int, turn: int
 ) -> bool:
-    """Whether every element is the truth, but for one rounding and what errors of float32 sums can make
-    of it. Tolerances are of norms: of few elements all may be rounded by nearly half a step, as 2 of 400
+    """Whether every element is the truth, but for one rounding and what errors of float32 sums make of
+    it. Tolerances are of norms: of few elements all may be rounded by nearly half a step, as 2 of 400
     draws of 16 in bfloat16 were, computed so on a CPU."""
     wanted = case.reference(rank, world, turn)[name]
     eps, kind = torch.finfo(torch.float32).eps, torch.finfo(got.dtype)

@@ -101,7 +101,11 @@ class Experts(Sourced):
     """The grouped product of MoE. Rates are of all multiprocessors, random half precision."""
 
     gathered_tflops: float = Field(gt=0, description="each block gathers its rows")
-    boxed_tflops: float = Field(gt=0, description="rows lie one below the other")
+    permuted_tflops: float = Field(gt=0, description="rows are put in order beside the product")
+    ready_tflops: float = Field(gt=0, description="rows are in order")
+    deep_k: tuple[int, int] = Field(
+        description="lengths of a row from and up to which tiles of many rows are deep"
+    )
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
     panels: int = Field(ge=1, description="of columns, whose sums go home beside the next one")

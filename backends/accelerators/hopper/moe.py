@@ -236,7 +236,7 @@ class DispatchExecutor(_Moe):
             product = self._product(
                 call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
                 height=capacity or 0, tokens=True, gated=shape.activation is not None,
-                deep=not how.permutes, wide=False, home=False, ends=True,
+                deep=how.tiling == "deep", wide=False, home=False, ends=True,
             )  # fmt: skip
             made.moe_grouped(context.device, world, product, stream)
         finally:

@@ -11,6 +11,7 @@ from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
     CombineSchedule,
     DispatchSchedule,
+    ExpertTiling,
     GemmCombineSchedule,
 )
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, GemmCombineShape, MoeShape
@@ -31,20 +32,23 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     processors = found.pipeline.compute_blocks
     blocks, sums = processors // 2 * 2, processors * SUM_BLOCKS_A_CORE
     made: Schedule
-    if plan.op == "moe_dispatch_gemm":
+    if isinstance(plan.shape, MoeShape):
         made = DispatchSchedule(
-            blocks=blocks, early_tiles=early_tiles(plan, processors), permutes=permutes(plan)
+            blocks=blocks,
+            early_tiles=early_tiles(plan, processors),
+            permutes=permutes(plan),
+            tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
         )
-    elif plan.op == "moe_combine":
-        made = CombineSchedule(sum_blocks=sums)
-    else:
+    elif isinstance(plan.shape, GemmCombineShape):
         made = GemmCombineSchedule(
-            tiling="deep" if reads_weights(plan) else "wide",
+            tiling="deep" if reads_weights(plan) else tiling(plan.shape.features),
             blocks=blocks,
             sum_blocks=sums,
             returns=found.pipeline.returns,
             panels=panels(plan, found.pipeline.returns),
         )
+    else:
+        made = CombineSchedule(sum_blocks=sums)
     return found._replace(schedule=made)
 
 
@@ -70,7 +74,7 @@ class _Product:
         """Where they are copied first, beside it."""
         how = machine().experts
         copied = self.weights_us + self._memory_us(2.0 * self._rows * self._row_bytes)
-        return how.permute_us + max(copied, self._work / (how.boxed_tflops * 1e6))
+        return how.permute_us + max(copied, self._work / (how.permuted_tflops * 1e6))
 
     def _memory_us(self, nbytes: float) -> float:
         return nbytes / (machine().experts.memory_gbs * 1e3)
@@ -85,7 +89,13 @@ def permutes(plan: CommonPart) -> bool:
 def reads_weights(plan: CommonPart) -> bool:
     """Whether a product takes as long as reading its weights."""
     product = _Product(plan)
-    return product.us(machine().experts.boxed_tflops) <= product.weights_us
+    return product.us(machine().experts.ready_tflops) <= product.weights_us
+
+
+def tiling(k: int) -> ExpertTiling:
+    """Of many rows of so many elements."""
+    least, most = machine().experts.deep_k
+    return "deep" if least <= k <= most else "wide"
 
 
 def panels(plan: CommonPart, returns: Returns) -> int:

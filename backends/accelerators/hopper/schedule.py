@@ -12,6 +12,7 @@ from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "deep", "narrow"]
+ExpertTiling = Literal["wide", "deep"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
 AttentionLibrary = Literal["cudnn", "flash"]
@@ -192,13 +193,14 @@ class DispatchSchedule(Schedule):
     """How MoE dispatch+GEMM runs. All tokens travel to every rank, by copy engines, while the device
     sorts their ids; then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
     tile: first up to ``early_tiles`` whole tiles that need own tokens alone. ``permutes``: the same
-    blocks first copy the tokens of a tile into rows that lie one below the other; else each block
-    gathers them for itself."""
+    blocks first copy the tokens of a tile into rows that lie one below the other, for tiles of
+    ``tiling``; else each block gathers them for itself, and tiles are deep."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
     early_tiles: int = Field(ge=0)
     permutes: bool
+    tiling: ExpertTiling
 
     @property
     def copy_engines(self) -> bool:
@@ -221,7 +223,7 @@ class GemmCombineSchedule(Schedule):
     next one is multiplied. Other sums are made by kernels of ``sum_blocks`` blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
-    tiling: Literal["wide", "deep"]
+    tiling: ExpertTiling
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns

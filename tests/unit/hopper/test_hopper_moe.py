@@ -267,7 +267,12 @@ def test_many_tokens_are_permuted_before_they_are_multiplied(started: Started) -
         return planned("moe_gemm_combine", **sizes(tokens)).part(GemmCombineSchedule).tiling
 
     assert [permutes(tokens) for tokens in (64, 1024, 8192, 65536)] == [False, False, True, True]
-    assert [tiling(tokens) for tokens in (64, 1024, 8192)] == ["deep", "deep", "wide"]
+    assert [tiling(tokens) for tokens in (64, 1024, 8192)] == ["deep", "deep", "deep"]
+    short = {**sizes(8192), "features": 1536, "hidden": 4096}
+    assert planned("moe_gemm_combine", **short).part(GemmCombineSchedule).tiling == "wide"
+    assert planned("moe_dispatch_gemm", **short).part(DispatchSchedule).tiling == "deep"
+    long = planned("moe_dispatch_gemm", **sizes(8192)).part(DispatchSchedule)
+    assert (long.permutes, long.tiling) == (True, "wide")
     usual = planned("moe_dispatch_gemm")
     for wanted in (False, True):
         how = usual.part(DispatchSchedule).model_copy(update={"permutes": wanted})

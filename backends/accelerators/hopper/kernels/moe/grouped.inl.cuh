@@ -111,13 +111,14 @@ cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int 
                                     : grouped<C, Element, false, kGathers, kGated, kWide>,
                                 args, 1 << 20, blocks, stream);
     };
-    if (variant.gathers && variant.gated)
-        return start.template operator()<Deep, true, true, false>();
-    if (variant.gathers) return start.template operator()<Deep, true, false, false>();
+    const auto with = [&]<class C, bool kGathers>() {
+        return variant.gated ? start.template operator()<C, kGathers, true, false>()
+                             : start.template operator()<C, kGathers, false, false>();
+    };
+    if (variant.gathers) return with.template operator()<Deep, true>();
     if (variant.wide) return start.template operator()<Deep, false, false, true>();
-    if (variant.gated) return start.template operator()<Wide, false, true, false>();
-    if (variant.deep) return start.template operator()<Deep, false, false, false>();
-    return start.template operator()<Wide, false, false, false>();
+    if (variant.deep) return with.template operator()<Deep, false>();
+    return with.template operator()<Wide, false>();
 }
 
 }  // namespace mkernel::hopper::moe

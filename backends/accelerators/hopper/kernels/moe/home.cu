@@ -12,14 +12,15 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// Calls body(row, first of 8 elements) for all of `rows` rows, over the grid.
+// Calls body(row, first of 8 elements) for all of `rows` rows, over the grid. There are fewer than 2^32
+// eights, as of anything of less than 32 GiB.
 template <class Body>
-__device__ void for_each_eight(std::int64_t rows, int width, Body&& body) {
-    const std::int64_t eights = width / 8;
-    const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
-    for (std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; at < rows * eights;
-         at += step) {
-        body(at / eights, static_cast<int>(at % eights) * 8);
+__device__ void for_each_eight(int rows, int width, Body&& body) {
+    const std::uint32_t eights = static_cast<std::uint32_t>(width) / 8;
+    const std::uint32_t all = static_cast<std::uint32_t>(rows) * eights;
+    const std::uint32_t step = gridDim.x * kThreads;
+    for (std::uint32_t at = blockIdx.x * kThreads + threadIdx.x; at < all; at += step) {
+        body(static_cast<int>(at / eights), static_cast<int>(at % eights) * 8);
     }
 }
 
@@ -72,9 +73,9 @@ __global__ void __launch_bounds__(kThreads)
     send_rows_kernel(const __grid_constant__ HomeArgs args) {
     const std::uint64_t epoch = epoch_of(args);
     const int own = args.tables.tokens * args.tables.top_k;
-    for_each_eight(args.tables.rows(), args.width, [&](std::int64_t row, int column) {
+    for_each_eight(args.tables.rows(), args.width, [&](int row, int column) {
         const int place = args.tables.row_place()[row];
-        const uint4 found = ptx::load_16(args.y + (row * args.width + column) * 2);
+        const uint4 found = ptx::load_16(args.y + (std::int64_t{row} * args.width + column) * 2);
         ptx::store_16(
             home_of(args, place / own) + (std::int64_t{place % own} * args.width + column) * 2,
             found);
@@ -91,15 +92,15 @@ __global__ void __launch_bounds__(kThreads)
     const char* const home = args.workspace.data(args.workspace.rank) + args.rows_offset;
     const std::int64_t before = std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
     const bool refused = tables.refused() != 0;
-    for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
+    for_each_eight(tables.tokens, args.width, [&](int token, int column) {
         Sums sums;
         for (int slot = 0; slot < tables.top_k; ++slot) {
-            const std::int64_t place = token * tables.top_k + slot;
+            const std::int64_t place = std::int64_t{token} * tables.top_k + slot;
             if (tables.ids()[before + place] < 0) continue;
             sums.add<In>(args.weights[place], home + (place * args.width + column) * sizeof(In));
         }
         if (refused) refuse(sums);
-        sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
+        sums.store<Out>(args.out + (std::int64_t{token} * args.width + column) * sizeof(Out));
     });
     finish(args, epoch);
 }
@@ -110,17 +111,17 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
     wait_for_all(args, epoch, 0);
     const RankSum<In> sum(args.workspace, args.tables, args.y, args.weights, args.weights_offset,
                           args.rows_offset, args.width, args.waits);
-    const std::int64_t tokens = std::int64_t{args.tables.world} * args.tables.tokens;
+    const int tokens = args.tables.world * args.tables.tokens;
     const int each = args.panels.each();
     for (int first = 0, panel = 0; first < args.width; first += each, ++panel) {
-        std::int64_t done = 0;
+        int done = 0;
         if (args.panel_counts != nullptr) {
-            const auto groups = static_cast<std::int64_t>(args.panel_counts[panel].claimed);
-            done = min(groups * kTokenGroup, tokens);
+            const std::uint64_t claimed = args.panel_counts[panel].claimed * kTokenGroup;
+            done =
+                claimed < static_cast<std::uint64_t>(tokens) ? static_cast<int>(claimed) : tokens;
         }
-        for_each_eight(
-            tokens - done, min(each, args.width - first),
-            [&](std::int64_t number, int column) { sum.send(done + number, first + column); });
+        for_each_eight(tokens - done, min(each, args.width - first),
+                       [&](int number, int column) { sum.send(done + number, first + column); });
     }
     tell(args, epoch);
 }
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int32_t* const ids =
         tables.ids() + std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
     const bool refused = tables.refused() != 0;
-    for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
+    for_each_eight(tables.tokens, args.width, [&](int token, int column) {
         unsigned ranks = 0;
         for (int slot = 0; slot < tables.top_k; ++slot) {
             const int id = ids[token * tables.top_k + slot];
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
             sums.add<In>(1.0f, home + (at * args.width + column) * sizeof(In));
         }
         if (refused) refuse(sums);
-        sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
+        sums.store<Out>(args.out + (std::int64_t{token} * args.width + column) * sizeof(Out));
     });
     finish(args, epoch);
 }

@@ -22,7 +22,7 @@ class PanelSummer {
         const RankSum<Element> sum(args_.workspace, args_.tables, args_.out, args_.weights, 0,
                                    args_.rows_offset, args_.n, args_.waits);
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const std::int64_t tokens = std::int64_t{args_.tables.world} * args_.tables.tokens;
+        const int tokens = args_.tables.world * args_.tables.tokens;
         const int each = args_.panels.each();
         const int last = args_.panels.count() - 1;
         for (int panel = 0; panel < last; ++panel) {
@@ -31,10 +31,10 @@ class PanelSummer {
             if (!__any_sync(0xFFFFFFFFu, come)) break;
             __syncwarp();  // what lane 0 has acquired is the others' too
             while (true) {
-                std::int64_t token = lane == 0 ? claim(count) : 0;
+                int token = lane == 0 ? claim(count) : 0;
                 token = __shfl_sync(0xFFFFFFFFu, token, 0);
                 if (token >= tokens) break;
-                const std::int64_t end = min(token + kTokenGroup, tokens);
+                const int end = min(token + kTokenGroup, tokens);
                 for (; token < end; ++token) {
                     for (int column = lane * 8; column < each; column += 256) {
                         sum.send(token, panel * each + column);
@@ -46,10 +46,10 @@ class PanelSummer {
     }
 
   private:
-    __device__ static std::int64_t claim(PanelCount& count) {
+    __device__ static int claim(PanelCount& count) {
         static_assert(sizeof(unsigned long long) == sizeof(count.claimed));
         auto* const claimed = reinterpret_cast<unsigned long long*>(&count.claimed);
-        return static_cast<std::int64_t>(atomicAdd(claimed, 1ull)) * kTokenGroup;
+        return static_cast<int>(atomicAdd(claimed, 1ull)) * kTokenGroup;
     }
 
     // Whether all blocks have stored the panel, at last when this one has stored all of its parts.

@@ -64,17 +64,17 @@ class RankSum {
           sends_(sends) {}
 
     // 8 columns from `column` on of token `number` of all ranks. Without results nothing is sent.
-    __device__ void send(std::int64_t number, int column) const {
+    __device__ void send(int number, int column) const {
         constexpr int kBatch = 4;  // loads under way
-        const auto source = static_cast<int>(number / tables_.tokens);
-        const std::int64_t token = number - std::int64_t{source} * tables_.tokens;
+        const int source = number / tables_.tokens;
+        const std::int64_t token = number - source * tables_.tokens;
         const int top_k = tables_.top_k;
         const float* const weights =
             (source == workspace_.rank || !sends_
                  ? weights_
                  : theirs_ + std::int64_t{source} * tables_.tokens * top_k) +
             token * top_k;
-        const std::int32_t* const rows = tables_.place_row() + number * top_k;
+        const std::int32_t* const rows = tables_.place_row() + std::int64_t{number} * top_k;
         Sums sums;
         bool any = false;
         for (int slot = 0; slot < top_k; slot += kBatch) {
