@@ -280,6 +280,7 @@ def test_cuts() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_million_positions_take_less_than_a_gibibyte(causal: bool) -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
     plan = planned(2, **LONG, causal=causal)
     how = plan.part(AttentionInPiecesSchedule)
     assert executor_of(plan) is AttentionInPiecesExecutor
@@ -307,6 +308,7 @@ def test_what_fits_whole_stays_whole() -> None:
 
 
 def test_flags_are_enough_or_pieces_grow() -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
     sizes = {**LONG, "sequence": 1 << 24}
     how = planned(8, **sizes).part(AttentionInPiecesSchedule)
     assert (

@@ -48,8 +48,8 @@ def test_a_causal_sequence_is_cut_twice_as_often() -> None:
     claims = CAPABILITIES.model_copy(update={"positions": 8})
     full, causal = (AttentionShape(**ATTENTION, causal=each) for each in (False, True))
     assert (claims.sequence_step(full, 3), claims.sequence_step(causal, 3)) == (24, 48)
-    assert claims.takes_attention(full, 6)
-    assert not claims.takes_attention(causal, 6)
+    assert claims.takes_attention("ring_attention", full, 6)
+    assert not claims.takes_attention("ring_attention", causal, 6)
 
 
 def test_what_a_sequence_must_be_a_multiple_of_is_said_in_ranks_and_positions() -> None:
