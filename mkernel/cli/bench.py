@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -260,7 +259,8 @@ def command(
         _say_what(console, spec, chosen, ranks, f"{random} drawn" if random else listed)
         if not long:
             _refuse_long(spec, ranks)
-    with _progress(console, len(spec.shapes) * len(spec.modes)) as on_row:
+    rows = len(spec.shapes) * len(spec.modes)
+    with terminal.progress(console, f"starting ranks; {rows} rows to time", rows) as on_row:
         outcome = bench_run.run(
             spec,
             ranks=ranks,
@@ -334,23 +334,6 @@ def _refuse_long(spec: BenchSpec, ranks: int) -> None:
             "sizes that a CPU multiplies within a minute (small), fewer --iterations, or --long",
             why=f"about {seconds / 60:.0f} minutes on {cpus} CPUs without an accelerator",
         )
-
-
-@contextmanager
-def _progress(console: Console, rows: int) -> Iterator[Callable[[str], None]]:
-    """Tells of rows that are done on a line that changes, or in a pipe on lines of stderr."""
-    count = 0
-
-    def told(done: str) -> str:
-        nonlocal count
-        count += 1
-        return f"{count} of {rows} done: {done}"
-
-    if console.is_terminal:
-        with console.status(f"starting ranks; {rows} rows to time") as status:
-            yield lambda done: status.update(told(done))
-    else:
-        yield lambda done: typer.echo(told(done), err=True)
 
 
 def _refuse_unheeded(context: typer.Context) -> None:

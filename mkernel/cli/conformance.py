@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from mkernel.cli import terminal
 from mkernel.cli.terminal import Terminal
 from mkernel.conformance import render
 from mkernel.conformance.check import Check, Report, Result
 from mkernel.conformance.kit import Kit, kit_for, listed
 from mkernel.errors import ArgumentError
 from mkernel.tabular import Column, Sheet
-
-_SIGNS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 
 def command(
@@ -62,6 +61,7 @@ def command(
     console = Terminal(quiet=piped, highlight=False)
     report = _run(kit, console)
     console.print(render.table(report))
+    console.print(render.summary(report), style="bold")
     if json is not None:
         _write(json, render.as_json(report) + "\n")
     if junit is not None:
@@ -70,15 +70,20 @@ def command(
 
 
 def _run(kit: Kit, console: Console) -> Report:
-    """Run the kit, and say how far it is: on the terminal, else on stderr."""
-    width = max(len(check.name) for check in kit.checks)
-    shown = console if console.is_terminal else Terminal(stderr=True, highlight=False)
+    """Run the kit, and say how far it is; failures at once."""
+    shown = Terminal(stderr=True) if console.quiet else console
+    total = len(kit.checks)
+    with terminal.progress(
+        shown, f"{total} checks; the first is {kit.checks[0].name}", total
+    ) as tell:
 
-    def tell(result: Result) -> None:
-        sign = _SIGNS[result.outcome]
-        shown.print(f"{result.name:{width}}  {sign:7}  {result.seconds:5.1f} s", markup=False)
+        def judged(result: Result) -> None:
+            line = f"{result.name} {result.outcome}, {result.seconds:.1f} s"
+            if result.outcome == "failed" and console.is_terminal:
+                console.print(line, style="red")
+            tell(line)
 
-    return kit.run(tell)
+        return kit.run(judged)
 
 
 def _write(path: Path, text: str) -> None:
@@ -101,6 +106,9 @@ def _checks(by_kind: Mapping[str, Sequence[Check]]) -> Sheet:
 def _judge_faults(nic: str | None, only: Sequence[str]) -> None:
     from mkernel.conformance import planted
 
-    rows = planted.judge(nic, only)
-    Terminal(highlight=False).print(planted.table(rows))
+    console = Terminal()
+    total = sum(map(len, planted.wanted(nic, only).values()))
+    with terminal.progress(console, f"{total} faults to catch", total) as tell:
+        rows = planted.judge(nic, only, lambda row: tell(f"{row.check} on {row.fault}"))
+    console.print(planted.table(rows))
     raise typer.Exit(0 if all(row.caught for row in rows) else 1)

@@ -118,7 +118,11 @@ def command(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="With the digest that ranks compare before a launch.")
+        bool,
+        typer.Option(
+            "--verbose",
+            help="With what the schedule leaves unused, and the digest that ranks compare.",
+        ),
     ] = False,
 ) -> None:
     """Print the launch plan of an op: placement, routes, chunks, order, predicted time; or, where it

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ class Terminal(Console):
                 yield segment
             else:
                 yield Segment(_lines(segment.text), segment.style)
+
+
+@contextmanager
+def progress(console: Console, waiting: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Tells what is done, of so many, on a line that changes, or in a pipe on lines of stderr."""
+    count = 0
+
+    def told(done: str) -> str:
+        nonlocal count
+        count += 1
+        return f"{count} of {total} done: {done}"
+
+    if console.is_terminal:
+        with console.status(waiting) as status:
+            yield lambda done: status.update(told(done))
+    else:
+        errors = Terminal(stderr=True)
+        yield lambda done: errors.print(told(done))
 
 
 def write(text: str) -> None:

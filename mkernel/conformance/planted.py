@@ -64,14 +64,22 @@ def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: in
     ]
 
 
+def wanted(nic: str | None, only: Sequence[str] = ()) -> dict[str, list[str]]:
+    """:func:`faults` with those checks alone; without any, all of them."""
+    chosen = {
+        fault: [check for check in checks if not only or check in only]
+        for fault, checks in faults(nic).items()
+    }
+    return {fault: checks for fault, checks in chosen.items() if checks}
+
+
 def judge(
     nic: str | None, only: Sequence[str] = (), on_row: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
-    """Every fault of :func:`faults`, or those of some checks."""
+    """Every fault of :func:`wanted`."""
     rows = []
-    for fault, checks in faults(nic).items():
-        wanted = [check for check in checks if not only or check in only]
-        for row in judge_one(fault, wanted, nics=nic is not None) if wanted else ():
+    for fault, checks in wanted(nic, only).items():
+        for row in judge_one(fault, checks, nics=nic is not None):
             on_row(row)
             rows.append(row)
     return rows

@@ -33,8 +33,7 @@ def table(report: Report) -> Sheet:
             Column("outcome", key=True),
             Column("seconds", right=True),
             Column("promise, and how it was broken", prose=True),
-        ),
-        summary(report),
+        )
     )
     for result in report.results:
         drawn.row(

@@ -206,7 +206,8 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
         *(_unless_noisy(each, f"{each.overlap_efficiency:.0%}") for _, _, each in clocks),
     )
     legend = "; ".join(f"{name}: {where}" for name, where, _ in clocks)
-    legend = f"{legend}. Median over {report.iterations} calls of the slowest rank's time."
+    calls = "1 call" if report.iterations == 1 else f"{report.iterations} calls"
+    legend = f"{legend}. Median over {calls} of the slowest rank's time."
     if any(_noisy(each) for _, _, each in clocks):
         legend += (
             f" {_NOISY}: calls differ by up to {duration(1e3 * report.wall.noise_ms)}, more than "

@@ -66,7 +66,7 @@ def plan(
     Args:
         notes: what was left out, and why.
         brief: leave out how the bytes go and what the backend decided.
-        verbose: with the digest that ranks compare.
+        verbose: with every field of the schedule, and the digest that ranks compare.
     """
     kinds: Counter[str] = Counter()
     for route in made.routes.classes:
@@ -89,7 +89,7 @@ def plan(
         **({"around": around} if (around := _around(made)) else {}),
     }
     if isinstance(made, LaunchPlan):
-        rows |= {"schedule": _schedule(made.schedule)}
+        rows |= {"schedule": _schedule(made.schedule, unused=verbose)}
     elif made.nodes > 1:
         rows |= {"exchange": made.exchange}
     rows |= {"predicted": _predicted(made.prediction)}
@@ -192,12 +192,13 @@ def _path(made: CommonPart) -> str:
     )
 
 
-def _schedule(part: Schedule | None) -> str:
-    """Every field of the backend's part with its value, under the name that it has in the plan."""
+def _schedule(part: Schedule | None, *, unused: bool) -> str:
+    """The backend's part, each field under the name that it has in the plan; ``unused``: also what the
+    plan makes no use of, whose value is 0, no or none."""
     if part is None:
         return "none yet"
-    fields = ", ".join(f"{name} {_word(value)}" for name, value in _leaves(part))
-    return f"{part.kind}: {fields}"
+    fields = [f"{name} {_word(value)}" for name, value in _leaves(part) if value or unused]
+    return f"{part.kind}: {', '.join(fields)}" if fields else part.kind
 
 
 def _word(value: object) -> str:
@@ -254,17 +255,14 @@ def _node_lines(node: Node) -> list[str]:
     lines = [f"{kind} {node.id} · {node.hostname} · {cpus}"]
     if memory:
         lines[0] += f" · {memory / 2**30:.1f} GiB"
-    lines += _grouped(node.accelerators, _accelerator)
-    lines += _grouped(node.nics, _nic)
+    where = _where if len(node.numa) > 1 else lambda _: ""
+    lines += _grouped(node.accelerators, lambda device: accelerator_name(device) + where(device))
+    lines += _grouped(node.nics, lambda device: _nic(device) + where(device))
     if not node.accelerators:
         lines.append("no accelerator")
     if not node.nics:
         lines.append("no NIC")
     return lines
-
-
-def _accelerator(device: Accelerator) -> str:
-    return accelerator_name(device) + _where(device)
 
 
 def accelerator_name(device: Accelerator) -> str:
@@ -282,7 +280,7 @@ def _nic(device: Nic) -> str:
     speed = f" {device.speed_gbps:g} Gb/s" if device.speed_gbps else ""
     state = "" if device.active else " DOWN"
     emulated = ", emulated" if device.emulated else ""
-    return f"NIC ({device.kind}{emulated}){speed}{state}" + _where(device)
+    return f"NIC ({device.kind}{emulated}){speed}{state}"
 
 
 def _where(device: Accelerator | Nic) -> str:

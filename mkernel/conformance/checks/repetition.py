@@ -116,7 +116,7 @@ def rank_keeps(case: Case) -> Iterator[str]:
 def queued_calls(subject: AcceleratorSubject) -> None:
     """Many calls of two plans, none waited for, then all results."""
     if not subject.capabilities.stream_ordered:
-        raise CheckSkipped("not claimed: stream_ordered")
+        raise CheckSkipped("stream_ordered is not claimed")
     calls = 8 if subject.quick else 40
     subject.judge(rank_queues, _pairs(subject), calls, world=subject.largest())
 

@@ -80,7 +80,7 @@ def test_json_round_trips_and_says_the_verdict(report: Report) -> None:
 
 def test_the_table_shows_every_check_and_its_words(report: Report) -> None:
     console = Console(file=StringIO(), width=120)
-    console.print(render.table(report))
+    console.print(render.table(report), render.summary(report))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "FAILED (1 passed, 2 failed, 1 skipped" in text
     for word in ("good", "bad", "odd", "broken", "it holds", "not claimed: x", "[x]"):
