@@ -255,7 +255,9 @@ def _node_lines(node: Node) -> list[str]:
     lines = [f"{kind} {node.id} · {node.hostname} · {cpus}"]
     if memory:
         lines[0] += f" · {memory / 2**30:.1f} GiB"
-    where = _where if len(node.numa) > 1 else lambda _: ""
+    known = {device.numa_node for device in node.accelerators}
+    known |= {device.numa_node for device in node.nics} | {part.id for part in node.numa}
+    where = _where if len(known - {None}) > 1 else lambda _: ""
     lines += _grouped(node.accelerators, lambda device: accelerator_name(device) + where(device))
     lines += _grouped(node.nics, lambda device: _nic(device) + where(device))
     if not node.accelerators:

@@ -8,8 +8,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
+from mkernel.cli.terminal import Terminal
 from mkernel.conformance import render
 from mkernel.conformance.check import Check, Report, run_checks
 from mkernel.errors import InputFileError
@@ -79,7 +79,7 @@ def test_json_round_trips_and_says_the_verdict(report: Report) -> None:
 
 
 def test_the_table_shows_every_check_and_its_words(report: Report) -> None:
-    console = Console(file=StringIO(), width=120)
+    console = Terminal(file=StringIO(), width=120)
     console.print(render.table(report), render.summary(report))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "FAILED (1 passed, 2 failed, 1 skipped" in text
