@@ -47,17 +47,25 @@ def write_timeline(run: Timeline, path: Path) -> None:
             axes.fill_between(
                 [time / 1e3 for time in times], bottom, tops, step="post", color=colour, linewidth=0
             )
-    for name, start in run.sections:
-        axes.annotate(name, (start / 1e3, -0.55), fontsize="small", annotation_clip=False)
-    patches = [Patch(color=colour, label=name) for name, colour in _KINDS.values()]
-    waiting = "the rest of the call" if run.sections else "waits for a signal"
+    for number, (name, start) in enumerate(
+        run.sections
+    ):  # at two heights, as sections may be short
+        above = -0.6 - 0.4 * (number % 2)
+        axes.annotate(name, (start / 1e3, above), fontsize="small", annotation_clip=False)
+        axes.axvline(start / 1e3, color="#5b6776", linewidth=0.8)
+    labels = {kind: name for kind, (name, _) in _KINDS.items()}
+    waiting = "the rest of the call"
+    if not run.sections:
+        labels["comm"] += ": cores that send, not the NIC behind them"
+        waiting = "waits for a signal"
+    patches = [Patch(color=_KINDS[kind][1], label=label) for kind, label in labels.items()]
     if waits:
         patches.append(Patch(color=_WAITING, label=waiting))
     axes.set_yticks(range(len(rows)), [f"rank {rank} {_KINDS[kind][0]}" for rank, kind in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, run.total_us / 1e3)
     axes.set_xlabel(f"ms; {run.clock}")
-    axes.set_title(run.title, pad=18 if run.sections else 6)
+    axes.set_title(run.title, pad=26 if run.sections else 6)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     figure.savefig(path, dpi=120)

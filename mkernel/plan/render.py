@@ -76,7 +76,7 @@ def plan(
         between = f", {made.carrier} between ranks"
     title = "launch plan" if isinstance(made, LaunchPlan) else "what if"
     rows = {
-        title: f"{made.op} · {_sizes(made)} · {made.dtype} → {made.out_dtype}",
+        title: f"{made.op} · {sizes(made)} · {made.dtype} → {made.out_dtype}",
         "world": f"{made.nodes} nodes x {made.ranks_per_node} ranks on {made.accelerator}{between}",
         "ranks": _shorten([_rank(made, node) for node in range(made.nodes)], 4, "nodes"),
         "path": made.path if brief else _path(made),
@@ -225,7 +225,7 @@ def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
     return f"{each} x {pairs} a peer" + (f"; puts {nics.small_puts}{striped}" if striped else "")
 
 
-def _sizes(made: CommonPart) -> str:
+def sizes(made: CommonPart) -> str:
     """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
     if isinstance(made.shape, GemmShape):
         return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"

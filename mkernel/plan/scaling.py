@@ -57,16 +57,21 @@ def write(found: list[Point], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
     ranks = [point.ranks for point in found]
     for label, values, style in (
-        ("call, simulated", [point.time_us for point in found], "o-"),
-        ("floor", [point.floor_us for point in found], "--"),
-        ("compute", [point.compute_us for point in found], ":"),
-        ("exposed communication", [point.exposed_us for point in found], "s-"),
+        ("a call, simulated", [point.time_us for point in found], "o-"),
+        (
+            "its communication that compute does not hide",
+            [point.exposed_us for point in found],
+            "s-",
+        ),
+        ("its compute", [point.compute_us for point in found], ":"),
+        ("no schedule is faster", [point.floor_us for point in found], "--"),
     ):
-        axes.plot(ranks, values, style, label=label)
+        axes.plot(ranks, [value / 1e3 for value in values], style, label=label)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(each) for each in ranks])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks")
-    axes.set_ylabel("µs, predicted")
+    axes.set_ylabel("ms, predicted")
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
