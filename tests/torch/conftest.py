@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from functools import cache
 
 import pytest
+import torch
 
 from mkernel.errors import Unsupported
 from mkernel.ops.checkpointing import require_saving
 from mkernel.ops.inductor import require_order
+
+if torch.__version__ < (
+    2,
+    7,
+):  # its Inductor leaves workers behind, which hold what ranks share
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @cache
