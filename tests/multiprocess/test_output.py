@@ -3,16 +3,19 @@ every column is there, units fit, and nothing that a newcomer cannot use."""
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command_line import mkernel
 
 from mkernel.cli import run as run_command
+from mkernel.conformance import check
 from mkernel.harness import bench_run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -111,8 +114,10 @@ class Kept:
 
 @pytest.fixture(scope="module", autouse=True)
 def once() -> Any:
-    """What takes processes runs once, and is shown in every width."""
+    """What takes processes runs once, and is shown in every width; a check takes 1.5 s."""
+    moments = itertools.count(step=1.5)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
         patch.setattr(run_command, "launch", Kept(run_command.launch))
         patch.setattr(bench_run, "run", Kept(bench_run.run))
         yield
@@ -131,10 +136,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., li
             monkeypatch.setenv("COLUMNS", str(width))
         done = mkernel(*(str(machine) if one == "GPUS" else one for one in arguments))
         assert done.returncode in (0, 2), done.stdout + done.stderr
-        told = width is not None or done.returncode or arguments[0] == "conformance"
-        errors = (
-            done.stderr if told else ""
-        )  # else it is progress, which a terminal shows and erases
+        told = width is not None or done.returncode
+        errors = done.stderr if told else ""  # else it is progress, which a terminal erases
         return shown(done.stdout + errors)
 
     return found

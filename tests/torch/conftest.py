@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from functools import cache
 
 import pytest
+import torch
 
 from mkernel.errors import Unsupported
 from mkernel.ops.checkpointing import require_saving
 from mkernel.ops.inductor import require_order
+
+COMPILES_BESIDE = torch.__version__ < (2, 7)
+"""Whether Inductor leaves workers behind, which hold what ranks share."""
+if COMPILES_BESIDE:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @cache

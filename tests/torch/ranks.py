@@ -12,6 +12,9 @@ from torch.library import opcheck
 
 import mkernel
 
+SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
+"""Whether this torch multiplies e4m3 on CPUs; that of 2.6 does not."""
+
 
 def operand(name: str, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values that every process can draw of any rank's."""
