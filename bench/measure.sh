@@ -13,7 +13,10 @@
 #   whole    whole layers beside the libraries' ones                 whole_layers.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
-#   soak     three soaks of eight minutes, and 10^6 calls   soak_hopper.json
+#   soak     three soaks side by side on the same GPUs, each of SOAK_SECONDS [480] seconds with a rank
+#            killed every SOAK_LIFE [60]; a run that does not end is stopped 75 s behind that
+#                                                            soak_hopper.json, runs in soak_hopper/
+#   calls    10^6 calls of a small op, alone                 the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
@@ -58,6 +61,22 @@ tests() { # RANKS_PER_DEVICE
     [ ! -e "$logs/failed" ] || outcome=1
     rm -r "$logs"
     unset MKERNEL_RANKS_PER_DEVICE
+}
+
+soak() { # NAME MOST_SECONDS ARGUMENT...: into a file and a log of its own, since soaks run side by side
+    local runs="$results/soak_hopper" began=$SECONDS status=0
+    mkdir -p "$runs"
+    PYTHONPATH="tests:${PYTHONPATH:-}" timeout --kill-after 15 "$2" python -m soak.command "${@:3}" \
+        --accelerator "${SOAK_ACCELERATOR:-hopper}" --output "$runs/$1.json" > "$runs/$1.log" 2>&1 \
+        || status=$?
+    echo "== soak $1, $((SECONDS - began)) s, exit code $status" >&2
+    grep -E "s  life|WRONG|Error" "$runs/$1.log" >&2
+    return $status
+}
+
+merge_soaks() {
+    PYTHONPATH="tests:${PYTHONPATH:-}" run python -m soak.command --merge "$results"/soak_hopper/*.json \
+        --output "$results/soak_hopper.json" > /dev/null
 }
 
 layers=(--ranks 2 --shapes layers --accelerator hopper)
@@ -119,15 +138,18 @@ for part in "$@"; do
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
         ;;
     soak)
-        runs=$(mktemp -d)
-        export PYTHONPATH="tests:${PYTHONPATH:-}"
+        seconds=${SOAK_SECONDS:-480} jobs=()
         for seed in 1 2 3; do
-            run python -m soak.command --seconds 480 --seed $seed --accelerator hopper \
-                --output "$runs/$seed.json"
+            soak seed_$seed $((seconds + 75)) --seconds "$seconds" --seed $seed --beside 2 \
+                --life "${SOAK_LIFE:-60}" &
+            jobs+=($!)
         done
-        run python -m soak.command --calls 1000000 --accelerator hopper --output "$runs/calls.json"
-        run python -m soak.command --merge "$runs"/*.json --output "$results/soak_hopper.json"
-        rm -r "$runs"
+        for job in "${jobs[@]}"; do wait "$job" || outcome=1; done
+        merge_soaks
+        ;;
+    calls)
+        soak calls 540 --calls "${SOAK_CALLS:-1000000}" || outcome=1
+        merge_soaks
         ;;
     alternate)
         mkdir -p "$results/two_commits"
@@ -141,7 +163,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, soak, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

@@ -15,6 +15,7 @@ from typing import Any
 from chaos.planted import Planted
 from chaos.pool import Member
 from soak.ended import Ended, judge, over_lives
+from soak.flat import limits
 from soak.life import NOTICED_S, TIMEOUT_S, Life, live
 from soak.neighbour import neighbour
 from soak.sample import Sample
@@ -36,6 +37,7 @@ class Plan:
     Attributes:
         seconds: in all. life_s: of one life, at whose end a rank is killed.
         lives: at most. ranks, step_calls, cases: as :class:`soak.life.Life` has them.
+        beside: how many other soaks use the same devices meanwhile.
         planted: a mistake of the last rank in the first life, after so many calls.
     """
 
@@ -47,8 +49,14 @@ class Plan:
     lives: int | None = None
     step_calls: int = 12
     cases: int = 4
+    beside: int = 0
     planted: Planted | None = None
     planted_after: int = 0
+
+    @property
+    def allowed(self) -> dict[str, int]:
+        """What each kind of memory may grow by."""
+        return limits(self.accelerator, self.beside)
 
 
 @dataclass
@@ -95,7 +103,7 @@ def soak(plan: Plan, folder: Path, soaked: Soaked) -> Iterator[tuple[Ended, list
 
 def overall(plan: Plan, soaked: Soaked) -> list[str]:
     """What is wrong with the whole."""
-    return over_lives(soaked.processes, plan.accelerator)
+    return over_lives(soaked.processes, plan.allowed)
 
 
 class _Beside:
@@ -133,7 +141,7 @@ class _Played:
     ) -> None:
         """``seconds``: after which all leave; None: one is killed."""
         chance = random.Random(f"{plan.seed}/{number}/end")
-        self.ended = Ended(number, plan.accelerator)
+        self.ended = Ended(number, plan.allowed)
         self._members = members
         self._victim = chance.randrange(plan.ranks) if seconds is None else None
         self._kill_after_s = plan.life_s * chance.uniform(0.75, 1.0)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from soak.flat import apart, piled_up, too_much
+from soak.flat import ALLOWED, apart, piled_up, too_much
 from soak.life import NOTICED_S, TIMEOUT_S, Lived
 from soak.sample import Sample
 
@@ -18,7 +18,7 @@ class Ended:
     """A life that is over.
 
     Attributes:
-        number: of the life. accelerator: of its worlds.
+        number: of the life. allowed: what each kind of memory may grow by (:func:`soak.flat.limits`).
         victim: the rank that was killed, at ``killed_at`` by CLOCK_MONOTONIC; None: none was.
         lived: by rank. died: ranks whose processes ended, with how. silent: ranks that said nothing in
             time, with where they were.
@@ -26,7 +26,7 @@ class Ended:
     """
 
     number: int
-    accelerator: str = ""
+    allowed: Mapping[str, int] = field(default_factory=lambda: ALLOWED)
     victim: int | None = None
     killed_at: float = 0.0
     lived: dict[int, Lived] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def judge(life: Ended) -> list[str]:
 
 
 def _pile(life: Ended, samples: Sequence[Sample]) -> list[str]:
-    return piled_up(samples) + too_much(samples, life.accelerator)
+    return piled_up(samples) + too_much(samples, life.allowed)
 
 
 def _end(life: Ended) -> list[str]:
@@ -95,10 +95,10 @@ def _disagreed(life: Ended) -> list[str]:
     ]
 
 
-def over_lives(processes: Mapping[int, Sequence[Sample]], accelerator: str) -> list[str]:
+def over_lives(processes: Mapping[int, Sequence[Sample]], allowed: Mapping[str, int]) -> list[str]:
     """What piles up in processes from life to life: samples of each, between two lives."""
     return [
         f"process {number}: {each} of {len(samples)} lives"
         for number, samples in processes.items()
-        for each in too_much(samples, accelerator)
+        for each in too_much(samples, allowed)
     ]

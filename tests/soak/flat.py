@@ -17,6 +17,7 @@ sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from soak.sample import Sample
@@ -29,6 +30,7 @@ ALLOWED = {
     "files": 4 * _MIB,
     "shared": _MIB,
     "device": _MIB,
+    "device_process": 16 * _MIB,
     "device_used": 16 * _MIB,
 }
 """Bytes that each kind of memory may grow by. Pages of libraries and of shared memory are resident from
@@ -49,20 +51,31 @@ def growth(values: Sequence[int]) -> int:
 
 
 def grown(samples: Sequence[Sample]) -> dict[str, int]:
-    """Growth by kind of memory; empty where there are too few samples to say."""
+    """Growth by kind of memory, of kinds that are in all samples; empty where there are too few samples
+    to say."""
     if len(samples) < LEAST:
         return {}
-    return {kind: growth([sample.memory[kind] for sample in samples]) for kind in samples[0].memory}
+    kinds = [kind for kind in samples[0].memory if all(kind in each.memory for each in samples)]
+    return {kind: growth([sample.memory[kind] for sample in samples]) for kind in kinds}
 
 
-def too_much(samples: Sequence[Sample], accelerator: str = "") -> list[str]:
-    """What memory of a process grew too much, in sentences."""
-    allowed = {**ALLOWED, "own": ALLOWED["own"] + CORES.get(accelerator, 0)}
+def limits(accelerator: str, beside: int = 0) -> dict[str, int]:
+    """What each kind of memory may grow by. ``beside``: so many other soaks use the same devices, and
+    what is used there in all says nothing of this one."""
+    found = {**ALLOWED, "own": ALLOWED["own"] + CORES.get(accelerator, 0)}
+    if beside:
+        del found["device_used"]
+    return found
+
+
+def too_much(samples: Sequence[Sample], allowed: Mapping[str, int]) -> list[str]:
+    """What memory of a process grew too much, in sentences. Kinds that are not in ``allowed`` are not
+    judged."""
     return [
         f"{kind} memory grew by {by / _MIB:.1f} MiB over {samples[-1].calls - samples[0].calls} calls "
         f"({allowed[kind] / _MIB:g} MiB may)"
         for kind, by in grown(samples).items()
-        if by > allowed[kind]
+        if by > allowed.get(kind, math.inf)
     ]
 
 

@@ -30,6 +30,7 @@ from mkernel.conformance import grid
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.ranks import Judge
 from mkernel.errors import WorldError
+from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.world import lifecycle
 from mkernel.world.registry import worlds
 from mkernel.world.world import World
@@ -144,8 +145,9 @@ def _torch(life: Life) -> Iterator[None]:
         LOCAL_RANK=str(life.rank),
         LOCAL_WORLD_SIZE=str(life.size),
         GLOO_SOCKET_IFNAME="lo",
+        **ENVIRONMENT,
         MKERNEL_HEARTBEAT_S="0.2",
-        MKERNEL_JOB_SECRET=f"the secret of life {life.number}",
+        MKERNEL_JOB_SECRET=f"the secret of life {life.number} of seed {life.seed}",
         MKERNEL_TIMEOUT_S=str(TIMEOUT_S),
     )
     lifecycle.generations.clear()  # the store is this life's own
@@ -170,7 +172,7 @@ def _torch(life: Life) -> Iterator[None]:
         broken = False
     finally:
         if broken and "nccl" in backend:
-            _whole().abort()  # NCCL waits for who is gone
+            _whole()._get_backend(torch.device("cuda")).abort()  # NCCL waits for who is gone
         distributed.destroy_process_group()
         gc.collect()
 

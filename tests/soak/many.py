@@ -11,12 +11,12 @@ slower as a whole. Memory, counted things and epochs have the rules of :mod:`soa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from soak.flat import apart, grown, piled_up, too_much
+from soak.flat import ALLOWED, apart, grown, piled_up, too_much
 from soak.sample import Sample, take
 from soak.start import start_at
 
@@ -72,7 +72,7 @@ class Found:
         for rank, each in enumerate(self.told):
             found += each.wrong
             found += [f"rank {rank}: {what}" for what in piled_up(each.samples)]
-            found += [f"rank {rank}: {what}" for what in too_much(each.samples)]
+            found += [f"rank {rank}: {what}" for what in too_much(each.samples, ALLOWED)]
             slower = drift(each.cpu_s)
             if slower > SLOWER:
                 found.append(f"rank {rank}: calls take {slower:.2f} times as long at the end")
@@ -117,16 +117,18 @@ def _calls(what: Many) -> Told:
     if what.start:
         start_at(world, what.start)
     told = Told()
-    call = _judged(world, told)
+    judged = _Judged(world, told)
     for number in range(WARM_CALLS):
-        call(number, number)
+        judged.call(number, number)
+    judged.tell()
     told.samples.append(_sample(what, world, 0))
     each = what.calls // BLOCKS
     for block in range(BLOCKS):
         cpu, wall = time.process_time(), time.monotonic()
         for number in range(each):
             other = what.planted == "wrong-once" and (block, number) == (BLOCKS // 2, each // 2)
-            call(number, number + other)
+            judged.call(number, number + other)
+        judged.tell()
         world.synchronize()
         told.cpu_s.append((time.process_time() - cpu) / each)
         told.wall_s.append((time.monotonic() - wall) / each)
@@ -141,29 +143,49 @@ def _sample(what: Many, world: World, calls: int, first: Sample | None = None) -
     return sample._replace(worlds={"all": made._replace(counted=made.counted + what.start)})
 
 
-def _judged(world: World, told: Told) -> Callable[[int, int], None]:
-    """One call with the inputs of a number; its result is compared with the truth of another, which
-    is the same unless a mistake is planted."""
-    device = world.accelerator.device
-    given, truths = [], []
-    for turn in range(_INPUTS):
-        chance = torch.Generator().manual_seed(turn)
-        a, b = (
-            [torch.randn(shape, generator=chance).bfloat16() for _ in range(world.size)]
-            for shape in ((_M, _K), (_K, _N))
-        )
-        given.append((a[world.rank].to(device), b[world.rank].to(device)))
-        truth = torch.stack([x.double() @ y.double() for x, y in zip(a, b, strict=True)]).sum(0)
-        truths.append(truth.to(device))
-    out = torch.empty(_M, _N, dtype=torch.bfloat16, device=device)
+class _Judged:
+    """Calls with fixed inputs in turn. Each is compared on the device, in the order of its stream; what
+    was wrong is known after a round of them, so that calls follow each other as a user's do."""
 
-    def call(number: int, judged_as: int) -> None:
-        a, b = given[number % _INPUTS]
-        truth = truths[judged_as % _INPUTS]
-        fill(out)
-        mkernel.gemm_all_reduce(a, b, out=out)
-        error = float((out - truth).abs().max())
-        if not error < _LIMIT * float(truth.abs().max()) and len(told.wrong) < _MOST_TOLD:
-            told.wrong.append(f"rank {world.rank}: call {number} is off by {error:.1e}")
+    def __init__(self, world: World, told: Told) -> None:
+        self._world, self._told = world, told
+        device = world.accelerator.device
+        self._given, self._truths, self._largest = [], [], []
+        for turn in range(_INPUTS):
+            chance = torch.Generator().manual_seed(turn)
+            a, b = (
+                [torch.randn(shape, generator=chance).bfloat16() for _ in range(world.size)]
+                for shape in ((_M, _K), (_K, _N))
+            )
+            self._given.append((a[world.rank].to(device), b[world.rank].to(device)))
+            truth = torch.stack([x.double() @ y.double() for x, y in zip(a, b, strict=True)]).sum(0)
+            self._truths.append(truth.to(device))
+            self._largest.append(float(truth.abs().max()))
+        self._out = torch.empty(_M, _N, dtype=torch.bfloat16, device=device)
+        self._gap = torch.empty(_M, _N, dtype=torch.float64, device=device)
+        self._errors = torch.empty(_INPUTS, dtype=torch.float64, device=device)
+        self._each_error = list(self._errors.unbind())
+        self._open: list[tuple[int, int]] = []
 
-    return call
+    def call(self, number: int, judged_as: int) -> None:
+        """One with the inputs of a number; its result is compared with the truth of another, which is
+        the same unless a mistake is planted."""
+        a, b = self._given[number % _INPUTS]
+        fill(self._out)
+        mkernel.gemm_all_reduce(a, b, out=self._out)
+        torch.sub(self._out, self._truths[judged_as % _INPUTS], out=self._gap)
+        torch.amax(self._gap.abs_(), (0, 1), out=self._each_error[len(self._open)])
+        self._open.append((number, judged_as % _INPUTS))
+        if len(self._open) == _INPUTS:
+            self.tell()
+
+    def tell(self) -> None:
+        """Note which calls of this round were wrong."""
+        errors = self._errors.tolist()
+        for (number, judged_as), error in zip(self._open, errors, strict=False):
+            right = error < _LIMIT * self._largest[judged_as]  # a NaN is not
+            if not right and len(self._told.wrong) < _MOST_TOLD:
+                self._told.wrong.append(
+                    f"rank {self._world.rank}: call {number} is off by {error:.1e}"
+                )
+        self._open.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,12 @@ class Report:
         self._ops: Counter[str] = Counter()
         self._noticed_s: list[float] = []
         self._grown: dict[str, int] = {}
-        self.wrong: list[str] = []
+        self._wrong: list[str] = []
+        self._ended = False
 
     def add(self, ended: Ended, wrong: list[str]) -> None:
         """A life and what was wrong with it."""
-        self.wrong += wrong
+        self._wrong += wrong
         self._counts["lives"] += 1
         self._counts["killed"] += ended.victim is not None
         for lived in ended.lived.values():
@@ -38,7 +40,14 @@ class Report:
         for samples in ended.samples.values():
             self._counts["samples"] += len(samples)
             for kind, by in grown(samples).items():
+                if kind not in self._plan.allowed:
+                    continue
                 self._grown[kind] = max(by, self._grown.get(kind, by))
+
+    def end(self, wrong: list[str]) -> None:
+        """All lives are over; what was wrong with the whole."""
+        self._wrong += wrong
+        self._ended = True
 
     def line(self, ended: Ended) -> str:
         """A life in a line."""
@@ -51,36 +60,53 @@ class Report:
         )
 
     def summary(self) -> dict[str, Any]:
-        """JSON-safe. Growth is the most of any process in a life, by kind of memory, in bytes."""
+        """JSON-safe. Growth is the most of any process in a life, by kind of memory that was judged, in
+        bytes."""
+        wrong = self._wrong if self._ended else [*self._wrong, "it did not come to its end"]
         return {
             "accelerator": self._plan.accelerator,
             "ranks": self._plan.ranks,
             "seed": self._plan.seed,
+            "beside": self._plan.beside,
             "seconds": round(time.monotonic() - self._start),
             **{name: self._counts[name] for name in sorted(self._counts)},
             "slowest_notice_s": round(max(self._noticed_s, default=0.0), 2),
             "most_grown_bytes": self._grown,
             "calls_by_op_and_way": dict(sorted(self._ops.items())),
-            "wrong": self.wrong,
+            "wrong": wrong,
         }
 
 
 _ADDED = ("seconds", "lives", "killed", "calls_judged", "collectives_judged", "samples", "calls")
 
 
-def merge(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several summaries as one: the runs without their ops, and their sums."""
+_SAME = ("commit", "hardware", "software")
+
+
+def merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several results of one machine, some of them perhaps merged before, as one: the runs without
+    their ops, and their sums. ValueError where they are of different commits, machines or versions."""
+    first = results[0]
+    for name in _SAME:
+        said = [json.dumps(each[name], sort_keys=True) for each in results]
+        if len(set(said)) > 1:
+            raise ValueError(f"soaks with different {name} cannot be merged: {said}")
     total: Counter[str] = Counter()
     ops: Counter[str] = Counter()
-    for run in runs:
-        total.update({name: run[name] for name in _ADDED if name in run})
-        ops.update(run.get("calls_by_op_and_way", {}))
-    apart = [
-        {name: each for name, each in run.items() if name != "calls_by_op_and_way"} for run in runs
-    ]
-    return {
-        "runs": apart,
+    runs: list[dict[str, Any]] = []
+    for figures in [each["figures"] for each in results]:
+        ops.update(figures.get("calls_by_op_and_way", {}))
+        for run in figures.get("runs", [figures]):
+            runs.append({name: run[name] for name in run if name != "calls_by_op_and_way"})
+            total.update({name: run[name] for name in _ADDED if name in run})
+    figures = {
+        "runs": runs,
         "total": dict(total),
         "calls_by_op_and_way": dict(sorted(ops.items())),
-        "wrong": [f"seed {run.get('seed')}: {each}" for run in runs for each in run["wrong"]],
+        "wrong": [f"{_name(run)}: {each}" for run in runs for each in run["wrong"]],
     }
+    return {**first, "figures": figures}
+
+
+def _name(run: Mapping[str, Any]) -> str:
+    return f"seed {run['seed']}" if "seed" in run else f"{run['calls']} calls"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from chaos.held import held
 
+from mkernel.backends.cuda.native import pci_address
 from mkernel.world.world import World
 
 _PATIENCE_S = 10.0
@@ -37,7 +40,8 @@ class Sample(NamedTuple):
     Attributes:
         calls: that it has judged in this life. at: seconds by CLOCK_MONOTONIC.
         memory: bytes by kind: ``own``, ``files`` and ``shared`` of those that are resident, ``device``
-            as torch has allocated them there and ``device_used`` as the driver counts all.
+            as torch has allocated them there, ``device_process`` as the driver counts them for this
+            process, where it does, and ``device_used`` as it counts them for all processes.
         held: descriptors, threads and shared mappings by name.
         worlds: by the world's name in the life.
     """
@@ -92,4 +96,28 @@ def _memory() -> dict[str, int]:
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         found["device"], found["device_used"] = torch.cuda.memory_allocated(), total - free
+        if (driver := _of_process()) is not None:
+            found["device_process"] = driver
     return found
+
+
+def _of_process() -> int | None:
+    """Bytes of its device that the driver counts for this process; None where it does not say."""
+    import pynvml
+
+    try:
+        device = _nvml_device(torch.cuda.current_device())
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+    except pynvml.NVMLError:  # some containers may not ask for processes
+        return None
+    used = [each.usedGpuMemory for each in running if each.pid == os.getpid()]
+    return None if None in used or not used else int(sum(used))
+
+
+@functools.cache
+def _nvml_device(device: int) -> Any:
+    """NVML's handle of a device; initialises NVML for as long as the process lives."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByPciBusId(pci_address(device))

@@ -9,10 +9,10 @@ import pytest
 from chaos.planted import GROWTH_BYTES, Planted
 from soak.driver import Plan, Soaked, soak
 from soak.ended import Ended, judge
-from soak.flat import ALLOWED, LEAST, apart, growth, piled_up, too_much
+from soak.flat import ALLOWED, LEAST, apart, growth, limits, piled_up, too_much
 from soak.life import WARM, Lived
 from soak.many import BLOCKS, SLOWER, WARM_CALLS, Many, drift, many
-from soak.report import merge
+from soak.report import Report, merge
 from soak.sample import Progress, Sample
 
 CASES = 2
@@ -99,8 +99,29 @@ def test_a_spike_is_no_growth_and_a_leak_is() -> None:
         sample(100 * turn, memory={"own": (100 << 20) + turn * ALLOWED["own"] // 2})
         for turn in range(LEAST)
     ]
-    assert len(too_much(leaks)) == 1
-    assert too_much(leaks[: LEAST - 1]) == []  # too few to say
+    assert len(too_much(leaks, ALLOWED)) == 1
+    assert too_much(leaks[: LEAST - 1], ALLOWED) == []  # too few to say
+
+
+def test_what_other_soaks_use_of_a_device_is_not_judged_and_own_memory_there_is() -> None:
+    """The driver may count a process in some samples only."""
+
+    def grows(kind: str) -> list[Sample]:
+        flat = {
+            "own": 1 << 30,
+            "device": 1 << 30,
+            "device_process": 1 << 30,
+            "device_used": 1 << 30,
+        }
+        return [sample(n, memory={**flat, kind: (n << 24) + flat[kind]}) for n in range(LEAST)]
+
+    for kind in ("own", "device", "device_process"):
+        assert len(too_much(grows(kind), limits("hopper", 2))) == 1
+    assert too_much(grows("device_used"), limits("hopper", 2)) == []
+    assert len(too_much(grows("device_used"), limits("hopper"))) == 1
+    once = grows("device_process")
+    del once[4].memory["device_process"]
+    assert too_much(once, limits("hopper")) == []
 
 
 @pytest.mark.parametrize("which", ["number", "epoch", "counted"])
@@ -119,7 +140,7 @@ def killed(**changes: object) -> list[str]:
     lived = Lived(0, error=told, at=101.0, noticed={"all": told})
     for name, value in changes.items():
         setattr(lived, name, value)
-    return judge(Ended(0, "streams", 2, 100.0, {0: lived}, {2: "exit code -9"}))
+    return judge(Ended(0, ALLOWED, 2, 100.0, {0: lived}, {2: "exit code -9"}))
 
 
 def test_what_must_come_of_a_kill_is_accepted_and_anything_else_is_not() -> None:
@@ -133,13 +154,30 @@ def test_what_must_come_of_a_kill_is_accepted_and_anything_else_is_not() -> None
     assert "holds 1 more" in killed(left=["1 more of threads"])[0]
 
 
-def test_runs_are_merged() -> None:
-    run = {"seed": 1, "calls_judged": 5, "wrong": [], "calls_by_op_and_way": {"x eager": 5}}
-    other = {**run, "seed": 2, "wrong": ["out is stale"]}
-    whole = merge([run, other])
-    assert whole["total"]["calls_judged"] == 10
-    assert whole["calls_by_op_and_way"] == {"x eager": 10}
-    assert whole["wrong"] == ["seed 2: out is stale"]
+def test_runs_are_merged_in_one_step_or_two() -> None:
+    def ran(**figures: object) -> dict[str, object]:
+        return {"commit": "c", "hardware": {}, "software": {}, "figures": {"wrong": [], **figures}}
+
+    one = ran(seed=1, calls_judged=5, calls_by_op_and_way={"x eager": 5})
+    two = ran(seed=2, calls_judged=6, calls_by_op_and_way={"x eager": 6}, wrong=["out is stale"])
+    many = ran(calls=100)
+    whole = merge([one, two, many])
+    figures = whole["figures"]
+    assert figures["total"] == {"calls_judged": 11, "calls": 100}
+    assert figures["calls_by_op_and_way"] == {"x eager": 11}
+    assert figures["wrong"] == ["seed 2: out is stale"]
+    assert [run.get("seed") for run in figures["runs"]] == [1, 2, None]
+    assert merge([merge([one, two]), many]) == whole
+    with pytest.raises(ValueError, match="different commit"):
+        merge([one, {**two, "commit": "d"}])
+
+
+def test_a_soak_that_was_stopped_before_its_end_is_wrong() -> None:
+    report = Report(Plan(1, "streams", 480.0))
+    report.add(Ended(0, ALLOWED), [])
+    assert report.summary()["wrong"] == ["it did not come to its end"]
+    report.end([])
+    assert report.summary()["wrong"] == []
 
 
 # ---- of many calls -------------------------------------------------------------------------------
