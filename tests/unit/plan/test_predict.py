@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
-from plan_worlds import CAPABILITIES, world
+from plan_worlds import CAPABILITIES, explained, main_job, world
 from shipped import constants_of
 
 from mkernel.plan.around import Around
@@ -14,12 +17,16 @@ from mkernel.plan.model import (
     GemmCombineShape,
     GemmShape,
     MoeShape,
+    Prediction,
     Scales,
     Shape,
 )
 from mkernel.plan.ops import OpName
-from mkernel.plan.planner import plan
-from mkernel.plan.predict import Payloads, payloads, work
+from mkernel.plan.pipeline import Exchange
+from mkernel.plan.planner import Planned, plan
+from mkernel.plan.predict import Payloads, messages_us, payloads, predict, work
+from mkernel.plan.simulate import simulate
+from mkernel.topology.shared_links import SharedLinks
 from mkernel.topology.world_map import world_map
 
 W = 4
@@ -136,3 +143,94 @@ def test_a_rate_that_is_not_known_of_e4m3_is_named_and_one_that_is_counts() -> N
     assert measured.compute_us == pytest.approx(unknown.compute_us / 2)
     named = "with the rate of float32 for that of float8_e4m3fn, which is unknown"
     assert [named in each.constants for each in found] == [False, True, False]
+
+
+# ---- times, by the docstrings' formulae, of a machine whose constants are round numbers ----------
+
+ROUND = constants_of("ascend").model_copy(
+    update={
+        "float16_tflops_per_core": 1.0,
+        "memory_gbs": 1e9,
+        "p2p_gbs": 1000.0,
+        "p2p_latency_us": 0.0,
+        "nic_gbs": 1000.0,
+        "nic_most_gbs": 1000.0,
+        "nic_latency_us": 0.0,
+        "comm_block_gbs": 1000.0,
+        "signal_us": 0.0,
+        "launch_us": 0.0,
+    }
+)
+
+
+def times_of(made: Planned, **constants: float) -> Prediction:
+    there = ROUND.model_copy(update=constants)
+    links = SharedLinks(made.plan.routes, made.plan.placement)
+    return predict(made.plan, links, made.pipeline, there)
+
+
+@pytest.mark.parametrize("late_us", [0.0, 20.0, 60.0, 500.0])
+def test_what_a_gather_exposes_is_what_local_rows_do_not_cover(late_us: float) -> None:
+    """Four waves on each of two ranks: half of the compute is of the rank's own rows, and the other's
+    only chunk comes within it, or so much later."""
+    constants = ROUND.model_copy(update={"p2p_latency_us": late_us})
+    made = main_job(1, 2, m=512, n=24 * 256, k=256, constants=constants)
+    found = times_of(made, p2p_latency_us=late_us)
+    cut = made.pipeline.chunking
+    assert cut is not None
+    assert (cut.chunks_per_rank, made.pipeline.compute_blocks) == (1, 24)
+    tile_us = 2 * cut.tile_m * cut.tile_n * 256 / 1e6
+    compute_us = 4 * tile_us
+    assert found.compute_us == pytest.approx(compute_us)
+    exposed = max(0.0, found.comm_us - compute_us / 2)
+    wanted = max(compute_us + exposed, found.comm_us + tile_us)
+    assert found.pipelined_us == pytest.approx(wanted)
+    assert found.sequential_us == pytest.approx(compute_us + found.comm_us)
+
+
+def test_blocks_are_shared_by_neighbours_and_all_other_nodes_together() -> None:
+    """Two nodes of three ranks: a rank's blocks serve two neighbours and the other node, which gets
+    three ranks' bytes and a signal with each. Their time is what a message costs, and that the
+    simulation gives."""
+    slow = {"comm_block_gbs": 0.25, "signal_us": 7.0}
+    constants = ROUND.model_copy(update=slow)
+    made = main_job(2, 3, m=6 * 128, n=256, k=256, comm_blocks=12, constants=constants)
+    assert made.pipeline.exchange == "direct"
+    payload = 128 * 256 * 2
+    blocks = 12 / 3
+    wanted = 3 * payload / (blocks * 0.25e3) + 3 * 7.0 / blocks
+    links = SharedLinks(made.plan.routes, made.plan.placement)
+    assert messages_us(payload, links, made.pipeline, constants) == pytest.approx(wanted)
+    assert times_of(made, **slow).comm_us == pytest.approx(wanted)
+    simulated = simulate(made.plan, made.pipeline, constants)
+    assert simulated.communication_us == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_way_that_nothing_takes_costs_nothing() -> None:
+    """Hierarchically all bytes stay on their rails: what crossing them takes does not count."""
+    made = main_job(2, 2, m=512, n=256, k=2048, constants=ROUND)
+    ways = tuple(
+        way
+        if way.within or way.src_local == way.dst_local
+        else way.model_copy(update={"latency_us": 1e6})
+        for way in made.plan.routes.classes
+    )
+    table = made.plan.routes.model_copy(update={"classes": ways})
+    links = SharedLinks(table, made.plan.placement)
+    took = [
+        messages_us(1 << 20, links, replace(made.pipeline, exchange=exchange), ROUND)
+        for exchange in get_args(Exchange)
+    ]
+    assert get_args(Exchange) == ("direct", "hierarchical")
+    assert took[1] < 1e5
+    assert took[0] > 1e6
+
+
+def test_results_that_come_home_alike_come_by_slot_which_takes_no_weights_first() -> None:
+    """With one expert a token both ways take the same bytes; by rank, weights go before."""
+    claims = CAPABILITIES.model_copy(update={"ops": ("moe_gemm_combine",)})
+    sizes = {"tokens": 64, "hidden": 64, "features": 64, "experts": 4, "top_k": 1}
+    for signal_us in (0.5, 50.0):
+        constants = ROUND.model_copy(update={"signal_us": signal_us})
+        made = explained("moe_gemm_combine", sizes, 1, 2, capabilities=claims, constants=constants)
+        assert made.pipeline.returns == "slots"
