@@ -70,6 +70,17 @@ def test_each_op_runs_on_the_first_that_provides_it(nodes: int) -> None:
             assert by == [GEMMS if op.startswith(("all_gather", "gemm")) else "streams"] * 3
 
 
+def both_gemm_and_attention() -> list[str]:
+    return [runs("all_gather_gemm"), runs("ring_attention")]
+
+
+def test_one_that_puts_through_a_nic_may_come_second_in_one_node_only() -> None:
+    order = "limited_backends:GemmsOnly,ascend"
+    assert in_ranks(both_gemm_and_attention, accelerator=order) == [order.split(",")] * 2
+    with pytest.raises(Unsupported, match="'ascend' puts through a NIC between nodes"):
+        in_ranks(both_gemm_and_attention, accelerator=order, nodes=2)
+
+
 def gradients() -> list[float]:
     """How much longer a step of attention between two projections makes the values wrong."""
     world = mkernel.world()

@@ -9,10 +9,15 @@ import pytest
 import torch
 from devices import SIM
 
+from mkernel import machine
+from mkernel.backends import registry
 from mkernel.machine import seated
+from mkernel.settings import Settings
 from mkernel.topology.model import Accelerator, Node, Topology
 from mkernel.topology.placement import place
 from mkernel.world.devices import Chosen, chosen
+from mkernel.world.identity import Backends, Identity
+from mkernel.world.join import Membership
 
 DEVICES = tuple(
     Accelerator(id=f"cuda{index}", kind="cuda", name="GPU", index=index, pci=f"0000:0{index}:00.0")
@@ -73,3 +78,28 @@ def test_a_device_as_peers_know_it() -> None:
     assert Chosen("cuda", 2).described(backend) == ("0000:02:00.0", 2)
     assert Chosen("cuda", 7).described(backend) is None
     assert Chosen("npu", 2).described(backend) is None
+
+
+@pytest.mark.parametrize(("node", "wanted"), [(0, ["cuda3", "cuda0"]), (1, ["cuda2", "cuda1"])])
+def test_nodes_of_one_host_are_made_of_what_their_own_ranks_use(
+    node: int, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two emulated nodes of two ranks, whose ranks have chosen the host's devices crosswise."""
+    backend = SimpleNamespace(probe=lambda: DEVICES, nic_access=lambda: None)
+    monkeypatch.setattr(registry, "accelerator", lambda name: backend)
+    monkeypatch.setattr(machine, "machine_topology", lambda backends: HOST)
+    used = {0: (None, 3), 1: (None, 0), 2: (None, 2), 3: (None, 1)}
+    peers: Any = {rank: SimpleNamespace(host="host") for rank in used}
+    told: dict[str, Any] = {}
+    membership: Any = SimpleNamespace(
+        _me=Identity(2 * node, nodes=2, ranks_per_node=2),
+        _devices=used,
+        _backends=Backends("cuda", None, None),
+        _settings=Settings(),
+        _exchange=SimpleNamespace(
+            publish=lambda _, description: told.update(description),
+            collect=lambda _, nodes: {each: told | {"id": each} for each in nodes},
+        ),
+    )
+    made = Membership._gather_topology(membership, peers)
+    assert [each.id for each in made.nodes[node].accelerators] == wanted
