@@ -31,7 +31,7 @@ from torch.distributed import TCPStore
 
 from mkernel import fork_server
 from mkernel.backends.runtime.threads import Thread
-from mkernel.errors import ArgumentError, MkernelError, PeerFailure
+from mkernel.errors import ArgumentError, MkernelError, PeerFailure, Timeout
 from mkernel.plan.arguments import check_world
 from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
 from mkernel.settings import load as load_settings
@@ -42,6 +42,10 @@ T = TypeVar("T")
 _ALWAYS_STARTED = 16
 """Ranks, however few the CPUs are."""
 _UNGUARDED = "mkernel.launch was called while its caller's script was imported"
+_JOIN_WAITS = 4
+"""Joining a world waits for other ranks a few times, each time up to the deadline of a wait."""
+_BEGIN_S = 60.0
+"""What a process, its imports and its backend may take beside that on a busy machine."""
 _GRACE_S = 5.0
 """After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
 
@@ -142,6 +146,7 @@ def launch(
         Exception: the first failure among the ranks, with that rank's traceback as its cause. No
             process, socket or shared memory is left behind.
         PeerFailure: a rank died without a word.
+        Timeout: a rank was not in the world long after all deadlines: its backend hangs as it opens.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A rank that is about to begin: it ends here, and its launcher says why.
@@ -195,6 +200,7 @@ class _Rank:
         self.number = job.rank
         self.outcome: tuple[str, Any] | None = None
         self.begun = False
+        self.joined = False
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_rank_main, args=(job, theirs), name=f"mkernel-rank{job.rank}", daemon=True
@@ -209,6 +215,8 @@ class _Rank:
                 kind, payload = pickle.loads(self.connection.recv_bytes())
                 if kind == "begun":
                     self.begun = True
+                elif kind == "joined":
+                    self.joined = True
                 elif kind == "report":
                     on_report(self.number, payload)
                 else:
@@ -229,6 +237,15 @@ class _Rank:
         text = f"{who} died: {how}" if self.begun else f"{who} {_never_began(how)}"
         self.outcome = ("died", text)
 
+    def give_up(self, seconds: float) -> None:
+        """Take it that it hangs: it is not in the world after so long."""
+        text = (
+            f"rank {self.number} (process {self.process.pid}) was not in the world {seconds:g} s after "
+            "the launch: its backend hangs as it opens, or the machine is far too busy; `mkernel "
+            "doctor` tries what backends need, and a larger timeout_s gives them more time"
+        )
+        self.outcome = ("overdue", text)
+
     def result(self) -> Any:
         """The function's result; only after supervision ended without failure."""
         assert self.outcome is not None
@@ -240,6 +257,8 @@ class _Rank:
         kind, payload = self.outcome
         if kind == "died":
             return PeerFailure(payload, self.number)
+        if kind == "overdue":
+            return Timeout(payload)
         pickled, text = payload
         error: BaseException
         try:
@@ -270,6 +289,8 @@ def _supervise(
     """Wait for all ranks; raise the first failure once the others had a chance to report theirs."""
     first: _Rank | None = None
     deadline = float("inf")
+    most_s = _JOIN_WAITS * settings.timeout_s + _BEGIN_S
+    all_joined_by = time.monotonic() + most_s
     while True:
         running = [rank for rank in ranks if rank.outcome is None]
         if not running or time.monotonic() > deadline:
@@ -281,6 +302,11 @@ def _supervise(
             if rank.outcome is not None and rank.outcome[0] != "result" and first is None:
                 first = rank
                 deadline = time.monotonic() + _GRACE_S + 2 * settings.heartbeat_s
+        if first is None and time.monotonic() > all_joined_by:
+            absent = [rank for rank in running if rank.outcome is None and not rank.joined]
+            if absent:
+                absent[0].give_up(most_s)
+                raise absent[0].error()
     if first is None:
         return
     # A rank that was only told of a failure may report before the one that failed.
@@ -361,6 +387,7 @@ def _rank_main(job: _Job, connection: Connection) -> None:
             settings=job.settings,
             stores=(stores[0], stores[1]),
         )
+        connection.send_bytes(pickle.dumps(("joined", None)))
         try:
             result = fn(*args, **kwargs)
         except BaseException as error:

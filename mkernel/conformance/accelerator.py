@@ -12,6 +12,7 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.conformance.check import Check
 from mkernel.conformance.overdue import ends_when_overdue
+from mkernel.conformance.ranks import give_up_after
 from mkernel.errors import BackendUnavailable
 from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.launch import launch
@@ -28,15 +29,21 @@ OPS = tuple(SHAPES)
 """Every op there is, the combine included."""
 
 WORLD_TIMEOUT_S = 20.0
-"""Deadline of the waits inside the kit's worlds."""
+"""Deadline of the waits inside the kit's worlds, once they are there."""
+
+START_TIMEOUT_S = 120.0
+"""Deadline of the waits while a world is made: how long a busy machine takes to start processes says
+nothing of a backend."""
 
 _OVERDUE_S = 60.0
 """A rank that is busy with one case for this long beyond its deadlines is ended, so that a backend that
 hangs cannot stop the kit."""
 
 
-def _bounded(limit_s: float, fn: Callable[..., T], *args: Any) -> T:
-    with ends_when_overdue(limit_s):
+def _bounded(timeout_s: float, fn: Callable[..., T], *args: Any) -> T:
+    """In a world that is there: from now on its waits have ``timeout_s``."""
+    give_up_after(timeout_s)
+    with ends_when_overdue(timeout_s + _OVERDUE_S):
         return fn(*args)
 
 
@@ -169,16 +176,17 @@ class AcceleratorSubject:
         timeout_s: float = WORLD_TIMEOUT_S,
         on_report: Callable[[int, Any], None] = lambda rank, payload: None,
     ) -> list[T]:
-        """Run ``fn(*args)`` on every rank of a world of the backend; the ranks' results."""
+        """Run ``fn(*args)`` on every rank of a world of the backend; the ranks' results. ``timeout_s``:
+        of each wait in it, once it is there."""
         return launch(
             _bounded,
-            timeout_s + _OVERDUE_S,
+            timeout_s,
             fn,
             *args,
             nodes=world[0],
             ranks_per_node=world[1],
             accelerator=self.name,
-            timeout_s=timeout_s,
+            timeout_s=START_TIMEOUT_S,
             on_report=on_report,
         )
 

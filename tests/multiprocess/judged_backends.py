@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import ClassVar
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.conformance.faults.altering import Altered, Ended, Honest
 from mkernel.errors import Unsupported
+from mkernel.topology.model import Accelerator
 
 
 class WrongOnce(Altered):
@@ -45,6 +48,23 @@ class RefusesThird(Honest):
             raise Unsupported("the third call")
         self.epochs.append(call.epoch)
         return self.inner.launch(call)
+
+
+class OpensLate(Honest):
+    """Opens so many seconds later on the last rank than on the others."""
+
+    seconds: ClassVar[float] = 4.0
+
+    def open(self, device: Accelerator) -> None:
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            time.sleep(self.seconds)
+        self.inner.open(device)
+
+
+class NeverOpens(OpensLate):
+    """Hangs as it opens, on the last rank."""
+
+    seconds = 3600.0
 
 
 class NeedsFilledMemory(Altered):

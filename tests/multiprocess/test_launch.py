@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import ends, group_of
 from in_world import DEADLINE_S, TOLD_S
 
 import mkernel
-from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure
+from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure, Timeout
 from mkernel.launch import report
 from mkernel.world.watchdog import Watchdog
 
@@ -118,6 +120,32 @@ def test_dead_rank_is_a_peer_failure(what: str, how: str) -> None:
 def test_error_that_does_not_unpickle_keeps_its_text() -> None:
     with pytest.raises(mkernel.errors.MkernelError, match="Unpicklable: 1 and 2"):
         launch(raise_unpicklable, accelerator="ascend")
+
+
+def call_once() -> float:
+    """The deadline of the world's waits."""
+    mkernel.all_gather_gemm(torch.ones(16, 32), torch.ones(32, 32))
+    return mkernel.world().settings.timeout_s
+
+
+def test_the_kits_deadline_is_no_limit_for_the_start_of_its_worlds() -> None:
+    subject = AcceleratorSubject("judged_backends:OpensLate")
+    assert subject.launch(call_once, world=(1, 2), timeout_s=2.0) == [2.0, 2.0]
+
+
+def test_a_backend_that_hangs_as_it_opens_does_not_hang_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank's own deadline comes later: the launcher's does not rely on it."""
+    module = sys.modules["mkernel.launch"]  # the function has its name
+    monkeypatch.setattr(module, "_JOIN_WAITS", 0)
+    monkeypatch.setattr(module, "_BEGIN_S", 20.0)
+    began = time.monotonic()
+    with pytest.raises(Timeout, match=r"rank [01] .* was not in the world 20 s after the launch"):
+        mkernel.launch(
+            call_once, ranks_per_node=2, accelerator="judged_backends:NeverOpens", timeout_s=600.0
+        )
+    assert time.monotonic() - began < 300.0
 
 
 def test_second_init_is_refused() -> None:

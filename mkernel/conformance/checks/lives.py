@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject
+from mkernel.conformance.accelerator import START_TIMEOUT_S, AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical, typical_of_each
 from mkernel.conformance.ranks import Judge, meeting_place, where
@@ -24,21 +24,24 @@ from mkernel.world.world import World
 
 
 def _next_world(last: World, port: int) -> World:
-    """Join a new world like the last one."""
-    timeout = timedelta(seconds=WORLD_TIMEOUT_S)
+    """Join a new world like the last one, however busy the machine is."""
+    timeout = timedelta(seconds=START_TIMEOUT_S)
     one, two = (
         TCPStore("127.0.0.1", port, timeout=timeout, wait_for_workers=False) for _ in range(2)
     )
     names = last.backends
-    return mkernel.init(
+    made = mkernel.init(
         nodes=last.identity.nodes,
         ranks_per_node=last.identity.ranks_per_node,
         accelerator=names.accelerator,
         nic=names.nic,
         verbs=names.verbs,
         settings=last.settings,
+        timeout_s=START_TIMEOUT_S,
         stores=(one, two),
     )
+    made.set_timeout(last.settings.timeout_s)
+    return made
 
 
 def two_worlds(subject: AcceleratorSubject) -> None:
