@@ -234,6 +234,73 @@ TEST(every_error_of_a_completion_is_told_whole) {
     }
 }
 
+// A flush tells nothing while its cause may still come.
+TEST(a_flush_is_told_when_no_cause_came_behind_it) {
+    NullDevice& null = device();
+    for (const bool cause : {false, true}) {
+        null.status = IBV_WC_SUCCESS;
+        const auto nic = connected();
+        transport::PutCommand c;
+        c.bytes = 100;
+        Sink sink;
+        const auto send = [&](ibv_wc_status status) {
+            null.status = status;
+            PutCursor cursor;
+            CHECK(nic->put(c, cursor) == PutResult::done);
+            nic->ring();
+        };
+        send(IBV_WC_WR_FLUSH_ERR);
+        nic->poll(sink);
+        CHECK(!nic->failed());
+        if (cause) send(IBV_WC_RETRY_EXC_ERR);
+        nic->poll(sink);
+        CHECK(nic->failed());
+        CHECK(nic->failure()->status == (cause ? "RETRY_EXC_ERR" : "WR_FLUSH_ERR"));
+    }
+}
+
+// Of as many devices as there may be; before the signal that promises it.
+TEST(what_arrives_is_flushed_by_every_device_of_the_regions) {
+    constexpr std::uint32_t kDevices = 8;
+    device().status = IBV_WC_SUCCESS;
+    int flushed[kDevices] = {};
+    transport::DeviceFlush flushes[kDevices];
+    const auto nic = connected();
+    for (std::uint32_t i = 0; i < kDevices; ++i) {
+        flushes[i].flush = [](void* self) { return ++*static_cast<int*>(self), 0; };
+        flushes[i].self = &flushed[i];
+        LocalMemory memory{kAddress, 4096};
+        memory.flush = &flushes[i];
+        nic->register_memory(1 + i, memory);
+    }
+    LocalMemory memory{kAddress, 4096};
+    transport::DeviceFlush one_more = flushes[0];
+    memory.flush = &one_more;
+    CHECK(says(refusal([&] { nic->register_memory(1 + kDevices, memory); }), {"more than 8"}));
+
+    struct After final : SignalSink {
+        explicit After(const int* all) : all(all) {}
+        bool raise(std::uint32_t, std::uint32_t, std::uint64_t) override {
+            ++raised;
+            for (std::uint32_t i = 0; i < kDevices; ++i) CHECK(all[i] == 1);
+            return true;
+        }
+        const int* all;
+        int raised = 0;
+    } sink{flushed};
+    transport::PutCommand c;
+    c.bytes = 100;
+    c.signal = 3;
+    c.value = 1;
+    PutCursor cursor;
+    CHECK(nic->put(c, cursor) == PutResult::done);
+    nic->ring();
+    for (int i = 0; i < 8 && sink.raised == 0; ++i) nic->poll(sink);
+    CHECK(sink.raised == 1);
+    nic->poll(sink);  // nothing arrived
+    for (const int times : flushed) CHECK(times == 1);
+}
+
 TEST(events_that_break_the_device_are_failures) {
     struct Case {
         ibv_event_type type;

@@ -222,6 +222,38 @@ TEST(credits_flow_both_ways) {
     }
 }
 
+// A provider's queue that is smaller than what it was asked for: what it has no room for goes later,
+// though nothing is put behind it.
+TEST(what_the_provider_has_no_room_for_goes_later) {
+    const testing::Setting small("MKERNEL_SOFTVERBS_SRD_QUEUE", "40");
+    const testing::Setting slow("MKERNEL_SOFTVERBS_LATENCY_NS", "200000000");
+    testing::Rank one(library, 1, kBytes, setup(true, 1, 1));
+    testing::Rank other(library, 0, kBytes, setup(true, 1, 1));
+    one.connect(other.endpoints, other.key);
+    other.join(one.endpoints, one.key);
+    Nic& nic = one.session.nic();
+    constexpr std::uint32_t kPuts = 64;  // two chains, of which one has room
+    transport::PutCommand c;
+    c.peer = 1;
+    c.bytes = 64;
+    c.signal = 5;
+    c.value = 1;
+    for (std::uint32_t i = 0; i < kPuts; ++i) {
+        PutCursor cursor;
+        CHECK(nic.put(c, cursor) == PutResult::done);
+    }
+    struct Nothing final : SignalSink {
+        bool raise(std::uint32_t, std::uint32_t, std::uint64_t) override { return true; }
+    } sink;
+    const std::uint64_t late = monotonic_ns() + 30'000'000'000u;
+    while (other.pad.load(5) < kPuts && monotonic_ns() < late) {
+        nic.ring();
+        nic.poll(sink);
+    }
+    CHECK(other.pad.load(5) == kPuts);
+    CHECK(!nic.failure());
+}
+
 // A region comes and goes while another is put through all the time.
 TEST(regions_come_and_go_beside_traffic) {
     for (const bool srd : {false, true}) {
