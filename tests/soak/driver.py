@@ -32,7 +32,7 @@ _IMPORTED = ("mkernel.backends.accelerators.ascend", "mkernel.backends.accelerat
 
 _FEW_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 """Of the programs that torch compiles for products of half precision on CPUs, one for each number of
-rows: it keeps 1,024 of each kind, which take hundreds of MiB and thousands of calls to come to (a loop of
+rows: it keeps 1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of
 ``torch.mm`` alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat). A leak could not be told
 from that."""
 

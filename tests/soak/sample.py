@@ -55,8 +55,8 @@ class Sample(NamedTuple):
 
     Attributes:
         calls: that it has judged in this life. at: seconds by CLOCK_MONOTONIC.
-        memory: bytes by kind: ``heap`` that malloc has given out; ``own``, ``files``, ``shared`` that are
-            resident; ``device`` as torch has allocated them there, ``device_process`` as the driver
+        memory: bytes by kind: ``heap`` that malloc has given out; ``own``, ``files``, ``shared`` that
+            are resident; ``device`` as torch allocated them there, ``device_process`` as the driver
             counts them for this process, where it does, ``device_used`` as it counts them for all.
         held: descriptors, threads and shared mappings by name.
         worlds: by the world's name in the life.
