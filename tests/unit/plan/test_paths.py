@@ -298,3 +298,10 @@ def test_few_rows_keep_the_limit_of_error_however_small() -> None:
     shape = GemmShape(m=1, n=1024, k=1024)
     assert not paths.fusable("gemm_all_reduce", shape, "bfloat16", 2, simple())
     assert paths.fusable("gemm_all_reduce", shape, "bfloat16", 2, with_few_rows())
+
+
+@pytest.mark.parametrize("lacking", ["fused", "library"])
+def test_nothing_is_predicted_with_the_constants_of_one_path_alone(lacking: str) -> None:
+    constants = constants_of("hopper").model_copy(update={lacking: None})
+    shape = GemmShape(m=1024, n=1024, k=1024)
+    assert paths.predict("all_gather_gemm", shape, "bfloat16", 2, 132, 132, constants) is None

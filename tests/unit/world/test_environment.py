@@ -27,9 +27,10 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADD
          Started(7, 10, 2, f"tcp://gpu03:{_FIRST_PORT}")),
         ({**SRUN, **TORCHRUN}, Started(3, 4, 2, "env://")),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Started(0, 1, 1, None)),
+        ({"SLURM_STEP_NODELIST": "gpu03", "SLURM_PROCID": "0"}, Started(0, 1, 1, None)),
     ],
     ids=["alone", "torchrun", "by hand", "srun", "srun, store named", "srun, no numbers",
-         "torchrun in srun", "one task"],
+         "torchrun in srun", "one task", "no count"],
 )  # fmt: skip
 def test_what_launchers_set(environment: dict[str, str], found: Started) -> None:
     assert started(environment) == found
