@@ -28,8 +28,8 @@ WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
 ROWS = 11
 SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
 STARTED = ("push_rows", "moe_route", "moe_grouped", "moe_home")
-FRESH = ("out", "counts", "sizes", "ids", "y", "permuted", "panel_counts")
-"""Addresses of memory that a call allocates, and sizes."""
+FRESH = ("out", "counts", "ids", "y", "permuted", "panel_counts")
+"""Addresses of memory that a call allocates, or zero."""
 BUILT = ("Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes")
 
 
@@ -50,7 +50,11 @@ class Started:
 
         def build(*given: Any, **named: Any) -> Any:
             self.given[name] = named
-            steady = {name: each for name, each in named.items() if name not in FRESH}
+            steady = {
+                name: each != 0 if name in FRESH else each
+                for name, each in named.items()
+                if name != "sizes"
+            }
             self.told.append((name, str(given), str(steady)))
             return found(*given, **named)
 

@@ -28,10 +28,17 @@ class RowGatherer {
             starts_[row] = row < rows ? start_of(first + row) : 0;
         }
         __syncwarp();
+        // In registers, since a step has no time to look anything up.
+        const char* const own = args_.a;
         const char* const there = args_.workspace.data(args_.workspace.rank);
-        std::uint32_t from[kRows];  // registers: a step has no time to look them up
+        std::uint32_t from[kRows];
+        std::uint32_t owns = 0;  // a bit a row
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) from[i] = starts_[thread_ / kChunks + i * kStep];
+        for (int i = 0; i < kRows; ++i) {
+            const std::uint32_t start = starts_[thread_ / kChunks + i * kStep];
+            from[i] = start / 2;
+            owns |= (start & 1) << i;
+        }
         const int mine = (rows - thread_ / kChunks + kStep - 1) / kStep;  // may be negative
         const int steps = (args_.k + kTileK - 1) / kTileK;
         for (int step = 0; step < steps; ++step, cursor_.next()) {
@@ -40,14 +47,15 @@ class RowGatherer {
             // Zeros come from the row's first bytes, of which none are read.
             const std::uint32_t nbytes = column < args_.k ? 16 : 0;
             const std::int64_t at = column < args_.k ? column * kElementBytes : 0;
+            const char* const own_at = own + at;
+            const char* const there_at = there + at;
             std::uint32_t to = ptx::shared_address(shared_.stages[cursor_.slot]) +
                                thread_ / kChunks * 128 +
                                ((thread_ % kChunks) ^ (thread_ / kChunks % 8)) * 16;
 #pragma unroll
             for (int i = 0; i < kRows; ++i, to += kStep * 128) {
-                if (i >= mine) continue;
-                const char* const base = (from[i] & 1) != 0 ? args_.a : there;
-                ptx::copy_16(to, base + at + std::uint64_t{from[i] / 2} * 16, nbytes);
+                const char* const base = (owns >> i & 1) != 0 ? own_at : there_at;
+                if (i < mine) ptx::copy_16(to, base + std::uint64_t{from[i]} * 16, nbytes);
             }
             ptx::close_copies();
             if (open_ < kOpen) {
