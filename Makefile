@@ -57,7 +57,7 @@ test-native: $(VENV)/.installed
 SECONDS ?= 120
 SEED ?= 0
 chaos: $(VENV)/.installed
-	PYTHONPATH=tests python -m chaos --seconds $(SECONDS) --seed $(SEED)
+	PYTHONPATH=tests python -m chaos --pinned --seconds $(SECONDS) --seed $(SEED)
 
 # One long life after another of several worlds, beside other traffic, on an accelerator: SECONDS, SEED,
 # ACCELERATOR (hopper on GPUs); `make test-all` has two short lives on streams.

@@ -7,7 +7,8 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
-#   fp8      e4m3 operands, by rows, by tensors, by blocks     hopper_fp8_2.json, ..._tensor.json, ..._block.json
+#   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
+#   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
 #   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
@@ -82,6 +83,7 @@ merge_soaks() {
 
 layers=(--ranks 2 --shapes layers --accelerator hopper)
 peers=(--peers "nccl+cublas,symm_mem")
+fp8=(--ranks 2 --accelerator hopper --shapes fp8-targets --dtype float8_e4m3 --mode graph --iterations 3 --warmup 1)
 gemms=4096x1024x4096,8192x2048x8192,16384x4096x16384,8192x7168x8192
 gemms+=,4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168
 
@@ -109,12 +111,13 @@ for part in "$@"; do
         bench hopper_random_2 --ranks 2 --accelerator hopper --random 42 --seed 1 "${peers[@]}" \
             --mode eager,graph --iterations 5 --warmup 1
         ;;
-    fp8)
-        for scales in row tensor block; do
-            name=hopper_fp8_2_$scales
-            bench "${name%_row}" all_gather_gemm,gemm_reduce_scatter,gemm_all_reduce --ranks 2 --accelerator hopper \
-                --shapes fp8-targets --dtype float8_e4m3 --scales $scales "${peers[@]}" --mode graph --iterations 5 \
-                --warmup 1
+    fp8) # by rows
+        bench hopper_fp8_2 ag_gemm,gemm_rs "${fp8[@]}" --scales row "${peers[@]}"
+        ;;
+    fp8_more)
+        bench hopper_fp8_2_all_reduce gemm_ar "${fp8[@]}" --scales row "${peers[@]}"
+        for scales in tensor block; do
+            bench hopper_fp8_2_$scales ag_gemm,gemm_rs,gemm_ar "${fp8[@]}" --scales $scales "${peers[@]}"
         done
         ;;
     parts)
@@ -172,7 +175,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, fp8_more, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

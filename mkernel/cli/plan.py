@@ -208,8 +208,8 @@ def command(
                 made.nodes,
             )
         )
-        where = f"{made.ranks_per_node} ranks a node on {made.accelerator}"
-        title = f"{made.op} of {render.sizes(made)}, {where}"
+        ranks = f"{made.ranks_per_node} ranks a node on {made.accelerator}"
+        title = f"{made.op} of {render.sizes(made)}, {ranks}"
         draw("--scaling", scaling_file, "", partial(growth.write, points, title, scaling_file))
     if as_json:
         report = PlanReport(

@@ -21,7 +21,12 @@ from mkernel.backends.contracts.scaled import block_product, padded_blocks
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import TOLERANCE, Outcome
 from mkernel.errors import ArgumentError
-from mkernel.harness import library_attention, library_attention_backward, library_moe
+from mkernel.harness import (
+    library_attention,
+    library_attention_backward,
+    library_moe,
+    library_sums,
+)
 from mkernel.harness.collectives import all_gather, collective
 from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
@@ -39,6 +44,12 @@ _ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
     "ring_attention_backward": library_attention_backward.call,
 }
 """Attention by a library alone, by op."""
+_LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "all_reduce": library_sums.call,
+    **_ATTENTION,
+    **library_moe.CALLS,
+}
+"""All of such an op by libraries."""
 _ON_PARTS: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
     "ring_attention": library_attention.alone,
     "ring_attention_backward": library_attention_backward.alone,
@@ -167,8 +178,7 @@ class Mkernel(Contender):
 
     def before(self, inputs: Inputs) -> None:
         if self.op == ATTENTION_BACKWARD:
-            names = ("out", "lse")
-            for name, each in zip(names, self._attention(inputs), strict=True):
+            for name, each in self._attended(inputs).items():
                 kept(inputs, name, each)
         if self.op not in COMPANIONS:
             return
@@ -189,11 +199,12 @@ class Mkernel(Contender):
             return {"out": out}
         if self.op == "all_reduce":
             return self._summed(inputs, outputs)
-        if self.op == "ring_attention":
-            out, lse = self._attention(inputs)
-            return {"out": out, "lse": lse}
-        if self.op == ATTENTION_BACKWARD:
-            return self._gradients(inputs)
+        if self.op in _ATTENTION:
+            backward = self.op == ATTENTION_BACKWARD
+            return self._gradients(inputs) if backward else self._attended(inputs)
+        return self._of_experts(inputs)
+
+    def _of_experts(self, inputs: Inputs) -> Tensors:
         if self.op == "moe_dispatch_gemm":
             rows, counts, _ = mkernel.moe_dispatch_gemm(
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
@@ -213,10 +224,11 @@ class Mkernel(Contender):
         )
         return {"out": out, "residual_out": new}
 
-    def _attention(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return mkernel.ring_attention(
+    def _attended(self, inputs: Inputs) -> Tensors:
+        out, lse = mkernel.ring_attention(
             *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
         )
+        return {"out": out, "lse": lse}
 
     def _gradients(self, inputs: Inputs) -> Tensors:
         """By the op that autograd calls."""
@@ -479,16 +491,7 @@ class Sequential(Contender):
             product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])
             return outputs
-        if op == "all_reduce":
-            from mkernel.harness import library_sums  # whose contenders are of this module's kind
-
-            return library_sums.call(self.problem, inputs, outputs)
-        if op == "ring_attention":
-            return library_attention.call(self.problem, inputs)
-
-        if op in _ATTENTION:
-            return _ATTENTION[op](self.problem, inputs)
-        return library_moe.CALLS[op](self.problem, inputs)
+        return _LIBRARIES[op](self.problem, inputs)
 
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
         """Of all ranks' rows; a single one of each rank for each of its rows."""
@@ -522,8 +525,8 @@ _KNOWN = {
     "nccl+cublas": f"{__name__}:NcclCublas",
     "gloo+matmul": f"{__name__}:GlooMatmul",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
-    "symm_mem-one-shot": "mkernel.harness.library_sums:OneShot",
-    "symm_mem-two-shot": "mkernel.harness.library_sums:TwoShot",
+    "symm_mem-one-shot": "mkernel.harness.symm_mem_sums:OneShot",
+    "symm_mem-two-shot": "mkernel.harness.symm_mem_sums:TwoShot",
     "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
     "ring": "mkernel.harness.library_peers:Ring",
     "context-parallel": "mkernel.harness.context_parallel:ContextParallel",

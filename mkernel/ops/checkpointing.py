@@ -3,6 +3,9 @@
 Torch's partitioner would run them again in the backward graph and take the token of their order along,
 which no graph of torch 2.13 may save: compiling ends in an assertion. What is saved also spares the
 message. Outside of compiled functions checkpointing calls ops again, as any other.
+
+Torch 2.6 cannot compile such regions, whatever the backend: its partitioner fails over the tokens.
+Ops that are traced with such a region's tag refuse there.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
+
+from mkernel.errors import Unsupported
+from mkernel.ops import inductor
 
 _Mode: Any = getattr(checkpoint, "_CachingTorchDispatchMode", None)
 """Under which torch traces the forward of such a region; it asks a policy what to save."""
@@ -22,6 +29,21 @@ def save_outputs(op: OpOverload, library: torch.library.Library) -> None:
     """From now on of this op."""
     if _Mode is not None:
         torch.library.register_torch_dispatch(op._name, _Mode, _traced, lib=library)
+
+
+def require_saving() -> None:
+    """Unsupported: this torch compiles no checkpointed region in which an op communicates."""
+    if not inductor.keeps_order():  # a torch of that age
+        raise Unsupported(
+            f"torch {torch.__version__} compiles no checkpointed region in which an op communicates; "
+            "take a newer torch (2.13 was tried), or leave the region out of the compiled function"
+        )
+
+
+def refuse_tagged() -> None:
+    """Unsupported: what is being traced lies in a region that this torch compiles wrongly."""
+    if traceback.get_current_meta().get("recompute") is not None:
+        require_saving()
 
 
 def _traced(mode: Any, op: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:

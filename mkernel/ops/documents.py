@@ -31,10 +31,11 @@ def checked(cu_seqlens: object, sequence: int, device: str) -> Tensor:
     return cu_seqlens.contiguous()
 
 
-def require(engine: Engine) -> None:
-    """Unsupported where what runs the call takes no packed documents."""
-    if not engine.claims.documents:
+def require(engine: Engine, op: str) -> None:
+    """Unsupported where what runs the op takes no packed documents."""
+    if op not in engine.claims.documents:
         raise Unsupported(
-            f"accelerator {engine.backends.accelerator!r} takes no packed documents (cu_seqlens); name "
-            "one beside it whose capabilities have documents, or call attention for each document"
+            f"accelerator {engine.backends.accelerator!r} takes no packed documents (cu_seqlens) in "
+            f"{op}; name one beside it whose capabilities have documents, or call attention for each "
+            "document"
         )

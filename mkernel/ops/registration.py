@@ -66,10 +66,11 @@ def register(
 
 
 def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``fake``; who asks may be Inductor."""
+    """``fake``; who asks may be Inductor, or trace a checkpointed region."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
         inductor.teach()
+        checkpointing.refuse_tagged()
         return fake(*arguments, **keywords)
 
     return asked

@@ -90,7 +90,7 @@ def call(
         sizes["documents"] = True
     engine = engine_for(world, _OP, sizes, str(q.dtype).removeprefix("torch."))
     if cu_seqlens is not None:
-        documents.require(engine)
+        documents.require(engine, _OP)
     capabilities = engine.claims
     if layout not in capabilities.attention_layouts:
         validate.contiguous("q", q)

@@ -85,7 +85,7 @@ def call(
     if layout != "heads":
         sizes["layout"] = layout
     if cu_seqlens is not None:
-        documents.require(engine)
+        documents.require(engine, OP)
         documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
     plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
     options = {"scale": width**-0.5 if scale is None else float(scale)}

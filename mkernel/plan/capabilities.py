@@ -78,8 +78,8 @@ class AcceleratorCapabilities(Model):
     attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
     activations: tuple[Activation, ...] = ()
     """That dispatch+GEMM applies to its float32 sums, before it rounds them."""
-    documents: bool = False
-    """Whether attention takes sequences of several packed documents."""
+    documents: tuple[str, ...] = ()
+    """Ops of attention that take sequences of several packed documents."""
     routing_of_ids: bool = False
     """Whether the routing words of its MoE handles begin with the ids of all ranks' tokens and end with
     the rows of the outputs. Backends with it read each other's handles: an op that reads one may run on
@@ -150,13 +150,13 @@ class AcceleratorCapabilities(Model):
         """Whether it has the op in a world of so many nodes."""
         return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
 
-    def takes_attention(self, shape: AttentionShape, world: int) -> bool:
+    def takes_attention(self, op: str, shape: AttentionShape, world: int) -> bool:
         """Whether it takes such sizes, where these are legal at all."""
         return (
             (not self.head_dims or shape.head_dim in self.head_dims)
             and shape.sequence % self.sequence_step(shape, world) == 0
             and shape.layout in self.attention_layouts
-            and (self.documents or not shape.documents)
+            and (op in self.documents or not shape.documents)
         )
 
     def sequence_step(self, shape: AttentionShape, world: int) -> int:

@@ -142,7 +142,7 @@ def _check_sizes(
     elif isinstance(shape, SumShape):
         _check_aligned("n", shape.n, _narrow(dtype, out_dtype), capabilities)
     elif isinstance(shape, AttentionShape):
-        _check_attention(shape, world, dtype, capabilities)
+        _check_attention(op, shape, world, dtype, capabilities)
     else:
         _check_experts(op, shape, world, dtype, out_dtype, capabilities)
 
@@ -165,7 +165,7 @@ def takes(
         shape = AttentionShape(**sizes)
     except ValidationError:
         return True
-    return dtype in capabilities.dtypes and capabilities.takes_attention(shape, world)
+    return dtype in capabilities.dtypes and capabilities.takes_attention(op, shape, world)
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -251,7 +251,11 @@ def _check_experts(
 
 
 def _check_attention(
-    shape: AttentionShape, world: int, dtype: DtypeName, capabilities: AcceleratorCapabilities
+    op: str,
+    shape: AttentionShape,
+    world: int,
+    dtype: DtypeName,
+    capabilities: AcceleratorCapabilities,
 ) -> None:
     of = "the number of ranks"
     if shape.causal:
@@ -268,5 +272,6 @@ def _check_attention(
         raise LayoutError(
             "layout", repr(shape.layout), f"one of: {', '.join(capabilities.attention_layouts)}"
         )
-    if shape.documents and not capabilities.documents:
-        raise ArgumentError("documents", True, "False: this accelerator takes none that are packed")
+    if shape.documents and op not in capabilities.documents:
+        why = f"this accelerator takes none that are packed, in {op}"
+        raise ArgumentError("documents", True, f"False: {why}")

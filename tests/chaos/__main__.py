@@ -11,6 +11,7 @@ from pathlib import Path
 
 from chaos.campaign import campaign
 from chaos.faults import KINDS
+from chaos.pinned import pinned
 
 
 def main() -> int:
@@ -23,13 +24,15 @@ def main() -> int:
     parser.add_argument("--kind", choices=sorted(KINDS), help="of every turn's fault")
     parser.add_argument("--keep-going", action="store_true", help="also after a turn that is wrong")
     parser.add_argument("-v", "--verbose", action="store_true", help="each turn in full")
+    parser.add_argument("--pinned", action="store_true", help="those of pinned.json first")
     options = parser.parse_args()
+    before = [each.turn() for each in pinned()] if options.pinned else []
     start = time.monotonic()
     counts: Counter[str] = Counter()
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         for played, result in enumerate(
-            campaign(Path(folder), options.seed, options.first, options.kind), 1
+            campaign(Path(folder), options.seed, options.first, options.kind, before), 1
         ):
             turn = result.turn
             print(

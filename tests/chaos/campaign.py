@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -52,10 +52,18 @@ def play(pool: Pool, turn: Turn, planted: Planted | None = None, **limits: float
     return Result(turn, scene.outcome, next_outcome, judge(turn, scene.outcome) + wrong)
 
 
-def campaign(folder: Path, seed: int, first: int = 0, kind: str | None = None) -> Iterator[Result]:
-    """Turns without end, in processes of one pool."""
+def campaign(
+    folder: Path,
+    seed: int,
+    first: int = 0,
+    kind: str | None = None,
+    before: Iterable[Turn] = (),
+) -> Iterator[Result]:
+    """Turns ``before``, then those of the seed without end, in processes of one pool."""
     pool = Pool(folder)
     try:
+        for turn in before:
+            yield play(pool, turn)
         number = first
         while True:
             yield play(pool, draw(seed, number, kind))

@@ -30,7 +30,8 @@ class Turn:
         cases: what is called, one after another, over and over. calls: how many of them, where nothing
             is to end the world before.
         apart: whether its nodes are hosts that cannot see each other's processes.
-        group: ranks of one node that make a world of their own beside it; empty: none.
+        group: ranks that make a world of their own beside it, as many of each of ``group_nodes``
+            nodes, by node; empty: none.
         group_cases: what these call there, one after each call of all.
     """
 
@@ -46,6 +47,7 @@ class Turn:
     apart: bool = False
     group: tuple[int, ...] = ()
     group_cases: tuple[Case, ...] = ()
+    group_nodes: int = 1
 
     def __str__(self) -> str:
         world, nic = self.world, f" on {self.nic}" if self.nic else ""
@@ -104,14 +106,23 @@ def draw(seed: int, number: int, kind: str | None = None) -> Turn:
 
 def _group(
     world: WorldKind, fault: Fault, chance: random.Random
-) -> tuple[tuple[int, ...], tuple[Case, ...]]:
+) -> tuple[tuple[int, ...], tuple[Case, ...], int]:
     each = world.ranks_per_node
     # A world that is still being joined has nobody to make another one of.
-    if each < 2 or fault.stage == "join" or chance.random() < 0.6:
-        return (), ()
-    first = each * chance.randrange(world.nodes)
-    chosen = chance.sample(range(first, first + each), chance.randint(2, each))
-    return tuple(sorted(chosen)), _cases(WorldKind(1, len(chosen), world.accelerator), chance)
+    if world.size < 2 or fault.stage == "join" or chance.random() < 0.6:
+        return (), (), 1
+    several = world.nodes > 1 and (each < 2 or chance.random() < 0.5)
+    nodes = sorted(
+        chance.sample(range(world.nodes), chance.randint(2, world.nodes) if several else 1)
+    )
+    of_each = chance.randint(1 if several else 2, each)
+    chosen = [
+        node * each + local
+        for node in nodes
+        for local in sorted(chance.sample(range(each), of_each))
+    ]
+    kind = WorldKind(len(nodes), of_each, world.accelerator)
+    return tuple(chosen), _cases(kind, chance), len(nodes)
 
 
 def after(turn: Turn) -> Turn:

@@ -1,4 +1,4 @@
-"""A world of some ranks of a node beside the world of all, as seen by one rank."""
+"""A world of some ranks beside the world of all, as seen by one rank."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Group:
         one, two = (
             TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False) for _ in range(2)
         )
-        me = Identity(turn.group.index(rank), 1, len(turn.group))
-        alone = Backends(whole.backends.accelerator, None, None)
+        nodes = turn.group_nodes
+        me = Identity(turn.group.index(rank), nodes, len(turn.group) // nodes)
+        alone = whole.backends if nodes > 1 else Backends(whole.backends.accelerator, None, None)
         self._world = lifecycle.join(me, alone, whole.settings, (one, two), "group")
         self._world.set_timeout(turn.timeout_s)
         with _as_default(self._world):

@@ -9,6 +9,7 @@ import pytest
 from chaos.campaign import campaign
 from chaos.draw import draw
 from chaos.faults import KINDS
+from chaos.pinned import pinned
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -19,6 +20,15 @@ SEED, FIRST, TURNS = 1, 1, 29
 @pytest.mark.timeout(1800)
 def test_turns_of_the_campaign(tmp_path: Path) -> None:
     for result in islice(campaign(tmp_path, SEED, FIRST), TURNS):
+        print(result.turn, result.outcome.summary())
+        assert not result.wrong, "\n".join([result.turn.in_full(), *result.wrong])
+
+
+@pytest.mark.timeout(1800)
+def test_turns_that_found_defects(tmp_path: Path) -> None:
+    turns = [each.turn() for each in pinned()]
+    assert any(turn.group_nodes > 1 for turn in turns)
+    for result in islice(campaign(tmp_path, SEED, before=turns), len(turns)):
         print(result.turn, result.outcome.summary())
         assert not result.wrong, "\n".join([result.turn.in_full(), *result.wrong])
 

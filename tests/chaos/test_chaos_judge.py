@@ -54,6 +54,17 @@ def test_a_wrong_element_of_a_group_is_caught(pool: Pool) -> None:
     assert all(text.startswith("in the group: gemm_all_reduce ") for text in found)
 
 
+def test_a_wrong_element_of_a_group_over_several_nodes_is_caught(pool: Pool) -> None:
+    case = typical(AcceleratorSubject("ascend"), "gemm_all_reduce", 2)
+    two_nodes = draw(1, 5)
+    assert (two_nodes.world.nodes, two_nodes.nic, two_nodes.fault.kind) == (2, "cx7", "none")
+    healthy = replace(two_nodes, group=(0, 1), group_nodes=2, group_cases=(case,))
+    assert play(pool, healthy).wrong == []
+    found = play(pool, healthy, "wrong-in-group").wrong
+    assert found
+    assert all(text.startswith("in the group: gemm_all_reduce ") for text in found)
+
+
 def test_a_leak_is_caught(pool: Pool) -> None:
     healthy = turn("none")
     assert play(pool, healthy).wrong == []  # what is made once is no leak

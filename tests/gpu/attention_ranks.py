@@ -12,8 +12,16 @@ import torch
 from hopper_ranks import LATE_S, spin
 
 import mkernel
-from mkernel.backends.accelerators.hopper import attention, attention_backward, attention_ring
+from mkernel.backends.accelerators.hopper import (
+    attention,
+    attention_backward,
+    attention_in_pieces,
+    attention_merge,
+    attention_ring,
+    attention_tuning,
+)
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
+from mkernel.backends.accelerators.hopper.schedule import AttentionInPiecesSchedule
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
 from mkernel.ops.zigzag import zigzag_positions
@@ -24,7 +32,8 @@ INPUTS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Attention:
-    """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory."""
+    """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory. ``documents``: where those
+    begin that are packed into the sequence, and its end; told on ``told_on``."""
 
     batch: int
     heads: int
@@ -35,6 +44,8 @@ class Attention:
     dtype: DtypeName = "bfloat16"
     lies: AttentionLayout = "heads"
     scale: float | None = None
+    documents: tuple[int, ...] | None = None
+    told_on: str = "cuda"
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -57,7 +68,10 @@ class Work:
             "head_dim": shape.width,
             "causal": shape.causal,
         }
-        options = {"scale": shape.scale, "lies": shape.lies}
+        options = {"scale": shape.scale, "lies": shape.lies, "cu_seqlens": shape.documents}
+        self.bounds = None
+        if shape.documents is not None:
+            self.bounds = torch.tensor(shape.documents, dtype=torch.int32, device=shape.told_on)
         if tensors is not None:
             options["tensors"] = {name: each.cuda() for name, each in tensors.items()}
         self.case = case_of("ring_attention")(
@@ -78,6 +92,7 @@ class Work:
             *(self.given[name] for name in INPUTS),
             causal=self.shape.causal,
             scale=self.shape.scale,
+            cu_seqlens=self.bounds,
             return_lse=True,
         )
         assert out.stride() == self.given["q"].stride()
@@ -259,6 +274,150 @@ def nan_passes(shape: Attention) -> list[str]:
     return [] if seen else [f"rank {work.rank}: a NaN that queries see is lost"]
 
 
+def other_boundaries(shape: Attention, replays: int) -> list[str]:
+    """Failures of a captured call of packed documents, which begin elsewhere before every replay."""
+    assert shape.documents is not None
+    work = Work(shape)
+    work.call()
+    mkernel.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work.call()
+    found = []
+    for turn in range(1, replays + 1):
+        inner = sorted(
+            random.Random(turn).sample(range(shape.documents[-1]), len(shape.documents) - 2)
+        )
+        bounds = (0, *inner, shape.documents[-1])
+        work.case = work.case.with_(options={**work.case.options, "cu_seqlens": bounds})
+        assert work.bounds is not None
+        work.bounds.copy_(torch.tensor(bounds, dtype=torch.int32))
+        work.fill(turn)
+        graph.replay()
+        found += work.failures(turn, result, f"replayed with {bounds}")
+    mkernel.synchronize()
+    return found
+
+
+def in_pieces(shapes: Sequence[Attention], rows: int, seed: int, late: bool) -> list[str]:
+    """Failures where sequences of any length travel in pieces of so many rows at most, ranks late by
+    turns where ``late``."""
+    _plan_pieces(rows)
+    found = []
+    for shape in shapes:
+        work = Work(shape, seed)
+        for turn in range(3):
+            work.fill(turn)
+            if late and turn % work.world == work.rank:
+                spin(LATE_S / 4)
+            found += work.failures(turn, work.call(), "in pieces")
+        plan = mkernel.plan(
+            "ring_attention", **work.case.sizes, dtype=shape.dtype,
+            **({} if shape.lies == "heads" else {"layout": shape.lies}),
+        )  # fmt: skip
+        assert isinstance(plan.schedule, AttentionInPiecesSchedule), plan.schedule
+    mkernel.synchronize()
+    return found
+
+
+def replayed_in_pieces(shapes: Sequence[Attention], rows: int, replays: int) -> list[str]:
+    """The same of a captured graph."""
+    _plan_pieces(rows)
+    return replayed(shapes, replays)
+
+
+def _plan_pieces(rows: int) -> None:
+    """Every later plan of this process has pieces of so many rows, and few slots."""
+    machine = attention_tuning._MACHINE
+    how = machine.attention.model_copy(update={"whole_bytes": 0, "pieces_bytes": 0, "slots": 2})
+    attention_tuning._MACHINE = machine.model_copy(update={"attention": how})
+    attention_tuning._FEWEST_ROWS = rows
+
+
+FAULTS_IN_PIECES = ("forgets", "slot not waited for", "early flag")
+
+
+class FaultyPieces:
+    """The native module, which forgets what was found before, does not wait for a slot to be free, or
+    sends zeros, as if flags came before their pieces."""
+
+    def __init__(self, native: Any, fault: str, like: torch.Tensor) -> None:
+        self._native, self._fault, self._zeros = native, fault, torch.zeros_like(like)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def Running(self, out: int, lse: int, read: bool, write: bool) -> Any:
+        return self._native.Running(out, lse, read and self._fault != "forgets", write)
+
+    def await_part(self, device: int, world: Any, source: int, flag: int, stream: int) -> None:
+        arrival = stream == torch.cuda.current_stream().cuda_stream
+        if arrival or self._fault != "slot not waited for":
+            self._native.await_part(device, world, source, flag, stream)
+
+    def push_piece(self, device: int, world: Any, peer: int, k: int, v: int, *rest: Any) -> None:
+        if self._fault == "early flag":
+            k = v = self._zeros.data_ptr()
+        self._native.push_piece(device, world, peer, k, v, *rest)
+
+
+def faulty_in_pieces(shape: Attention, rows: int) -> dict[str, list[str]]:
+    """Failures with each fault of pieces, after a right call. Rank 1 is late: what rank 0 sends without
+    waiting lies in slots that it has not read."""
+    _plan_pieces(rows)
+    native, found = attention_in_pieces.native, {}
+    for fault in FAULTS_IN_PIECES:
+        work = Work(shape)
+        before = work.failures(0, work.call())
+        assert not before, before
+        wrong = FaultyPieces(native(), fault, work.given["k"])
+        for module in (attention_in_pieces, attention_merge):
+            module.native = lambda wrong=wrong: wrong  # type: ignore[attr-defined]
+        work.fill(1)
+        if work.rank == 1:
+            spin(LATE_S)
+        result = work.call()
+        mkernel.synchronize()
+        found[fault] = work.failures(1, result)
+        for module in (attention_in_pieces, attention_merge):
+            module.native = native  # type: ignore[attr-defined]
+    return found
+
+
+def a_million(causal: bool) -> dict[str, Any]:
+    """Of one call with 2^20 positions, 32 heads of queries and 8 of keys: what it took of the device's
+    memory beside its tensors, the plan's pieces, and errors of some rows of queries."""
+    world = mkernel.world()
+    shape = Attention(1, 32, 8, (1 << 20) // world.size, causal=causal)
+    work = Work(shape, seed=3)
+    small = torch.zeros(1, 8, 64, 128, dtype=torch.bfloat16, device="cuda")
+    attend(small, small, small, 0, causal, 1.0)  # loads the library
+    torch.cuda.empty_cache()
+    tensors = sum(each.nbytes for each in work.given.values()) + work.given["q"].nbytes
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    begin.record()
+    out, lse = mkernel.ring_attention(
+        *(work.given[name] for name in INPUTS), causal=causal, return_lse=True
+    )
+    end.record()
+    mkernel.synchronize()
+    torch.cuda.synchronize()
+    taken = free - torch.cuda.mem_get_info()[0] - out.nbytes - lse.nbytes
+    torch.cuda.empty_cache()
+    rows = torch.randperm(shape.rows, generator=torch.Generator().manual_seed(5))[:24].sort().values
+    compared = work.case.compared(
+        {"out": out, "lse": lse}, work.rank, work.world, 0, rows=lambda count: rows.cuda()
+    )
+    return {
+        "taken": taken, "tensors": tensors, "seconds": begin.elapsed_time(end) / 1e3,
+        "errors": {name: one.error for name, one in compared.items()},
+        "limits": work.case.tolerances(),
+    }  # fmt: skip
+
+
 FAULTS = ("no weights", "seam", "stale", "early flag", "wrong head")
 
 
@@ -390,8 +549,12 @@ def trained_in_any_order(shapes: Sequence[Attention], rounds: int) -> list[str]:
     return [text for work, turn, found in kept for text in work.failures(turn, found, "queued")]
 
 
-def trained_in_a_graph(shape: Attention, replays: int) -> list[str]:
-    """Failures of a captured backward, with new inputs before every replay."""
+def trained_in_a_graph(shapes: Sequence[Attention], replays: int) -> list[str]:
+    """Failures of captured backwards, with new inputs before every replay."""
+    return [text for shape in shapes for text in _trained_in_a_graph(shape, replays)]
+
+
+def _trained_in_a_graph(shape: Attention, replays: int) -> list[str]:
     work = Trained(shape)
     static = work.call(0)  # plans, workspaces and libraries are made outside of the capture
     mkernel.synchronize()
@@ -427,8 +590,12 @@ def trained_in_a_graph(shape: Attention, replays: int) -> list[str]:
     return found
 
 
-def same_gradients(shape: Attention, times: int) -> list[str]:
+def same_gradients(shapes: Sequence[Attention], times: int) -> list[str]:
     """What differs between calls on the same inputs, under torch's deterministic algorithms."""
+    return [text for shape in shapes for text in _same_gradients(shape, times)]
+
+
+def _same_gradients(shape: Attention, times: int) -> list[str]:
     work = Trained(shape)
 
     def call() -> dict[str, torch.Tensor]:
@@ -456,8 +623,17 @@ def same_gradients(shape: Attention, times: int) -> list[str]:
 GRADIENT_FAULTS = ("wrong head", "own sums", "stale", "early flag", "not added")
 
 
-def faulty_gradients(shape: Attention, fault: str) -> list[str]:
-    """Failures with a fault in the backward, after a right call."""
+def faulty_gradients(shape: Attention) -> dict[str, list[str]]:
+    """Failures with each fault in the backward, after a right call."""
+    right, native = attention_backward.gradients, attention_backward.native
+    found = {}
+    for fault in GRADIENT_FAULTS:
+        found[fault] = _faulty_gradients(shape, fault)
+        attention_backward.gradients, attention_backward.native = right, native
+    return found
+
+
+def _faulty_gradients(shape: Attention, fault: str) -> list[str]:
     work = Trained(shape)
     found = [f"before the fault: {text}" for text in work.failures(0, work.call(0))]
     assert not found, found

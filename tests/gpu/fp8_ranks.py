@@ -75,6 +75,9 @@ def faulty(fault: str, shape: Shape) -> int:
         elif fault == "scales of the call before":
             place = out.data_ptr()
             scale, kept[place] = kept.get(place, scale), scale.clone()
+        elif fault == "a block of K without its scale":
+            scale = scale.clone()
+            scale[:, 0] = 1
         usual(self, a, scale, out)
 
     wait = parts_exchange.Running.wait

@@ -8,7 +8,7 @@ from typing import Any
 
 import attention_ranks
 import pytest
-from attention_ranks import FAULTS, GRADIENT_FAULTS, Attention
+from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention
 from device_buffers import needs_gpus, takes_ranks
 from survivors import judge_absence, judge_survivors
 
@@ -25,11 +25,22 @@ several = pytest.mark.parametrize(
     "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 both = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-claimed = pytest.mark.skipif(
-    "ring_attention_backward" not in capabilities.ops(),
-    reason="hopper does not claim the backward (capabilities.py: UNCLAIMED)",
-)
+
+
+def claimed(what: str) -> Any:
+    return pytest.mark.skipif(
+        not capabilities.claimed(what),
+        reason=f"hopper does not claim {what!r} (capabilities.py: UNCLAIMED)",
+    )
+
+
+gradients = claimed("ring_attention_backward")
+pieces = claimed("pieces")
+packs = claimed("documents")
 DRAWS = 200
+GRADIENT_DRAWS = {1: 104, 2: 48, 4: 48}
+"""By world; half as many shapes, each with two scales: the library takes 0.15 s for each new shape of a
+call, of which a draw has up to five."""
 MIXED = [
     Attention(1, 4, 4, 256, causal=True),
     Attention(2, 4, 1, 128, width=64, lies="positions"),
@@ -157,30 +168,102 @@ def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
     judge_survivors("hopper", Attention(1, 4, 2, 256), world)
 
 
+IN_PIECES = [
+    Attention(1, 4, 2, 512, causal=True),
+    Attention(2, 4, 1, 320, width=64, lies="positions"),
+    Attention(1, 8, 2, 480, causal=True, dtype="float16", lies="positions"),
+    Attention(2, 2, 2, 192, dtype="float16"),
+]
+
+
+def packed(chance: random.Random, world: int) -> Attention:
+    """Any legal size with documents: some of one position, some empty, some over ranks."""
+    shape = drawn(chance)
+    length = shape.rows * world
+    seam = length // (2 * world) * chance.randint(0, 2 * world)
+    inner = [chance.randint(0, length) for _ in range(chance.choice((0, 1, 3, 30)))]
+    inner += [min(length, max(0, seam + by)) for by in chance.sample((-1, 0, 0, 1), 2)]
+    bounds = (0, *sorted(inner), length)
+    return replace(shape, documents=bounds, told_on=chance.choice(("cuda", "cpu")))
+
+
 @worlds
-@claimed
+@packs
+def test_packed_documents(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, attention_ranks.judged, [packed(chance, world) for _ in range(DRAWS)], seed)
+
+
+@several
+@packs
+def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
+    shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 256 * world))
+    right(world, attention_ranks.other_boundaries, shape, 10)
+
+
+@worlds
+@pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
+@pieces
+def test_in_pieces(world: int, late: bool) -> None:
+    right(world, attention_ranks.in_pieces, IN_PIECES, 64, 1, late)
+
+
+@several
+@pieces
+def test_a_graph_in_pieces(world: int) -> None:
+    right(world, attention_ranks.replayed_in_pieces, IN_PIECES, 64, 10)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pieces
+def test_faults_in_pieces_are_seen(world: int) -> None:
+    shape = Attention(1, 4, 2, 2048)
+    seen: set[str] = set()
+    for found in launched(world, attention_ranks.faulty_in_pieces, shape, 64):
+        seen |= {fault for fault, failures in found.items() if failures}
+    assert seen == set(FAULTS_IN_PIECES)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@both
+@pieces
+def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
+    for found in launched(world, attention_ranks.a_million, causal):
+        print(found)
+        assert found["taken"] <= 1 << 30, found
+        assert all(found["errors"][name] <= limit for name, limit in found["limits"].items()), found
+
+
+@worlds
+@gradients
 def test_gradients_of_random_shapes(world: int) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     chance = random.Random(seed)
     print(f"seed {seed}")
     # Large scores make weights of nearly 1, where dO·v - dO·O cancels: the library itself is off there.
-    shapes = [replace(drawn(chance), scale=chance.choice((None, 0.05, -0.1))) for _ in range(DRAWS)]
+    shapes = [
+        replace(shape, scale=scale)
+        for shape in (drawn(chance) for _ in range(GRADIENT_DRAWS[world] // 2))
+        for scale in chance.sample((None, 0.05, -0.1), 2)
+    ]
     right(world, attention_ranks.trained, shapes, seed)
 
 
 @worlds
-@both
-@claimed
-def test_gradients_of_large_ones(world: int, causal: bool) -> None:
-    right(world, attention_ranks.trained, [Attention(1, 8, 2, 2048, causal=causal)], 1)
+@gradients
+def test_gradients_of_large_ones(world: int) -> None:
+    shapes = [Attention(1, 8, 2, 2048, causal=causal) for causal in (False, True)]
+    right(world, attention_ranks.trained, shapes, 1)
 
 
 @several
-@both
-@claimed
-def test_gradients_of_the_log_sum_exp(world: int, causal: bool) -> None:
+@gradients
+def test_gradients_of_the_log_sum_exp(world: int) -> None:
     shapes = [
         Attention(2, 4, 2, 128, width, causal, dtype, lies)
+        for causal in (False, True)
         for width, dtype, lies in (
             (128, "bfloat16", "heads"), (64, "float16", "positions"), (64, "bfloat16", "heads"),
         )
@@ -189,32 +272,31 @@ def test_gradients_of_the_log_sum_exp(world: int, causal: bool) -> None:
 
 
 @several
-@claimed
+@gradients
 def test_gradients_with_late_ranks(world: int) -> None:
     right(world, attention_ranks.trained_in_any_order, MIXED, 40)
 
 
 @worlds
-@both
-@claimed
-def test_gradients_in_a_graph(world: int, causal: bool) -> None:
-    right(world, attention_ranks.trained_in_a_graph, Attention(1, 8, 4, 256, causal=causal), 10)
+@gradients
+def test_gradients_in_a_graph(world: int) -> None:
+    shapes = [Attention(1, 8, 4, 256, causal=causal) for causal in (False, True)]
+    right(world, attention_ranks.trained_in_a_graph, shapes, 10)
 
 
 @several
-@both
-@claimed
-def test_gradients_are_the_same_bits_where_torch_promises_it(world: int, causal: bool) -> None:
-    shape = Attention(1, 8, 2, 512, causal=causal)
-    right(world, attention_ranks.same_gradients, shape, 8)
+@gradients
+def test_gradients_are_the_same_bits_where_torch_promises_it(world: int) -> None:
+    shapes = [Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)]
+    right(world, attention_ranks.same_gradients, shapes, 8)
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
-@claimed
-def test_faults_of_gradients_are_seen(fault: str, world: int) -> None:
+@gradients
+def test_faults_of_gradients_are_seen(world: int) -> None:
     shape = Attention(1, 4, 2, 128, causal=True)
-    assert all(launched(world, attention_ranks.faulty_gradients, shape, fault)), "on every rank"
+    for found in launched(world, attention_ranks.faulty_gradients, shape):
+        assert {fault for fault, failures in found.items() if failures} == set(GRADIENT_FAULTS)
 
 
 @needs_gpus(2)

@@ -140,9 +140,18 @@ def test_products_accumulate_as_torch_s_do(world: int) -> None:
 
 @several
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("fault", ["no wait", "scales of other rows", "scales of the call before"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no wait",
+        "scales of other rows",
+        "scales of the call before",
+        "a block of K without its scale",
+    ],
+)
 def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
-    shape = scaled(op, 2048, 512, 1024, chunk=1024 // world)
+    mode: ScaleMode = "block" if "block" in fault else "row"
+    shape = scaled(op, 2048, 512, 1024, mode, chunk=1024 // world)
     found = mkernel.launch(
         fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
     )

@@ -8,15 +8,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import attention_ranks
 import hopper_ranks
 import nodes_ranks
 import pytest
+from attention_ranks import Attention
 from device_buffers import takes_ranks
 from hopper_ranks import OPS, Shape
 from survivors import judge_absence, judge_survivors
 
 import mkernel
 from mkernel.backends import registry
+from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.launch import host_store
 from mkernel.settings import load
@@ -331,3 +334,39 @@ def test_what_a_nic_wrote_is_flushed_before_it_is_raised(monkeypatch: pytest.Mon
     take("direct", monkeypatch)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_UNFLUSHED", "1")
     right(hopper_ranks.judged, MIXED[:1], 8, nic="cx7")
+
+
+claimed = pytest.mark.skipif(
+    not capabilities.claimed("between nodes"),
+    reason="hopper does not claim attention between nodes (capabilities.py: UNCLAIMED)",
+)
+ATTENTION = [
+    Attention(1, 4, 4, 256, causal=True),
+    Attention(2, 4, 1, 128, width=64, lies="positions"),
+    Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions"),
+    Attention(2, 2, 2, 64, dtype="float16"),
+]
+
+
+@worlds
+@nics
+@both
+@claimed
+def test_attention(
+    nodes: int, ranks: int, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    right(attention_ranks.judged, ATTENTION, 1, nic=nic, nodes=nodes, ranks=ranks)
+
+
+@nics
+@claimed
+def test_attention_of_late_ranks_between_products(nic: str) -> None:
+    right(attention_ranks.skewed, ATTENTION, 12, 2, nic=nic)
+
+
+@nics
+@claimed
+def test_attention_of_packed_documents(nic: str) -> None:
+    shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 512))
+    right(attention_ranks.judged, [shape], 1, nic=nic)

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 GEMMS_BY_ALIAS = "ag_gemm,gemm_rs,gemm_ar"
 OTHERS = {
+    "all_reduce": "m=161 n=128",
     "moe_dispatch_gemm": "tokens=160 hidden=24 features=128 experts=4 top_k=2",
     "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
     "moe_gemm_combine": "tokens=160 hidden=64 features=128 experts=4 top_k=2",

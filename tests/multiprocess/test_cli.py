@@ -122,6 +122,7 @@ TINY = {
     "all_gather_gemm": ["--m", "64", "--n", "48", "--k", "40", "--shard-b"],
     "gemm_reduce_scatter": ["--m", "64", "--n", "48", "--k", "40", "--layout", "column"],
     "gemm_all_reduce": ["--m", "63", "--n", "47", "--k", "41", "--dtype", "float32"],
+    "all_reduce": ["--m", "63", "--n", "47", "--dtype", "float32"],
     "moe_dispatch_gemm": ["--tokens", "32", "--hidden", "24", "--features", "40", "--experts", "8",
                           "--top-k", "2", "--routing", "some_empty", "--dtype", "bfloat16"],
     "moe_combine": ["--tokens", "32", "--features", "40", "--experts", "8", "--top-k", "3"],
@@ -131,7 +132,7 @@ TINY = {
                        "--head-dim", "16", "--causal", "--scale", "0.3"],
 }  # fmt: skip
 FILED = {"moe_dispatch_gemm": {"outputs", "counts", "out"}, "ring_attention": {"out", "lse"},
-         "moe_combine": {"out"}, "moe_gemm_combine": {"out"}}  # fmt: skip
+         "moe_combine": {"out"}, "moe_gemm_combine": {"out"}, "all_reduce": {"out"}}  # fmt: skip
 STREAMS = ["--accelerator", "streams", "--nodes", "1", "--iterations", "1", "--warmup", "0"]
 
 

@@ -36,6 +36,7 @@ def sizes(op: str, world: int) -> dict[str, int]:
         "all_gather_gemm": {"m": 37 * world, "n": 65, "k": 259},
         "gemm_reduce_scatter": {"m": 37 * world, "n": 65, "k": 259},
         "gemm_all_reduce": {"m": 37 * world + 1, "n": 65, "k": 259},
+        "all_reduce": {"m": 37 * world + 1, "n": 65},
         "moe_dispatch_gemm": {
             "tokens": 53, "hidden": 67, "features": 35, "experts": 4 * world, "top_k": 3,
         },
@@ -66,7 +67,9 @@ def make(op: str, world: int, dtype: str = "float32", **changes: Any) -> Case:
     return case_of(op)(sizes=chosen, dtype=dtype, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "moe_dispatch_gemm", "ring_attention"])
+@pytest.mark.parametrize(
+    "op", ["gemm_reduce_scatter", "all_reduce", "moe_dispatch_gemm", "ring_attention"]
+)
 def test_eight_ranks(op: str) -> None:
     check([make(op, 8, "bfloat16")], 8)
 

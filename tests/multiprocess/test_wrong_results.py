@@ -21,6 +21,7 @@ SIZES = {
     "all_gather_gemm": GEMM,
     "gemm_reduce_scatter": GEMM,
     "gemm_all_reduce": GEMM,
+    "all_reduce": ["--m", "192", "--n", "96"],
     "moe_dispatch_gemm": [*TOKENS, "--hidden", "24"],
     "moe_combine": TOKENS,
     "moe_gemm_combine": [*TOKENS, "--hidden", "128"],

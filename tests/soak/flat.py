@@ -26,22 +26,25 @@ LEAST = 9
 """Samples below which memory is not judged."""
 _MIB = 1 << 20
 ALLOWED = {
-    "own": 8 * _MIB,
+    "heap": _MIB,
+    "own": 4 * _MIB,
     "files": 4 * _MIB,
     "shared": _MIB,
     "device": _MIB,
     "device_process": 16 * _MIB,
     "device_used": 16 * _MIB,
 }
-"""Bytes that each kind of memory may grow by. Pages of libraries and of shared memory are resident from
-when they are first touched."""
+"""Bytes that each kind of memory may grow by. ``heap`` is what malloc has given out and finds a leak;
+lives of 3,700 calls on ``streams`` and of 2,600 on ``ascend`` grew it by 0.3 MiB at most. Own memory is
+resident beyond that in malloc's 14 arenas, whose free blocks lie between others (0.6 MiB there). Pages
+of libraries and of shared memory are resident from when they are first touched."""
 
 
 CORES = {"ascend": 24 * _MIB}
 """What own memory may grow by beside that where an accelerator is simulated: each of its cores, of
-which a rank has 72, has buffers of its own, which come to the largest call that it ever took part in. A
-call of MoE on two ranks levels off after some 300 calls (one case alone, over 500), those of ten cases
-later."""
+which a rank has 72, has buffers of its own, whose pages are resident once a call was large enough to
+touch them. That goes on, ever more slowly, for over 900 calls of twelve cases (12 MiB from the second
+third of a life to the last) while ``heap`` stays what it is."""
 
 
 def growth(values: Sequence[int]) -> int:

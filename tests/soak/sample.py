@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from chaos.held import held
@@ -22,6 +22,22 @@ from mkernel.world.world import World
 _PATIENCE_S = 10.0
 """What a thread or a connection that ends by itself may take."""
 _MEMORY = {"own": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, summed over all arenas."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+_libc = ctypes.CDLL("libc.so.6")
+_libc.mallinfo2.restype = _Mallinfo2
 
 
 class Progress(NamedTuple):
@@ -39,9 +55,9 @@ class Sample(NamedTuple):
 
     Attributes:
         calls: that it has judged in this life. at: seconds by CLOCK_MONOTONIC.
-        memory: bytes by kind: ``own``, ``files`` and ``shared`` of those that are resident, ``device``
-            as torch has allocated them there, ``device_process`` as the driver counts them for this
-            process, where it does, and ``device_used`` as it counts them for all processes.
+        memory: bytes by kind: ``heap`` that malloc has given out; ``own``, ``files``, ``shared`` that
+            are resident; ``device`` as torch allocated them there, ``device_process`` as the driver
+            counts them for this process, where it does, ``device_used`` as it counts them for all.
         held: descriptors, threads and shared mappings by name.
         worlds: by the world's name in the life.
     """
@@ -58,7 +74,7 @@ def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = 
     a while to go. Memory that is free is given back to the system first, so that what is resident
     is in use."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    _libc.malloc_trim(0)
     return Sample(
         calls,
         time.monotonic(),
@@ -88,7 +104,8 @@ def progress(world: World) -> Progress:
 
 def _memory() -> dict[str, int]:
     status = Path("/proc/self/status").read_text()
-    found = {}
+    heap = _libc.mallinfo2()
+    found = {"heap": heap.uordblks + heap.hblkhd}
     for name, field in _MEMORY.items():
         told = re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)
         assert told is not None, f"/proc/self/status has no {field}"

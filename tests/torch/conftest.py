@@ -1,27 +1,29 @@
-"""Where Inductor keeps no order of ops, what needs it is skipped, with what the ops say of it."""
+"""What this torch cannot compile with communicating ops is skipped, with what the ops say of it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
 
 import pytest
 
 from mkernel.errors import Unsupported
+from mkernel.ops.checkpointing import require_saving
 from mkernel.ops.inductor import require_order
-
-_PARTITION = "Tried to erase Node"
-"""What such a torch says of a checkpointed region with effects, before it lowers any."""
 
 
 @cache
-def refusal() -> str | None:
-    """What the ops say of this torch's Inductor, if they refuse it."""
+def refusals() -> list[str]:
+    """What the ops say of this torch's compilers, where they refuse them."""
+    return [said for said in map(_refusal, (require_order, require_saving)) if said]
+
+
+def _refusal(require: Callable[[], None]) -> str:
     try:
-        require_order()
+        require()
     except Unsupported as error:
         return str(error)
-    return None
+    return ""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,10 +32,10 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A refused test is a skipped one."""
     report = yield
-    said = refusal()
-    if report.failed and said is not None and call.excinfo is not None:
+    if report.failed and call.excinfo is not None:
         text = str(call.excinfo.value)
-        if said in text or _PARTITION in text:
-            report.outcome = "skipped"
-            report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {said}")
+        for said in refusals():
+            if said in text:
+                report.outcome = "skipped"
+                report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {said}")
     return report

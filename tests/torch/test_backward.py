@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import mkernel
+from mkernel.ops import inductor
 from mkernel.world.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -130,6 +131,20 @@ def checkpointed(name: str, backend: str) -> bool:
 @pytest.mark.parametrize("name", LAYERS)
 def test_checkpointed_layers_have_the_same_gradients(name: str, backend: str) -> None:
     assert on_ranks(checkpointed, name, backend) == [True] * RANKS
+
+
+def refused(name: str) -> str:
+    with mock.patch.object(inductor, "keeps_order", return_value=False):
+        try:
+            checkpointed(name, "aot_eager")
+        except Exception as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_torch_that_cannot_compile_checkpointed_regions_is_refused_by_name() -> None:
+    for said in on_ranks(refused, next(iter(LAYERS))):
+        assert "compiles no checkpointed region in which an op communicates" in said
 
 
 # ---- threads -------------------------------------------------------------------------------------

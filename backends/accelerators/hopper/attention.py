@@ -2,6 +2,7 @@
 
 Data flow:
   k, v (own) ──copy engines, a second stream──▶ slot of every peer's workspace, a flag behind
+             ──a put of the NIC, on it too────▶ slot of ranks of other nodes; its word becomes the flag
   q on own k, v ──cuDNN──▶ out, log-sum-exp ─┐
   wait for a peer's flag, q on its k, v ─────┤  the rank before this one first
   all of them ──one kernel, float32──────────┴▶ out, lse; it ends the call
@@ -9,6 +10,8 @@ Data flow:
 Causal calls are split in zigzag: rank r has pieces r and 2·W - 1 - r of 2·W. On the own keys attention
 is plainly causal; of an earlier rank's keys all queries see the first half and no more; of a later
 rank's the second half of the queries sees all. What no query sees is neither sent nor computed.
+Where documents are packed into the sequence, FlashAttention stands in cuDNN's place
+(:mod:`.attention_documents`).
 
 Errors. A library rounds what it finds in each part to the tensors' dtype, as it does its weights; the
 merge is float32 and rounds once more. So the relative error of out is that of three independent
@@ -21,15 +24,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.hopper.attention_documents import Documents, attend_packed
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
-from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing, Queries, ring_keys
-from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
+from mkernel.backends.accelerators.hopper.attention_merge import Merge
+from mkernel.backends.accelerators.hopper.attention_ring import (
+    AttentionRing,
+    Queries,
+    Source,
+    ring_keys,
+)
+from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, library_of
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
+    between_nodes,
     call_id,
     device_world,
-    one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
@@ -50,40 +60,51 @@ class AttentionExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
-        self._blocks = _checked(plan).merge_blocks
-        shape = attention_shape(plan)
+        self._merge = Merge(context, _checked(plan).merge_blocks)
+        self._packed = attention_shape(plan).documents
         self._ring = AttentionRing(call, context)
-        self._shape = (shape.batch, shape.heads, self._ring.rows, shape.head_dim)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What ring attention needs of symmetric memory. Unsupported."""
-        world = one_node(plan)
         _checked(plan)
-        return Workspace((ring_keys(plan).workspace_bytes(world) if world > 1 else NO_DATA,))
+        keys, world = ring_keys(plan), plan.world_size
+        if world == 1:
+            return Workspace((NO_DATA,))
+        needed = keys.workspace_bytes(world)
+        if plan.nodes == 1:
+            return Workspace((needed,))
+        staged = plan.routes.staged
+        return between_nodes(
+            plan, needed if staged else native().DATA_OFFSET, keys.area_bytes(world)
+        )
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
         context = self._context
         world = self._world.of_call(call_id(call), call.timeout_s)
         exchanges = call.view != "compute_only" and bool(self._ring.sources)
+        documents = Documents(call) if self._packed else None
         if not exchanges:
-            parts = list(self._attended(call))
+            parts = list(self._attended(call, documents))
         elif call.view == "sequential":
             self._ring.push(call, world, stream)
             for source in self._ring.sources:
                 self._ring.wait(world, source, stream)
-            parts = list(self._attended(call))
+            parts = list(self._attended(call, documents))
         else:
             beside = context.order.fork(stream)
             try:
                 self._ring.push(call, world, beside)
-                parts = list(self._attended(call, world, stream))
+                parts = list(self._attended(call, documents, world, stream))
             finally:
                 context.order.join(stream)
-        self._merge(call, parts, world if exchanges else self._alone, exchanges, stream)
+        there, out = world if exchanges else self._alone, call.tensors["out"]
+        written = writable(out)
+        self._merge.finish(parts, written, call.tensors["lse"], there, stream, ends=exchanges)
+        deliver(written, out)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -92,48 +113,31 @@ class AttentionExecutor:
         return None
 
     def _attended(
-        self, call: Call, world: _hopper.DeviceWorld | None = None, stream: int = 0
+        self,
+        call: Call,
+        documents: Documents | None,
+        world: _hopper.DeviceWorld | None = None,
+        stream: int = 0,
     ) -> Iterator[Seen]:
         """What the queries found in each part, the own one first. ``world``: whose flags are waited for
         on ``stream``; None: parts are taken as they lie."""
         q, scale, _ = Queries.of(call)
         k, v = (aligned(call.tensors[name]) for name in "kv")
-        yield attend(q, k, v, 0, self._ring.causal, scale)
-        for source in self._ring.sources:
-            if world is not None:
+        for source in (Source(call.rank, k, v, 0), *self._ring.sources):
+            own = source.rank == call.rank
+            if world is not None and not own:
                 self._ring.wait(world, source, stream)
-            yield attend(q, source.k, source.v, source.first, False, scale)
-
-    def _merge(
-        self,
-        call: Call,
-        parts: list[Seen],
-        world: _hopper.DeviceWorld,
-        ends: bool,
-        stream: int,
-    ) -> None:
-        made, out, lse = native(), call.tensors["out"], call.tensors["lse"]
-        written = writable(out)
-        merge = made.Merge(
-            [
-                made.Part(
-                    part.out.data_ptr(), part.out.stride()[:3], part.lse.data_ptr(), part.first
-                )
-                for part in parts
-            ],
-            written.data_ptr(),
-            written.stride()[:3],
-            lse.data_ptr(),
-            self._shape,
-            self._plan.dtype == "float16",
-        )
-        made.merge_parts(self._context.device, world, merge, self._blocks, ends, stream)
-        deliver(written, out)
+            causal = own and self._ring.causal
+            if documents is not None:
+                yield attend_packed(q, source, documents, causal, scale)
+            else:
+                yield attend(q, source.k, source.v, source.first, causal, scale)
 
 
 def _checked(plan: LaunchPlan) -> AttentionSchedule:
     """The schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionSchedule)
-    if how.library != "cudnn":
-        raise ArgumentError("plan.schedule.library", repr(how.library), "'cudnn'")
+    library = library_of(attention_shape(plan))
+    if how.library != library:
+        raise ArgumentError("plan.schedule.library", repr(how.library), repr(library))
     return how

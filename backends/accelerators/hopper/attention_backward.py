@@ -250,6 +250,8 @@ def _sum_of(out: torch.Tensor, given: Sequence[Given], factor: int) -> _hopper.S
 def _checked(plan: LaunchPlan) -> AttentionBackwardSchedule:
     """The schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionBackwardSchedule)
+    if attention_shape(plan).documents:
+        raise ArgumentError("plan.shape.documents", True, "False: it has no gradients of these")
     if how.library != "cudnn":
         raise ArgumentError("plan.schedule.library", repr(how.library), "'cudnn'")
     if how.heads_ahead > attention_shape(plan).kv_heads:

@@ -63,11 +63,16 @@ class AttentionRing:
         self.sources = tuple(self._sources())
 
     def push(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every peer, a flag behind."""
-        k, v = call.tensors["k"], call.tensors["v"]
-        native().push_keys(
-            self._device, world, k.data_ptr(), v.data_ptr(), self.keys, self.causal, stream
-        )
+        """Send the own keys and values to every peer, a flag behind; what other nodes send lands."""
+        made, (k, v) = native(), (call.tensors[name].data_ptr() for name in "kv")
+        made.push_keys(self._device, world, k, v, self.keys, self.causal, stream)
+        if self._plan.nodes == 1:
+            return
+        made.put_keys(self._device, world, k, v, self.keys, stream)
+        each = self._plan.ranks_per_node
+        for source in self.sources:
+            if source.rank // each != self._rank // each:
+                made.land_keys(self._device, world, source.rank, self.keys, stream)
 
     def wait(self, world: _hopper.DeviceWorld, source: Source, stream: int) -> None:
         """What follows on ``stream`` reads what the source sent."""
@@ -75,15 +80,7 @@ class AttentionRing:
 
     def lying(self, offset: int, rows: int) -> torch.Tensor:
         """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of the own data area."""
-        shape, dtype = attention_shape(self._plan), getattr(torch, self._plan.dtype)
-        sizes = [shape.batch, shape.kv_heads, rows, shape.head_dim]
-        if shape.layout == "positions":
-            sizes[1:3] = rows, shape.kv_heads
-        nbytes = (
-            shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[self._plan.dtype]
-        )
-        flat = bytes_at(self._workspace + native().DATA_OFFSET + offset, nbytes).view(dtype)
-        return flat.view(sizes) if shape.layout == "heads" else flat.view(sizes).transpose(1, 2)
+        return lying(self._plan, self._workspace, offset, rows)
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of [B, Hkv, rows, D] in the order in which those of the plan's tensors lie."""
@@ -103,6 +100,27 @@ class AttentionRing:
             k, v = (self.lying(at + which, self.rows) for which in (0, self.keys.bytes))
             first = self.rows // 2 if self.causal and source > rank else 0
             yield Source(source, k[:, :, :seen], v[:, :, :seen], first)
+
+
+def lying(plan: LaunchPlan, workspace: int, offset: int, rows: int) -> torch.Tensor:
+    """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of a workspace's data."""
+    shape, dtype = attention_shape(plan), getattr(torch, plan.dtype)
+    sizes = [shape.batch, shape.kv_heads, rows, shape.head_dim]
+    if shape.layout == "positions":
+        sizes[1:3] = rows, shape.kv_heads
+    nbytes = shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
+    flat = bytes_at(workspace + native().DATA_OFFSET + offset, nbytes).view(dtype)
+    return flat.view(sizes) if shape.layout == "heads" else flat.view(sizes).transpose(1, 2)
+
+
+def stretches(plan: LaunchPlan, first: int, rows: int) -> _hopper.Piece:
+    """Where those rows of one rank's keys, and of its values, lie."""
+    keys = ring_keys(plan)
+    row = keys.pitch * plan.world_size // attention_shape(plan).sequence
+    piece: _hopper.Piece = native().Piece(
+        at=first * row, width=rows * row, pitch=keys.pitch, count=keys.count
+    )
+    return piece
 
 
 def ring_keys(plan: LaunchPlan) -> _hopper.Keys:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mkernel.backends.accelerators.hopper import capabilities
+from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, flags
 from mkernel.backends.accelerators.hopper.machine import CallTimes, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionBackwardSchedule,
+    AttentionInPiecesSchedule,
+    AttentionLibrary,
     AttentionSchedule,
 )
+from mkernel.backends.accelerators.hopper.tuning import FLAGS
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.ops import forward
 from mkernel.plan.predict import prediction
@@ -20,6 +25,7 @@ from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import MachineConstants
 
 _MACHINE = machine()
+_FEWEST_ROWS = 64  # of a piece
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -29,14 +35,48 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     blocks = found.pipeline.compute_blocks * _MACHINE.attention.merge_blocks_a_core
     constants = request.constants if plan.nodes == 1 else None
     if forward(plan.op) == plan.op:
-        found = found._replace(schedule=AttentionSchedule(library="cudnn", merge_blocks=blocks))
-        return found if constants is None else found._replace(prediction=predicted(plan, constants))
+        chosen, times = _forward(plan, blocks, constants)
+        found = found._replace(schedule=chosen)
+        return found if times is None else found._replace(prediction=times)
     heads = attention_shape(plan).kv_heads
     ways = {ahead: predicted_backward(plan, ahead, constants) for ahead in {heads, -(-heads // 2)}}
     ahead = min(ways, key=lambda one: (ways[one].pipelined_us, -one))
     how = AttentionBackwardSchedule(library="cudnn", heads_ahead=ahead, sum_blocks=blocks)
     found = found._replace(schedule=how)
     return found if constants is None else found._replace(prediction=ways[ahead])
+
+
+def _forward(
+    plan: CommonPart, blocks: int, constants: MachineConstants | None
+) -> tuple[AttentionSchedule | AttentionInPiecesSchedule, Prediction | None]:
+    """In pieces where parts would take more memory than may be; between nodes always whole."""
+    rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
+    if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
+        library = library_of(attention_shape(plan))
+        whole = AttentionSchedule(library=library, merge_blocks=blocks)
+        return whole, None if constants is None else predicted(plan, constants)
+    how = AttentionInPiecesSchedule(
+        library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=_MACHINE.attention.slots
+    )
+    return how, None if constants is None else predicted_in_pieces(plan, rows, constants)
+
+
+def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | None:
+    """Rows of a piece, a power of two; None: keys and values travel whole.
+
+    Parts take what the queries find in each, and the peers' keys and values; a row of pieces what three
+    parts find and what was found before in float32, and its place in each peer's slots.
+    """
+    how, rows = _MACHINE.attention, shape.sequence // world
+    queries = shape.batch * shape.heads * shape.head_dim * element_bytes
+    keys = 2 * shape.batch * shape.kv_heads * shape.head_dim * element_bytes
+    if rows * (world * queries + (world - 1) * keys) <= how.whole_bytes or shape.documents:
+        return None
+    a_row = queries * 3 + queries // element_bytes * 4 + keys * how.slots * (world - 1)
+    found = max(_FEWEST_ROWS, 1 << max(1, how.pieces_bytes // a_row).bit_length() - 1)
+    while flags(shape, world, found) > FLAGS:
+        found *= 2
+    return found
 
 
 class _Times(NamedTuple):
@@ -83,6 +123,23 @@ def predicted(plan: CommonPart, constants: MachineConstants) -> Prediction:
     return prediction(compute, (world - 1) * sent, now + merge, constants.launch_us, constants)
 
 
+def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants) -> Prediction:
+    """Calls and merges one after another; where copies take longer than these, as long as they take."""
+    shape, how, world = attention_shape(plan), _MACHINE.attention, plan.world_size
+    pieces = Pieces(shape, world, rows, how.slots)
+    own, part, _, _ = _times(plan, how.forward, world + 1)
+    steps = sum(1 for _ in pieces.steps(world - 1))
+    queries = shape.batch * shape.heads * rows * shape.head_dim
+    merge = how.merge_us + queries * (4 + 4 + DTYPE_BYTES[plan.dtype]) / (how.merge_gbs * 1e3)
+    calls = 2 * len(pieces.cuts) + steps
+    compute = own + (world - 1) * part + calls * how.forward.call_us + steps * merge
+    sent = steps * sum(
+        _MACHINE.copies.choose("put", pieces.bytes(rows), 0, flagged=flagged).microseconds
+        for flagged in (False, True)
+    )
+    return prediction(compute, sent, max(compute, sent), constants.launch_us, constants)
+
+
 def predicted_backward(
     plan: CommonPart, heads_ahead: int, constants: MachineConstants | None
 ) -> Prediction:
@@ -102,6 +159,11 @@ def predicted_backward(
     compute = own + (world - 1) * part + merge
     launch = _MACHINE.constants if constants is None else constants
     return prediction(compute, 2 * (world - 1) * sent, now + merge, launch.launch_us, launch)
+
+
+def library_of(shape: AttentionShape) -> AttentionLibrary:
+    """What computes attention: the faster one, which takes no packed documents."""
+    return "flash" if shape.documents else "cudnn"
 
 
 def attention_shape(plan: CommonPart) -> AttentionShape:

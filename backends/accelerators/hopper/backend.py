@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
-    ATTENTION,
     HIERARCHICAL_OPS,
     MOE,
     MOST_RANKS,
-    SUMS,
+    documents,
     library_ops,
+    one_node_ops,
     ops,
     scale_modes,
 )
@@ -170,12 +170,13 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 settles_puts=True,
                 library_ops=library_ops(),
                 hierarchical_ops=HIERARCHICAL_OPS,
-                one_node_ops=(*SUMS, *ATTENTION, *MOE),
+                one_node_ops=one_node_ops(),
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,
                 activations=get_args(Activation),
                 attention_layouts=("heads", "positions"),
+                documents=documents(),
                 kinds=("cuda",),
                 architectures=(f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 constants=machine().constants,

@@ -13,8 +13,9 @@ HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED = ("ring_attention_backward",)
-"""Kernels that worlds do not run yet: gradients of drawn shapes have not been seen right on GPUs."""
+UNCLAIMED = ("ring_attention_backward", "documents", "between nodes", "pieces")
+"""What is built and worlds do not run yet, since it has not been seen right on GPUs: ops, and of ring
+attention packed documents, worlds of several nodes, and long sequences in pieces."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
@@ -32,7 +33,23 @@ def ops() -> tuple[str, ...]:
     except BackendUnavailable:
         return ()
     built = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
-    return tuple(op for op in built if op not in UNCLAIMED)
+    return tuple(op for op in built if claimed(op))
+
+
+def claimed(what: str) -> bool:
+    """Whether worlds run it."""
+    return what not in UNCLAIMED
+
+
+def documents() -> tuple[str, ...]:
+    """Ops that take packed documents."""
+    return ("ring_attention",) if claimed("documents") else ()
+
+
+def one_node_ops() -> tuple[str, ...]:
+    """Ops that run on one node only."""
+    attention = ATTENTION[1:] if claimed("between nodes") else ATTENTION
+    return (*SUMS, *attention, *MOE)
 
 
 def library_ops() -> tuple[str, ...]:

@@ -158,9 +158,10 @@ class DeviceSession:
         return not waiting.is_alive()
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """The rank's device. ArgumentError for tensors on another one."""
+        """The rank's device. ArgumentError for tensors on another one, but for boundaries of documents,
+        which may lie on the CPU."""
         for name, tensor in tensors.items():
-            if tensor.get_device() != self.index:
+            if tensor.get_device() != self.index and name != "cu_seqlens":
                 raise ArgumentError(
                     f"{name}.device",
                     tensor.device,

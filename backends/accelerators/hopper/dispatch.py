@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from mkernel.backends.accelerators.hopper.all_reduce import SumExecutor
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
+from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
@@ -20,7 +21,11 @@ from mkernel.backends.accelerators.hopper.moe import (
     GemmCombineExecutor,
 )
 from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, PartsSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    AttentionInPiecesSchedule,
+    FewRowsSchedule,
+    PartsSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
@@ -74,4 +79,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
             return LibraryExecutor
         gathers = plan.op == "all_gather_gemm"
         return GatherPartsExecutor if gathers else ReducePartsExecutor
+    if plan.op == "ring_attention" and isinstance(plan.schedule, AttentionInPiecesSchedule):
+        return AttentionInPiecesExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

@@ -92,6 +92,9 @@ class Attention(Sourced):
     )
     merge_gbs: float = Field(gt=0, description="what it reads and writes")
     merge_blocks_a_core: int = Field(ge=1)
+    whole_bytes: int = Field(ge=0, description="that parts take at most beside a call's tensors")
+    pieces_bytes: int = Field(ge=0, description="the same of pieces, where parts would take more")
+    slots: int = Field(ge=2, description="of pieces, for each peer")
 
 
 class Experts(Sourced):
@@ -129,11 +132,14 @@ class Scaled(Sourced):
 
     product: PathConstants
     unscaled: PathConstants = Field(description="products with one scale an operand")
+    by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")
     gap_us: float = Field(ge=0, description="of a further product, and the wait before it")
     sum_us: float = Field(ge=0, description="start and end of the kernel that adds parts up")
     sum_gbs: float = Field(gt=0, description="what it reads and writes")
+    sum_cached_gbs: float = Field(gt=0, description="the same of what L2 still has")
+    sum_cached_bytes: int = Field(ge=0, description="that L2 still has, at most")
     sum_blocks_a_core: int = Field(ge=1)
     chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
     least_rows: int = Field(ge=1, description="of a chunk")

@@ -56,7 +56,7 @@ class ReducePartsExecutor:
         self._sum_row = plan.gemm.n * DTYPE_BYTES[self._how.product]
         self._out_row = plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
         self._first, self._last = share(plan.gemm.m, plan.world_size, call.rank)
-        self._results_at = plan.world_size * self._slot
+        self._results_at = (plan.world_size - 1) * self._slot
         self._landed = None
         if self._everywhere:
             shape, dtype = (plan.gemm.m, plan.gemm.n), getattr(torch, plan.out_dtype)
@@ -66,7 +66,7 @@ class ReducePartsExecutor:
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan needs of symmetric memory. Unsupported."""
         checked(plan, ReducePartsSchedule)
-        needed = plan.world_size * _slot_bytes(plan)
+        needed = (plan.world_size - 1) * _slot_bytes(plan)
         if plan.op == "gemm_all_reduce":
             needed += rounded_up(plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype])
         return Workspace((native().DATA_OFFSET + needed,))
@@ -106,7 +106,7 @@ class ReducePartsExecutor:
             for part in parts_of(self._plan, owner):
                 mine = rows.multiply(part)
                 running.fork()
-                at = self._rank * self._slot + (part.first - start) * self._sum_row
+                at = self._slot_at(owner, self._rank) + (part.first - start) * self._sum_row
                 flag = exchange.flag(self._rank, part.number)
                 running.send(owner, mine, exchange.address(owner, at), flag)
 
@@ -152,7 +152,7 @@ class ReducePartsExecutor:
             [
                 partial[part.first].data_ptr(),
                 *(
-                    self._exchange.address_here(source * self._slot + below)
+                    self._exchange.address_here(self._slot_at(self._rank, source) + below)
                     for source in self._exchange.peers
                 ),
             ],
@@ -165,6 +165,10 @@ class ReducePartsExecutor:
             self._plan.gemm.n,
         )
         return mine
+
+    def _slot_at(self, owner: int, sender: int) -> int:
+        """Where a sender's partial results lie at their owner: those of the next rank first."""
+        return (sender - owner - 1) % self._plan.world_size * self._slot
 
     def _send_results(
         self, running: Running, mine: torch.Tensor, part: Part, outs: tuple[int, ...]

@@ -85,8 +85,7 @@ def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
     """What scales a product of so many rows: a kernel, where that is faster and may be."""
     assert plan.scales is not None
     mode = plan.scales.mode
-    gathered = plan.op == "all_gather_gemm" and plan.world_size > 1 and rows == plan.gemm.m
-    by_rows = mode == "row" or (mode == "tensor" and gathered)  # each rank has a scale of its own
+    by_rows = mode == "row" or (mode == "tensor" and _of_all_ranks(plan, rows))
     if not by_rows or product_dtype(plan) == "float32":
         return "library"
     faster = _scaled_us(plan, rows, cores) < _library_us(plan, rows, cores)
@@ -150,7 +149,9 @@ def _summed(plan: CommonPart, chunks: int, cores: int) -> Times:
     step = -(-rows // chunks)
     product, of_out = DTYPE_BYTES[product_dtype(plan)], DTYPE_BYTES[plan.out_dtype]
     part, copy = _product_us(plan, step, cores), _copy_us(step * shape.n * product)
-    added = transfer_us(step * shape.n * (world * product + of_out), how.sum_gbs, how.sum_us)
+    moved = step * shape.n * (world * product + of_out)
+    cached = moved <= how.sum_cached_bytes
+    added = transfer_us(moved, how.sum_cached_gbs if cached else how.sum_gbs, how.sum_us)
     now = copied = comm = 0.0
     arrived = []
     for _ in range((world - 1) * chunks):
@@ -171,13 +172,22 @@ def _summed(plan: CommonPart, chunks: int, cores: int) -> Times:
     return Times(world * chunks * part, comm, now + how.product.exchange_us)
 
 
+def _of_all_ranks(plan: CommonPart, rows: int) -> bool:
+    """Whether so many rows are several ranks', each of which has a scale of its own."""
+    return plan.op == "all_gather_gemm" and plan.world_size > 1 and rows == plan.gemm.m
+
+
 def _product_us(plan: CommonPart, rows: int, cores: int) -> float:
     by_kernel = scaled_by(plan, rows, cores) == "kernel"
     return (_scaled_us if by_kernel else _library_us)(plan, rows, cores)
 
 
 def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
-    return _multiplied_us(_MACHINE.scaled.product, plan, rows, cores)
+    assert plan.scales is not None
+    how, mode = _MACHINE.scaled, plan.scales.mode
+    single = mode == "tensor" and not _of_all_ranks(plan, rows)
+    longer = how.by_blocks if mode == "block" else 1.0
+    return longer * _multiplied_us(how.unscaled if single else how.product, plan, rows, cores)
 
 
 def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:

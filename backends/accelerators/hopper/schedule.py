@@ -15,7 +15,7 @@ TilingName = Literal["wide", "deep", "narrow"]
 ExpertTiling = Literal["wide", "deep"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
-AttentionLibrary = Literal["cudnn"]
+AttentionLibrary = Literal["cudnn", "flash"]
 
 
 class GatherSchedule(Schedule):
@@ -89,6 +89,24 @@ class AttentionSchedule(Schedule):
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary
     merge_blocks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
+class AttentionInPiecesSchedule(Schedule):
+    """How ring attention of a long sequence runs. Some rows of queries come after others, at most
+    ``piece_rows``; for each of these, keys and values of the peers travel again, in pieces of as many
+    rows, into ``slots`` slots for each peer. A kernel of ``merge_blocks`` blocks merges what was found
+    with what was found before."""
+
+    kind: Literal["hopper.ring_attention_in_pieces"] = "hopper.ring_attention_in_pieces"
+    library: AttentionLibrary
+    merge_blocks: int = Field(ge=1)
+    piece_rows: int = Field(ge=1)
+    slots: int = Field(ge=2)
 
     @property
     def copy_engines(self) -> bool:

@@ -38,6 +38,8 @@ FEW_COLUMNS = 128
 """Columns of a tile of few rows, and the most parts of its K; as in kernels/few_rows.cuh."""
 MOST_SPLITS = 8
 TILE_DEPTH = 64
+PARTS = 8
+"""Of a device (GPCs), at most."""
 
 MAIL_BYTES = 16 << 20
 """Of one call; as in device/workspace.cuh."""
@@ -275,15 +277,28 @@ def reduce(
 
 
 def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRowsSchedule:
-    """K is cut so that the block with most steps of K has fewest; ``k`` is one rank's share."""
+    """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place
+    at once: one more would wait for others to end. ``k`` is one rank's share."""
     tiles, steps = _up(n, FEW_COLUMNS), _up(k, TILE_DEPTH)
 
     def most_steps(splits: int) -> int:
-        return _up(tiles, processors // splits) * _up(steps, splits)
+        return _up(tiles, _clusters(processors, splits)) * _up(steps, splits)
 
     legal = range(1, min(MOST_SPLITS, steps, processors) + 1)
-    product = paths.partial_dtype(GemmShape(m=m, n=n, k=k), dtype)
-    return FewRowsSchedule(splits=min(legal, key=most_steps), blocks=processors, product=product)
+    splits = min(legal, key=most_steps)
+    return FewRowsSchedule(
+        splits=splits,
+        blocks=splits * _clusters(processors, splits),
+        product=paths.partial_dtype(GemmShape(m=m, n=n, k=k), dtype),
+    )
+
+
+def _clusters(processors: int, blocks: int) -> int:
+    """Clusters of so many blocks that find a place at once on any such device. A cluster is in one of
+    its parts, each of which has an even number of multiprocessors; which, differs from device to
+    device."""
+    unused = 2 * ((blocks - 1) // 2)
+    return max(1, (processors - PARTS * unused) // blocks)
 
 
 def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSchedule:

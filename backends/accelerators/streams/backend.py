@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _OPS = {
     "all_gather_gemm": "all_gather_gemm:run",
-    "all_reduce": "all_reduce:run",
     "gemm_reduce_scatter": "gemm_reduce:scatter",
     "gemm_all_reduce": "gemm_reduce:all_reduce",
+    "all_reduce": "all_reduce:run",
     "moe_dispatch_gemm": "moe:dispatch",
     "moe_combine": "moe:combine",
     "moe_gemm_combine": "moe:gemm_combine",
@@ -48,7 +48,7 @@ _OPS = {
     "ring_attention_backward": "ring_attention_backward:run",
 }
 """Where each op lies: ``module:function`` of this package."""
-PUT_OPS = ("all_gather_gemm", "all_reduce", "gemm_reduce_scatter", "gemm_all_reduce")
+PUT_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
 """Ops whose messages can be puts: MoE's vary in size, and attention passes on what it gets."""
 
 
@@ -231,7 +231,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         scaled_mm=scaled_mm(device.name),
         activations=get_args(Activation),
         attention_layouts=("heads", "positions"),
-        documents=True,
+        documents=("ring_attention", "ring_attention_backward"),
         alignment_bytes=1,
         transfer_paths=("torch.distributed", "p2p") if copies else ("torch.distributed",),
         peer_access=copies,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 
 #include "backends/nics/softverbs/context.hpp"
 
@@ -47,6 +48,10 @@ AddressHandle* Fabric::create_ah(ibv_pd* pd, const PortAddress& address) {
     ah->context = pd->context;
     ah->pd = pd;
     ah->address = address;
+    try {
+        ah->remote = context_.connect(address);
+    } catch (const std::system_error&) {  // gone, which the first message to it will find
+    }
     return ah.get();
 }
 

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -29,6 +30,7 @@ inline constexpr std::uint32_t kSrdMaxWr = 4096;
 
 struct AddressHandle : ibv_ah {
     PortAddress address;
+    std::shared_ptr<RemotePort> remote;  // so that it maps device memory before it is sent anything
 };
 
 struct SrdRequest {

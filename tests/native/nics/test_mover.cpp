@@ -209,6 +209,17 @@ TEST(every_size_arrives_between_every_two_kinds_of_memory) {
     }
 }
 
+// A driver may map memory only when its kernels have ended, and kernels may wait for what a put brings.
+TEST(memory_of_peers_is_mapped_before_anything_is_sent) {
+    for (const bool srd : {false, true}) {
+        FakeMover& mover = fresh();
+        const Couple pair(kMiB, setup(srd));
+        const std::uint64_t late = monotonic_ns() + 30'000'000'000;
+        while (mover.attached() < 2 && monotonic_ns() < late) std::this_thread::yield();
+        CHECK(mover.attached() == 2);
+    }
+}
+
 TEST(a_large_put_arrives) {
     for (const bool srd : {false, true}) {
         fresh();

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import devices
@@ -19,6 +20,7 @@ from plan_walk import WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     attention,
+    attention_merge,
     attention_ring,
     capabilities,
     device_world,
@@ -28,7 +30,7 @@ from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -53,13 +55,22 @@ class Part(NamedTuple):
     first: int
 
 
+class Running(NamedTuple):
+    out: int
+    lse: int
+    read: bool
+    write: bool
+
+
 class Merge(NamedTuple):
     parts: list[Part]
     out: int
     strides: tuple[int, ...]
     lse: int
+    lse_pitch: int
     shape: tuple[int, int, int, int]
     half: bool
+    running: Running
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,9 @@ class Keys(NamedTuple):
     def gradient_offset(self, world: int, rank: int, from_rank: int) -> int:
         return 2 * self.bytes * (world - 1 + (from_rank - rank - 1) % world)
 
+    def area_bytes(self, world: int) -> int:
+        return 2 * self.bytes * world
+
     def workspace_bytes(self, world: int, gradients: bool = False) -> int:
         return DATA_OFFSET + 2 * self.bytes * (world - 1) * (2 if gradients else 1)
 
@@ -95,7 +109,8 @@ class Keys(NamedTuple):
 class Fabric:
     """Stands for ``_hopper`` in all ranks. ``queued``: what rank 0 started, and on which stream."""
 
-    Part, Merge = Part, Merge
+    Part, Merge, Running = Part, Merge, Running
+    NETWORK_WORDS = 32
 
     def __init__(self, world: int) -> None:
         self.DATA_OFFSET, self.Keys = DATA_OFFSET, Keys
@@ -104,11 +119,21 @@ class Fabric:
             self.DATA_OFFSET, self.Keys = built.DATA_OFFSET, built.Keys
         self.world = world
         self.nbytes = self.stretches = 0  # of one rank's keys
+        self.places: list[int] = []  # of ranks' workspaces, for what stands for the NIC
+        self.arrived = {(to, by): threading.Event() for to in range(world) for by in range(world)}
         self.queued: list[Any] = []
         self.merged: list[Merge] = []
         self.flags: dict[tuple[int, int], threading.Event] = {
             (to, by): threading.Event() for to in range(world) for by in range(world)
         }
+
+    def clear(self) -> None:
+        """Another call begins."""
+        for flag in (*self.flags.values(), *self.arrived.values()):
+            flag.clear()
+
+    def DeviceNetwork(self, *_: Any) -> Any:
+        return SimpleNamespace(of=lambda *_: None)
 
     def DeviceWorld(self, workspaces: list[int], rank: int, *_: Any) -> Here:
         return Here(rank, tuple(workspaces))
@@ -120,6 +145,8 @@ class Fabric:
         whole = self.nbytes
         for step in range(1, self.world):
             to = (here.rank + step) % self.world
+            if not here.workspaces[to]:
+                continue
             at = here.workspaces[to] + self.DATA_OFFSET
             at += keys.slot_offset(self.world, to, here.rank)
             for number, source in enumerate((k, v)):
@@ -129,6 +156,23 @@ class Fabric:
                     off = stretch * pitch
                     ctypes.memmove(at + number * whole + off, source + off, width)
             self.flags[to, here.rank].set()
+
+    def put_keys(self, device: int, here: Here, k: int, v: int, keys: Any, stream: int) -> None:
+        self._note(here, "put", stream)
+        slots = [place + self.DATA_OFFSET for place in self.places]
+        outbox = slots[here.rank] + keys.area_bytes(self.world) - 2 * self.nbytes
+        for number, source in enumerate((k, v)):
+            ctypes.memmove(outbox + number * self.nbytes, source, self.nbytes)
+        for to, near in enumerate(here.workspaces):
+            if not near:
+                at = slots[to] + keys.slot_offset(self.world, to, here.rank)
+                ctypes.memmove(at, outbox, 2 * self.nbytes)
+                self.arrived[to, here.rank].set()
+
+    def land_keys(self, device: int, here: Here, source: int, keys: Any, stream: int) -> None:
+        self._note(here, ("land", source), stream)
+        assert self.arrived[here.rank, source].wait(60)
+        self.flags[here.rank, source].set()
 
     def await_part(self, device: int, here: Here, source: int, flag: int, stream: int) -> None:
         self._note(here, ("await", source), stream)
@@ -143,8 +187,14 @@ class Fabric:
             self.merged.append(merge)
         batch, heads, rows, width = merge.shape
         dtype = torch.float16 if merge.half else torch.bfloat16
-        outs = torch.zeros(len(merge.parts), batch, heads, rows, width)
-        sums = torch.full((len(merge.parts), batch, heads, rows), float("-inf"))
+        outs = torch.zeros(len(merge.parts) + 1, batch, heads, rows, width)
+        sums = torch.full((len(merge.parts) + 1, batch, heads, rows), float("-inf"))
+        packed = (heads * rows, rows, 1)
+        before = merge.running
+        if before.read:
+            wide = tuple(width * each for each in packed)
+            outs[-1] = rows_at(before.out, wide, torch.float32, batch, heads, rows, width)
+            sums[-1] = rows_at(before.lse, packed, torch.float32, batch, heads, rows, 1)[..., 0]
         for number, part in enumerate(merge.parts):
             left = rows - part.first
             outs[number, :, :, part.first :] = rows_at(part.out, part.strides, dtype, batch, heads,
@@ -153,9 +203,24 @@ class Fabric:
             sums[number, :, :, part.first :] = lse[..., 0]
         lse = sums.logsumexp(0)
         out = ((sums - lse).exp()[..., None] * outs).sum(0)
-        rows_at(merge.out, merge.strides, dtype, batch, heads, rows, width).copy_(out)
-        packed = (heads * rows, rows, 1)
-        rows_at(merge.lse, packed, torch.float32, batch, heads, rows, 1)[..., 0].copy_(lse)
+        pitch = merge.lse_pitch
+        to, strides, sums_to, pitches = (
+            merge.out,
+            merge.strides,
+            merge.lse,
+            (heads * pitch, pitch, 1),
+        )
+        if before.write:
+            wide = tuple(width * each for each in packed)
+            to, strides, sums_to, pitches, dtype = (
+                before.out,
+                wide,
+                before.lse,
+                packed,
+                torch.float32,
+            )
+        rows_at(to, strides, dtype, batch, heads, rows, width).copy_(out)
+        rows_at(sums_to, pitches, torch.float32, batch, heads, rows, 1)[..., 0].copy_(lse)
 
     def _note(self, here: Here, what: Any, stream: int) -> None:
         if here.rank == 0:
@@ -229,7 +294,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
     def make(world: int) -> Fabric:
         made = Fabric(world)
-        for module in (attention, attention_ring, device_world):
+        for module in (attention, attention_merge, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention, "attend", attended)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
@@ -245,39 +310,46 @@ def lying(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def run(
-    made: Fabric, plan: LaunchPlan, *, view: View = "pipelined", scale: float = 0.2, calls: int = 2
-) -> list[str]:
+    made: Fabric, plan: LaunchPlan, *, view: View = "pipelined", scale: float = 0.2, calls: int = 2,
+    cu_seqlens: tuple[int, ...] | None = None,
+) -> list[str]:  # fmt: skip
     """What is wrong with any rank's results, of calls with fresh inputs each."""
     shape: Any = plan.shape
-    world, sizes = plan.world_size, shape.model_dump(exclude={"kind", "layout"})
+    world, sizes = plan.world_size, shape.model_dump(exclude={"kind", "layout", "documents"})
     case = case_of("ring_attention")(
-        sizes, plan.dtype, plan.dtype, "row", options={"scale": scale}, seed=3
-    )
-    room = AttentionExecutor.workspace(plan).areas[0]
+        sizes, plan.dtype, plan.dtype, "row", seed=3,
+        options={"scale": scale, "cu_seqlens": cu_seqlens},
+    )  # fmt: skip
+    room = executor_of(plan).workspace(plan).areas[0]
     memory = [torch.full((room,), 0x7F, dtype=torch.uint8) for _ in range(world)]  # NaN
-    places = [each.data_ptr() for each in memory]
+    places = made.places = [each.data_ptr() for each in memory]
+    node = [rank // plan.ranks_per_node for rank in range(world)]
     rows = shape.sequence // world
     made.nbytes = shape.batch * shape.kv_heads * rows * shape.head_dim * 2
     made.stretches = shape.batch * (shape.kv_heads if shape.layout == "heads" else 1)
     order: Any = Order()
     found: list[str] = []
-    executors: dict[int, AttentionExecutor] = {}
+    executors: dict[int, Executor] = {}
     for number in range(calls):
-        for flag in made.flags.values():
-            flag.clear()
+        made.clear()
 
         def start(rank: int, number: int = number) -> list[str]:
             given = {n: lying(t, shape.layout) for n, t in case.inputs(rank, world, number).items()}
             given["out"] = torch.full_like(given["q"], torch.nan)
             given["lse"] = torch.full(given["q"].shape[:3], torch.nan)
+            if cu_seqlens is not None:
+                given["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
             call = Call(
                 plan=plan, rank=rank, tensors=given, epoch=number + 1, number=number, pad=0,
                 workspace=places[rank], areas=(0,),
-                peers={p: PeerMemory(0, places[p]) for p in range(world) if p != rank},
+                peers={
+                    p: PeerMemory(0, places[p])
+                    for p in range(world) if p != rank and node[p] == node[rank]
+                },
                 region=0, fifo=0, timeout_s=1.0, view=view, options={"scale": scale},
             )  # fmt: skip
             if rank not in executors:
-                executors[rank] = AttentionExecutor(call, DispatchContext(0, order, 64))
+                executors[rank] = executor_of(plan)(call, DispatchContext(0, order, 64))
             executors[rank].start(call, MAIN)
             truth = case.reference(rank, world, number)
             limits = {"out": 5e-3, "lse": 1e-5}
@@ -382,15 +454,51 @@ def test_what_it_does_not_take_is_left_to_a_companion() -> None:
     assert takes(claims, "gemm_all_reduce", {"m": 1}, 2, "float64")
 
 
-def test_several_nodes_are_refused_by_name() -> None:
+def between_nodes(plan: LaunchPlan, ranks: int) -> LaunchPlan:
+    """The same plan on nodes of so many ranks."""
+    nodes = plan.world_size // ranks
+    return plan.model_copy(update={"nodes": nodes, "ranks_per_node": ranks})
+
+
+@pytest.mark.parametrize("layout", ["heads", "positions"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("world", "ranks"), [(2, 1), (3, 1), (4, 2)])
+def test_results_between_nodes(
+    fabric: Any, world: int, ranks: int, causal: bool, layout: str
+) -> None:
+    plan = planned(world, causal=causal, layout=layout, sequence=64 * world)
+    assert run(fabric(world), between_nodes(plan, ranks)) == []
+
+
+def test_what_is_queued_between_nodes(fabric: Any) -> None:
+    made = fabric(4)
+    assert run(made, between_nodes(planned(4), 2), calls=1) == []
+    assert made.queued[:4] == [
+        ("push", BESIDE), ("put", BESIDE), (("land", 3), BESIDE), (("land", 2), BESIDE),
+    ]  # fmt: skip
+
+
+def test_areas_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    plan = between_nodes(planned(2), 1)
+    keys = attention_ring.ring_keys(plan)
+    data = native.native().DATA_OFFSET
+    direct = AttentionExecutor.workspace(plan)
+    assert direct.areas == (data + keys.area_bytes(2),)
+    assert direct.staging == 0
+    monkeypatch.setattr(type(plan.routes), "staged", True)
+    staged = AttentionExecutor.workspace(plan)
+    assert staged.areas == (keys.workspace_bytes(2),)
+    assert staged.staging == keys.area_bytes(2)
+
+
+def test_what_runs_on_one_node_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     claims = HopperAccelerator().capabilities()
-    wanted = claims.model_copy(update={"ops": ("ring_attention",)})
-    assert of_op("ring_attention", "hopper", wanted, 1) == ()
-    told = ("accelerator 'hopper' runs ring_attention on one node, not on 2",)
-    assert of_op("ring_attention", "hopper", wanted, 2) == told
-    plan = planned(2).model_copy(update={"nodes": 2, "ranks_per_node": 1})
-    with pytest.raises(Unsupported, match="one node"):
-        AttentionExecutor.workspace(plan)
+    wanted = claims.model_copy(update={"ops": capabilities.ATTENTION})
+    assert of_op("ring_attention", "hopper", wanted, 2) == ()
+    told = ("accelerator 'hopper' runs ring_attention_backward on one node, not on 2",)
+    assert of_op("ring_attention_backward", "hopper", wanted, 2) == told
     assert executor_of(planned(2)) is AttentionExecutor
     with pytest.raises(Unsupported, match=r"plan\.path is 'library'"):
         executor_of(planned(2).model_copy(update={"path": "library"}))
@@ -437,9 +545,10 @@ class Started:
             self.told.append((name, *small, str(named)))
             return found(*given, **named) if name in made else None
 
-        made = ("Keys", "Merge", "Part", "Given", "Sum", "Sums")
+        made = ("Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums")
         starts = (
-            "push_keys", "await_part", "merge_parts", "push_gradients", "sum_gradients",
+            "push_keys", "push_piece", "tell", "await_part", "merge_parts", "push_gradients",
+            "sum_gradients",
         )  # fmt: skip
         return note if name in (*made, *starts) else found
 
@@ -448,7 +557,7 @@ class Started:
 def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
     started = Started(native.native())
-    for module in (attention, attention_ring):
+    for module in (attention, attention_merge, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
 
@@ -491,3 +600,18 @@ def test_layouts_that_a_plan_is_not_of_are_refused() -> None:
         world.admit(plan, {"q": right})
         with pytest.raises(LayoutError):
             world.admit(plan, {"q": wrong})
+
+
+def test_what_is_not_claimed_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not been seen right on GPUs."""
+    monkeypatch.setattr(
+        capabilities,
+        "UNCLAIMED",
+        ("ring_attention_backward", "documents", "between nodes", "pieces"),
+    )
+    claims = HopperAccelerator().capabilities()
+    assert claims.documents == ()
+    assert set(capabilities.ATTENTION) <= set(claims.one_node_ops)
+    assert "ring_attention_backward" not in claims.ops
+    long = {"batch": 1, "heads": 16, "kv_heads": 4, "head_dim": 128, "sequence": 1 << 21}
+    assert isinstance(planned(2, **long).schedule, AttentionSchedule)

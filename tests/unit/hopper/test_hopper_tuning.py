@@ -27,19 +27,33 @@ def by_copy_engines(
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "splits"),
+    ("n", "k", "splits", "blocks"),
     [
-        (4096, 2048, 4),
-        (8192, 4096, 2),
-        (7168, 8192, 2),
-        (5120, 1024, 3),
-        (16384, 1024, 1),
-        (512, 64, 1),
+        (4096, 2048, 3, 114),  # 32 clusters of 4 do not find a place on every device
+        (8192, 4096, 2, 132),
+        (7168, 8192, 2, 132),
+        (5120, 8192, 5, 100),
+        (16384, 1024, 1, 132),
+        (512, 64, 1, 132),
     ],
 )
-def test_weights_of_few_rows_are_read_by_most_multiprocessors(n: int, k: int, splits: int) -> None:
+def test_weights_of_few_rows_are_read_by_clusters_that_find_a_place(
+    n: int, k: int, splits: int, blocks: int
+) -> None:
     how = tuning.few_rows(64, n, k, "bfloat16", PROCESSORS)
-    assert (how.splits, how.blocks) == (splits, PROCESSORS)
+    assert (how.splits, how.blocks) == (splits, blocks)
+
+
+@pytest.mark.parametrize("blocks", range(1, tuning.MOST_SPLITS + 1))
+@pytest.mark.parametrize(
+    "parts", [(16,) * 6 + (18,) * 2, (18,) * 6 + (12,) * 2, (18,) * 7 + (6,)], ids=str
+)
+def test_clusters_find_a_place_however_multiprocessors_are_spread(
+    parts: tuple[int, ...], blocks: int
+) -> None:
+    assert sum(parts) == PROCESSORS
+    places = sum(part // blocks for part in parts)
+    assert tuning._clusters(PROCESSORS, blocks) <= places
 
 
 def test_few_columns_are_cut_into_the_most_parts() -> None:

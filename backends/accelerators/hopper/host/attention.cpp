@@ -1,5 +1,7 @@
 #include "backends/accelerators/hopper/host/attention.hpp"
 
+#include "backends/accelerators/hopper/kernels/attention_parts.hpp"
+
 #include <cuda_runtime_api.h>
 
 #include <stdexcept>
@@ -53,6 +55,7 @@ void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const
     const cudaStream_t on = cuda::stream_at(stream);
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
+        if (!workspace.near(peer)) continue;
         char* to = workspace.data(peer) + slot_offset(keys, workspace.world, peer, workspace.rank);
         for (const std::uint64_t each : {k, v}) {
             if (zigzag && peer > workspace.rank) {
@@ -67,6 +70,78 @@ void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const
         }
         set_flag(workspace, peer, static_cast<std::uint32_t>(workspace.rank), on);
     }
+}
+
+std::uint64_t area_bytes(const Keys& keys, int world) {
+    return 2 * keys.bytes * world;
+}
+
+void put_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+              std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    const cudaStream_t on = cuda::stream_at(stream);
+    const std::uint64_t outbox = 2 * keys.bytes * (workspace.world - 1);
+    char* to = workspace.network.area + outbox;
+    for (const std::uint64_t each : {k, v}) {
+        copied(cudaMemcpyAsync(to, reinterpret_cast<const void*>(each), keys.bytes,
+                               cudaMemcpyDefault, on),
+               keys.bytes, workspace.rank);
+        to += keys.bytes;
+    }
+    for (int step = 1; step < workspace.world; ++step) {
+        const int peer = (workspace.rank + step) % workspace.world;
+        if (workspace.near(peer)) continue;
+        put(workspace, limits_of(world), peer, static_cast<std::uint32_t>(workspace.rank), outbox,
+            slot_offset(keys, workspace.world, peer, workspace.rank), 2 * keys.bytes, on);
+    }
+}
+
+void land_keys(const DeviceWorld& world, int source, const Keys& keys, std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    const cudaStream_t on = cuda::stream_at(stream);
+    const auto flag = static_cast<std::uint32_t>(source);
+    watch(workspace, limits_of(world), source, flag, on);
+    if (!workspace.network.staged) return;
+    const std::uint64_t slot = slot_offset(keys, workspace.world, workspace.rank, source);
+    copied(cudaMemcpyAsync(workspace.data(workspace.rank) + slot, workspace.network.area + slot,
+                           2 * keys.bytes, cudaMemcpyDefault, on),
+           2 * keys.bytes, workspace.rank);
+    set_flag(workspace, workspace.rank, flag, on);
+}
+
+namespace {
+
+void check_peer(const Workspace& workspace, int peer, std::uint32_t flag) {
+    if (peer < 0 || peer >= workspace.world || peer == workspace.rank || flag >= kFlags) {
+        throw std::invalid_argument(
+            "flag " + std::to_string(flag) + " of rank " + std::to_string(peer) + "; at most " +
+            std::to_string(kFlags - 1) + ", of a peer of rank " + std::to_string(workspace.rank));
+    }
+}
+
+}  // namespace
+
+void push_piece(const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
+                const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    check_peer(workspace, peer, flag);
+    const cudaStream_t on = cuda::stream_at(stream);
+    char* to = workspace.data(peer) + place;
+    for (const std::uint64_t each : {k, v}) {
+        const std::uint64_t bytes = piece.width * piece.count;
+        copied(
+            cudaMemcpy2DAsync(to, piece.width, reinterpret_cast<const void*>(each + piece.at),
+                              piece.pitch, piece.width, piece.count, cudaMemcpyDeviceToDevice, on),
+            bytes, peer);
+        to += bytes;
+    }
+    set_flag(workspace, peer, flag, on);
+}
+
+void tell(const DeviceWorld& world, int peer, std::uint32_t flag, std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    check_peer(workspace, peer, flag);
+    set_flag(workspace, peer, flag, cuda::stream_at(stream));
 }
 
 void push_gradients(const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,

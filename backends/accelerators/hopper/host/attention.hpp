@@ -7,6 +7,9 @@
 // Behind these a backward call has as many slots for what the peers give to the gradients of the own K and V:
 // of rank r + 1 first, then r + 2, the order in which they are added. A slot holds dK, then dV, of as many
 // positions as the peer sees, packed. Flag kGradientFlags + s says that both of rank s have come.
+//
+// Where keys and values travel in pieces, areas and flags are laid out by who plans them
+// (attention_pieces.py).
 #pragma once
 
 #include <cstdint>
@@ -34,11 +37,38 @@ std::uint64_t workspace_bytes(const Keys& keys, int world, bool gradients);
 // Flag s says that keys and values of rank s have come, this one and s that its gradients have.
 inline constexpr std::uint32_t kGradientFlags = kMaxRanks;
 
-// Copies the own K and V into every peer's slot, and the epoch into the flag behind them: the rank after
+// Between nodes the data area is also what NICs write into, or is copied from staging memory that is laid
+// out alike. Behind the slots there is one from which the own K and V are put. Bytes of such an area.
+std::uint64_t area_bytes(const Keys& keys, int world);
+
+// Copies the own K and V into that slot, and puts them whole to every rank of another node: the rank after
+// this one first. `stream` must come after the end of the previous call. CudaError.
+void put_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+              std::uint64_t stream);
+
+// Sets flag `source` when K and V of that rank of another node have come and, where they were staged, are
+// copied into their slot. What follows on `stream` comes after that. CudaError.
+void land_keys(const DeviceWorld& world, int source, const Keys& keys, std::uint64_t stream);
+
+// Copies the own K and V into the slot of every peer of this node, and the epoch into the flag behind them: the rank after
 // this one first. `zigzag`: causal, so that later ranks see the first half of the positions alone, and get
 // no more. On the copy engines; `stream` must come after the end of the previous call. CudaError.
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
                bool zigzag, std::uint64_t stream);
+
+// Some positions of the own K, or V: `count` stretches of `width` bytes, `pitch` from each other, the first
+// one `at` bytes into it.
+struct Piece {
+    std::uint64_t at, width, pitch, count;
+};
+
+// Copies a piece of the own K and V to that place in the data area of `peer`, packed, V behind K, and the
+// epoch into that flag there, behind them. As above.
+void push_piece(const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
+                const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream);
+
+// Copies the epoch into that flag of `peer`, which thereby knows that what comes before on `stream` is done.
+void tell(const DeviceWorld& world, int peer, std::uint32_t flag, std::uint64_t stream);
 
 // Copies `bytes` of dK, and of dV, into this rank's slot at `owner`, and the epoch into the flag behind them.
 // As above.

@@ -22,7 +22,9 @@ using attention::Given;
 using attention::Keys;
 using attention::Merge;
 using attention::Part;
+using attention::Piece;
 using attention::Rows;
+using attention::Running;
 using attention::Sum;
 using attention::Sums;
 
@@ -47,9 +49,14 @@ Part part(std::uint64_t out, const std::array<std::int64_t, 3>& strides, std::ui
     return {rows(out, strides), reinterpret_cast<const float*>(lse), first};
 }
 
+Running running(std::uint64_t out, std::uint64_t lse, bool read, bool write) {
+    rows(out, {});
+    return {reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse), read, write};
+}
+
 Merge merge(const std::vector<Part>& parts, std::uint64_t out,
-            const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
-            const std::array<std::int32_t, 4>& shape, bool half) {
+            const std::array<std::int64_t, 3>& strides, std::uint64_t lse, std::int64_t lse_pitch,
+            const std::array<std::int32_t, 4>& shape, bool half, const Running& before) {
     check_count(parts.size());
     Merge made{};
     for (const Part& each : parts) made.parts[made.count++] = each;
@@ -59,7 +66,9 @@ Merge merge(const std::vector<Part>& parts, std::uint64_t out,
     made.heads = shape[1];
     made.rows = shape[2];
     made.width = shape[3];
+    made.lse_pitch = lse_pitch;
     made.half = half;
+    made.running = before;
     return made;
 }
 
@@ -94,12 +103,22 @@ void bind_attention(py::module_& module) {
                          std::uint64_t count) { return Keys{bytes, width, pitch, count}; }),
              py::kw_only(), "bytes"_a, "width"_a, "pitch"_a, "count"_a)
         .def_readonly("bytes", &Keys::bytes)
+        .def_readonly("pitch", &Keys::pitch)
+        .def_readonly("count", &Keys::count)
         .def("slot_offset", &attention::slot_offset, "world"_a, "rank"_a, "source"_a)
         .def("gradient_offset", &attention::gradient_offset, "world"_a, "rank"_a, "from_rank"_a)
+        .def("area_bytes", &attention::area_bytes, "world"_a)
         .def("workspace_bytes", &attention::workspace_bytes, "world"_a, "gradients"_a = false);
+    py::class_<Piece>(module, "Piece")
+        .def(py::init([](std::uint64_t at, std::uint64_t width, std::uint64_t pitch,
+                         std::uint64_t count) { return Piece{at, width, pitch, count}; }),
+             py::kw_only(), "at"_a, "width"_a, "pitch"_a, "count"_a);
     py::class_<Part>(module, "Part").def(py::init(&part), "out"_a, "strides"_a, "lse"_a, "first"_a);
+    py::class_<Running>(module, "Running")
+        .def(py::init(&running), "out"_a, "lse"_a, "read"_a, "write"_a);
     py::class_<Merge>(module, "Merge")
-        .def(py::init(&merge), "parts"_a, "out"_a, "strides"_a, "lse"_a, "shape"_a, "half"_a);
+        .def(py::init(&merge), "parts"_a, "out"_a, "strides"_a, "lse"_a, "lse_pitch"_a, "shape"_a,
+             "half"_a, "running"_a = Running{});
     py::class_<Given>(module, "Given")
         .def(py::init(&given), "of"_a, "strides"_a, "first"_a, "rows"_a);
     py::class_<Sum>(module, "Sum")
@@ -116,6 +135,39 @@ void bind_attention(py::module_& module) {
             attention::push_keys(world, k, v, keys, zigzag, stream);
         },
         "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "stream"_a, released);
+    module.def(
+        "put_keys",
+        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::put_keys(world, k, v, keys, stream);
+        },
+        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "stream"_a, released);
+    module.def(
+        "land_keys",
+        [](int device, const DeviceWorld& world, int source, const Keys& keys,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::land_keys(world, source, keys, stream);
+        },
+        "device"_a, "world"_a, "source"_a, "keys"_a, "stream"_a, released);
+    module.def(
+        "push_piece",
+        [](int device, const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
+           const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::push_piece(world, peer, k, v, piece, place, flag, stream);
+        },
+        "device"_a, "world"_a, "peer"_a, "k"_a, "v"_a, "piece"_a, "place"_a, "flag"_a, "stream"_a,
+        released);
+    module.def(
+        "tell",
+        [](int device, const DeviceWorld& world, int peer, std::uint32_t flag,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::tell(world, peer, flag, stream);
+        },
+        "device"_a, "world"_a, "peer"_a, "flag"_a, "stream"_a, released);
     module.def(
         "await_part",
         [](int device, const DeviceWorld& world, int source, std::uint32_t flag,

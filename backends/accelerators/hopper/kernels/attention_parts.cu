@@ -16,7 +16,8 @@ using collectives::widen;
 
 constexpr unsigned kMergeThreads = 256;
 constexpr unsigned kBlocksACore = 6;  // that fit: merge_blocks_a_core of machine.json
-constexpr int kElements = 8;          // that a thread has of a row
+constexpr unsigned kWarp = 32;
+constexpr int kElements = 8;  // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
 
 __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
@@ -25,6 +26,26 @@ __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits lim
     const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
     waiter.until(workspace.flags(workspace.rank)[flag], workspace.control().state.epoch,
                  {flag, source, 0});
+}
+
+__global__ void put_kernel(const __grid_constant__ Workspace workspace,
+                           transport::WaitLimits limits, int peer, std::uint32_t flag,
+                           transport::Put bytes) {
+    if (threadIdx.x != 0) return;
+    transport::fence_system();
+    workspace.network.put(waiter_of(workspace, limits, transport::Waiter::comm_kernel), peer,
+                          kFirstArrival + flag, bytes);
+}
+
+__global__ void watch_kernel(const __grid_constant__ Workspace workspace,
+                             transport::WaitLimits limits, std::uint32_t source,
+                             std::uint32_t flag) {
+    if (threadIdx.x != 0) return;
+    const Network& network = workspace.network;
+    const auto waiter = waiter_of(workspace, limits, transport::Waiter::comm_kernel);
+    network.watch(waiter, workspace.control().state.epoch,
+                  network.staged ? workspace.landed() : workspace.flags(workspace.rank), flag, {1},
+                  {}, [&](std::uint32_t) { return source; });
 }
 
 __device__ const char* row_of(const Rows& rows, std::int64_t batch, std::int64_t head,
@@ -40,6 +61,13 @@ __device__ void add(float (&sum)[kElements], float weight, uint4 found) {
     for (int i = 0; i < kElements; ++i) sum[i] += weight * widen(elements[i]);
 }
 
+// The threads of this warp that have the same row as this one: all that have it.
+__device__ unsigned lanes_of_row(std::uint32_t width) {
+    const unsigned threads = width / kElements;
+    const unsigned first = threadIdx.x % kWarp / threads * threads;
+    return (threads == kWarp ? ~0u : (1u << threads) - 1) << first;
+}
+
 // One thread's elements, from `at` bytes of the row on.
 template <class Element>
 __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t head,
@@ -51,7 +79,10 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     const auto seen = [&](const Part& part) {
         return static_cast<std::int32_t>(row) >= part.first;
     };
-    float top = -INFINITY;
+    const Running& running = merge.running;
+    const std::uint64_t before = above * merge.rows + row;
+    float* const kept = running.out + before * merge.width + at / sizeof(Element);
+    float top = running.read ? running.lse[before] : -INFINITY;
     for (int p = 0; p < merge.count; ++p) {
         if (seen(merge.parts[p])) top = fmaxf(top, lse_of(merge.parts[p]));
     }
@@ -59,6 +90,11 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     if (isinf(top)) top = 0.0f;
     float whole = 0.0f;
     float sum[kElements] = {};
+    if (running.read) {
+        whole = expf(running.lse[before] - top);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) sum[i] = whole * kept[i];
+    }
     for (int p = 0; p < merge.count; ++p) {
         const Part& part = merge.parts[p];
         if (!seen(part)) continue;
@@ -67,12 +103,19 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
         add<Element>(sum, weight,
                      ptx::load_16(row_of(part.out, batch, head, row - part.first) + at));
     }
+    if (running.write) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) kept[i] = sum[i] / whole;
+        __syncwarp(lanes_of_row(merge.width));  // all have read what is replaced
+        if (at == 0) running.lse[before] = top + logf(whole);
+        return;
+    }
     uint4 result;
     Element* elements = reinterpret_cast<Element*>(&result);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) narrow(sum[i] / whole, elements[i]);
     *reinterpret_cast<uint4*>(const_cast<char*>(row_of(merge.out, batch, head, row)) + at) = result;
-    if (at == 0) merge.lse[above * merge.rows + row] = top + logf(whole);
+    if (at == 0) merge.lse[above * merge.lse_pitch + row] = top + logf(whole);
 }
 
 // By all threads of every block, which have done all else of the call.
@@ -165,7 +208,15 @@ void check(const Merge& merge) {
     check_parts("merge", merge.count);
     check_width(merge.width);
     check_rows(merge.batch, merge.heads, merge.rows);
-    if (merge.parts[0].first != 0) refuse("the first part does not have all rows");
+    const Running& running = merge.running;
+    if (!running.read && merge.parts[0].first != 0) refuse("the first part does not have all rows");
+    if ((running.read || running.write) && (running.out == nullptr || running.lse == nullptr)) {
+        refuse("a merge with what was found before, and no memory of it");
+    }
+    if (running.write && merge.width > static_cast<int>(kWarp) * kElements) {
+        refuse("rows of " + std::to_string(merge.width) + " elements; a warp has " +
+               std::to_string(kWarp * kElements));
+    }
 }
 
 void check(const Sums& sums) {
@@ -179,7 +230,29 @@ void check(const Sums& sums) {
     }
 }
 
+void check_far(const Workspace& workspace, int other, std::uint32_t flag) {
+    if (other >= 0 && other < workspace.world && !workspace.near(other) && flag < kFlags) return;
+    refuse("flag " + std::to_string(flag) + " of rank " + std::to_string(other) +
+           ", which is on no other node than rank " + std::to_string(workspace.rank) +
+           ", or there are but " + std::to_string(kFlags));
+}
+
 }  // namespace
+
+void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
+         std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
+         cudaStream_t stream) {
+    check_far(workspace, peer, flag);
+    cuda::launch_small("launching a put", put_kernel, 1, 32, 0, stream, workspace, limits, peer,
+                       flag, transport::Put{from, to, bytes});
+}
+
+void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
+           std::uint32_t flag, cudaStream_t stream) {
+    check_far(workspace, source, flag);
+    cuda::launch_small("launching a watch of another node", watch_kernel, 1, 32, 0, stream,
+                       workspace, limits, static_cast<std::uint32_t>(source), flag);
+}
 
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream) {

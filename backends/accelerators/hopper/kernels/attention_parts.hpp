@@ -3,8 +3,9 @@
 //
 // Forward. Queries q see the keys in parts p, a call each: out_p, and lse_p, the log-sum-exp of the part's scores. Then
 //   lse = log sum_p e^lse_p,  out = sum_p e^(lse_p - lse) out_p,
-// in float32, in the order of the parts; out is rounded once more. Source: Milakov and Gimelshein, "Online
-// normalizer calculation for softmax", 2018.
+// in float32, in the order of the parts; out is rounded once more. Where parts are more than memory holds,
+// what was found so far is kept in float32 and counts as the first part of the next merge. Source: Milakov
+// and Gimelshein, "Online normalizer calculation for softmax", 2018.
 //
 // Backward. Every call is given the result and the log-sum-exp of all keys, so that what the parts give to a
 // gradient is added up, in float32, in the order of the parts, and rounded once more.
@@ -34,14 +35,25 @@ struct Part {
     std::int32_t first;
 };
 
+// What the same queries found before: `out` [batch, heads, rows, width], `lse` [batch, heads, rows], packed.
+struct Running {
+    float* out;
+    float* lse;
+    bool read;   // comes before the parts
+    bool write;  // takes the result, instead of Merge::out and Merge::lse
+};
+
 struct Merge {
     Part parts[kMaxRanks];
     std::int32_t
-        count;  // of them, in the order in which they are added; the first one has all rows
+        count;  // of them, in the order in which they are added; the first one, or what was
+                // found before, has all rows
     Rows out;
-    float* lse;  // [batch, heads, rows], packed
+    float* lse;              // [batch, heads, rows]
+    std::int64_t lse_pitch;  // from a head's first row to the next one's
     std::int32_t batch, heads, rows, width;
     bool half;  // float16, else bfloat16
+    Running running;
 };
 
 // What a part gives to the gradients of rows [first, first + rows): `of` [batch, heads, rows, width].
@@ -74,6 +86,17 @@ struct Sums {
 // copied before the flag.
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream);
+
+// Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`; there
+// the word of flag `flag` says so. What came before on `stream` is put.
+void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
+         std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
+         cudaStream_t stream);
+
+// Sets flag `flag`, or the landed one of that number where areas are staged, when `source`, a rank of
+// another node, has put what it stands for.
+void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
+           std::uint32_t flag, cudaStream_t stream);
 
 // On `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,

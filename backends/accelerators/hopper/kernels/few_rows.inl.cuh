@@ -3,10 +3,9 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
+#include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
-#include "backends/accelerators/hopper/ptx/matrix.cuh"
-#include "backends/accelerators/hopper/ptx/vector.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
@@ -144,8 +143,7 @@ struct Travelling {
                             __float_as_uint(sum[4 * i + 2]), __float_as_uint(sum[4 * i + 3])};
             }
         } else {
-            words[0] = {ptx::pack<Element>(sum[0], sum[1]), ptx::pack<Element>(sum[2], sum[3]),
-                        ptx::pack<Element>(sum[4], sum[5]), ptx::pack<Element>(sum[6], sum[7])};
+            words[0] = round_eight<Element>(sum);
         }
 #pragma unroll
         for (uint4& each : words) each = mailbox::mailable(each);
@@ -161,13 +159,7 @@ struct Travelling {
                 sum[4 * i + 3] += __uint_as_float(words[i].w);
             }
         } else {
-            const std::uint32_t four[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 two = ptx::unpack<Element>(four[i]);
-                sum[2 * i] += two.x;
-                sum[2 * i + 1] += two.y;
-            }
+            add_eight<Element>(sum, words[0]);
         }
     }
 };
@@ -311,19 +303,10 @@ class FewExchange {
 #pragma unroll
         for (int i = 0; i < 8; ++i) whole[i] = sum[i];
         if (bias != nullptr) {
-            const uint4 row = ptx::load_16(bias + share_.column + column_of(vector));
-            const std::uint32_t four[4] = {row.x, row.y, row.z, row.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 two = ptx::unpack<Element>(four[i]);
-                whole[2 * i] += two.x;
-                whole[2 * i + 1] += two.y;
-            }
+            add_eight<Element>(whole, ptx::load_16(bias + share_.column + column_of(vector)));
         }
-        ptx::store_16(
-            static_cast<Element*>(args_.out) + element(vector),
-            {ptx::pack<Element>(whole[0], whole[1]), ptx::pack<Element>(whole[2], whole[3]),
-             ptx::pack<Element>(whole[4], whole[5]), ptx::pack<Element>(whole[6], whole[7])});
+        ptx::store_16(static_cast<Element*>(args_.out) + element(vector),
+                      round_eight<Element>(whole));
     }
 
     FewRows<kRows>& shared_;
@@ -360,6 +343,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::fewer_registers<40>();
         Cursor<S::kStages> cursor;
         const bool loads = threadIdx.x == kFewMultipliers;
+        // By a warp that is idle; multipliers read it behind the first barrier of the cluster.
+        if (threadIdx.x == kFewMultipliers + 32) {
+            shared.epoch = epoch_of_brief_call(args.workspace);
+        }
+        __syncwarp();
         for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
             if (loads) {
                 load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
@@ -373,9 +361,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     ptx::more_registers<232>();
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-    if (threadIdx.x == 0) shared.epoch = epoch_of_brief_call(args.workspace);
     if (args.workspace.world > 1) mailbox::open();  // while the first weights are under way
-    __syncwarp();                                   // wgmma takes whole warps
     Cursor<S::kStages> stage;
     for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
         {

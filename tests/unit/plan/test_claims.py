@@ -1,0 +1,80 @@
+"""What a backend claims decides what it is given, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_worlds import CAPABILITIES, explained
+
+from mkernel.errors import ArgumentError, ShapeError
+from mkernel.plan.around import Around
+from mkernel.plan.model import E4M3, AttentionShape, Scales, first_difference
+from mkernel.plan.scales import BLOCK, scale_sizes
+
+ATTENTION = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 48, "head_dim": 16}
+EXPERTS = {"tokens": 8, "hidden": 64, "features": 64, "experts": 4, "top_k": 1}
+
+
+def planned(op: str, sizes: dict[str, Any], claims: dict[str, Any], **options: Any) -> Any:
+    made = CAPABILITIES.model_copy(update={"ops": (op,), **claims})
+    return explained(op, sizes, 1, 2, capabilities=made, **options).plan
+
+
+def test_scales_have_a_shape_by_mode() -> None:
+    assert scale_sizes("tensor", 7, 300, 512) == ((1, 1), (1, 1))
+    assert scale_sizes("row", 7, 300, 512) == ((7, 1), (1, 300))
+    assert scale_sizes("block", 7, 300, 4 * BLOCK) == ((7, 4), (4, 3))
+
+
+def test_the_default_result_of_scaled_operands_is_one_that_is_claimed() -> None:
+    claims = {"scale_modes": ("row",), "out_dtypes": ("float32",)}
+    made = planned(
+        "all_gather_gemm", {"m": 256, "n": 256, "k": 256}, claims,
+        dtype=E4M3, b_layout="column", around=Around(scales=Scales(mode="row")),
+    )  # fmt: skip
+    assert made.out_dtype == "float32"
+
+
+def test_shards_that_must_be_packed_are_those_of_a_gather_alone() -> None:
+    claims = CAPABILITIES.model_copy(update={"pitched": ("a", "b"), "packed_shards": True})
+    assert claims.takes_pitched("all_gather_gemm") == ("b",)
+    assert claims.takes_pitched("gemm_reduce_scatter") == ("a", "b")
+    anywhere = claims.model_copy(update={"packed_shards": False})
+    assert anywhere.takes_pitched("all_gather_gemm") == ("a", "b")
+
+
+def test_a_causal_sequence_is_cut_twice_as_often() -> None:
+    claims = CAPABILITIES.model_copy(update={"positions": 8})
+    full, causal = (AttentionShape(**ATTENTION, causal=each) for each in (False, True))
+    assert (claims.sequence_step(full, 3), claims.sequence_step(causal, 3)) == (24, 48)
+    assert claims.takes_attention(full, 6)
+    assert not claims.takes_attention(causal, 6)
+
+
+def test_what_a_sequence_must_be_a_multiple_of_is_said_in_ranks_and_positions() -> None:
+    with pytest.raises(ShapeError) as alone:
+        planned("ring_attention", {**ATTENTION, "sequence": 47}, {})
+    assert "the number of ranks" in str(alone.value)
+    assert "times" not in str(alone.value)
+    with pytest.raises(ShapeError, match="the number of ranks, times 8"):
+        planned("ring_attention", {**ATTENTION, "sequence": 47}, {"positions": 8})
+
+
+def test_packed_documents_are_refused_where_they_are_not_claimed() -> None:
+    with pytest.raises(ArgumentError, match="documents = True"):
+        planned("ring_attention", {**ATTENTION, "documents": True}, {})
+
+
+def test_rows_of_experts_results_are_aligned_too() -> None:
+    planned("moe_gemm_combine", EXPERTS, {"alignment_bytes": 32})
+    for name in ("hidden", "features"):
+        with pytest.raises(ShapeError, match=name):
+            planned("moe_gemm_combine", {**EXPERTS, name: 60}, {"alignment_bytes": 32})
+
+
+def test_a_list_differs_from_what_is_none() -> None:
+    assert first_difference({"x": [1]}, {"x": 3}, "") == ("x", [1], 3)
+    assert first_difference({"x": 3}, {"x": (1,)}, "") == ("x", 3, (1,))
+    assert first_difference({"x": [1, 2]}, {"x": (1, 3)}, "") == ("x[1]", 2, 3)
+    assert first_difference({"x": [1]}, {"x": (1,)}, "") is None
