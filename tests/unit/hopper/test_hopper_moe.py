@@ -234,11 +234,18 @@ def test_results_come_home_by_slot_or_by_rank(started: Started) -> None:
     ]  # fmt: skip
 
 
-def test_sums_go_home_by_panels_where_the_product_is_long(started: Started) -> None:
+def test_sums_go_home_by_panels_where_the_product_is_long(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def how(**sizes: Any) -> GemmCombineSchedule:
         return planned("moe_gemm_combine", **sizes).part(GemmCombineSchedule)
 
     model = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
+    assert how(**model, tokens=32).panels == 1
+    assert how(**model, tokens=4096).panels == 1  # until they have run on a GPU
+    several = moe_tuning.machine().experts.model_copy(update={"panels": 4})
+    whole = moe_tuning.machine().model_copy(update={"experts": several})
+    monkeypatch.setattr(moe_tuning, "machine", lambda: whole)
     assert how(**model, tokens=32).panels == 1
     assert how(**model, tokens=4096).panels == 4
     assert how(**model, tokens=4096, partial_dtype="float32").panels == 1
