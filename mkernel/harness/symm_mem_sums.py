@@ -16,16 +16,16 @@ class SymmetricSum(Contender):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._group = group_name()
-        shape, _ = problem.memory("op")["out"]
-        self._x = symmetric(shape, problem)
-        rendezvous(self._x, self._group)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         return unusable(problem) if problem.op == "all_reduce" else "for plain sums"
 
     def inputs(self) -> Inputs:
-        return {"x": self._x}
+        shape, _ = self.problem.memory("op")["out"]
+        x = symmetric(shape, self.problem)
+        rendezvous(x, self._group)
+        return {"x": x}
 
 
 class OneShot(SymmetricSum):
