@@ -189,6 +189,7 @@ def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     first; second products have wide tiles, and their sums, where narrow, go home by panels."""
     mock.patch.object(moe_tuning, "permutes", return_value=True).start()  # the process ends with it
     mock.patch.object(moe_tuning, "reads_weights", return_value=False).start()
+    mock.patch.object(moe_tuning, "panels", return_value=4).start()
     return fn(*arguments)
 
 

@@ -20,7 +20,8 @@ class RowGatherer {
     __device__ void tile(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
                          int rows) {
         if (rows > 0 && thread_ % 32 == 0) wait_for_tokens(args_, waiter, epoch, first, rows);
-        // Once a tile, and shared by the threads of a row.
+        // Where each row starts, in 16 bytes; the lowest bit: in `a`, not in the workspace. Registers would
+        // be taken from the multipliers.
         __syncwarp();
 #pragma unroll
         for (int number = thread_ % 32; number < kTileM / kRowWarps; number += 32) {
@@ -28,12 +29,9 @@ class RowGatherer {
             starts_[row] = row < rows ? start_of(first + row) : 0;
         }
         __syncwarp();
-        const char* const there = args_.workspace.data(args_.workspace.rank);
-        std::uint32_t from[kRows];  // registers: a step has no time to look them up
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) from[i] = starts_[thread_ / kChunks + i * kStep];
         const int mine = (rows - thread_ / kChunks + kStep - 1) / kStep;  // may be negative
         const int steps = (args_.k + kTileK - 1) / kTileK;
+        const char* const there = args_.workspace.data(args_.workspace.rank);
         for (int step = 0; step < steps; ++step, cursor_.next()) {
             shared_.empty[cursor_.slot].wait(cursor_.parity ^ 1);
             const int column = step * kTileK + thread_ % kChunks * 8;
@@ -46,8 +44,9 @@ class RowGatherer {
 #pragma unroll
             for (int i = 0; i < kRows; ++i, to += kStep * 128) {
                 if (i >= mine) continue;
-                const char* const base = (from[i] & 1) != 0 ? args_.a : there;
-                ptx::copy_16(to, base + at + std::uint64_t{from[i] / 2} * 16, nbytes);
+                const std::uint32_t start = starts_[thread_ / kChunks + i * kStep];
+                const char* const base = (start & 1) != 0 ? args_.a : there;
+                ptx::copy_16(to, base + at + std::uint64_t{start / 2} * 16, nbytes);
             }
             ptx::close_copies();
             if (open_ < kOpen) {

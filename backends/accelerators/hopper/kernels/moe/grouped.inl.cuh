@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp < kWarpgroup / 32) {
-        ptx::fewer_registers<96>();
+        ptx::fewer_registers<88>();
         if (warp == 0) {
             if (ptx::elect_one()) {
                 Cursor<C::kStages> cursor;

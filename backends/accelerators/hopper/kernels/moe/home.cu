@@ -12,15 +12,14 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// Calls body(row, first of 8 elements) for all of `rows` rows, over the grid. There are fewer than 2^32
-// eights, as of anything of less than 32 GiB.
+// Calls body(row, first of 8 elements) for all of `rows` rows, over the grid.
 template <class Body>
-__device__ void for_each_eight(int rows, int width, Body&& body) {
-    const std::uint32_t eights = static_cast<std::uint32_t>(width) / 8;
-    const std::uint32_t all = static_cast<std::uint32_t>(rows) * eights;
-    const std::uint32_t step = gridDim.x * kThreads;
-    for (std::uint32_t at = blockIdx.x * kThreads + threadIdx.x; at < all; at += step) {
-        body(static_cast<int>(at / eights), static_cast<int>(at % eights) * 8);
+__device__ void for_each_eight(std::int64_t rows, int width, Body&& body) {
+    const std::int64_t eights = width / 8;
+    const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+    for (std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; at < rows * eights;
+         at += step) {
+        body(at / eights, static_cast<int>(at % eights) * 8);
     }
 }
 
@@ -73,9 +72,9 @@ __global__ void __launch_bounds__(kThreads)
     send_rows_kernel(const __grid_constant__ HomeArgs args) {
     const std::uint64_t epoch = epoch_of(args);
     const int own = args.tables.tokens * args.tables.top_k;
-    for_each_eight(args.tables.rows(), args.width, [&](int row, int column) {
+    for_each_eight(args.tables.rows(), args.width, [&](std::int64_t row, int column) {
         const int place = args.tables.row_place()[row];
-        const uint4 found = ptx::load_16(args.y + (std::int64_t{row} * args.width + column) * 2);
+        const uint4 found = ptx::load_16(args.y + (row * args.width + column) * 2);
         ptx::store_16(
             home_of(args, place / own) + (std::int64_t{place % own} * args.width + column) * 2,
             found);
@@ -92,15 +91,15 @@ __global__ void __launch_bounds__(kThreads)
     const char* const home = args.workspace.data(args.workspace.rank) + args.rows_offset;
     const std::int64_t before = std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
     const bool refused = tables.refused() != 0;
-    for_each_eight(tables.tokens, args.width, [&](int token, int column) {
+    for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
         Sums sums;
         for (int slot = 0; slot < tables.top_k; ++slot) {
-            const std::int64_t place = std::int64_t{token} * tables.top_k + slot;
+            const std::int64_t place = token * tables.top_k + slot;
             if (tables.ids()[before + place] < 0) continue;
             sums.add<In>(args.weights[place], home + (place * args.width + column) * sizeof(In));
         }
         if (refused) refuse(sums);
-        sums.store<Out>(args.out + (std::int64_t{token} * args.width + column) * sizeof(Out));
+        sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
     });
     finish(args, epoch);
 }
@@ -109,19 +108,49 @@ template <class In>
 __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constant__ HomeArgs args) {
     const std::uint64_t epoch = epoch_of(args);
     wait_for_all(args, epoch, 0);
+    const Tables& tables = args.tables;
+    const auto* const theirs = reinterpret_cast<const float*>(
+        args.workspace.data(args.workspace.rank) + args.weights_offset);
+    const std::int64_t own = std::int64_t{tables.tokens} * tables.top_k;
+    const std::int64_t all = std::int64_t{tables.world} * tables.tokens;
+    for_each_eight(all, args.width, [&](std::int64_t number, int column) {
+        const auto source = static_cast<int>(number / tables.tokens);
+        const std::int64_t token = number % tables.tokens;
+        // In a view that exchanges nothing the own weights stand for all.
+        const float* const weights =
+            source == args.workspace.rank || !args.waits ? args.weights : theirs + source * own;
+        Sums sums;
+        bool any = false;
+        for (int slot = 0; slot < tables.top_k; ++slot) {
+            const int row = tables.place_row()[number * tables.top_k + slot];
+            if (row < 0) continue;
+            any = true;
+            sums.add<In>(weights[token * tables.top_k + slot],
+                         args.y + (std::int64_t{row} * args.width + column) * sizeof(In));
+        }
+        if (!any) return;
+        const std::int64_t to = std::int64_t{args.workspace.rank} * tables.tokens + token;
+        sums.store<In>(home_of(args, source) + (to * args.width + column) * sizeof(In));
+    });
+    tell(args, epoch);
+}
+
+// The same of what the product has not summed itself, panel by panel.
+template <class In>
+__global__ void __launch_bounds__(kThreads) sum_rest_kernel(const __grid_constant__ HomeArgs args) {
+    const std::uint64_t epoch = epoch_of(args);
+    wait_for_all(args, epoch, 0);
     const RankSum<In> sum(args.workspace, args.tables, args.y, args.weights, args.weights_offset,
                           args.rows_offset, args.width, args.waits);
-    const int tokens = args.tables.world * args.tables.tokens;
+    const std::int64_t tokens = std::int64_t{args.tables.world} * args.tables.tokens;
     const int each = args.panels.each();
     for (int first = 0, panel = 0; first < args.width; first += each, ++panel) {
-        int done = 0;
-        if (args.panel_counts != nullptr) {
-            const std::uint64_t claimed = args.panel_counts[panel].claimed * kTokenGroup;
-            done =
-                claimed < static_cast<std::uint64_t>(tokens) ? static_cast<int>(claimed) : tokens;
-        }
+        const auto claimed = static_cast<std::int64_t>(args.panel_counts[panel].claimed);
+        const std::int64_t done = min(claimed * kTokenGroup, tokens);
         for_each_eight(tokens - done, min(each, args.width - first),
-                       [&](int number, int column) { sum.send(done + number, first + column); });
+                       [&](std::int64_t number, int column) {
+                           sum.send(static_cast<int>(done + number), first + column);
+                       });
     }
     tell(args, epoch);
 }
@@ -136,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int32_t* const ids =
         tables.ids() + std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
     const bool refused = tables.refused() != 0;
-    for_each_eight(tables.tokens, args.width, [&](int token, int column) {
+    for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
         unsigned ranks = 0;
         for (int slot = 0; slot < tables.top_k; ++slot) {
             const int id = ids[token * tables.top_k + slot];
@@ -149,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
             sums.add<In>(1.0f, home + (at * args.width + column) * sizeof(In));
         }
         if (refused) refuse(sums);
-        sums.store<Out>(args.out + (std::int64_t{token} * args.width + column) * sizeof(Out));
+        sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
     });
     finish(args, epoch);
 }
@@ -180,6 +209,9 @@ void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) 
 void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
     void (*kernel)(HomeArgs) = sum_rows_kernel<float>;
     if (!args.wide) kernel = args.half ? sum_rows_kernel<__half> : sum_rows_kernel<__nv_bfloat16>;
+    if (args.panel_counts != nullptr) {  // results are 16-bit
+        kernel = args.half ? sum_rest_kernel<__half> : sum_rest_kernel<__nv_bfloat16>;
+    }
     start("launching the sum of rows", kernel, args, blocks, stream);
 }
 
