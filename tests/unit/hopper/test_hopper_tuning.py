@@ -192,6 +192,10 @@ def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
     few = (tuning.FEW_COLUMNS, tuning.MOST_SPLITS, tuning.TILE_DEPTH)
     assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH)
+    assert (tuning.MAIL_BYTES, tuning.MOST_NORMED_COLUMNS) == (
+        made.MAIL_BYTES,
+        made.MOST_NORMED_COLUMNS,
+    )
     assert made.MAX_RANKS == MOST_RANKS
 
 
