@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 CHECKS = accelerator_checks()
 SKIPPED = {
-    "ascend": {"queued-calls", "documents", "scales"},
+    "ascend": {"activations", "queued-calls", "documents", "scales"},
     "mkernel.conformance.faults:Fault": {"queued-calls", "chunk-invariance", "split-invariance"},
 }
 """Backend → checks of what it does not claim."""

@@ -100,11 +100,15 @@ def planned(mode: str) -> tuple[Any, ...]:
     scaled = Scaled(given["a_scale"], given["b_scale"], False)
     plan = OP.call(given["a"], given["b"], scaled=scaled).plan
     again = scaled._replace(use_fast_accum=True)
+    if mode == "block":
+        with pytest.raises(ArgumentError, match="use_fast_accum"):
+            OP.call(given["a"], given["b"], scaled=again)
+        again = scaled
     fast = OP.call(given["a"], given["b"], scaled=again).plan
-    assert plan.digest() != fast.digest()
+    assert (plan.digest() == fast.digest()) == (mode == "block")
     assert fast.scales is not None
     assert plan.scales is not None
-    assert (plan.scales.use_fast_accum, fast.scales.use_fast_accum) == (False, True)
+    assert (plan.scales.use_fast_accum, fast.scales.use_fast_accum) == (False, mode != "block")
     return plan.scales.mode, plan.dtype, plan.out_dtype, plan.schedule.scaled_products  # type: ignore[union-attr]
 
 
