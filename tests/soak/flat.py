@@ -24,6 +24,9 @@ from soak.sample import Sample
 
 LEAST = 9
 """Samples below which memory is not judged."""
+LEAST_OF_HEAP = 30
+"""The same of what malloc has given out: the tensors of a call under way are a part of it, and of few
+samples all may have been taken beside a large one (25 MiB once, in a life of two seconds)."""
 _MIB = 1 << 20
 ALLOWED = {
     "heap": _MIB,
@@ -58,7 +61,12 @@ def grown(samples: Sequence[Sample]) -> dict[str, int]:
     to say."""
     if len(samples) < LEAST:
         return {}
-    kinds = [kind for kind in samples[0].memory if all(kind in each.memory for each in samples)]
+    kinds = [
+        kind
+        for kind in samples[0].memory
+        if all(kind in each.memory for each in samples)
+        and (kind != "heap" or len(samples) >= LEAST_OF_HEAP)
+    ]
     return {kind: growth([sample.memory[kind] for sample in samples]) for kind in kinds}
 
 
