@@ -9,7 +9,7 @@ from typing import Any
 
 import hopper_ranks
 import torch
-from hopper_ranks import LATE_S, spin
+from hopper_ranks import LATE_S, other_bits, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import (
@@ -215,20 +215,7 @@ def two_streams(shapes: Sequence[Attention], rounds: int) -> list[str]:
 
 def repeated(shape: Attention, times: int) -> list[str]:
     """What differs between calls on the same inputs."""
-    work = Work(shape)
-    first = work.call()
-    found = []
-    for turn in range(times):
-        if turn % work.world == work.rank:
-            spin(LATE_S / 10)
-        again = work.call()
-        found += [
-            f"rank {work.rank} {name} of call {turn} has other bits"
-            for name in first
-            if not torch.equal(first[name], again[name])
-        ]
-    mkernel.synchronize()
-    return found
+    return other_bits(Work(shape), times)
 
 
 def extreme(shape: Attention) -> list[str]:

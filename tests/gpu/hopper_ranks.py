@@ -213,6 +213,24 @@ def repeated(shape: Shape, times: int) -> list[str]:
     return sums
 
 
+def other_bits(work: Any, times: int) -> list[str]:
+    """What differs between calls of a work whose calls return outputs by name, on the same inputs,
+    ranks late by turns."""
+    first = work.call()
+    found = []
+    for turn in range(times):
+        if turn % work.world == work.rank:
+            spin(LATE_S / 10)
+        again = work.call()
+        found += [
+            f"rank {work.rank} {name} of call {turn} has other bits"
+            for name in first
+            if not torch.equal(first[name], again[name])
+        ]
+    mkernel.synchronize()
+    return found
+
+
 def replayed(shapes: Sequence[Any], replays: int, mixed: bool) -> list[str]:
     """Failures of a captured graph of all shapes' calls, with new inputs before every replay."""
     works = [work_of(shape) for shape in shapes]

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hopper_ranks import LATE_S, spin
+from hopper_ranks import LATE_S, other_bits, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
@@ -275,20 +275,7 @@ def replayed(shapes: Sequence[Moe], replays: int) -> list[str]:
 
 def repeated(shape: Moe, times: int) -> list[str]:
     """What differs between calls on the same inputs."""
-    work = Work(shape)
-    first = work.call()
-    found = []
-    for turn in range(times):
-        if turn % work.world == work.rank:
-            spin(LATE_S / 10)
-        again = work.call()
-        found += [
-            f"rank {work.rank} {name} of call {turn} has other bits"
-            for name in first
-            if not torch.equal(first[name], again[name])
-        ]
-    mkernel.synchronize()
-    return found
+    return other_bits(Work(shape), times)
 
 
 def overflowed(shape: Moe) -> list[str]:
