@@ -1,12 +1,9 @@
-""
-    "Cases of the three GEMM ops. Option ``replicate_b`` (AllGather only, default True): every rank uses
-    the same B,
-    else its own columns.Option ``tensors``
-    : the user's own whole ``a`` and ``b`` instead of random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
+"""Cases of the three GEMM ops. Option ``replicate_b`` (AllGather only, default True): every rank uses
+the same B, else its own columns. Option ``tensors``: the user's own whole ``a`` and ``b`` instead of
+random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
 behind each row of A and B (column, of a column-major B) lie so many elements of a larger tensor, NaN.
 Option ``bias``: the call adds one, where B is a rank's own its own too. Option ``norm`` (AllReduce
-only): ``residual``, the call adds one and normalises;
-``alone``, it normalises the sum.Option
+only): ``residual``, the call adds one and normalises; ``alone``, it normalises the sum. Option
 ``scales``: the mode of those of e4m3 operands; neighbours' and those of the next call are others.
 """
 
@@ -131,12 +128,11 @@ class GemmCase(Case):
         weight = 1 + self.normal(iteration, _WEIGHT, EVERY_RANK, n) / 4
         if self.options["norm"] == "alone":
             return {"norm_weight": weight}
-#As large as the sum, so that neither can be forgotten.
+        # As large as the sum, so that neither can be forgotten.
         residual = self.normal(iteration, _RESIDUAL, EVERY_RANK, self.sizes["m"], n)
         residual *= self.sizes["k"] ** 0.5
         out_dtype = getattr(torch, self.out_dtype)
-        return {
-    "norm_weight" : weight, "residual" : residual.to(out_dtype)}
+        return {"norm_weight": weight, "residual": residual.to(out_dtype)}
 
     @property
     def eps(self) -> float:
@@ -251,8 +247,7 @@ class AllGatherGemmCase(GemmCase):
             self.wide_a(source, world_size, iteration)[at.to(b.device)] @ b
             for source, at in enumerate(shares)
         ]
-        return {
-    "out" : self.biased(torch.cat(parts), rank, iteration)}
+        return {"out": self.biased(torch.cat(parts), rank, iteration)}
 
 
 class _SumCase(GemmCase):
@@ -264,8 +259,7 @@ class _SumCase(GemmCase):
         total = self.biased(total, rank, iteration)
         given = self.normed_with(iteration)
         if not given:
-            return {
-    "out" : total}
+            return {"out": total}
         if "residual" in given:
             at = own_rows(self.sizes["m"], rank, world_size, False, rows)
             total = total + given["residual"][at.to(self.device)].double()
@@ -293,8 +287,7 @@ class _SumCase(GemmCase):
         added = sum((term.abs() for term in terms), torch.zeros(()))
         given = self.normed_with(iteration)
         if not given:
-            return {
-    "out" : added}
+            return {"out": added}
         if "residual" in given:
             added = added + given["residual"].double().abs()
         new = self.reference(rank, world_size, iteration)["residual_out"]

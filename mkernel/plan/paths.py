@@ -27,8 +27,7 @@ from mkernel.topology.cost import (
 FLOAT32_PARTIALS = 1 << 16
 """Elements of a result up to which the library path adds float32 partial results. They keep small
 results, whose error scatters, and products that a library cuts along K within the limit of one
-rounding;
-large ones would only take twice as long to send."""
+rounding; large ones would only take twice as long to send."""
 
 
 LEAST_FUSED_SUMS = 1 << 12

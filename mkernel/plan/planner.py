@@ -76,43 +76,41 @@ def explain(
     schedule: Scheduler = by_rows,
 ) -> Planned:
     """The plan of one op in one world, and what else was considered; cached by its inputs. Where
-        something is missing to launch it (:mod:`mkernel.plan.missing`), what the world would do.
+    something is missing to launch it (:mod:`mkernel.plan.missing`), what the world would do.
 
-        Args:
-            op: canonical name or alias (``ag_gemm``).
-            sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or ``m``,
-                ``n``;
-    or ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``;
-    or ``batch``,
-                ``heads``, ``kv_heads``, ``sequence``, ``head_dim``, ``causal``.And options of a call :
-                ``capacity`` of a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and
-                ``returns``, how results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is
-                faster.
-            dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM ops with
-                ``around.scales`` ``float8_e4m3fn``.
-            out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the
-                backend's results may differ from its inputs, of e4m3 operands ``bfloat16``.
-            b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
-            around: what a GEMM op does before and after the launch.
-            world: where the ranks are; it has a process group where the capabilities ask for one.
-            accelerator, capabilities: the backend's name and what it claims.
-            nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
-                process group carries what crosses nodes, both are dropped from the plan.
-            chunk: tiles (or rows, whatever the backend cuts by) a chunk. None: the backend's choice.
-            compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None: the
-                backend's choice, by default all compute cores, and as many for communication as
-                :func:`mkernel.plan.chunking.comm_blocks` says.
-            path: ``library``; ``fused``, where it keeps the limit of error and takes the operands
-                (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
-            exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the one
-                that is predicted to be faster, of those that the backend runs or, in a what-if, of both.
-            schedule: gives a plan its backend's part
-                (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
+    Args:
+        op: canonical name or alias (``ag_gemm``).
+        sizes: those of the op's shape (:mod:`mkernel.plan.model`): ``m``, ``n``, ``k``; or ``m``,
+            ``n``; or ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``,
+            ``heads``, ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call:
+            ``capacity`` of a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and
+            ``returns``, how results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is
+            faster.
+        dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM ops with
+            ``around.scales`` ``float8_e4m3fn``.
+        out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the
+            backend's results may differ from its inputs, of e4m3 operands ``bfloat16``.
+        b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
+        around: what a GEMM op does before and after the launch.
+        world: where the ranks are; it has a process group where the capabilities ask for one.
+        accelerator, capabilities: the backend's name and what it claims.
+        nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
+            process group carries what crosses nodes, both are dropped from the plan.
+        chunk: tiles (or rows, whatever the backend cuts by) a chunk. None: the backend's choice.
+        compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None: the
+            backend's choice, by default all compute cores, and as many for communication as
+            :func:`mkernel.plan.chunking.comm_blocks` says.
+        path: ``library``; ``fused``, where it keeps the limit of error and takes the operands
+            (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
+        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the one
+            that is predicted to be faster, of those that the backend runs or, in a what-if, of both.
+        schedule: gives a plan its backend's part
+            (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
 
-        Raises:
-            UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
-            ShapeError, DtypeError, LayoutError, ArgumentError: the argument, its value, what is legal.
-            NoRoute: two ranks have no path between them.
+    Raises:
+        UnknownOp, Unsupported: no such op, or the backend does not claim it, or not on that path.
+        ShapeError, DtypeError, LayoutError, ArgumentError: the argument, its value, what is legal.
+        NoRoute: two ranks have no path between them.
     """
     capabilities = capabilities.with_cores(world.cores)
     sizes, returns = arguments.way_home(op, sizes)

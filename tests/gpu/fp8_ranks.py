@@ -19,9 +19,7 @@ def planned(shapes: Sequence[Shape]) -> list[str]:
     for shape in shapes:
         work = Work(shape)
         work.fill(0)
-        done = work.problem.case.called(work.inputs, {"out":
-work.out
-}, {})
+        done = work.problem.case.called(work.inputs, {"out": work.out}, {})
         found.append(done.plan.schedule.kind)
     mkernel.synchronize()
     return found
@@ -61,7 +59,7 @@ def gathered(shape: Shape) -> list[str]:
         found += work.failure(turn, result, "gathered")
         everyone = [case.inputs(rank, world, turn)["a"] for rank in range(world)]
         if not torch.equal(whole.float(), torch.cat(everyone).float()):
-        found.append(f"turn {turn}: other rows were gathered")
+            found.append(f"turn {turn}: other rows were gathered")
     mkernel.synchronize()
     return found
 
@@ -71,23 +69,22 @@ def faulty(fault: str, shape: Shape) -> int:
     factor = products.ScaledFactor
     usual, kept = factor.product, {}
 
-        def product(self
-                    : Any, a
-                    : torch.Tensor, scale
-                    : torch.Tensor, out
-                    : torch.Tensor) -> None : if fault
-            == "scales of other rows"
-            : scale = scale.roll(1, 0) elif fault == "scales of the call before"
-            : place = out.data_ptr() scale,
-              kept[place] = kept.get(place, scale),
-              scale.clone() elif fault == "a block of K without its scale"
-            : scale = scale.clone() scale[:, 0] = 1 usual(self, a, scale, out)
+    def product(self: Any, a: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        if fault == "scales of other rows":
+            scale = scale.roll(1, 0)
+        elif fault == "scales of the call before":
+            place = out.data_ptr()
+            scale, kept[place] = kept.get(place, scale), scale.clone()
+        elif fault == "a block of K without its scale":
+            scale = scale.clone()
+            scale[:, 0] = 1
+        usual(self, a, scale, out)
 
-                                                    wait = parts_exchange.Running.wait factor
-                                                               .product = product #type
-            : ignore[method - assign] if fault
-              == "no wait" : parts_exchange.Running.wait = lambda * _ : None #type
-            : ignore[method - assign] try:
+    wait = parts_exchange.Running.wait
+    factor.product = product  # type: ignore[method-assign]
+    if fault == "no wait":
+        parts_exchange.Running.wait = lambda *_: None  # type: ignore[method-assign]
+    try:
         return len(skewed([shape], 12, 3))
     finally:
         factor.product = usual  # type: ignore[method-assign]
@@ -95,7 +92,7 @@ def faulty(fault: str, shape: Shape) -> int:
 
 
 def faulty_fused(fault: str, shape: Shape) -> int:
-    """The same of the fused path: how the kernel finds rows and scales goes wrong."""
+    """The same of the fused path: the scales that its kernel gets are wrong."""
     usual, kept = gemm.Operands.of, dict[int, Any]()
 
     def of(call: Any) -> Any:
@@ -106,7 +103,7 @@ def faulty_fused(fault: str, shape: Shape) -> int:
         elif fault == "scales of the call before":
             place = call.tensors["out"].data_ptr()
             scale, kept[place] = kept.get(place, scale), scale.clone()
-        elif fault == "a scale of b left out":
+        elif fault == "scales of b left out":
             columns = found.b_scale.clone()
             columns[..., :: columns.shape[-1] // 4] = 1
             return found._replace(b_scale=columns)
@@ -148,8 +145,7 @@ def _exact(shape: Shape) -> list[str]:
         if plan.path != "fused":
             return [f"{shape} went by the path {plan.path}"]
         if case.gemm.gathers:
-            own = {
-    name: given[rank][name] for name in ("b", "b_scale")}
+            own = {name: given[rank][name] for name in ("b", "b_scale")}
             right = torch.cat([_product({**each, **own}) for each in given])
         else:
             right = _summed([_product(each) for each in given], plan.schedule.rows, work.out.dtype)

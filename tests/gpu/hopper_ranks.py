@@ -58,9 +58,7 @@ class Work:
         self.shape = shape
         self.out_dtype: DtypeName = shape.out_dtype or shape.dtype
         case = case_of(shape.op)(
-            {"m":
-shape.m, "n" : shape.n, "k" : shape.k
-},
+            {"m": shape.m, "n": shape.n, "k": shape.k},
             shape.dtype,
             self.out_dtype,
             shape.layout,
@@ -88,9 +86,7 @@ shape.m, "n" : shape.n, "k" : shape.k
         """The public op, into ``out``; what it does, where the path is not the setting's."""
         if self.shape.path is None:
             return self.public(out=self.out)
-        done = self.problem.case.called(self.inputs, {"out":
-self.out
-}, {})
+        done = self.problem.case.called(self.inputs, {"out": self.out}, {})
         result: torch.Tensor = done.outputs["out"]
         return result
 
@@ -98,20 +94,10 @@ self.out
         """The public op."""
         a, b, shape = self.inputs["a"], self.inputs["b"], self.shape
         more = ("bias", "a_scale", "b_scale")
-        options |= {
-name: self.inputs[name] for name in more if name in self.inputs
-}
-options |= {
-    "chunk" : shape.chunk
-}
-if shape
-    .chunk else {}
-options |= {
-    "use_fast_accum" : True
-}
-if shape
-    .fast else {}
-result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
+        options |= {name: self.inputs[name] for name in more if name in self.inputs}
+        options |= {"chunk": shape.chunk} if shape.chunk else {}
+        options |= {"use_fast_accum": True} if shape.fast else {}
+        result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
         return result
 
     def error(self, turn: int, result: torch.Tensor | None = None) -> float:
@@ -364,8 +350,7 @@ def absent(shape: Shape, victim: int, seconds: float) -> None:
         return
     start = time.monotonic()
     try:
-        work
-                .fill(1)
+        work.fill(1)
         work.call()
         mkernel.synchronize()
     except WorldError as error:
@@ -378,7 +363,7 @@ def one_call(shape: Shape) -> list[str]:
     """A world of the environment's ranks, one call, failures."""
     mkernel.init(accelerator="hopper", timeout_s=200)
     try:
-                    return judged([shape], 0)
+        return judged([shape], 0)
     finally:
         mkernel.finalize()
 

@@ -1,7 +1,6 @@
 """The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink and NICs.
 
-Its capabilities can be asked for without torch;
-a world's session (``device_session.py``) needs it.
+Its capabilities can be asked for without torch; a world's session (``device_session.py``) needs it.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             return moe_tuning.schedule(request)
         return tuning.schedule(request)
 
-    # -- -- a world's life, and its calls -----------------------------------------------------------
+    # ---- a world's life, and its calls -----------------------------------------------------------
 
     def open(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there."""

@@ -72,6 +72,7 @@ def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
     """Whether the installed torch is that version or a newer one: by default, has what the library
     path and attention need. Does not import it."""
     try:
-        major, minor,
-*_ = metadata.version("torch").split(".") return (int(major), int(minor)) >=
-     least except(metadata.PackageNotFoundError, ValueError) : return False
+        major, minor, *_ = metadata.version("torch").split(".")
+        return (int(major), int(minor)) >= least
+    except (metadata.PackageNotFoundError, ValueError):
+        return False

@@ -1,12 +1,10 @@
-""
-        "The GEMM ops on one rank: what a plan needs of the workspace, and how a call is queued.
+"""The GEMM ops on one rank: what a plan needs of the workspace, and how a call is queued.
 
-        Data flow of the views : AllGather +
-                                 GEMM pipelined : copy engines(a second stream) or
-    blocks of the kernel push the rows while it runs;
-sequential : copy engines first,
-             then the kernel.Between nodes blocks do it,
-             in the sequential view a launch of their own reductions pipelined : one kernel; sequential: the product alone, then a collective of it
+Data flow of the views:
+  AllGather+GEMM   pipelined: copy engines (a second stream) or blocks of the kernel push the rows
+                   while it runs; sequential: copy engines first, then the kernel. Between nodes
+                   blocks do it, in the sequential view a launch of their own
+  reductions       pipelined: one kernel; sequential: the product alone, then a collective of it
   compute_only     the same kernel, which waits for nothing and sends nothing
 Rows of a and b may lie apart (``pitched``). The rank that owns a result adds the bias in float32 and
 then rounds. Addresses must be multiples of 16: tensors that are not go through a copy.
@@ -45,7 +43,8 @@ from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
-#-- -- what follows from a plan -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+
+# ---- what follows from a plan --------------------------------------------------------------------
 
 
 def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> bool:
@@ -100,7 +99,8 @@ def _element(plan: LaunchPlan) -> _hopper.Element:
     found: _hopper.Element = getattr(native().Element, plan.out_dtype)
     return found
 
-#-- -- calls -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+# ---- calls ---------------------------------------------------------------------------------------
 
 
 class AllGatherExecutor:
@@ -414,8 +414,8 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
     a_rows = plan.gemm.m // (plan.world_size if plan.op == "all_gather_gemm" else 1)
     by_rows = strides["b"] if plan.b_layout == "row" else strides["b"][::-1]
     return {
-    "a_pitch" : strides["a"][0] if a_rows > 1 else 0,
-        #torch may say anything of a single row "b_pitch" : by_rows[0],
+        "a_pitch": strides["a"][0] if a_rows > 1 else 0,  # torch may say anything of a single row
+        "b_pitch": by_rows[0],
     }
 
 

@@ -1,8 +1,6 @@
-""
-    "Constants of the machines with Hopper GPUs: ``machine.json`` beside this file, the one place of them.
+"""Constants of the machines with Hopper GPUs: ``machine.json`` beside this file, the one place of them.
 
-    The numbers say how fast things are and what is chosen when;
-they change times, never results.
+The numbers say how fast things are and what is chosen when; they change times, never results.
 """
 
 from __future__ import annotations
@@ -153,8 +151,7 @@ class Spread(Finite):
 
     ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
     the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
-    others, are one wave;
-None: one panel is all. ``pace``: least clock cycles between two puts of a
+    others, are one wave; None: one panel is all. ``pace``: least clock cycles between two puts of a
     block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
     smoother, and worth its memory traffic where the link is nearly full.
     """

@@ -1,9 +1,7 @@
-""
-    "How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
+"""How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
 
-    Pure functions of a
-        plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which says where
-            each was measured; they change times, never results.
+Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which says
+where each was measured; they change times, never results.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
 
 def _device(device: str) -> Iterator[str]:
     try:
-        torch
-.device(device)
+        torch.device(device)
     except RuntimeError:
         yield f"device is {device!r}, which torch does not know"
 

@@ -1,46 +1,36 @@
-""
-    "The fused path of e4m3 operands on the host: when it is planned, what calls hand to kernels."
-    ""
+"""The fused path of e4m3 operands on the host: when it is planned, and what calls hand to kernels."""
 
-    from __future__ import annotations
+from __future__ import annotations
 
-        from typing import Any
+from typing import Any
 
-            import pytest from gpu_plans import gpu_plan from hopper_calls import last_rank
+import pytest
+from gpu_plans import gpu_plan
+from hopper_calls import last_rank
 
-                from mkernel.backends.accelerators.hopper import gemm,
-    native,
-    scaled_tuning from
-        mkernel.backends.accelerators.hopper.backend import HopperAccelerator from
-            mkernel.backends.accelerators.hopper.capabilities import OPS from
-                mkernel.backends.accelerators.hopper.machine import HopperMachine,
-    machine from mkernel.backends.accelerators.hopper.schedule import GatherSchedule,
-    ReduceSchedule from mkernel.errors import BackendUnavailable from
-        mkernel.plan.around import Around from mkernel.plan.model import LaunchPlan,
-    Scales
+from mkernel.backends.accelerators.hopper import gemm, native, scaled_tuning
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.machine import HopperMachine, machine
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
+from mkernel.errors import BackendUnavailable
+from mkernel.plan.around import Around
+from mkernel.plan.model import LaunchPlan, Scales
 
-        every_op = pytest.mark
-                       .parametrize("op", OPS)
+every_op = pytest.mark.parametrize("op", OPS)
 
-                           def
-                           planned(op
-                                   : str, mode
-                                   : Any = "row", fast
-                                   : bool = True, m
-                                   : int = 8192, world
-                                   : int = 2, **options
-                                   : Any) -> LaunchPlan : around =
-            Around(scales = Scales(mode = mode, use_fast_accum = fast))
-                given = {
-                    "dtype" : "float8_e4m3fn",
-                    "b_layout" : "column",
-                    "around" : around,
-                    **options
-                } return gpu_plan(HopperAccelerator(), op, world, {"m" : m, "n" : 2048, "k" : 8192},
-                                  **given)
 
-                            @pytest.fixture def made()
-                                ->Any : try:
+def planned(
+    op: str, mode: Any = "row", fast: bool = True, m: int = 8192, **options: Any
+) -> LaunchPlan:
+    around = Around(scales=Scales(mode=mode, use_fast_accum=fast))
+    given = {"dtype": "float8_e4m3fn", "b_layout": "column", "around": around, **options}
+    return gpu_plan(HopperAccelerator(), op, 2, {"m": m, "n": 2048, "k": 8192}, **given)
+
+
+@pytest.fixture
+def made() -> Any:
+    try:
         return native.native()
     except BackendUnavailable as error:
         pytest.skip(f"this build has no kernels for Hopper: {error}")
@@ -80,7 +70,7 @@ def test_it_is_not_planned_where_results_would_not_be_as_asked_for(op: str) -> N
 def test_it_is_chosen_only_by_measured_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(times: float, **options: Any) -> LaunchPlan:
         measured(monkeypatch, times)
-        return planned(op, chunk=1 + int(times * 10), **options)  # no plan of before
+        return planned(op, m=8192 + 64 * int(times * 10), **options)  # none that is cached
 
     assert planned(op).path == "library"
     fused = chosen(0.5)
@@ -94,15 +84,17 @@ def test_it_is_chosen_only_by_measured_times(op: str, monkeypatch: pytest.Monkey
 def test_its_kernels_take_half_as_long_a_k(made: Any) -> None:
     """As many bytes."""
     plan = planned("gemm_reduce_scatter", path="fused")
-    half = gpu_plan(HopperAccelerator(), "gemm_reduce_scatter", 2, {"m": 8192, "n": 2048, "k": 4096},
-                    dtype="bfloat16", b_layout="column", path="fused")  # fmt: skip
+    half = gpu_plan(
+        HopperAccelerator(), "gemm_reduce_scatter", 2, {"m": 8192, "n": 2048, "k": 4096},
+        dtype="bfloat16", b_layout="column", path="fused",
+    )  # fmt: skip
     assert plan.schedule == half.schedule
 
 
 def test_rows_and_their_scales_have_places_in_the_workspace(made: Any) -> None:
     for mode, scales in (("row", 8192), ("tensor", 2)):
         plan = planned("all_gather_gemm", mode, path="fused")
-        (needed,) = gemm.AllGatherExecutor.workspace(plan).sizes
+        needed = gemm.AllGatherExecutor.workspace(plan).regions[0]
         assert needed == made.DATA_OFFSET + made.gathered_scales_at(8192 * 8192) + 4 * scales
     assert made.gathered_scales_at(129) == 256
 
