@@ -36,7 +36,7 @@ from mkernel.backends.accelerators.hopper.attention_ring import (
     Source,
     ring_keys,
 )
-from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, library_of
+from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, check_library
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -49,7 +49,6 @@ from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writ
 from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -150,7 +149,5 @@ class AttentionExecutor:
 def _checked(plan: LaunchPlan) -> AttentionSchedule:
     """The schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionSchedule)
-    library = library_of(attention_shape(plan))
-    if how.library != library:
-        raise ArgumentError("plan.schedule.library", repr(how.library), repr(library))
+    check_library(plan, how.library)
     return how
