@@ -415,8 +415,8 @@ def test_a_torch_without_the_exchange_table_goes_through_python(
 
 
 def asked_of_the_store(shapes: int) -> int:
-    """Requests of the store that this rank's calls of so many new shapes make, apart from looks, every few
-    milliseconds, whether a rank that comes late still lives."""
+    """Requests of the store that this rank's calls of so many new shapes make. Looks, every few ms,
+    whether a rank that comes late still lives are none of them."""
     requests = 0
     ask, look = Bootstrap._request, Bootstrap.peek
     calling = threading.get_ident()  # the watchdog reports its heartbeats

@@ -34,7 +34,7 @@ CARELESS = {
     "all_gather_gemm": Careless("cube", 0, 0),  # for a chunk of a peer
     "gemm_reduce_scatter": Careless("comm", 4, 1),  # for a peer's partial sums
     "gemm_all_reduce": Careless("comm", 2, 0),  # for the sums of their owner
-    "moe_dispatch_gemm": Careless("vector", 3, 1),  # for rows of a peer
+    "moe_dispatch_gemm": Careless("vector", 5, 2),  # for rows of a peer
     "moe_combine": Careless("vector", 1, 0),  # for results of a peer
     "ring_attention": Careless("cube", 0, 1),  # for keys of a peer
 }
@@ -53,7 +53,7 @@ def calls(op: str, careless: Careless | None) -> list[str]:
 
 
 def _strict_for(op: str, wrong: _ascend.Strict) -> None:
-    """Calls of ``op`` on this rank are simulated so; those of others, as the dispatch ahead of a combine, soundly."""
+    """Plant it in this rank's calls of ``op`` alone: a dispatch comes ahead of each combine."""
     accelerator: Any = mkernel.world().accelerator
     sound, launch = accelerator._strict, accelerator.launch
 
