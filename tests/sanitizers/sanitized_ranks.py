@@ -1,6 +1,6 @@
 """Tests of ranks, each a process with Python and torch, on native code that a sanitizer watches.
 
-    python tests/sanitizers/sanitized_ranks.py address|thread [TEST...]
+    python tests/sanitizers/sanitized_ranks.py address|thread [TEST or option of pytest...]
 
 ``make sanitize-ranks`` builds first. A copy of the tree in build/sanitize-WHICH/tree has the modules
 that were built with the sanitizer; its runtime is loaded ahead of Python. Returns 1 where a test fails
@@ -78,6 +78,7 @@ def environment(which: str, tree: Path, reports: Path) -> dict[str, str]:
         "LD_PRELOAD": " ".join(map(runtime, RUNTIMES[which])),
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",  # a world has more threads; none may spin on a busy machine
     }
 
 
@@ -90,8 +91,7 @@ def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("which", choices=RUNTIMES)
-    parser.add_argument("tests", nargs="*", default=TESTS, help="of pytest")
-    given = parser.parse_args()
+    given, told_pytest = parser.parse_known_args()
     build = ROOT / "build" / f"sanitize-{given.which}"
     tree, reports = build / "tree", build / "reports"
     copy_of_tree(tree, built=False)
@@ -111,7 +111,7 @@ def main() -> int:
         each.unlink()
 
     pytest = [sys.executable, "-m", "pytest", "-q", "--timeout", str(TEST_S)]
-    status = run([*pytest, *given.tests], tree, told)
+    status = run([*pytest, *(told_pytest or TESTS)], tree, told)
     for each in sorted(reports.iterdir()):
         print(f"== {each.name}", each.read_text(), sep="\n")
     print(f"{given.which}: pytest {status}, {len(list(reports.iterdir()))} reports")
