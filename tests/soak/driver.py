@@ -39,13 +39,14 @@ _OF_OTHERS = {
 }
 """What libraries would keep, or open late, so that a leak of ours could not be told from it.
 
-- Programs that torch compiles for products of half precision on CPUs, one for each number of rows: it keeps
-  1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of ``torch.mm``
-  alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat).
-- Records of the last 2,000 collectives of NCCL, which torch's flight recorder keeps (its older name is the
-  second one): a life of a minute makes that many.
-- Sockets of NCCL's RAS, by which processes of a job watch each other as long as they live. One that joins a
-  ring with a dead process in it opens another socket after the five seconds in which it cannot reach that.
+- Programs that torch compiles for products of half precision on CPUs, one for each number of rows:
+  it keeps 1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of
+  ``torch.mm`` alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat).
+- Records of the last 2,000 collectives of NCCL, which torch's flight recorder keeps (its older name is
+  the second one): a life of a minute makes about as many.
+- Sockets of NCCL's RAS, by which processes of a job watch each other as long as they live. One that
+  joins a ring with a dead process in it opens another socket once it has not reached that for five
+  seconds.
 """
 
 
