@@ -1,6 +1,6 @@
 """Tests of ranks, each a process with Python and torch, on native code that a sanitizer watches.
 
-    python tests/sanitizers/sanitized_ranks.py address|thread [TEST or option of pytest...]
+    python tests/sanitizers/sanitized_ranks.py address|thread [--report] [TEST or option of pytest...]
 
 ``make sanitize-ranks`` builds first. A copy of the tree in build/sanitize-WHICH/tree has the modules
 that were built with the sanitizer; its runtime is loaded ahead of Python. Returns 1 where a test fails
@@ -16,7 +16,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
+from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -87,10 +89,39 @@ def run(command: list[str], tree: Path, told: dict[str, str]) -> int:
     return subprocess.run(["setarch", "-R", *command], cwd=tree, env=told, check=False).returncode
 
 
+def outcomes(junit: Path) -> dict[str, Counter[str]]:
+    """How many tests of each file passed, failed or were skipped."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for case in ElementTree.parse(junit).iter("testcase"):
+        how = {child.tag for child in case}
+        kind = (
+            "failed" if how & {"failure", "error"} else "skipped" if "skipped" in how else "passed"
+        )
+        found[case.attrib["classname"].replace(".", "/") + ".py"][kind] += 1
+    return found
+
+
+def report(which: str, tests: dict[str, Counter[str]], reports: int, *, whole: bool) -> None:
+    """Write the summary; what runs of parts say is added to it."""
+    sys.path.append(str(ROOT / "bench"))
+    import results_file
+
+    name = "sanitized_ranks"
+    known = (results_file.RESULTS / f"{name}.json").exists()
+    figures = results_file.read(name)["figures"] if known else {}
+    before = [] if whole else figures.get(which, [])
+    told = {file: dict(sorted(counts.items())) for file, counts in sorted(tests.items())}
+    figures[which] = [*before, {"tests": told, "reports": reports}]
+    results_file.write(name, figures)
+
+
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("which", choices=RUNTIMES)
+    parser.add_argument(
+        "--report", action="store_true", help="write what came of it to bench/results"
+    )
     given, told_pytest = parser.parse_known_args()
     build = ROOT / "build" / f"sanitize-{given.which}"
     tree, reports = build / "tree", build / "reports"
@@ -111,7 +142,11 @@ def main() -> int:
         each.unlink()
 
     pytest = [sys.executable, "-m", "pytest", "-q", "--timeout", str(TEST_S)]
-    status = run([*pytest, *(told_pytest or TESTS)], tree, told)
+    junit = build / "tests.xml"
+    status = run([*pytest, f"--junitxml={junit}", *(told_pytest or TESTS)], tree, told)
+    if given.report:
+        found = len(list(reports.iterdir()))
+        report(given.which, outcomes(junit), found, whole=not told_pytest)
     for each in sorted(reports.iterdir()):
         print(f"== {each.name}", each.read_text(), sep="\n")
     print(f"{given.which}: pytest {status}, {len(list(reports.iterdir()))} reports")
