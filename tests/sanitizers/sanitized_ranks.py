@@ -6,7 +6,8 @@
 that were built with the sanitizer; its runtime is loaded ahead of Python. Returns 1 where a test fails
 or the sanitizer reports something, whatever a test made of it: every process writes a file of its own.
 Python and torch are not built so: what they do is seen only where it meets our code, or memory that our
-code has, and what they leak is theirs.
+code has, and what they leak is theirs. ``--report`` writes what came of it, by sanitizer and file, to
+bench/results/sanitized_ranks.json.
 """
 
 from __future__ import annotations
