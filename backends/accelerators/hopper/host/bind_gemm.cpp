@@ -142,6 +142,7 @@ void bind_network(py::module_& module) {
 void bind_data(py::module_& module) {
     py::enum_<Tiling>(module, "Tiling")
         .value("wide", Tiling::wide)
+        .value("medium", Tiling::medium)
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
     py::class_<DeviceWorld>(module, "DeviceWorld")
