@@ -57,7 +57,7 @@ def traced(m: int, n: int, k: int, store: str) -> numpy.ndarray:
         "nccl", init_method=f"file://{store}", rank=world.rank, world_size=world.size,
         device_id=torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip
-    assert native.FEW_ROWS_MARKS == len(MARKS)
+    assert len(MARKS) == native.FEW_ROWS_MARKS
     count = max(4, -(-COLD_BYTES // (2 * n * k)))
     weights = [torch.randn(n, k, device="cuda").bfloat16().t() for _ in range(count)]
     a = torch.randn(m, k, device="cuda").bfloat16()
@@ -116,7 +116,9 @@ def shown(ranks: list[numpy.ndarray]) -> None:
         )
     late = [each[:, :, place["multiplied"]].max(axis=1) for each in ranks]
     if len(late) == 2:
-        print(f"ranks are done with weights apart by {numpy.median(numpy.abs(late[0] - late[1])):.2f}")
+        print(
+            f"ranks are done with weights apart by {numpy.median(numpy.abs(late[0] - late[1])):.2f}"
+        )
 
 
 def drawn(ranks: list[numpy.ndarray]) -> list[dict[str, Any]]:

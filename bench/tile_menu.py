@@ -111,7 +111,9 @@ def main() -> None:
         rows.append(measured(*shape))
         print(rows[-1], flush=True)
     ratios = [row["library"] / row[row["planned"]] for row in rows]
-    print(f"planned: {statistics.geometric_mean(ratios):.3f} of the library, least {min(ratios):.3f}")
+    print(
+        f"planned: {statistics.geometric_mean(ratios):.3f} of the library, least {min(ratios):.3f}"
+    )
     if len(sys.argv) > 1:
         result = {"hardware": torch.cuda.get_device_name(0), "rows": rows}
         Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
