@@ -3,11 +3,12 @@
     cmake -DMKERNEL_TRACE=ON <build folder of the editable install>  # then build and install again
     python3 bench/kernel_trace.py trace.json [m n k]
 
-Calls follow each other in a CUDA graph with cold weights, as in ``bench/few_rows.py``. Each block leaves the
-times of its marks (``device/trace.cuh``). Prints how long each step took, in microseconds, of the median
-block and of the block that took longest, medians over calls, and the time between the last mark of a call
-and the first of the next. The file has some calls, one process a rank and one track a block (open it at
-ui.perfetto.dev). The ranks' clocks are aligned by mail: the shortest way from one to the other and back.
+Calls follow each other in a CUDA graph with cold weights, as in ``bench/few_rows.py``. Each block
+leaves the times of its marks (``device/trace.cuh``). Prints how long each step took, in microseconds,
+in the median block and in the block that took longest, medians over calls, and the time between the
+last mark of a call and the first of the next. The file has some calls, one process a rank and one
+track a block (open it at ui.perfetto.dev). The ranks' clocks are aligned by mail: the shortest way from
+one to the other and back.
 """
 
 from __future__ import annotations

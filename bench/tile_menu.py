@@ -2,9 +2,9 @@
 
     python3 bench/tile_menu.py [result.json] [count] [seed]
 
-Random shapes (M from 512, N and K multiples of 8), bfloat16, B column-major; microseconds a call in a CUDA
-graph of several, contenders by turns, median of the replays. ``planned``: the tiling that a plan of one rank
-would take. The constants of ``tilings`` in ``machine.json`` are chosen by this.
+Random shapes (M from 512, N and K multiples of 8), bfloat16, B column-major; microseconds a call in a
+CUDA graph of several, contenders by turns, median of the replays. ``planned``: the tiling that a plan
+of one rank would take. The constants of ``tilings`` in ``machine.json`` are chosen by this.
 """
 
 from __future__ import annotations
