@@ -24,7 +24,14 @@ constexpr int kPieceRows = 32;  // of tile/block.cuh
 constexpr std::size_t kAreaAlignment = 1024;
 
 int tile_columns(Tiling tiling) {
-    return tiling == Tiling::narrow ? 128 : 256;
+    switch (tiling) {
+        case Tiling::narrow:
+            return 128;
+        case Tiling::medium:
+            return 192;
+        default:
+            return 256;
+    }
 }
 int cluster_rows(Tiling tiling) {
     return tiling == Tiling::narrow ? kTileRows : 2 * kTileRows;
@@ -79,8 +86,10 @@ CUtensorMap map_of_b(const Product& product) {
                         .width = product.n_major ? n : k,
                         .height = product.n_major ? k : n,
                         .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
-    constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
-    return tensor_map(extent, product.n_major ? kTileDepth : share, product.half);
+    // Config::kBoxDepth, Config::kShareN
+    const bool medium = product.tiling == Tiling::medium;
+    const int depth = medium ? kTileDepth / 2 : kTileDepth;
+    return tensor_map(extent, product.n_major ? depth : medium ? 96 : 128, product.half);
 }
 
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k) {

@@ -337,6 +337,8 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
         case Tiling::wide:
         case Tiling::deep:
             return start.template operator()<WideCarry>();
+        case Tiling::medium:
+            return start.template operator()<MediumCarry>();
         case Tiling::narrow:
             return start.template operator()<NarrowCarry>();
     }
