@@ -434,7 +434,7 @@ def _operands(
     """The dtype of the inputs, None where it is left open; scales; B's layout. ArgumentError."""
     if layout not in (None, "row", "column"):
         raise ArgumentError("--layout", repr(layout), "row or column")
-    mode = scales_of(dtype, scales, *names, fast=fast)
+    mode = scales_of(dtype, scales, *map(sized_like, names), fast=fast)
     if mode is not None:
         if model_only:
             raise ArgumentError("--dtype", dtype, "another one beside --model-only")

@@ -45,7 +45,7 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
 
 def sized_like(op: Benched) -> OpName:
     """The op whose sizes it takes."""
-    return "moe_dispatch_gemm" if op == MOE_LAYER else op
+    return "moe_dispatch_gemm" if op == "moe_layer" else op
 
 
 def size_text(op: str, sizes: Mapping[str, int]) -> str:

@@ -215,10 +215,10 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
 def test_experts_with_a_capacity(tmp_path: Path, routing: str) -> None:
     """Rows beyond those of a turn's routing are no results, whatever they hold."""
     file = tmp_path / "x.json"
-    done = bench("moe_dispatch_gemm,moe_gemm_combine,moe_layer", "--ranks", "2",
-                 "--accelerator", "streams", "--shapes", OTHERS["moe_gemm_combine"], "--iterations", "2", "--warmup", "1",
-                 "--dtype", "bfloat16", "--capacity", "--routing", routing, "--json", str(file),
-                 "--mode", "kernel,eager")  # fmt: skip
+    done = bench("moe_dispatch_gemm,moe_gemm_combine,moe_layer", "--ranks", "2", "--accelerator",
+                 "streams", "--shapes", OTHERS["moe_gemm_combine"], "--iterations", "2",
+                 "--warmup", "1", "--dtype", "bfloat16", "--capacity", "--routing", routing,
+                 "--json", str(file), "--mode", "kernel,eager")  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     for row in json.loads(file.read_text())["rows"]:
         for name in ("mkernel", "gloo+matmul", "gather+grouped", "gemm"):

@@ -6,6 +6,7 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -28,7 +29,10 @@ SUM_BLOCKS_A_CORE = 8
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of an MoE op runs. Tokens travel whole, whatever chunk is wished."""
-    found, plan = by_rows(request, chunks=1), request.plan
+    plan = request.plan
+    if isinstance(plan.shape, GemmCombineShape) and plan.nodes > 1 and request.returns is None:
+        request = replace(request, returns="ranks")  # the one way between nodes
+    found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
     blocks, sums = processors // 2 * 2, processors * SUM_BLOCKS_A_CORE
     made: Schedule
@@ -100,12 +104,11 @@ def tiling(k: int) -> ExpertTiling:
 
 def panels(plan: CommonPart, returns: Returns) -> int:
     """Of columns, whose sums are made by warps of the product that have nothing else to do: where these
-    have time for it."""
+    have time for it. Not between nodes, where sums leave when all of them are made."""
     assert isinstance(plan.shape, GemmCombineShape)
     narrow = plan.shape.partial_dtype == plan.dtype
-    return (
-        machine().experts.panels if returns == "ranks" and narrow and not reads_weights(plan) else 1
-    )
+    beside = returns == "ranks" and narrow and plan.nodes == 1 and not reads_weights(plan)
+    return machine().experts.panels if beside else 1
 
 
 def early_tiles(plan: CommonPart, processors: int) -> int:
