@@ -55,8 +55,8 @@ __device__ void copy(char* to, const char* from, std::uint64_t bytes, Load&& loa
 
 // From the host's memory, which is read once and never kept.
 __device__ void copy_staged(char* to, const char* from, std::uint64_t bytes) {
-    const auto together = reinterpret_cast<std::uintptr_t>(to) |
-                          reinterpret_cast<std::uintptr_t>(from) | bytes;
+    const auto together =
+        reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from) | bytes;
     if (together % sizeof(uint4) == 0) {
         copy<uint4>(to, from, bytes, [](const uint4* at) { return ptx::load_16(at); });
     } else {
