@@ -15,7 +15,13 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ExpertTiling,
     GemmCombineSchedule,
 )
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, GemmCombineShape, MoeShape
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    CommonPart,
+    GemmCombineShape,
+    MoeShape,
+    Prediction,
+)
 from mkernel.plan.pipeline import Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -34,12 +40,14 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         request = replace(request, returns="ranks")  # the one way between nodes
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
-    blocks, sums = processors // 2 * 2, processors * SUM_BLOCKS_A_CORE
+    # Between nodes a block of another kernel has a multiprocessor while tokens land.
+    blocks = max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0))
+    sums = processors * SUM_BLOCKS_A_CORE
     made: Schedule
     if isinstance(plan.shape, MoeShape):
         made = DispatchSchedule(
             blocks=blocks,
-            early_tiles=early_tiles(plan, processors),
+            early_tiles=early_tiles(plan, processors, found.prediction),
             permutes=permutes(plan),
             tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
         )
@@ -111,9 +119,9 @@ def panels(plan: CommonPart, returns: Returns) -> int:
     return machine().experts.panels if beside else 1
 
 
-def early_tiles(plan: CommonPart, processors: int) -> int:
+def early_tiles(plan: CommonPart, processors: int, prediction: Prediction | None) -> int:
     """Tiles that are multiplied while other ranks' tokens travel: whole ones of own tokens, of which
-    there are none where an expert gets few."""
+    there are none where an expert gets few. ``prediction``: of the plan."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
@@ -121,5 +129,7 @@ def early_tiles(plan: CommonPart, processors: int) -> int:
         return 0
     nbytes = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
     travel_us = (world - 1) * machine().copies.choose("put", nbytes, 0, flagged=True).microseconds
+    if plan.nodes > 1 and prediction is not None:
+        travel_us = prediction.comm_us
     rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
     return math.ceil(travel_us * rate / (2.0 * TILE_ROWS * shape.hidden * shape.columns))
