@@ -152,10 +152,12 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
     };
     for (int step = 1; step < workspace.world - 1; ++step) {
         const int peer = (workspace.rank + workspace.world - step) % workspace.world;
+        if (!workspace.near(peer)) continue;
         copy(peer, 0, schedule.rows, 0, row_bytes);
         raise(peer, 0, schedule.flags());
     }
     const int last = (workspace.rank + 1) % workspace.world;
+    if (!workspace.near(last)) return;
     const std::uint64_t each =
         slice_columns(static_cast<int>(row_bytes / kElementBytes), schedule.slices) * kElementBytes;
     for (int first = 0, flag = 0; first < schedule.rows; first += schedule.chunk_rows) {
