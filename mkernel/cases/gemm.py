@@ -1,9 +1,12 @@
-"""Cases of the three GEMM ops. Option ``replicate_b`` (AllGather only, default True): every rank uses
-the same B, else its own columns. Option ``tensors``: the user's own whole ``a`` and ``b`` instead of
-random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
+""
+    "Cases of the three GEMM ops. Option ``replicate_b`` (AllGather only, default True): every rank uses
+    the same B,
+    else its own columns.Option ``tensors``
+    : the user's own whole ``a`` and ``b`` instead of random data; A is then cut by rows (AllGather) or K (the others), B by columns or K. Option ``gap``:
 behind each row of A and B (column, of a column-major B) lie so many elements of a larger tensor, NaN.
 Option ``bias``: the call adds one, where B is a rank's own its own too. Option ``norm`` (AllReduce
-only): ``residual``, the call adds one and normalises; ``alone``, it normalises the sum. Option
+only): ``residual``, the call adds one and normalises;
+``alone``, it normalises the sum.Option
 ``scales``: the mode of those of e4m3 operands; neighbours' and those of the next call are others.
 """
 
@@ -34,6 +37,7 @@ from mkernel.ops.scales import Scaled
 from mkernel.plan.scales import scale_sizes
 
 _A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)
+_FAST_STEP, _FAST_LOSS = 32, 2.0**-14
 
 
 def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
@@ -127,11 +131,12 @@ class GemmCase(Case):
         weight = 1 + self.normal(iteration, _WEIGHT, EVERY_RANK, n) / 4
         if self.options["norm"] == "alone":
             return {"norm_weight": weight}
-        # As large as the sum, so that neither can be forgotten.
+#As large as the sum, so that neither can be forgotten.
         residual = self.normal(iteration, _RESIDUAL, EVERY_RANK, self.sizes["m"], n)
         residual *= self.sizes["k"] ** 0.5
         out_dtype = getattr(torch, self.out_dtype)
-        return {"norm_weight": weight, "residual": residual.to(out_dtype)}
+        return {
+    "norm_weight" : weight, "residual" : residual.to(out_dtype)}
 
     @property
     def eps(self) -> float:
@@ -149,6 +154,14 @@ class GemmCase(Case):
             into = None if into is None else into.t()
             return self.normal(iteration, _B, part, n, k, into=into).t()
         return self.normal(iteration, _B, part, k, n, into=into)
+
+    def tolerances(self) -> dict[str, float]:
+        """One rounding of ``out``; and, where products may be added with fewer bits, those of a
+        Hopper's matrix units: every 32 of K a sum loses up to 2^-13 of itself, half in the mean."""
+        found = super().tolerances()
+        if self.options.get("use_fast_accum", False):
+            found["out"] += self.sizes["k"] / _FAST_STEP * _FAST_LOSS
+        return found
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out."""
@@ -238,7 +251,8 @@ class AllGatherGemmCase(GemmCase):
             self.wide_a(source, world_size, iteration)[at.to(b.device)] @ b
             for source, at in enumerate(shares)
         ]
-        return {"out": self.biased(torch.cat(parts), rank, iteration)}
+        return {
+    "out" : self.biased(torch.cat(parts), rank, iteration)}
 
 
 class _SumCase(GemmCase):
@@ -250,7 +264,8 @@ class _SumCase(GemmCase):
         total = self.biased(total, rank, iteration)
         given = self.normed_with(iteration)
         if not given:
-            return {"out": total}
+            return {
+    "out" : total}
         if "residual" in given:
             at = own_rows(self.sizes["m"], rank, world_size, False, rows)
             total = total + given["residual"][at.to(self.device)].double()
@@ -278,7 +293,8 @@ class _SumCase(GemmCase):
         added = sum((term.abs() for term in terms), torch.zeros(()))
         given = self.normed_with(iteration)
         if not given:
-            return {"out": added}
+            return {
+    "out" : added}
         if "residual" in given:
             added = added + given["residual"].double().abs()
         new = self.reference(rank, world_size, iteration)["residual_out"]

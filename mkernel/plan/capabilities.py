@@ -1,28 +1,35 @@
-"""What an accelerator backend claims."""
+""
+    "What an accelerator backend claims."
+    ""
 
-from __future__ import annotations
+    from __future__ import annotations
 
-from typing import Literal
+        from typing import Literal
 
-from typing_extensions import Self
+            from typing_extensions import Self
 
-from mkernel.plan.model import Activation, AttentionLayout, AttentionShape, DtypeName, ScaleMode
-from mkernel.topology.cost import MachineConstants
-from mkernel.topology.model import Accelerator, KindName, Model
-from mkernel.topology.sources.chips import architecture, described
+                from mkernel.plan.model import Activation,
+    AttentionLayout, AttentionShape, DtypeName,
+    ScaleMode from mkernel.topology.cost import MachineConstants from mkernel.topology.model import
+        Accelerator,
+    KindName, Model from mkernel.topology.sources.chips import architecture,
+    described
 
+    class AcceleratorCapabilities(Model)
+    : ""
+      "What an accelerator backend claims; the conformance kit holds it to exactly this."
+      ""
 
-class AcceleratorCapabilities(Model):
-    """What an accelerator backend claims; the conformance kit holds it to exactly this."""
-
-    ops: tuple[str, ...]
-    dtypes: tuple[DtypeName, ...]
-    out_dtypes: tuple[DtypeName, ...]
-    mixed_dtypes: bool = True
-    """Whether the output's dtype may differ from the inputs'."""
-    rounded_partials: bool = False
-    """Whether a sum over ranks may add results of single ranks that were rounded to the output's
-    dtype, each once; else everything is float32 until the end."""
+      ops : tuple[str, ...] dtypes : tuple[DtypeName, ...] out_dtypes
+    : tuple[DtypeName, ...] mixed_dtypes : bool = True
+                                           ""
+                                           "Whether the output's dtype may differ from the inputs'."
+                                           "" rounded_partials
+    : bool = False
+      ""
+      "Whether a sum over ranks may add results of single ranks that were rounded to the output's
+      dtype,
+                                           each once; else everything is float32 until the end."""
     b_layouts: tuple[Literal["row", "column"], ...]
     pitched: tuple[Literal["a", "b"], ...] = ()
     """Operands of GEMM ops that it takes with any distance, a multiple of ``alignment_bytes``, between
@@ -38,6 +45,9 @@ class AcceleratorCapabilities(Model):
     scale_modes: tuple[ScaleMode, ...] = ()
     """Scales with which GEMM ops take e4m3 operands, of which B is column-major; empty: they take none.
     Such results are those of ``out_dtypes`` that :data:`mkernel.plan.scales.RESULTS` has."""
+    fused_scale_modes: tuple[ScaleMode, ...] = ()
+    """Those of them that its own kernels take beside a library, where products may be added with fewer
+    bits (``use_fast_accum``) and worlds are of one node."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other
@@ -101,7 +111,7 @@ class AcceleratorCapabilities(Model):
     """What the process group is, in words, for plans and reports."""
 
     def __hash__(self) -> int:
-        # Plans are looked up by it: what tells most claims apart is enough.
+#Plans are looked up by it : what tells most claims apart is enough.
         return hash((self.ops, self.compute_cores, self.comm_cores))
 
     def misfit(self, device: Accelerator) -> str | None:

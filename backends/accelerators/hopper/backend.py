@@ -1,6 +1,7 @@
 """The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink and NICs.
 
-Its capabilities can be asked for without torch; a world's session (``device_session.py``) needs it.
+Its capabilities can be asked for without torch;
+a world's session (``device_session.py``) needs it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     MOE,
     MOST_RANKS,
     documents,
+    fused_scale_modes,
     library_ops,
     one_node_ops,
     ops,
@@ -158,6 +160,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 adds_bias=True,
                 adds_norm=True,
                 scale_modes=scale_modes(),
+                fused_scale_modes=fused_scale_modes(),
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,
@@ -192,7 +195,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             return moe_tuning.schedule(request)
         return tuning.schedule(request)
 
-    # ---- a world's life, and its calls -----------------------------------------------------------
+    # -- -- a world's life, and its calls -----------------------------------------------------------
 
     def open(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there."""

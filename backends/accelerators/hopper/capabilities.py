@@ -65,11 +65,15 @@ def scale_modes() -> tuple[ScaleMode, ...]:
     return ("tensor", "row", "block") if library_ops() and torch_is_fit(_SCALED_TORCH) else ()
 
 
+def fused_scale_modes() -> tuple[ScaleMode, ...]:
+    """Scales of e4m3 operands that the kernels take."""
+    return tuple(mode for mode in scale_modes() if mode != "block")
+
+
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
     """Whether the installed torch is that version or a newer one: by default, has what the library
     path and attention need. Does not import it."""
     try:
-        major, minor, *_ = metadata.version("torch").split(".")
-        return (int(major), int(minor)) >= least
-    except (metadata.PackageNotFoundError, ValueError):
-        return False
+        major, minor,
+*_ = metadata.version("torch").split(".") return (int(major), int(minor)) >=
+     least except(metadata.PackageNotFoundError, ValueError) : return False

@@ -1,6 +1,8 @@
-"""Constants of the machines with Hopper GPUs: ``machine.json`` beside this file, the one place of them.
+""
+    "Constants of the machines with Hopper GPUs: ``machine.json`` beside this file, the one place of them.
 
-The numbers say how fast things are and what is chosen when; they change times, never results.
+    The numbers say how fast things are and what is chosen when;
+they change times, never results.
 """
 
 from __future__ import annotations
@@ -138,6 +140,7 @@ class Scaled(Sourced):
 
     product: PathConstants
     unscaled: PathConstants = Field(description="products with one scale an operand")
+    fused: PathConstants | None = Field(None, description="the fused kernels; None: not measured")
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")
@@ -156,7 +159,8 @@ class Spread(Finite):
 
     ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
     the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
-    others, are one wave; None: one panel is all. ``pace``: least clock cycles between two puts of a
+    others, are one wave;
+None: one panel is all. ``pace``: least clock cycles between two puts of a
     block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
     smoother, and worth its memory traffic where the link is nearly full.
     """

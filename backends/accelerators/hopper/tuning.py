@@ -1,7 +1,9 @@
-"""How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
+""
+    "How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
 
-Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which says
-where each was measured; they change times, never results.
+    Pure functions of a
+        plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which says where
+            each was measured; they change times, never results.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
     plan = request.plan
-    if plan.scales is not None:
+    if plan.scales is not None and plan.path == "library":
         return scaled_tuning.schedule(request)
     found, world = by_rows(request, chunks=1), plan.world_size
     processors = found.pipeline.compute_blocks
@@ -75,6 +77,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = sums(plan.shape, world, plan.norm is not None, processors)
         return found._replace(schedule=made)
     shape = plan.gemm
+    if plan.scales is not None:
+        return _of_scaled(request, found)
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
@@ -95,6 +99,24 @@ def schedule(request: ScheduleRequest) -> Scheduled:
                 plan.ranks_per_node, found.pipeline.exchange,
             )  # fmt: skip
     return found._replace(schedule=made)
+
+
+def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
+    """The fused path of e4m3 operands: its kernels load and multiply as many bytes in a time as those
+    of 16-bit ones, so that their times are those of half as long a K."""
+    plan, cores = request.plan, found.pipeline.compute_blocks
+    shape, world = plan.gemm, plan.world_size
+    k = _up(shape.k, ELEMENT_BYTES)
+    made: Schedule
+    if plan.op == "all_gather_gemm":
+        rows = shape.m // world
+        chunk = found.pipeline.rows_per_chunk or rows
+        made = gather(rows, shape.n, k, world, chunk, cores)
+    else:
+        made = reduce(plan.op, shape.m, shape.n, k, world, cores)
+    constants = request.constants
+    times = None if constants is None else scaled_tuning.fused(plan, cores, constants)
+    return found._replace(schedule=made, prediction=times)
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:

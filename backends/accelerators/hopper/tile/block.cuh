@@ -6,7 +6,8 @@
 // rows each. What joins loader, multipliers and storer are two rings in shared memory, which run on
 // across tiles:
 //
-//   stages   loader → multipliers: A [128, 64] and B [64, kTileN] of one step of K
+//   stages   loader → multipliers: A [128, 64] and B [64, kTileN] of one step of K; of e4m3 operands a
+//            step is 128 elements, as many bytes
 //   slices   multipliers → storer: 64 columns of a finished tile
 //
 // A cluster of kCluster blocks computes tiles one below the other; they need the same B, of which
@@ -22,7 +23,9 @@
 namespace mkernel::hopper {
 
 inline constexpr int kTileM = 128;
-inline constexpr int kTileK = 64;   // 128 bytes: the width of the swizzle
+inline constexpr int kTileK = 64;  // 128 bytes: the width of the swizzle
+template <class In>                // elements of an operand in so many bytes
+inline constexpr int kStepK = kTileK * 2 / static_cast<int>(sizeof(In));
 inline constexpr int kSliceN = 64;  // the same
 // What is carried at a time: rows of a slice.
 inline constexpr int kPieceRows = 32;

@@ -24,8 +24,9 @@ __device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
 }
 
 // The two operands of a product as bulk tensor copies see them. `a`: boxes [128, 64] of rows of K.
-// `b`: K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [kBoxDepth of K, 64 of N].
-template <class C, bool kNMajorB>
+// `b`: K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [kBoxDepth of K, 64 of N]. Of e4m3 elements
+// 128 of K, K-major.
+template <class C, bool kNMajorB, int kStep = kTileK>
 struct Operands {
     const CUtensorMap* b;
     int column;  // of the output tile
@@ -38,8 +39,8 @@ struct Operands {
             unsigned char* stage = shared.stages[cursor.slot];
             shared.empty[cursor.slot].wait(cursor.parity ^ 1);
             full->expect(C::kStageBytes);
-            ptx::load_box(stage, a, full, step * kTileK, row);
-            load_share(stage + C::kABytes, full, step * kTileK);
+            ptx::load_box(stage, a, full, step * kStep, row);
+            load_share(stage + C::kABytes, full, step * kStep);
         }
     }
 
