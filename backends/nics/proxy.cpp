@@ -256,7 +256,22 @@ bool Proxy::lingers() {
     if (!fifo_.device_claimed()) return false;
     const std::uint64_t now = transport::monotonic_ns();
     if (idle_since_ns_ == 0) idle_since_ns_ = now;
-    return now - idle_since_ns_ < kAwakeNs;
+    return awaits(now) || now - idle_since_ns_ < kAwakeNs;
+}
+
+// What the host said will push has not pushed yet.
+bool Proxy::awaits(std::uint64_t now) {
+    const std::uint64_t awaited = fifo_.awaited();
+    if (awaited != awaited_) {
+        awaited_ = awaited;
+        awaited_since_ = now;
+        awaited_after_ = fifo_.device().popped();
+    }
+    if (awaited_since_ == 0) return false;
+    if (fifo_.device().popped() != awaited_after_ || now - awaited_since_ > kAwaitedNs) {
+        awaited_since_ = 0;
+    }
+    return awaited_since_ != 0;
 }
 
 void Proxy::sleep() {

@@ -8,7 +8,8 @@
 // the last command or arrival, and then sleeps in *naps*: a ppoll of kNapNs each, between which it looks
 // at that ring only. A nap costs little more than its two changes of context and its timer, which is 2 to
 // 4 us of a core, and 25 us on some virtual machines: naps are made as long as keeps them at kNapShare of
-// a core.
+// a core. A host that queues what will push says so (FifoHandle::await_device): then the proxy does not nap before
+// the first command of it, for kAwaitedNs at most. Replayed graphs do not say so.
 //
 // A peer whose queue is full does not hold up the others: its commands are set aside, in their order,
 // and tried again. There is room for as many as the FIFO has slots; when that is used up, commands
@@ -54,6 +55,7 @@ class Proxy final : private SignalSink {
     static constexpr int kMaxSleepMs = 20;
     static constexpr int kWaitingSleepMs = 1;  // while commands wait: credits come without an event
     static constexpr std::uint64_t kAwakeNs = 500'000;
+    static constexpr std::uint64_t kAwaitedNs = 20'000'000;
     static constexpr std::uint64_t kNapNs = 75'000;
     static constexpr std::uint64_t kMaxNapNs = 2'000'000;
     static constexpr double kNapShare = 0.04;
@@ -88,6 +90,7 @@ class Proxy final : private SignalSink {
     bool flush_due();
     void progress_flush();
     bool lingers();
+    bool awaits(std::uint64_t now);
     void sleep();
     void nap(std::span<pollfd> descriptors, int most_ms);
     bool halted();
@@ -106,6 +109,9 @@ class Proxy final : private SignalSink {
     bool reported_ = false;            // the failure went to the pad
     std::uint64_t taken_ = 0;          // commands
     std::uint64_t idle_since_ns_ = 0;  // 0: not idle
+    std::uint64_t awaited_ = 0;        // of the FIFO, as last seen,
+    std::uint64_t awaited_since_ = 0;  // and when; 0: nothing is awaited
+    std::uint64_t awaited_after_ = 0;  // commands of the device before
     std::uint64_t nap_ns_ = kNapNs;
     std::uint64_t naps_ = 0;  // since their cost was last looked at,
     std::uint64_t naps_cpu_ns_ = 0;

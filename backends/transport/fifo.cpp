@@ -61,6 +61,7 @@ struct Fifo::Lines {
     alignas(64) std::uint64_t head = 0;
     alignas(64) std::uint32_t waiting = 0;
     alignas(64) std::uint32_t sleeping = 0;
+    alignas(64) std::uint64_t awaited = 0;
 };
 
 void Fifo::FreeLines::operator()(Lines* lines) const {
@@ -80,7 +81,7 @@ Fifo::Fifo(std::uint64_t slots) : host_(slots), device_(slots), lines_(new Lines
     handle_.sleeping = &lines_->sleeping;
     handle_.capacity = host_.memory().capacity;
     handle_.wake_fd = fd;
-    handle_.device = {device_.memory(), device_.flag()};
+    handle_.device = {device_.memory(), device_.flag(), &lines_->awaited};
 }
 
 Fifo::~Fifo() {
@@ -114,6 +115,10 @@ std::uint64_t Fifo::depth() const {
 
 bool Fifo::device_claimed() const {
     return shared(*handle_.device.claimed).load(std::memory_order_seq_cst) != 0;
+}
+
+std::uint64_t Fifo::awaited() const {
+    return shared(lines_->awaited).load(std::memory_order_seq_cst);
 }
 
 void Fifo::prepare_sleep() {

@@ -80,6 +80,8 @@ class Fifo {
     [[nodiscard]] std::uint64_t depth() const;
     // A device may push, which cannot wake the proxy.
     [[nodiscard]] bool device_claimed() const;
+    // How often the host has queued what will push.
+    [[nodiscard]] std::uint64_t awaited() const;
 
     // prepare_sleep, then look at everything once more, then ppoll on wake_fd(), then end_sleep.
     void prepare_sleep();

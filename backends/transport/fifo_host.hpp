@@ -28,6 +28,7 @@ static_assert(std::endian::native == std::endian::little, "the futex lies on the
 struct FifoDeviceRing {
     FifoRingMemory memory;
     std::uint32_t* claimed = nullptr;  // 1 while a device may push, which cannot wake the proxy
+    std::uint64_t* awaited = nullptr;  // goes up when the host has queued what will push
 };
 
 // Plain handle, passed to kernels by address. The memory belongs to `Fifo` (fifo.hpp).
@@ -84,6 +85,11 @@ struct FifoHandle {
         }
         wake();
         return true;
+    }
+    // What the host queues for the device now will push: the proxy stays awake for it. Any thread.
+    void await_device() const {
+        shared(*device.awaited).fetch_add(1, std::memory_order_seq_cst);
+        wake();
     }
     // Nothing on the device pushes any more.
     void release_device() const { shared(*device.claimed).store(0, std::memory_order_seq_cst); }

@@ -45,7 +45,9 @@ def few_rows(
 ) -> FewRowsConstants | None:
     """Those of the kernel for few rows, if that is what the fused path of one node runs."""
     found = None if constants is None else constants.few_rows
-    if op != "gemm_all_reduce" or found is None or shape.m > found.most_rows:
+    if op != "gemm_all_reduce" or found is None:
+        return None
+    if shape.m > found.most_rows or shape.n < found.least_columns:
         return None
     sent = shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
     return found if world == 1 or world * sent <= found.most_bytes else None

@@ -9,7 +9,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _KEPT = {"ascend-core"}
@@ -36,6 +36,28 @@ def _thread_names() -> Iterator[str]:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it ended
             yield Path(f"/proc/self/task/{task}/comm").read_text().strip()
+
+
+def sockets() -> dict[str, str]:
+    """What each socket of this process is, by its name among descriptors: kind, addresses, state."""
+    known = {}
+    for kind in ("tcp", "tcp6", "udp", "udp6", "unix"):
+        with contextlib.suppress(OSError):  # a kernel without that kind
+            lines = Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]
+            for fields in map(str.split, lines):
+                inode, told = (6, fields[7:]) if kind == "unix" else (9, fields[1:4])
+                known[f"socket:[{fields[inode]}]"] = " ".join([kind, *told])
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if (name := os.readlink(f"/proc/self/fd/{entry}")).startswith("socket:"):
+                found[name] = known.get(name, "of another kind")
+    return found
+
+
+def new_sockets(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Those that are new, in words: addresses and states of TCP are hexadecimal, as /proc has them."""
+    return ", ".join(sorted(what for name, what in now.items() if name not in before))
 
 
 def more_than(before: Counter[str], patience_s: float) -> list[str]:

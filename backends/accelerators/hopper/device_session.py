@@ -147,6 +147,7 @@ class DeviceSession:
         """Wait for the device. False at the deadline: kernels of the world did not end."""
         if self._used and not self._drained(timeout_s):
             return False
+        self._order.announce_to(0)
         self._context.network = None  # the NIC session may close
         return True
 

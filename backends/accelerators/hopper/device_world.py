@@ -52,6 +52,7 @@ class DispatchContext:
             return None
         if self.network is None:
             self.network = made.DeviceNetwork(self.device, call.fifo, call.pad, call.ordered)
+            self.order.announce_to(call.fifo)
         staged = call.plan.routes.staged
         area = call.staging if staged else call.workspace + made.DATA_OFFSET
         offset = 0 if staged else call.areas[0] + made.DATA_OFFSET

@@ -31,6 +31,12 @@ class Tilings(Sourced):
     narrow_below_waves: float = Field(ge=0, description="wide tiles for each multiprocessor")
     deep_up_to_waves: float = Field(ge=0)
     deep_from_k: int = Field(ge=0)
+    medium_from_gain: float | None = Field(
+        None, ge=0, description="predicted time of another tiling / of medium; None: never medium"
+    )
+    medium_cost: float = Field(
+        ge=1, description="time of a column of a medium tile, in columns of a wide one"
+    )
     band: int = Field(ge=1, description="rows of clusters that share columns of B in L2")
 
 

@@ -121,6 +121,21 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
     """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
     multiprocessors."""
     menu = _MACHINE.tilings
+    found = _tiling_but_medium(rows, owners, n, k, processors)
+    if found == "narrow" or menu.medium_from_gain is None:
+        return found
+
+    def columns_us(tiling: TilingName, column_us: float) -> float:
+        height, width = menu.clusters[tiling]
+        clusters = owners * _up(rows, height) * _up(n, width)
+        return _up(clusters, max(1, processors * TILE_ROWS // height)) * width * column_us
+
+    gain = columns_us(found, 1.0) / columns_us("medium", menu.medium_cost)
+    return "medium" if gain >= menu.medium_from_gain else found
+
+
+def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
+    menu = _MACHINE.tilings
     height, width = menu.clusters["wide"]
     waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
     if waves < menu.narrow_below_waves:

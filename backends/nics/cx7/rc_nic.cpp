@@ -150,7 +150,7 @@ bool RcNic::hand_over(Lane& each) {
 
 // Each chain ends in a signaled request, and RC completes them in order.
 void RcNic::sent(Lane& lane, std::uint64_t number) {
-    lane.completed = number;
+    lane.completed = lane.ended = number;
 }
 
 }  // namespace mkernel::nics::cx7

@@ -25,7 +25,7 @@ struct SrdNic::SrdLane : Lane {
     std::uint32_t remote_key = 0;
     std::array<Staged, kChain> staged;
     std::uint32_t chain = 0;         // requests staged
-    std::vector<std::uint8_t> done;  // by number modulo depth: complete, but an older one is not
+    std::vector<std::uint8_t> done;  // by number modulo reach: complete, but an older one is not
 };
 
 efadv_device_attr query(const verbs::Efadv& efa, ibv_context* context, const std::string& device) {
@@ -70,7 +70,7 @@ std::unique_ptr<SrdNic::Lane> SrdNic::new_lane() {
 void SrdNic::open(Lane& each, Endpoint& mine) {
     auto& lane = static_cast<SrdLane&>(each);
     const verbs::Rail& rail = rail_of(lane);
-    lane.done.resize(depth_);
+    lane.done.resize(reach());
     ibv_qp_init_attr_ex init{};
     init.qp_type = IBV_QPT_DRIVER;
     init.send_cq = init.recv_cq = lane.queue.get();
@@ -164,9 +164,10 @@ bool SrdNic::hand_over(Lane& each) {
 // Requests complete in any order.
 void SrdNic::sent(Lane& each, std::uint64_t number) {
     auto& lane = static_cast<SrdLane&>(each);
-    lane.done[number % depth_] = 1;
-    while (lane.completed < lane.posted && lane.done[(lane.completed + 1) % depth_] != 0) {
-        lane.done[++lane.completed % depth_] = 0;
+    ++lane.ended;
+    lane.done[number % reach()] = 1;
+    while (lane.completed < lane.posted && lane.done[(lane.completed + 1) % reach()] != 0) {
+        lane.done[++lane.completed % reach()] = 0;
     }
 }
 

@@ -221,7 +221,8 @@ std::vector<std::byte> Context::fetch(std::uint64_t address, std::size_t bytes) 
 }
 
 Context::Placed Context::place(const Mr& mr, std::uint64_t address, const PayloadSource& from,
-                               std::size_t bytes, DeviceCopies::Batch& batch) {
+                               std::size_t bytes, DeviceCopies::Batch& batch,
+                               std::uint64_t due) {
     batch = 0;
     const bool waits = mr.device && config.unflushed;
     // What must be seen on the way passes through here; the rest is copied from memory to memory.
@@ -248,10 +249,19 @@ Context::Placed Context::place(const Mr& mr, std::uint64_t address, const Payloa
     }
     const std::uint64_t source =
         host != nullptr ? reinterpret_cast<std::uint64_t>(host) : from.device;
-    const auto queued = copies.queue(address, source, bytes);
+    const auto queued = copies.queue(address, source, bytes, due);
     if (!queued) return Placed::busy;
     batch = *queued;
     return Placed::later;
+}
+
+std::optional<DeviceCopies::Batch> Context::place_ahead(const Mr& mr, std::uint64_t address,
+                                                        const PayloadSource& from,
+                                                        std::size_t bytes, std::uint64_t arrival) {
+    const bool seen_on_the_way = config.unflushed || config.scramble != 0;
+    if (!mr.device || from.device == 0 || seen_on_the_way) return std::nullopt;
+    const std::uint64_t lead = link.lead(copies.waiting() + bytes);
+    return copies.queue(address, from.device, bytes, arrival > lead ? arrival - lead : 1);
 }
 
 void Context::show_unflushed() {

@@ -63,10 +63,15 @@ struct Context : verbs_context {
 
     void wake() { ring_doorbell(port.header()); }
 
-    // Writes bytes that arrived. `batch`: of the copy, where they are there later.
     enum class Placed { now, later, busy };
+    // Copies between devices of bytes that arrive later, in as large batches as there is time for: nobody
+    // may tell when a copy was made, only when it is said to have come. Null: not now, or not ahead.
+    std::optional<DeviceCopies::Batch> place_ahead(const Mr& mr, std::uint64_t address,
+                                                   const PayloadSource& from, std::size_t bytes,
+                                                   std::uint64_t arrival);
+    // Writes bytes that arrived. `batch`: of the copy, where they are there later; `due`: see DeviceCopies.
     Placed place(const Mr& mr, std::uint64_t address, const PayloadSource& from, std::size_t bytes,
-                 DeviceCopies::Batch& batch);
+                 DeviceCopies::Batch& batch, std::uint64_t due = 0);
     // Bytes of device memory, read at once; empty where that failed.
     std::vector<std::byte> fetch(std::uint64_t address, std::size_t bytes);
     // Where the payload is that a packet of `from` refers to.

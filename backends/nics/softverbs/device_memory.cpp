@@ -20,6 +20,7 @@ constexpr std::uint64_t kMostBytes = 64 << 20;  // in flight
 constexpr std::size_t kMostBatches = 64;
 constexpr std::size_t kAhead = 3;                   // batches under way beside which others wait,
 constexpr std::uint64_t kWholeBatch = 2 << 20;      // unless they are as large
+constexpr std::uint64_t kMostWaiting = 8 << 20;     // of copies that are not due
 constexpr std::uint64_t kLimitNs = 10'000'000'000;  // until a copy that does not end is an error
 
 std::atomic<transport::Mover*> registered{nullptr};
@@ -44,7 +45,7 @@ transport::Mover* mover() {
 // ---- copies
 
 std::optional<DeviceCopies::Batch> DeviceCopies::queue(std::uint64_t to, std::uint64_t from,
-                                                       std::uint64_t bytes) {
+                                                       std::uint64_t bytes, std::uint64_t due) {
     if (failed_ || bytes_ + filled_ >= kMostBytes || in_flight_.size() >= kMostBatches) {
         return std::nullopt;
     }
@@ -54,11 +55,13 @@ std::optional<DeviceCopies::Batch> DeviceCopies::queue(std::uint64_t to, std::ui
         return std::nullopt;
     }
     filled_ += bytes;
+    due_ = std::min(due_, due);
     return done_ + in_flight_.size() + 1;
 }
 
 void DeviceCopies::submit(std::uint64_t now) {
-    if (in_flight_.size() < kAhead || filled_ >= kWholeBatch) hand_over(now);
+    const bool due = now >= due_ && (in_flight_.size() < kAhead || filled_ >= kWholeBatch);
+    if (due || filled_ >= kMostWaiting) hand_over(now);
 }
 
 void DeviceCopies::hand_over(std::uint64_t now) {
@@ -68,6 +71,7 @@ void DeviceCopies::hand_over(std::uint64_t now) {
     in_flight_.push_back({ticket, now, filled_});
     bytes_ += filled_;
     filled_ = 0;
+    due_ = UINT64_MAX;
 }
 
 bool DeviceCopies::poll(std::uint64_t now) {

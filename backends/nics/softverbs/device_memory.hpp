@@ -34,14 +34,18 @@ class DeviceCopies {
   public:
     using Batch = std::uint64_t;
 
-    // Adds a copy to the batch that is being filled. Nothing: there is no room now, or it failed.
-    std::optional<Batch> queue(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
-    // Hands the batch over, where it has copies. While batches are under way, small ones wait: what
-    // comes meanwhile goes with them, so that the time a copy takes to start is paid less often.
+    // Adds a copy to the batch that is being filled. `due`: when it may be handed over at the latest; 0: at
+    // once. Nothing: there is no room now, or it failed.
+    std::optional<Batch> queue(std::uint64_t to, std::uint64_t from, std::uint64_t bytes,
+                               std::uint64_t due = 0);
+    // Hands the batch over, where it has copies that are due. While batches are under way, small ones wait:
+    // what comes meanwhile goes with them, so that the time a copy takes to start is paid less often.
     void submit(std::uint64_t now);
     // Whether a batch ended meanwhile.
     bool poll(std::uint64_t now);
     [[nodiscard]] bool done(Batch batch) const { return batch <= done_; }
+    // Bytes of the batch that is being filled.
+    [[nodiscard]] std::uint64_t waiting() const { return filled_; }
     [[nodiscard]] bool idle() const { return in_flight_.empty() && filled_ == 0; }
     // Waits for all of them. False: it failed.
     bool drain();
@@ -61,6 +65,7 @@ class DeviceCopies {
     Batch done_ = 0;
     std::uint64_t bytes_ = 0;   // of all that is in flight
     std::uint64_t filled_ = 0;  // bytes of the batch that is being filled
+    std::uint64_t due_ = UINT64_MAX;  // of its copies, the first
     bool failed_ = false;
 };
 

@@ -14,6 +14,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <random>
 #include <unordered_map>
@@ -77,6 +78,11 @@ class Fabric {
         ibv_wc_status status = IBV_WC_SUCCESS;
         std::uint64_t rnr_since = 0;
     };
+    // A copy of device memory that was queued before its packet's arrival.
+    struct Early {
+        std::uint64_t at;  // the packet's place in the flow
+        DeviceCopies::Batch batch;
+    };
     struct Incoming {
         std::uint32_t index = 0;
         std::uint64_t word = 0;
@@ -86,12 +92,16 @@ class Fabric {
         std::uint64_t answered = 0;
         std::unordered_map<std::uint64_t, Arriving> messages;
         std::vector<std::uint64_t> unready;  // messages that want a receive
+        std::deque<Early> early;
+        std::uint64_t early_to = 0;  // bytes of the flow looked through for them
     };
     struct Placement {
         Incoming* flow;
         FlowPacket packet;
         std::vector<std::byte> payload;
         std::uint64_t not_before;
+        DeviceCopies::Batch batch;  // that was queued ahead; 0: none
+        bool again = false;         // a second time
     };
 
     struct Moving {
@@ -124,13 +134,16 @@ class Fabric {
     void end_placement(Incoming& in, std::uint64_t message);
     void accept(std::uint64_t now);
     bool take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
+    void copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now);
     void give_up(Incoming& in, std::uint64_t message);
     bool place(std::uint64_t now, std::uint64_t& wake_at);
     // False where there is no room for a copy: it must come again.
-    bool execute(Placement& placement);
+    bool execute(Placement& placement, std::uint64_t now);
     // The queue pair of that number that takes messages; null: none does, or none does any more.
     [[nodiscard]] SrdQp* receiver(std::uint32_t number) const;
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;
+    // Whether that queue pair may write so many bytes where the packet goes.
+    bool may_write(const SrdQp& qp, const FlowPacket& packet, std::uint32_t bytes) const;
     void finish(Incoming& in, std::uint64_t message, Arriving& arriving);
     bool retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
     void reply(Incoming& in, std::uint64_t message, ibv_wc_status status);

@@ -74,11 +74,13 @@ ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
     const SrdQp* qp = receiver(p.destination);
     if (qp == nullptr || qp->queue_key != p.queue_key) return IBV_WC_REM_INV_RD_REQ_ERR;
     if (p.total == 0) return IBV_WC_SUCCESS;
+    return may_write(*qp, p, p.total) ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR;
+}
+
+bool Fabric::may_write(const SrdQp& qp, const FlowPacket& p, std::uint32_t bytes) const {
     const Mr* mr = context_.regions.find(p.rkey);
-    const bool allowed = mr != nullptr && mr->pd == qp->qp_base.pd &&
-                         (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 &&
-                         mr->contains(p.remote_addr, p.total);
-    return allowed ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR;
+    return mr != nullptr && mr->pd == qp.qp_base.pd &&
+           (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 && mr->contains(p.remote_addr, bytes);
 }
 
 // Packets from the flow into the set that waits to be placed.
@@ -104,6 +106,11 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             break;
         if (!context_.link.arrived(p.arrival, now, wake_at)) break;
         context_.link.take(p.arrival, p.length);
+        DeviceCopies::Batch batch = 0;
+        if (!in.early.empty() && in.early.front().at == in.tail) {
+            batch = in.early.front().batch;
+            in.early.pop_front();
+        }
         in.tail += p.bytes;
         if ((p.flags & kAbandoned) != 0) {
             give_up(in, p.message);
@@ -115,12 +122,18 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             message.status = judge(in, p);
         }
         message.taken += p.length;
-        Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + in_ring(p)}, now};
+        Placement placement{&in,
+                            p,
+                            {at + sizeof(p), at + sizeof(p) + in_ring(p)},
+                            now,
+                            batch};
         if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % hold;
         ++message.outstanding;
         if (random_() % 100 < config.duplicates) {
             ++message.outstanding;
             Placement again = placement;
+            again.batch = 0;
+            again.again = true;
             if (config.reorder) again.not_before += random_() % hold;
             if (config.reorder && random_() % 8 == 0)
                 again.not_before += random_() % (kLate * hold);
@@ -128,10 +141,35 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
         }
         placements_.push_back(std::move(placement));
     }
+    copy_ahead(in, head, now);
     if (in.tail == before) return false;
     flow.receiver.tail.store(in.tail, std::memory_order_release);
     ring_doorbell(in.sender->header());
     return true;
+}
+
+// Queues the copies of packets that are on the link. What is held, or placed twice, is so when it arrives.
+void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
+    const Flow& flow = context_.port.flow(in.index);
+    for (in.early_to = std::max(in.early_to, in.tail); in.early_to != head;) {
+        FlowPacket p;
+        std::memcpy(&p, flow.data + in.early_to % kRingBytes, sizeof(p));
+        if (!readable(p, in.early_to)) return;
+        if ((p.flags & kDevice) != 0) {
+            const SrdQp* qp = receiver(p.destination);
+            if (p.arrival <= now || qp == nullptr || qp->queue_key != p.queue_key ||
+                !may_write(*qp, p, p.length)) {
+                return;
+            }
+            const PayloadSource source = context_.find_payload(
+                *in.sender, p.flags, p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+            const auto batch = context_.place_ahead(*context_.regions.find(p.rkey), p.remote_addr,
+                                                    source, p.length, p.arrival);
+            if (!batch) return;
+            in.early.push_back({in.early_to, *batch});
+        }
+        in.early_to += p.bytes;
+    }
 }
 
 // The sender has abandoned a message, of which nothing or a part has come.
@@ -167,7 +205,7 @@ bool Fabric::place(std::uint64_t now, std::uint64_t& wake_at) {
             placements_.erase(placements_.begin() + static_cast<std::ptrdiff_t>(chosen));
         }
         const std::size_t under_way = moving_.size();
-        if (!execute(placement)) {
+        if (!execute(placement, now)) {
             placements_.push_back(std::move(placement));
             break;
         }
@@ -177,7 +215,7 @@ bool Fabric::place(std::uint64_t now, std::uint64_t& wake_at) {
     return worked;
 }
 
-bool Fabric::execute(Placement& placement) {
+bool Fabric::execute(Placement& placement, std::uint64_t now) {
     Incoming& in = *placement.flow;
     const FlowPacket& p = placement.packet;
     Arriving& message = in.messages.at(p.message);
@@ -192,13 +230,19 @@ bool Fabric::execute(Placement& placement) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;  // destroyed, or in error, since
         } else if (p.length == 0) {
             // Nothing to place.
+        } else if (placement.batch != 0) {
+            if (!context_.copies.done(placement.batch)) {
+                moving_.push_back({&in, p.message, placement.batch});
+                return true;
+            }
         } else if (!source.reached()) {
             message.status = IBV_WC_REM_ABORT_ERR;  // the sender took its memory back
         } else if (mr == nullptr || !mr->contains(p.remote_addr, p.length)) {
             message.status = IBV_WC_REM_ACCESS_ERR;  // deregistered since
         } else {
             DeviceCopies::Batch batch = 0;
-            const auto placed = context_.place(*mr, p.remote_addr, source, p.length, batch);
+            const std::uint64_t due = placement.again ? now + context_.link.lead(0) : 0;
+            const auto placed = context_.place(*mr, p.remote_addr, source, p.length, batch, due);
             if (placed == Context::Placed::busy) return false;
             if (placed == Context::Placed::later) {
                 moving_.push_back({&in, p.message, batch});
@@ -217,12 +261,13 @@ void Fabric::end_placement(Incoming& in, std::uint64_t number) {
     }
 }
 
-// What waited for copies that are done, in the order of these.
+// What waited for copies that are done, in the order in which it was placed.
 bool Fabric::settle() {
-    std::size_t ended = 0;
-    while (ended < moving_.size() && context_.copies.done(moving_[ended].batch)) ++ended;
+    const auto still = std::ranges::stable_partition(
+        moving_, [this](const Moving& each) { return context_.copies.done(each.batch); });
+    const auto ended = static_cast<std::size_t>(still.begin() - moving_.begin());
     for (std::size_t i = 0; i < ended; ++i) end_placement(*moving_[i].flow, moving_[i].message);
-    moving_.erase(moving_.begin(), moving_.begin() + static_cast<std::ptrdiff_t>(ended));
+    moving_.erase(moving_.begin(), still.begin());
     return ended != 0;
 }
 

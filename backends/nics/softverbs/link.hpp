@@ -35,6 +35,10 @@ class Link {
         if (from > now) wake_at = std::min(wake_at, from);
         return from <= now;
     }
+    // How long before its arrival a copy of so many bytes should begin, in place of the link's transfer.
+    [[nodiscard]] std::uint64_t lead(std::uint64_t bytes) const {
+        return kStarts * latency_ + (in_.mbps != 0 ? bytes * 8000 / in_.mbps : 0);
+    }
     // It was taken.
     void take(std::uint64_t arrival, std::uint32_t bytes) {
         if (in_.mbps == 0 || arrival == 0) return;
@@ -43,6 +47,8 @@ class Link {
     }
 
   private:
+    static constexpr std::uint64_t kStarts = 10;  // latencies, in which a batch of copies begins
+
     struct Direction {
         std::uint64_t mbps;
         std::uint64_t free_at = 0;

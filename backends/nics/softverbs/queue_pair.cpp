@@ -239,6 +239,8 @@ void Qp::disconnect() {
     claimed_ = false;
     held_.clear();
     moving_.clear();
+    early_.clear();
+    early_to_ = 0;
     remote_.reset();
 }
 

@@ -45,10 +45,30 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
         }
         tail_ += p.bytes;
     }
+    copy_ahead(head, now);
     const bool landed = land(now, wake_at);
     if (tail_ == before) return landed || state == IBV_QPS_ERR;
     publish_executed();
     return true;
+}
+
+void Qp::copy_ahead(std::uint64_t head, std::uint64_t now) {
+    const Ring& ring = inbound();
+    for (early_to_ = std::max(early_to_, tail_); early_to_ != head;) {
+        Packet p;
+        std::memcpy(&p, ring.data + early_to_ % kRingBytes, sizeof(p));
+        if (!readable(p, early_to_) || ring.producer.closed.load(std::memory_order_acquire) != 0) {
+            return;
+        }
+        if ((p.flags & kDevice) != 0) {
+            if (p.arrival <= now || !may_write(p) || relaxed(p)) return;
+            const auto batch = context_.place_ahead(*context_.regions.find(p.rkey), p.remote_addr,
+                                                    source_of(p, nullptr), p.length, p.arrival);
+            if (!batch) return;
+            early_.push_back({early_to_, *batch});
+        }
+        early_to_ += p.bytes;
+    }
 }
 
 void Qp::publish_executed() {
@@ -131,7 +151,12 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
     if (takes && !have_receive(now, wake_at)) return false;
 
     DeviceCopies::Batch batch = 0;
-    if (p.length != 0) {
+    const bool early = !early_.empty() && early_.front().at == tail_;
+    if (early) {
+        if (takes && !land_all()) return false;
+        batch = early_.front().batch;
+        early_.pop_front();
+    } else if (p.length != 0) {
         const PayloadSource source = source_of(p, payload);
         if (!source.reached()) {
             if (!moving_.empty()) return false;

@@ -28,6 +28,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -63,6 +64,7 @@ struct Options {
 class VerbsNic : public Nic {
   public:
     static constexpr std::uint32_t kChain = 32;
+    static constexpr std::uint32_t kReach = 16;  // depths between a request and the oldest in flight
     static constexpr std::uint32_t kMaxRails = 8;
     static constexpr std::size_t kMaxFlushes = 8;  // devices that need one
     static_assert(2 * kMaxRails <= kMaxDescriptors);
@@ -113,7 +115,8 @@ class VerbsNic : public Nic {
         std::shared_ptr<ibv_cq> queue;
         std::shared_ptr<ibv_qp> qp;
         std::uint64_t posted = 0;     // requests staged or posted, ever
-        std::uint64_t completed = 0;  // all up to this one are known complete
+        std::uint64_t completed = 0;  // all up to this one are known complete,
+        std::uint64_t ended = 0;      // and so many in all, of which later ones may have overtaken it
         bool listed_ready = false;
         Counts* counts = nullptr;
 
@@ -155,9 +158,12 @@ class VerbsNic : public Nic {
              const Options& options, Traits traits);
 
     [[nodiscard]] const Rail& rail_of(const Lane& lane) const { return *rails_[lane.rail]; }
+    // One request that is late does not hold up those behind it, as far as numbers reach.
     [[nodiscard]] std::uint32_t free_slots(const Lane& lane) const {
-        return depth_ - static_cast<std::uint32_t>(lane.posted - lane.completed);
+        return static_cast<std::uint32_t>(std::min(
+            depth_ - (lane.posted - lane.ended), reach() - (lane.posted - lane.completed)));
     }
+    [[nodiscard]] std::uint64_t reach() const { return std::uint64_t{kReach} * depth_; }
     void list_ready(Lane& lane);
     void post_failed(const Lane& lane, std::uint64_t wr_id, int error, const char* call);
 

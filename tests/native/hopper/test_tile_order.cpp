@@ -1,8 +1,10 @@
 // Every tile of every owner is taken once. Reductions: no rank waits for a part that comes after what
-// waits. AllGather: own rows go ahead, and with all columns ahead ranks follow one another.
+// waits; an owner's tiles are numbered in the order in which they are taken. AllGather: own rows go ahead, and with all columns ahead ranks follow one another.
 #include <cstdio>
 #include <map>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "backends/accelerators/hopper/tile/raster.cuh"
 
@@ -14,6 +16,14 @@ namespace {
 
 // Step, cluster row, column → place in the order. Returns false where a tile is out of range or comes
 // twice.
+void take(ArrivalOrder& order, int index, int& step, int& row, int& column) {
+    order.at(index, step, row, column);
+}
+void take(OwnerOrder& order, int index, int& step, int& row, int& column) {
+    int place = 0;
+    order.at(index, step, row, column, place);
+}
+
 template <class Order>
 bool places(Order order, const Raster& raster, int world,
             std::map<std::tuple<int, int, int>, int>& found) {
@@ -21,7 +31,7 @@ bool places(Order order, const Raster& raster, int world,
         int step = -1;
         int row = -1;
         int column = -1;
-        order.at(index, step, row, column);
+        take(order, index, step, row, column);
         const bool inside = step >= 0 && step < world && row >= 0 && row < raster.cluster_rows &&
                             column >= 0 && column < raster.columns;
         if (!inside || !found.emplace(std::tuple{step, row, column}, index).second) return false;
@@ -68,6 +78,26 @@ bool check_relayed(const Raster& raster, int panel_rows, int panel_columns, int 
     return true;
 }
 
+// An owner's tiles are numbered in the order in which they are taken, the same one at every step: by
+// counting them.
+bool check_numbers(const Raster& raster, int panel_rows, int panel_columns, int world,
+                   int relayed) {
+    OwnerOrder order(raster, panel_rows, panel_columns, world, relayed);
+    std::vector<int> taken(world);
+    std::map<std::pair<int, int>, int> numbers;
+    for (int index = 0; index < world * raster.tiles(); ++index) {
+        int step = -1;
+        int row = -1;
+        int column = -1;
+        int place = -1;
+        order.at(index, step, row, column, place);
+        if (place != taken[step]++) return false;
+        const auto [known, fresh] = numbers.emplace(std::pair{row, column}, place);
+        if (!fresh && known->second != place) return false;
+    }
+    return true;
+}
+
 bool check_arrivals(const Raster& raster, int ahead, int world) {
     std::map<std::tuple<int, int, int>, int> place;
     if (!places(ArrivalOrder(raster, ahead, world), raster, world, place)) return false;
@@ -103,6 +133,10 @@ int main() {
                         bool right = check_arrivals({rows, columns, band}, width, world);
                         for (int height = 1; height <= rows; ++height) {
                             right = right && check({rows, columns, band}, height, width, world);
+                            for (int relayed = 0; relayed < world; ++relayed) {
+                                right = right && check_numbers({rows, columns, band}, height, width,
+                                                               world, relayed);
+                            }
                             for (int relayed = 1; relayed < world; ++relayed) {
                                 right = right && check_relayed({rows, columns, band}, height, width,
                                                                world, relayed);

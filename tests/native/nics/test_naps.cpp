@@ -132,6 +132,31 @@ TEST(a_command_that_nothing_announced_is_seen_within_a_nap) {
     CHECK(median(rig.wakes_us(60)) > kLimitUs);
 }
 
+TEST(it_stays_awake_for_what_the_host_has_queued) {
+    Rig rig;
+    CHECK(rig.fifo.handle().claim_device());
+    const testing::NamedThread proxy("mkernel-proxy");
+    const auto sleeps_in_ms = [&](double ms) {
+        const std::uint64_t before = proxy.sleeps();
+        rest_ms(ms);
+        return proxy.sleeps() - before;
+    };
+    const auto awaited = [&] {
+        rest_ms(5);
+        rig.fifo.handle().await_device();
+        rest_ms(2);
+    };
+    CHECK(sleeps_in_ms(10) > 10);
+    awaited();
+    CHECK(sleeps_in_ms(10) == 0);
+    rest_ms(20);  // nothing comes
+    CHECK(sleeps_in_ms(10) > 10);
+    awaited();
+    CHECK(rig.device.push({}, {&rig.pad.abort_record().code, 10'000 * kMs}) == WaitResult::ok);
+    rest_ms(2);  // it has come
+    CHECK(sleeps_in_ms(10) > 10);
+}
+
 TEST(a_claim_reaches_a_proxy_that_sleeps) {
     Rig rig;
     rest_ms(30);

@@ -12,6 +12,12 @@ namespace mkernel::hopper {
 void bind_calls(py::module_& module) {
     py::class_<CallOrder>(module, "CallOrder")
         .def(py::init<int>(), py::arg("device"))
+        .def(
+            "announce_to",
+            [](CallOrder& self, std::uint64_t fifo) {
+                self.announce_to(reinterpret_cast<const transport::FifoHandle*>(fifo));
+            },
+            py::arg("fifo"))
         .def("begin", &CallOrder::begin, py::arg("stream"))
         .def("fork", &CallOrder::fork, py::arg("stream"))
         .def("join", &CallOrder::join, py::arg("stream"))

@@ -148,6 +148,7 @@ void bind_network(py::module_& module) {
 void bind_data(py::module_& module) {
     py::enum_<Tiling>(module, "Tiling")
         .value("wide", Tiling::wide)
+        .value("medium", Tiling::medium)
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
     py::class_<RowScales>(module, "RowScales")
@@ -248,6 +249,8 @@ void bind_few_rows(py::module_& module) {
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH") = kFewDepth;
     module.attr("MAIL_BYTES") = kMailBytes;
+    module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
+    module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);
     module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 

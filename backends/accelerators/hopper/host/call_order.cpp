@@ -59,6 +59,7 @@ void CallOrder::begin(std::uint64_t stream) {
         if (capturing_ == capture_) wait(stream, captured_);
         return;
     }
+    if (fifo_ != nullptr) fifo_->await_device();
     if (calls_ != 0 && stream != last_stream_) wait(stream, event_of(calls_));
 }
 

@@ -11,6 +11,8 @@
 #include <array>
 #include <cstdint>
 
+#include "backends/transport/fifo_host.hpp"
+
 namespace mkernel::hopper {
 
 class CallOrder {
@@ -19,6 +21,10 @@ class CallOrder {
     CallOrder(const CallOrder&) = delete;
     CallOrder& operator=(const CallOrder&) = delete;
     ~CallOrder();
+
+    // Whoever carries what calls put to other nodes is told of each; null: nobody. It outlives this, or its
+    // place here.
+    void announce_to(const transport::FifoHandle* fifo) { fifo_ = fifo; }
 
     // What is queued on `stream` from here on comes after the previous call.
     void begin(std::uint64_t stream);
@@ -43,6 +49,7 @@ class CallOrder {
 
     cudaEvent_t& event_of(std::uint64_t call) { return events_[call % kEvents]; }
 
+    const transport::FifoHandle* fifo_ = nullptr;
     cudaStream_t side_ = nullptr;
     cudaEvent_t forked_ = nullptr, joined_ = nullptr, captured_ = nullptr;
     std::array<cudaEvent_t, kEvents> events_{};

@@ -25,7 +25,14 @@ constexpr int kPieceRows = 32;  // of tile/block.cuh
 constexpr std::size_t kAreaAlignment = 1024;
 
 int tile_columns(Tiling tiling) {
-    return tiling == Tiling::narrow ? 128 : 256;
+    switch (tiling) {
+        case Tiling::narrow:
+            return 128;
+        case Tiling::medium:
+            return 192;
+        default:
+            return 256;
+    }
 }
 int cluster_rows(Tiling tiling) {
     return tiling == Tiling::narrow ? kTileRows : 2 * kTileRows;
@@ -104,8 +111,10 @@ CUtensorMap map_of_b(const Product& product) {
                         .width = product.n_major ? n : k,
                         .height = product.n_major ? k : n,
                         .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
-    constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
-    return tensor_map(extent, product.n_major ? kTileDepth : share, operands_of(product));
+    // Config::kBoxDepth, Config::kShareN
+    const bool medium = product.tiling == Tiling::medium;
+    const int depth = medium ? kTileDepth / 2 : kTileDepth;
+    return tensor_map(extent, product.n_major ? depth : medium ? 96 : 128, operands_of(product));
 }
 
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
@@ -187,11 +196,13 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
     };
     for (int step = 1; step < workspace.world - 1; ++step) {
         const int peer = (workspace.rank + workspace.world - step) % workspace.world;
+        if (!workspace.near(peer)) continue;
         copy_scales(peer);
         copy(peer, 0, schedule.rows, 0, row_bytes);
         raise(peer, 0, schedule.flags());
     }
     const int last = (workspace.rank + 1) % workspace.world;
+    if (!workspace.near(last)) return;
     copy_scales(last);
     const std::uint64_t each =
         slice_columns(static_cast<int>(row_bytes / kElementBytes), schedule.slices) * kElementBytes;

@@ -75,7 +75,7 @@ __host__ __device__ inline int slice_columns(int k, int slices) {
 }
 
 // Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major.
-enum class Tiling : std::uint8_t { wide, deep, narrow };
+enum class Tiling : std::uint8_t { wide, medium, deep, narrow };
 struct GemmVariant {
     Tiling tiling;
     bool n_major_b;

@@ -33,8 +33,9 @@
 // outbox and gathered, by owner: (o - r - 1) mod W. The area for other nodes, each [F, tiles of an owner],
 // of the F ranks there as they follow this node's: parts from them, parts for them; AllReduce: sums from
 // them, and [tiles] of own sums. Flag of a tile of source s at rank r: ((s - r - 1)
-// mod W) * tiles of an owner + its number, row-major; the second flags, of owner s, follow those of all
-// sources.
+// mod W) * tiles of an owner + its number; the second flags, of owner s, follow those of all sources. Tiles of an
+// owner are numbered in the order in which ranks compute them (tile/raster.cuh), so that those that finish
+// together lie side by side in the area, and their puts are neighbours.
 #pragma once
 
 #include <cuda.h>

@@ -18,7 +18,7 @@ struct OwnedTile {
     int parts;   // of other ranks, which this one adds to its own
     int row;     // within the owner's rows
     int column;  // element
-    int number;  // among the owner's tiles
+    int number;  // among the owner's tiles, in the order in which ranks compute them
     bool last;   // of this block
 };
 
@@ -36,11 +36,11 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
         int step = 0;
         int cluster_row = 0;
         int column = 0;
-        order.at(index, step, cluster_row, column);
-        const int row = cluster_row * C::kCluster + block;
-        body(OwnedTile{rails.owner(step), args.alone ? 0 : rails.parts(step), row * kTileM,
-                       column * C::kTileN, row * args.raster.columns + column,
-                       index + clusters >= tiles});
+        int place = 0;
+        order.at(index, step, cluster_row, column, place);
+        body(OwnedTile{rails.owner(step), args.alone ? 0 : rails.parts(step),
+                       (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN,
+                       place * C::kCluster + block, index + clusters >= tiles});
     }
 }
 
@@ -350,6 +350,8 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
         case Tiling::wide:
         case Tiling::deep:
             return start.template operator()<WideCarry>();
+        case Tiling::medium:
+            return start.template operator()<MediumCarry>();
         case Tiling::narrow:
             return start.template operator()<NarrowCarry>();
     }

@@ -70,13 +70,13 @@ class Multiplier {
         }
     }
 
-    // Adds a tile of elements that the loader brought, two slices a stage.
+    // Adds a tile of elements that the loader brought, up to two slices a stage.
     __device__ __forceinline__ void add_tile() {
 #pragma unroll
         for (int pair = 0; pair < C::kSlices; pair += 2) {
             shared_.full[stage_.slot].wait(stage_.parity);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2 && pair + half < C::kSlices; ++half) {
                 const unsigned char* slice = shared_.stages[stage_.slot] + half * C::kSliceBytes;
 #pragma unroll
                 for (int block = 0; block < 8; block += 2) {

@@ -78,9 +78,10 @@ class OwnerOrder {
           others_(world - 1 - relayed),
           relayed_(relayed) {}
 
-    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles. To be asked
-    // for in rising order of `index`.
-    __host__ __device__ void at(int index, int& step, int& cluster_row, int& column) {
+    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles; `place`: in the
+    // order of this owner's tiles, which is the same on all ranks. To be asked for in rising order of
+    // `index`.
+    __host__ __device__ void at(int index, int& step, int& cluster_row, int& column, int& place) {
         for (int tiles = turn_tiles(); index - first_ >= tiles; tiles = turn_tiles()) {
             first_ += tiles;
             ++turn_;
@@ -88,9 +89,13 @@ class OwnerOrder {
         const Raster part = panel(number());
         const int within = index - first_;
         step = stage() == stages() - 1 ? 0 : 1 + within / part.tiles() + stage() * others_;
-        part.at(within % part.tiles(), cluster_row, column);
-        cluster_row += number() % down_ * panel_rows_;
-        column += number() / down_ * panel_columns_;
+        place = within % part.tiles();
+        part.at(place, cluster_row, column);
+        const int row = number() % down_ * panel_rows_;
+        const int left = number() / down_ * panel_columns_;
+        place += left * raster_.cluster_rows + row * part.columns;  // the panels before
+        cluster_row += row;
+        column += left;
     }
 
   private:
