@@ -265,8 +265,7 @@ TEST(a_late_request_holds_up_none_behind_it) {
     testing::Couple pair(library, kBytes, made);
     const std::uint64_t start = monotonic_ns();
     for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(pair.one.put(8, i) == WaitResult::ok);
-    while (pair.one.session.statistics().puts < kPuts &&
-           monotonic_ns() - start < 10'000'000'000) {
+    while (pair.one.session.statistics().puts < kPuts && monotonic_ns() - start < 10'000'000'000) {
         std::this_thread::yield();
     }
     CHECK(monotonic_ns() - start < 700'000'000);
