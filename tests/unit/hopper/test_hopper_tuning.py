@@ -75,7 +75,9 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 
 def test_medium_tiles_where_they_fill_the_last_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     """144 clusters of wide tiles are 3 waves of 66; 192 of medium ones also, of three quarters."""
-    menu = tuning._MACHINE.tilings.model_copy(update={"medium_from_gain": 1.05, "medium_cost": 1.05})
+    menu = tuning._MACHINE.tilings.model_copy(
+        update={"medium_from_gain": 1.05, "medium_cost": 1.05}
+    )
     with_medium = tuning._MACHINE.model_copy(update={"tilings": menu})
     monkeypatch.setattr(tuning, "_MACHINE", with_medium)
     assert tuning.tiling(2048, 2, 2184, 5120, PROCESSORS) == "medium"
