@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import distributed
 
-from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
+from mkernel.harness.contender import ATTENTION_BACKWARD, Contender
 from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Problem, Tensors
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
-from mkernel.harness.contenders import Contender
+from mkernel.harness.contender import Contender
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 _OPS = ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER)

@@ -18,6 +18,23 @@ from mkernel.harness.collectives import all_gather
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.world.order import capturing
 
+DISPATCHED = ("outputs", "counts")
+"""Outputs of a dispatch; its combine is an op of its own."""
+
+
+def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
+    """As many rows as the capacity says, those at the end being zero."""
+    if capacity is None:
+        return rows
+    return torch.nn.functional.pad(rows, (0, 0, 0, capacity - len(rows)))
+
+
+def without_padding(results: Tensors) -> Tensors:
+    """A dispatch's results with the rows that its counts name, of those that a capacity gave."""
+    if "counts" not in results:
+        return results
+    return {**results, "outputs": results["outputs"][: int(results["counts"].sum())]}
+
 
 def kept(held: Inputs, name: str, made: torch.Tensor) -> torch.Tensor:
     """What was made before a turn, in the memory of the turn before where it fits: a captured graph

@@ -11,8 +11,17 @@ from torch import distributed
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness import library_attention
 from mkernel.harness.collectives import reduce_scatter
-from mkernel.harness.contenders import DISPATCHED, Contender, padded, without_padding
-from mkernel.harness.library_moe import Gathered, gated_products, gathered, kept, products
+from mkernel.harness.contender import Contender
+from mkernel.harness.library_moe import (
+    DISPATCHED,
+    Gathered,
+    gated_products,
+    gathered,
+    kept,
+    padded,
+    products,
+    without_padding,
+)
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 

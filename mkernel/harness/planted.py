@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mkernel.harness import library_attention, library_attention_backward
-from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender, GlooMatmul, NcclCublas
+from mkernel.harness.contender import ATTENTION_BACKWARD, Contender
+from mkernel.harness.library_contenders import GlooMatmul, NcclCublas
 from mkernel.harness.library_peers import GatheredExperts, Ring
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS

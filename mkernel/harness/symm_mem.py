@@ -16,12 +16,8 @@ import torch
 from torch import distributed
 
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contenders import (
-    Contender,
-    PartAlone,
-    product,
-    scales_without_product,
-)
+from mkernel.harness.contender import Contender
+from mkernel.harness.library_contenders import PartAlone, product, scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mkernel.harness.contenders import Contender
+from mkernel.harness.contender import Contender
 from mkernel.harness.library_sums import normed
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.symm_mem import group_name, rendezvous, symmetric, unusable

@@ -18,8 +18,9 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Comparison
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
-from mkernel.harness.contenders import OURS, InView, named
+from mkernel.harness.contenders import OURS, named
 from mkernel.harness.guard import Guard, Progress
+from mkernel.harness.own_contenders import InView
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.harness.protocol import Stopwatch
 from mkernel.harness.spec import Job, Mode, size_text

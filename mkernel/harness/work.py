@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mkernel.cases import poison
-from mkernel.harness.contenders import Contender
+from mkernel.harness.contender import Contender
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.protocol import Clock
 from mkernel.harness.spec import LOOP_CALLS, Mode

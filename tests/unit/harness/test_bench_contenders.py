@@ -10,7 +10,9 @@ import torch
 
 from mkernel.cases import case_of, compare
 from mkernel.harness import contenders
-from mkernel.harness.contenders import Contender
+from mkernel.harness.contender import Contender
+from mkernel.harness.library_contenders import Collective, Gemm, GlooMatmul, NcclCublas
+from mkernel.harness.own_contenders import Mkernel
 from mkernel.harness.problem import Problem
 from mkernel.harness.symm_mem import Copy, SymmMem
 
@@ -40,13 +42,13 @@ def test_limits(op: str, dtype: str, one: float) -> None:
     for name in contenders.OURS:
         assert limit(contenders.named(name), op, dtype) == one, name
     assert limit(Copy, op, dtype) == 0.0
-    assert limit(contenders.Gemm, op, dtype) == pytest.approx(one * math.sqrt(2))
+    assert limit(Gemm, op, dtype) == pytest.approx(one * math.sqrt(2))
     for world, times in TIMES.items():
         library = one * math.sqrt(2 if op == "all_gather_gemm" else max(2.0, times))
-        for kind in (contenders.NcclCublas, contenders.GlooMatmul, SymmMem):
+        for kind in (NcclCublas, GlooMatmul, SymmMem):
             assert limit(kind, op, dtype, world) == pytest.approx(library)
         moves = 0.0 if op == "all_gather_gemm" else library
-        assert limit(contenders.Collective, op, dtype, world) == pytest.approx(moves)
+        assert limit(Collective, op, dtype, world) == pytest.approx(moves)
 
 
 def rounded_sum(parts: torch.Tensor, dtype: torch.dtype) -> float:
@@ -66,10 +68,10 @@ def test_legal_arithmetic_is_within_its_limit_and_not_far_below(dtype: str) -> N
     for world in (1, 2, 4, 8):
         parts = torch.randn(world, 400, 500, generator=random)
         found[world] = rounded_sum(parts, kind)
-    ours = limit(contenders.Mkernel, "gemm_reduce_scatter", dtype)
+    ours = limit(Mkernel, "gemm_reduce_scatter", dtype)
     assert ours / 3 < found[1] < ours  # one rounding
-    split = limit(contenders.Gemm, "gemm_all_reduce", dtype)
+    split = limit(Gemm, "gemm_all_reduce", dtype)
     assert split / 3 < found[2] < split  # a product in two parts along K
     for world in (2, 4, 8):
-        library = limit(contenders.NcclCublas, "gemm_reduce_scatter", dtype, world)
+        library = limit(NcclCublas, "gemm_reduce_scatter", dtype, world)
         assert library / 3 < found[world] < library, world

@@ -10,7 +10,7 @@ import torch
 
 from mkernel.cases import case_of, poison
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contenders import Contender
+from mkernel.harness.contender import Contender
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Mode, Shape

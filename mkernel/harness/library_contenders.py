@@ -1,0 +1,227 @@
+"""The plain library path as a contender, and the parts of it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import distributed
+
+from mkernel.backends.contracts.scaled import block_product, padded_blocks
+from mkernel.cases.moe_layer import OP as MOE_LAYER
+from mkernel.harness import (
+    library_attention,
+    library_attention_backward,
+    library_moe,
+    library_sums,
+)
+from mkernel.harness.collectives import all_gather, collective
+from mkernel.harness.contender import (
+    ATTENTION_BACKWARD,
+    Contender,
+)
+from mkernel.harness.library_moe import DISPATCHED, kept, padded
+from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.spec import GEMMS
+from mkernel.plan.model import ScaleMode
+from mkernel.plan.ops import COMPANIONS
+from mkernel.plan.scales import scale_sizes
+
+_ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "ring_attention": library_attention.call,
+    "ring_attention_backward": library_attention_backward.call,
+}
+"""Attention by a library alone, by op."""
+_LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "all_reduce": library_sums.call,
+    **_ATTENTION,
+    **library_moe.CALLS,
+}
+"""All of such an op by libraries."""
+_ON_PARTS: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "ring_attention": library_attention.alone,
+    "ring_attention_backward": library_attention_backward.alone,
+}
+"""The same on parts that are there."""
+
+
+def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
+    """out = a @ b of the inputs, by torch; of e4m3 ones with their scales, and as ``use_fast_accum``
+    says."""
+    if "a_scale" not in inputs:
+        torch.matmul(a, inputs["b"], out=out)
+        return
+    of_a, of_b = inputs["a_scale"], inputs["b_scale"]
+    if of_b.numel() > 1 and of_b.shape != (1, out.shape[1]):  # by blocks
+        block_product(a, inputs["b"], of_a, padded_blocks(of_b), out)
+        return
+    if len(of_a) > 1 and of_b.numel() == 1:  # ranks' single scales, by rows
+        of_b = of_b.expand(1, out.shape[1]).contiguous()
+    torch._scaled_mm(
+        a, inputs["b"], scale_a=of_a, scale_b=of_b.flatten()[None], out_dtype=out.dtype,
+        use_fast_accum=fast, out=out,
+    )  # fmt: skip
+
+
+def scales_without_product(problem: Problem) -> str | None:
+    """Why there is no product of torch's for the problem, or None."""
+    if problem.case.options.get("scales") != "block" or problem.device.type == "cuda":
+        return None
+    return "torch has no product with scales by blocks here"
+
+
+class PartAlone(Contender):
+    """A part of a GEMM op. Those of other ops are not timed alone."""
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op in GEMMS else "parts are timed alone for the GEMM ops only"
+
+
+class Gemm(Contender):
+    """The op's products alone, by torch: cuBLAS on CUDA devices. Of MoE grouped ones, of attention the
+    library's on parts, whose merge is not timed. Its time is T_c."""
+
+    name = "gemm"
+    kind = "compute"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op in ("all_reduce", "moe_combine"):
+            return "the op has no product"
+        if problem.op not in GEMMS and problem.bars_libraries:
+            return problem.bars_libraries
+        return scales_without_product(problem)
+
+    def promised(self) -> tuple[str, ...] | None:
+        return ("outputs",) if self.op == "moe_dispatch_gemm" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op in _ATTENTION:
+            kept(inputs, "kv", library_attention.gathered(self.problem, inputs))
+            if self.op == ATTENTION_BACKWARD:
+                library_attention_backward.forward(self.problem, inputs)
+        elif self.op not in GEMMS:
+            routing = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+            inputs["routing"] = routing
+            kept(inputs, "counts", routing.counts)
+            rows = inputs["h"] if self.op == "moe_gemm_combine" else routing.send(inputs["x"])
+            kept(inputs, "rows", padded(rows, self.problem.case.options.get("capacity")))
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if self.op in GEMMS:
+            product(inputs["a"], inputs, outputs["out"], fast=self.fast)
+            return outputs
+        if self.op in _ATTENTION:
+            return _ON_PARTS[self.op](self.problem, inputs)
+        rows, counts = inputs["rows"], inputs["counts"]
+        if self.op == MOE_LAYER:
+            return {"rows": library_moe.gated_products(rows, inputs["w"], inputs["w2"], counts)}
+        w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
+        return {"rows": library_moe.products(rows, w, counts)}
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        if self.op in GEMMS:
+            return results
+        if self.op == "ring_attention":
+            return library_attention.merged_alone(self.problem, results)
+        if self.op == ATTENTION_BACKWARD:
+            return library_attention_backward.merged_alone(self.problem, inputs, results)
+        rows = results["rows"][: int(inputs["counts"].sum())]
+        if self.op == "moe_dispatch_gemm":
+            return {"outputs": rows}
+        return {"out": inputs["routing"].bring_home(rows, inputs["topk_weights"])}
+
+
+class Collective(PartAlone):
+    """torch.distributed alone: NCCL on CUDA devices, gloo on a CPU. Its time counts as T_m."""
+
+    name = "comm"
+    kind = "communication"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return super().unusable(problem) or problem.bars_libraries
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        return {"out": collective(self.op, inputs["x"], outputs["out"])}
+
+    def limits(self) -> dict[str, float]:
+        return {"out": 0.0} if self.problem.gathers else super().limits()
+
+
+class Sequential(Contender):
+    """torch's products and torch.distributed's collectives, one after the other."""
+
+    name = "sequential"
+    device: ClassVar[str] = "cpu"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._between = torch.empty(0)
+        if problem.op in GEMMS:
+            sizes = problem.case.sizes
+            shape = sizes["m"], sizes["k" if problem.gathers else "n"]
+            case = problem.case
+            dtype = getattr(torch, case.dtype if problem.gathers else case.out_dtype)
+            self._between = torch.empty(shape, dtype=dtype, device=problem.device)
+            mode: ScaleMode = case.options.get("scales") or "tensor"
+            rows = problem.world if mode == "tensor" else sizes["m"]
+            (_, columns), _ = scale_sizes(mode, rows, sizes["n"], sizes["k"])
+            self._scales = torch.empty((rows, columns), device=problem.device)
+            self._repeat = sizes["m"] // rows
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.device.type != cls.device:
+            return f"only on {cls.device} devices"
+        return problem.bars_libraries or scales_without_product(problem)
+
+    def promised(self) -> tuple[str, ...] | None:
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op in COMPANIONS:
+            inputs["routing"] = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+        if self.op == ATTENTION_BACKWARD:
+            library_attention_backward.forward(self.problem, inputs)
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        op = self.op
+        if op == "all_gather_gemm":
+            collective(op, inputs["a"], self._between)
+            if "a_scale" in inputs:
+                inputs = {**inputs, "a_scale": self._gathered_scales(inputs["a_scale"])}
+            product(self._between, inputs, outputs["out"], fast=self.fast)
+            return outputs
+        if op == "gemm_all_reduce":
+            product(inputs["a"], inputs, outputs["out"], fast=self.fast)
+            distributed.all_reduce(outputs["out"])
+            return outputs
+        if op == "gemm_reduce_scatter":
+            product(inputs["a"], inputs, self._between, fast=self.fast)
+            collective(op, self._between, outputs["out"])
+            return outputs
+        return _LIBRARIES[op](self.problem, inputs)
+
+    def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' rows; a single one of each rank for each of its rows."""
+        all_gather(self._scales, scale)
+        return (
+            self._scales if self._repeat == 1 else self._scales.repeat_interleave(self._repeat, 0)
+        )
+
+
+class NcclCublas(Sequential):
+    """The plain library path on CUDA devices."""
+
+    name = "nccl+cublas"
+    device = "cuda"
+
+
+class GlooMatmul(Sequential):
+    """The plain library path on a CPU."""
+
+    name = "gloo+matmul"
+    device = "cpu"

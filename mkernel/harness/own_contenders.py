@@ -1,0 +1,236 @@
+"""mkernel's op as a contender: as planned, in symmetric memory, by one path alone, in one view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any, ClassVar
+
+import mkernel
+from mkernel.backends.contracts.instrumented import Instrumented, View
+from mkernel.cases.all_reduce import EPS
+from mkernel.cases.base import Outcome
+from mkernel.cases.moe_layer import OP as MOE_LAYER
+from mkernel.harness.contender import (
+    ATTENTION_BACKWARD,
+    Contender,
+)
+from mkernel.harness.library_moe import DISPATCHED, kept, padded, without_padding
+from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.spec import GEMMS
+from mkernel.ops import moe
+from mkernel.ops.moe_gemm_combine import gemm_combine
+from mkernel.ops.registration import group_name, ops
+from mkernel.ops.scales import Scaled
+from mkernel.plan.ops import COMPANIONS
+from mkernel.world.lifecycle import current
+
+_EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
+_SCALES = ("a_scale", "b_scale")
+
+
+class Mkernel(Contender):
+    """The public API on the world's accelerator.
+
+    A combine, and GEMM+combine, have their handle from a dispatch before the turn. With a capacity,
+    which the case's options name, nothing of MoE waits for the host.
+    """
+
+    name = "mkernel"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._gemm = getattr(mkernel, self.op) if self.op in GEMMS else None
+        self._capacity: int | None = problem.case.options.get("capacity")
+        self._causal = bool(problem.case.sizes.get("causal"))
+        self._group = group_name(None)
+
+    def promised(self) -> tuple[str, ...] | None:
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op == ATTENTION_BACKWARD:
+            for name, each in self._attended(inputs).items():
+                kept(inputs, name, each)
+        if self.op not in COMPANIONS:
+            return
+        sent = mkernel.moe_dispatch_gemm(
+            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
+        )
+        names = ("handle.counts", "handle.routing")
+        inputs["handle"] = type(sent.handle)(*map(partial(kept, inputs), names, sent.handle))
+        rows = "y" if self.op == "moe_combine" else "h"
+        kept(inputs, "rows", padded(inputs[rows], self._capacity))
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if self._gemm is not None:
+            scales = {name: inputs[name] for name in _SCALES if name in inputs}
+            out = self._gemm(
+                inputs["a"], inputs["b"], out=outputs["out"], use_fast_accum=self.fast, **scales
+            )
+            return {"out": out}
+        if self.op == "all_reduce":
+            return self._summed(inputs, outputs)
+        if self.op in ("ring_attention", ATTENTION_BACKWARD):
+            backward = self.op == ATTENTION_BACKWARD
+            return self._gradients(inputs) if backward else self._attended(inputs)
+        return self._of_experts(inputs)
+
+    def _of_experts(self, inputs: Inputs) -> Tensors:
+        if self.op == "moe_dispatch_gemm":
+            rows, counts, _ = mkernel.moe_dispatch_gemm(
+                inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
+            )
+            return {"outputs": rows, "counts": counts}
+        if self.op == MOE_LAYER:
+            return self._layer(inputs)
+        rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
+        if self.op == "moe_combine":
+            return {"out": mkernel.moe_combine(rows, handle, weights)}
+        return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+
+    def _layer(self, inputs: Inputs) -> Tensors:
+        sent = mkernel.moe_dispatch_gemm(
+            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
+            activation="silu_and_mul",
+        )  # fmt: skip
+        weights = inputs["topk_weights"]
+        return {"out": mkernel.moe_gemm_combine(sent.outputs, inputs["w2"], sent.handle, weights)}
+
+    def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if "norm_weight" not in inputs:
+            return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"])}
+        residual, weight = inputs["residual"], inputs["norm_weight"]
+        out, new = mkernel.all_reduce(
+            inputs["x"], residual=residual, norm_weight=weight, eps=EPS, out=outputs["out"]
+        )
+        return {"out": out, "residual_out": new}
+
+    def _attended(self, inputs: Inputs) -> Tensors:
+        out, lse = mkernel.ring_attention(
+            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
+        )
+        return {"out": out, "lse": lse}
+
+    def _gradients(self, inputs: Inputs) -> Tensors:
+        """By the op that autograd calls."""
+        found = ops.ring_attention_backward(
+            inputs["grad_out"], None, *(inputs[name] for name in "qkv"), None, inputs["out"],
+            inputs["lse"], causal=self._causal, group=self._group,
+        )  # fmt: skip
+        return {f"grad_{name}": each for name, each in zip("qkv", found, strict=True)}
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        return without_padding(results)
+
+    def limits(self) -> dict[str, float]:
+        return self.problem.case.tolerances()
+
+    def close(self) -> None:
+        mkernel.synchronize()  # raises what the device found of the last calls
+
+
+class InView(Contender):
+    """The op in one view of it: a contender of ``mkernel run`` alone.
+
+    Attributes:
+        outcome: of the last call. trace: whether the backend records the next one's instructions.
+    """
+
+    outcome: Outcome
+    trace = False
+
+    def __init__(self, problem: Problem, view: View) -> None:
+        super().__init__(problem)
+        self._view = view
+
+    def promised(self) -> tuple[str, ...] | None:
+        return () if self._view == "compute_only" else None
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        self.outcome = self.problem.case.call(inputs, outputs, view=self._view, trace=self.trace)
+        return dict(self.outcome.outputs)
+
+    def limits(self) -> dict[str, float]:
+        return self.problem.case.tolerances()
+
+
+class MkernelSymmetric(Mkernel):
+    """The same with the output in the library's symmetric memory: peers write straight into it."""
+
+    name = "mkernel-symmetric"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._out = mkernel.empty(*problem.memory(self.kind)["out"])
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op == "gemm_all_reduce" else "peers write to no output of this op"
+
+    def outputs(self) -> Tensors:
+        return {"out": self._out}
+
+
+class WithOptions(Mkernel):
+    """A GEMM op with options of its own call."""
+
+    options: ClassVar[Mapping[str, str]]
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        op: Any = import_module(f"mkernel.ops.{self.op}").OP
+        scaled = None
+        if "a_scale" in inputs:
+            scaled = Scaled(inputs["a_scale"], inputs["b_scale"], self.fast)
+        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], scaled=scaled, **self.options)
+        return {"out": done.outputs["out"]}
+
+
+class MkernelFused(WithOptions):
+    """The op on its fused path, whatever the planner would choose."""
+
+    name = "mkernel-fused"
+    options: ClassVar[Mapping[str, str]] = {"path": "fused"}
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op in mkernel.capabilities().library_ops:
+            return None
+        return "the accelerator has one path for this op: mkernel"
+
+
+class MkernelLibrary(MkernelFused):
+    """The op on its library path: a product of torch's and a collective of ours."""
+
+    name = "mkernel-library"
+    options: ClassVar[Mapping[str, str]] = {"path": "library"}
+
+
+class MkernelSequential(WithOptions):
+    """The op's exchange first, by the same NIC and kernels, then its product: between nodes, where no
+    library takes that way, what overlap is compared with. Of GEMM+combine weights travel first, and
+    sums behind the product either way."""
+
+    name = "mkernel-sequential"
+    options: ClassVar[Mapping[str, str]] = {"view": "sequential"}
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op not in (*GEMMS, *_EXPERTS) or problem.nodes == 1:
+            return "for GEMM ops and products of experts between nodes"
+        has_views = isinstance(current().accelerator, Instrumented)
+        return None if has_views else "the accelerator has no such view"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if self.op == "moe_dispatch_gemm":
+            done = moe.dispatch(
+                inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
+                view="sequential",
+            )  # fmt: skip
+            return {name: done.outputs[name] for name in DISPATCHED}
+        if self.op == "moe_gemm_combine":
+            rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
+            done = gemm_combine(rows, inputs["w2"], handle, weights, view="sequential")
+            return {"out": done.outputs["out"]}
+        return super().call(inputs, outputs)
