@@ -48,6 +48,7 @@ class FewRowsConstants(Finite):
     """GEMM+AllReduce of few rows by one kernel: weights are read, then sums are exchanged at once."""
 
     most_rows: int = Field(ge=1)
+    least_columns: int = Field(1, ge=1)
     most_bytes: int = Field(ge=1, description="of the sums of all ranks, as they travel")
     start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
     weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")

@@ -34,6 +34,7 @@ from mkernel.ops.scales import Scaled
 from mkernel.plan.scales import scale_sizes
 
 _A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)
+_FAST_STEP, _FAST_LOSS = 32, 2.0**-14
 
 
 def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
@@ -149,6 +150,14 @@ class GemmCase(Case):
             into = None if into is None else into.t()
             return self.normal(iteration, _B, part, n, k, into=into).t()
         return self.normal(iteration, _B, part, k, n, into=into)
+
+    def tolerances(self) -> dict[str, float]:
+        """One rounding of ``out``; and, where products may be added with fewer bits, those of a
+        Hopper's matrix units: every 32 of K a sum loses up to 2^-13 of itself, half in the mean."""
+        found = super().tolerances()
+        if self.options.get("use_fast_accum", False):
+            found["out"] += self.sizes["k"] / _FAST_STEP * _FAST_LOSS
+        return found
 
     def results(self, world_size: int) -> dict[str, Memory]:
         """out."""

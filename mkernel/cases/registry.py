@@ -9,6 +9,7 @@ from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
 from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase
 from mkernel.cases.moe_gemm_combine import MoeGemmCombineCase
+from mkernel.cases.moe_layer import MoeLayerCase
 from mkernel.errors import UnknownOp
 
 _CASES: dict[str, type[Case]] = {
@@ -21,6 +22,7 @@ _CASES: dict[str, type[Case]] = {
         MoeDispatchCase,
         MoeCombineCase,
         MoeGemmCombineCase,
+        MoeLayerCase,
         RingAttentionCase,
         RingAttentionBackwardCase,
     )

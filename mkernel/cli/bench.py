@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
+from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.cli import terminal
 from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.terminal import Terminal
@@ -29,11 +30,11 @@ from mkernel.harness import (
 )
 from mkernel.harness.draws import MOST_DRAWS, drawn
 from mkernel.harness.shapes import NODES, SHIPPED, SMALL, TARGETS, shapes
-from mkernel.harness.spec import GEMMS, MODES, BenchSpec, Mode
+from mkernel.harness.spec import GEMMS, MODES, Benched, BenchSpec, Mode, sized_like
 from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
-from mkernel.plan.model import E4M3, DtypeName, OpName, ScaleMode
+from mkernel.plan.model import E4M3, DtypeName, ScaleMode
 from mkernel.selection import chosen_accelerator, real_devices
 from mkernel.settings import check_timeout
 from mkernel.settings import load as load_settings
@@ -69,7 +70,10 @@ def command(
     context: typer.Context,
     op: Annotated[
         str | None,
-        typer.Argument(help="an op, several separated by commas, or all [the GEMM ops]"),
+        typer.Argument(
+            help="an op, several separated by commas, or all [the GEMM ops]; also moe_layer, which is "
+            "dispatch+GEMM with SiLU, then GEMM+combine"
+        ),
     ] = None,
     nodes: Annotated[
         int, typer.Option(min=1, help="emulated nodes that the ranks are spread over")
@@ -236,7 +240,7 @@ def command(
         )
         return
     _check_random(random, shapes_, names)
-    chosen = accelerator or chosen_accelerator(nodes, names[0])
+    chosen = accelerator or chosen_accelerator(nodes, sized_like(names[0]))
     devices = len(real_devices(registry.accelerator(chosen)))
     ranks = ranks or _usual_ranks(devices, nodes)
     _check_ranks(nodes, ranks)
@@ -293,7 +297,7 @@ def command(
     raise typer.Exit(0 if outcome.passed else 1)
 
 
-def _check_random(random: int | None, shapes_: str | None, names: Sequence[OpName]) -> None:
+def _check_random(random: int | None, shapes_: str | None, names: Sequence[Benched]) -> None:
     if random is not None and shapes_ is not None:
         raise ArgumentError("--random", random, "nothing beside --shapes")
     if random is not None and not set(names) <= set(GEMMS):
@@ -356,7 +360,7 @@ def _refuse_unheeded(context: typer.Context) -> None:
 
 def _model(
     console: Console,
-    names: tuple[OpName, ...],
+    names: tuple[Benched, ...],
     sizes: str | None,
     ranks: int,
     dtype: str,
@@ -373,6 +377,8 @@ def _model(
             accelerator or chosen_accelerator(),
             f"{modelled.ACCELERATOR}, the one with a machine model, beside --model-only",
         )
+    if MOE_LAYER in names:
+        raise ArgumentError("op", MOE_LAYER, "its two ops by themselves, beside --model-only")
     if table not in (None, *modelled.TABLES):
         raise ArgumentError("--table", repr(table), f"one of: {', '.join(modelled.TABLES)}")
     if table is not None and explain:
@@ -399,12 +405,12 @@ def _model(
     console.print(drawn)
 
 
-def _ops(text: str | None, backward: bool) -> tuple[OpName, ...]:
+def _ops(text: str | None, backward: bool) -> tuple[Benched, ...]:
     """ArgumentError: of one of them no gradients are timed."""
     if text == "all":
-        names: tuple[OpName, ...] = (*ops.OPS, *ops.COMPANIONS)
+        names: tuple[Benched, ...] = (*ops.OPS, *ops.COMPANIONS)
     else:
-        names = tuple(ops.canonical(part) for part in (text or ",".join(GEMMS)).split(","))
+        names = tuple(map(_benched, (text or ",".join(GEMMS)).split(",")))
     if not backward:
         return names
     if names != ("ring_attention",):
@@ -412,11 +418,15 @@ def _ops(text: str | None, backward: bool) -> tuple[OpName, ...]:
     return (ops.BACKWARD["ring_attention"],)
 
 
+def _benched(text: str) -> Benched:
+    return "moe_layer" if text.strip() == MOE_LAYER else ops.canonical(text)
+
+
 def _operands(
     dtype: str | None,
     scales: str | None,
     layout: str | None,
-    names: Sequence[OpName],
+    names: Sequence[Benched],
     *,
     fast: bool,
     model_only: bool,
@@ -424,7 +434,7 @@ def _operands(
     """The dtype of the inputs, None where it is left open; scales; B's layout. ArgumentError."""
     if layout not in (None, "row", "column"):
         raise ArgumentError("--layout", repr(layout), "row or column")
-    mode = scales_of(dtype, scales, *names, fast=fast)
+    mode = scales_of(dtype, scales, *map(sized_like, names), fast=fast)
     if mode is not None:
         if model_only:
             raise ArgumentError("--dtype", dtype, "another one beside --model-only")
@@ -445,7 +455,7 @@ def _modes(text: str, launches: bool) -> tuple[Mode, ...]:
     return cast(tuple[Mode, ...], found)
 
 
-def _routing(text: str, capacity: bool, names: Sequence[OpName]) -> Literal["uniform", "zipf"]:
+def _routing(text: str, capacity: bool, names: Sequence[Benched]) -> Literal["uniform", "zipf"]:
     """ArgumentError: also where none of the ops routes tokens."""
     if text not in ("uniform", "zipf"):
         raise ArgumentError("--routing", repr(text), "uniform or zipf")
@@ -456,7 +466,7 @@ def _routing(text: str, capacity: bool, names: Sequence[OpName]) -> Literal["uni
     return cast(Literal["uniform", "zipf"], text)
 
 
-def _norm(wanted: bool, names: Sequence[OpName]) -> bool:
+def _norm(wanted: bool, names: Sequence[Benched]) -> bool:
     """ArgumentError: none of the ops takes one."""
     if wanted and "all_reduce" not in names:
         raise ArgumentError("--norm", wanted, "nothing, or all_reduce beside it")

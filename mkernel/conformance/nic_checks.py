@@ -446,11 +446,11 @@ def _counter_wrap(me: Rank, many: int, settings: dict[str, Any]) -> None:
         me.exchange()
         for step in range(300):
             for signal in range(len(starts)):
-                port.session.put(peer, 0, 0, 0, 8 * (step % 2), signal, 2)
+                port.session.put(peer, 0, 0, 32 * _KIB, 8 * (step % 2), signal, 2)
         for signal, start in enumerate(starts):
             port.exactly(signal, max(start, 0) + 600, f"600 added to a counter at {start}")
         for _ in range(many):
-            port.session.put(peer, 0, 0, 0, 2, 100, 1)
+            port.session.put(peer, 0, 0, 32 * _KIB, 2, 100, 1)
         port.exactly(100, many, f"{many} puts on one signal")
         port.flush()
 

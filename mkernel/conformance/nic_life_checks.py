@@ -421,7 +421,7 @@ def _thread_times() -> dict[str, tuple[int, int]]:
 
 def _idle(me: Rank, seconds: float) -> None:
     with me.open(64 * _KIB) as port:
-        port.session.put(me.peers[0], 0, 0, 0, 8, 0, 1)
+        port.session.put(me.peers[0], 0, 0, 32 * _KIB, 8, 0, 1)
         port.wait(0, 1, "the first put")
         time.sleep(0.2)
         start, before = time.monotonic_ns(), _thread_times()

@@ -20,6 +20,7 @@ from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.backends.contracts.scaled import block_product, padded_blocks
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import TOLERANCE, Outcome
+from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import ArgumentError
 from mkernel.harness import (
     library_attention,
@@ -31,6 +32,8 @@ from mkernel.harness.collectives import all_gather, collective
 from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.ops import moe
+from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.ops.registration import group_name, ops
 from mkernel.ops.scales import Scaled
 from mkernel.plan.model import ScaleMode
@@ -38,6 +41,7 @@ from mkernel.plan.ops import BACKWARD, COMPANIONS
 from mkernel.plan.scales import scale_sizes
 from mkernel.world.lifecycle import current
 
+_EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
 _SCALES = ("a_scale", "b_scale")
 _ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
     "ring_attention": library_attention.call,
@@ -136,7 +140,13 @@ class Contender(ABC):
         be equal."""
         if self.problem.op in GEMMS:
             return {"out": library_limit(self.problem)}
-        return _widened(self.problem.oracle(self.kind).tolerances(), 2.0)
+        variances = _LAYER_VARIANCES if self.op == MOE_LAYER else 2.0
+        return _widened(self.problem.oracle(self.kind).tolerances(), variances)
+
+
+_LAYER_VARIANCES = 3.5
+"""Of libraries' layers of experts, as a ratio to two roundings: gate, up, SiLU and their product are
+rounded, results, ranks' sums of them, and the sum of these."""
 
 
 def _widened(limits: Mapping[str, float], variances: float) -> dict[str, float]:
@@ -210,10 +220,20 @@ class Mkernel(Contender):
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
             )
             return {"outputs": rows, "counts": counts}
+        if self.op == MOE_LAYER:
+            return self._layer(inputs)
         rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
         if self.op == "moe_combine":
             return {"out": mkernel.moe_combine(rows, handle, weights)}
         return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+
+    def _layer(self, inputs: Inputs) -> Tensors:
+        sent = mkernel.moe_dispatch_gemm(
+            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
+            activation="silu_and_mul",
+        )  # fmt: skip
+        weights = inputs["topk_weights"]
+        return {"out": mkernel.moe_gemm_combine(sent.outputs, inputs["w2"], sent.handle, weights)}
 
     def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if "norm_weight" not in inputs:
@@ -345,17 +365,31 @@ class MkernelLibrary(MkernelFused):
 
 class MkernelSequential(WithOptions):
     """The op's exchange first, by the same NIC and kernels, then its product: between nodes, where no
-    library takes that way, what overlap is compared with."""
+    library takes that way, what overlap is compared with. Of GEMM+combine weights travel first, and
+    sums behind the product either way."""
 
     name = "mkernel-sequential"
     options: ClassVar[Mapping[str, str]] = {"view": "sequential"}
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in GEMMS or problem.nodes == 1:
-            return "for GEMM ops between nodes"
+        if problem.op not in (*GEMMS, *_EXPERTS) or problem.nodes == 1:
+            return "for GEMM ops and products of experts between nodes"
         has_views = isinstance(current().accelerator, Instrumented)
         return None if has_views else "the accelerator has no such view"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if self.op == "moe_dispatch_gemm":
+            done = moe.dispatch(
+                inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
+                view="sequential",
+            )  # fmt: skip
+            return {name: done.outputs[name] for name in DISPATCHED}
+        if self.op == "moe_gemm_combine":
+            rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
+            done = gemm_combine(rows, inputs["w2"], handle, weights, view="sequential")
+            return {"out": done.outputs["out"]}
+        return super().call(inputs, outputs)
 
 
 class PartAlone(Contender):
@@ -393,8 +427,7 @@ class Gemm(Contender):
             routing = library_moe.Exchanged(self.problem, inputs["topk_ids"])
             inputs["routing"] = routing
             kept(inputs, "counts", routing.counts)
-            dispatches = self.op == "moe_dispatch_gemm"
-            rows = routing.send(inputs["x"]) if dispatches else inputs["h"]
+            rows = inputs["h"] if self.op == "moe_gemm_combine" else routing.send(inputs["x"])
             kept(inputs, "rows", padded(rows, self.problem.case.options.get("capacity")))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
@@ -403,8 +436,11 @@ class Gemm(Contender):
             return outputs
         if self.op in _ATTENTION:
             return _ON_PARTS[self.op](self.problem, inputs)
+        rows, counts = inputs["rows"], inputs["counts"]
+        if self.op == MOE_LAYER:
+            return {"rows": library_moe.gated_products(rows, inputs["w"], inputs["w2"], counts)}
         w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
-        return {"rows": library_moe.products(inputs["rows"], w, inputs["counts"])}
+        return {"rows": library_moe.products(rows, w, counts)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         if self.op in GEMMS:
@@ -417,9 +453,6 @@ class Gemm(Contender):
         if self.op == "moe_dispatch_gemm":
             return {"outputs": rows}
         return {"out": inputs["routing"].bring_home(rows, inputs["topk_weights"])}
-
-    def limits(self) -> dict[str, float]:
-        return _widened(self.problem.case.tolerances(), 2.0)
 
 
 class Collective(PartAlone):
@@ -527,6 +560,7 @@ _KNOWN = {
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
     "symm_mem-one-shot": "mkernel.harness.symm_mem_sums:OneShot",
     "symm_mem-two-shot": "mkernel.harness.symm_mem_sums:TwoShot",
+    "deepep": "mkernel.harness.deep_ep:DeepEp",
     "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
     "ring": "mkernel.harness.library_peers:Ring",
     "context-parallel": "mkernel.harness.context_parallel:ContextParallel",

@@ -12,8 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from mkernel.harness.spec import Shape
-from mkernel.plan.model import OpName
+from mkernel.harness.spec import Benched, Shape
 
 MOST_DRAWS = 10_000
 ROWS = (4, 32_944)
@@ -25,13 +24,13 @@ MOST_PRODUCTS = 1 << 41
 """M x N x K: a few milliseconds of a large GPU."""
 
 
-def drawn(count: int, seed: int, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
+def drawn(count: int, seed: int, ops: Sequence[Benched], ranks: int) -> tuple[Shape, ...]:
     """``count`` shapes for a world of ``ranks``; the first ones do not depend on how many there are."""
     chance = random.Random(seed)  # only its random() gives the same in all versions of Python
     return tuple(_shape(chance, ops[index % len(ops)], ranks) for index in range(count))
 
 
-def _shape(chance: random.Random, op: OpName, ranks: int) -> Shape:
+def _shape(chance: random.Random, op: Benched, ranks: int) -> Shape:
     while True:
         m = _between(chance, *ROWS, step=ranks)
         n, k = (_aligned(chance) for _ in range(2))

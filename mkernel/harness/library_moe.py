@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import torch
 from torch import distributed
+from torch.nn.functional import silu
 
+from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
 from mkernel.harness.collectives import all_gather
 from mkernel.harness.problem import Inputs, Problem, Tensors
@@ -43,6 +45,14 @@ def products(rows: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch
     parts = torch.split(rows[: sum(sizes)], sizes)
     done = [part @ each for part, each in zip(parts, w, strict=True)]
     return torch.cat([*done, rows.new_empty(len(rows) - sum(sizes), w.shape[2])])
+
+
+def gated_products(
+    rows: torch.Tensor, w: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """What the experts of a layer make of their rows; ``w`` has the gates' columns, then the ups'."""
+    gate, up = products(rows, w, counts).chunk(2, dim=-1)
+    return products(silu(gate) * up, w2, counts)
 
 
 def _refuse_capture(tensor: torch.Tensor, what: str) -> None:
@@ -114,6 +124,14 @@ def gemm_combine(problem: Problem, inputs: Inputs) -> Tensors:
     return {"out": routing.bring_home(rows, inputs["topk_weights"])}
 
 
+def layer(problem: Problem, inputs: Inputs) -> Tensors:
+    """All-to-all of every copy of a token, the experts, and all-to-all of what they made."""
+    routing = Exchanged(problem, inputs["topk_ids"])
+    rows = routing.send(inputs["x"])
+    rows = gated_products(rows, inputs["w"], inputs["w2"], routing.counts)
+    return {"out": routing.bring_home(rows, inputs["topk_weights"])}
+
+
 class Gathered:
     """All tokens to all ranks: which of them this rank's experts take. The host waits for nothing where
     there is a capacity. Collective.
@@ -150,4 +168,5 @@ CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {
     "moe_dispatch_gemm": dispatch,
     "moe_combine": combine,
     "moe_gemm_combine": gemm_combine,
+    MOE_LAYER: layer,
 }

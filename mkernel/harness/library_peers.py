@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness import library_attention
 from mkernel.harness.collectives import reduce_scatter
 from mkernel.harness.contenders import DISPATCHED, Contender, padded, without_padding
-from mkernel.harness.library_moe import Gathered, gathered, kept, products
+from mkernel.harness.library_moe import Gathered, gated_products, gathered, kept, products
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 
@@ -27,7 +28,7 @@ class GatheredExperts(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in ("moe_dispatch_gemm", "moe_gemm_combine"):
+        if problem.op not in ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER):
             return "for products of experts"
         return problem.bars_libraries
 
@@ -42,20 +43,25 @@ class GatheredExperts(Contender):
             kept(inputs, "rows", padded(inputs["h"], self._capacity))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        world = self.problem.world
+        if self.op == "moe_gemm_combine":
+            rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+            return self._brought_home(rows, inputs, inputs["counts"], inputs["places"])
+        tokens = gathered(inputs["x"], self.problem.world)
+        routing = Gathered(self.problem, inputs["topk_ids"], self._capacity)
+        rows, counts = tokens[routing.places // routing.top_k], routing.counts
         if self.op == "moe_dispatch_gemm":
-            tokens = gathered(inputs["x"], world)
-            routing = Gathered(self.problem, inputs["topk_ids"], self._capacity)
-            rows = tokens[routing.places // routing.top_k]
-            return {
-                "outputs": products(rows, inputs["w"], routing.counts),
-                "counts": routing.counts,
-            }
-        weights, places = gathered(inputs["topk_weights"], world), inputs["places"]
-        rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+            return {"outputs": products(rows, inputs["w"], counts), "counts": counts}
+        rows = gated_products(rows, inputs["w"], inputs["w2"], counts)
+        return self._brought_home(rows, inputs, counts, routing.places)
+
+    def _brought_home(
+        self, rows: torch.Tensor, inputs: Inputs, counts: torch.Tensor, places: torch.Tensor
+    ) -> Tensors:
+        world = self.problem.world
+        weights = gathered(inputs["topk_weights"], world)
         width, top_k = rows.shape[1], weights.shape[1]
         summed = torch.zeros(len(weights), width, device=rows.device)
-        mine = torch.arange(len(rows), device=rows.device) < inputs["counts"].sum()
+        mine = torch.arange(len(rows), device=rows.device) < counts.sum()
         weighted = torch.where(mine[:, None], rows.float() * weights.flatten()[places, None], 0.0)
         summed.index_add_(0, places // top_k, weighted)
         out = rows.new_empty(len(weights) // world, width)
@@ -68,6 +74,8 @@ class GatheredExperts(Contender):
     def limits(self) -> dict[str, float]:
         """Results, then ranks' sums of them, then their sum are rounded: each time as large an error,
         in all, as one rounding of the sum."""
+        if self.op == MOE_LAYER:
+            return super().limits()
         tolerances = self.problem.case.tolerances()
         return {name: 3**0.5 * each for name, each in tolerances.items()}
 

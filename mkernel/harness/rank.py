@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -24,7 +24,7 @@ from mkernel.harness.guard import Guard, Progress
 from mkernel.harness.inputs import opened
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.harness.protocol import HostStopwatch, Stopwatch, stopwatch
-from mkernel.harness.spec import Job, Mode, size_text
+from mkernel.harness.spec import Benched, Job, Mode, size_text, sized_like
 from mkernel.harness.turns import Row, Turns
 from mkernel.harness.wire import wire_us
 from mkernel.harness.work import Unseen, clock
@@ -89,7 +89,8 @@ def run(job: Job, port: int = 0) -> RankResult:
         result.platform = provenance.devices(device)
         plans = _plans(job)
         result.wire_us = [
-            None if plan is None else wire_us(plan, world.map, world.rank) for plan in plans
+            None if plan is None or plan.op != case.op else wire_us(plan, world.map, world.rank)
+            for plan, case in zip(plans, job.cases, strict=True)
         ]
         result.carrier = _carrier([plan for plan in plans if plan is not None])
         return result
@@ -164,7 +165,8 @@ def _barred(world: World, device: torch.device) -> str | None:
 
 
 def _plans(job: Job) -> list[LaunchPlan | None]:
-    """Of the job's cases; None: the backend does not have one, as its row says."""
+    """Of the job's cases, of a layer its first op's; None: the backend does not have one, as its row
+    says."""
     found: list[LaunchPlan | None] = []
     for case in job.cases:
         given: dict[str, Any] = {"dtype": case.dtype, "out_dtype": case.out_dtype, **case.sizes}
@@ -172,7 +174,7 @@ def _plans(job: Job) -> list[LaunchPlan | None]:
             given |= {"scales": case.options["scales"], "b_layout": case.layout}
             given["use_fast_accum"] = case.options.get("use_fast_accum", False)
         try:
-            found.append(api.plan(case.op, **given))
+            found.append(api.plan(sized_like(cast(Benched, case.op)), **given))
         except MkernelError:
             found.append(None)
     return found

@@ -11,8 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
-from mkernel.harness.spec import GEMMS, Shape
-from mkernel.plan.model import OpName
+from mkernel.harness.spec import GEMMS, Benched, Shape, sized_like
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer, size_names, sizes_or_defaults
 from mkernel.topology.model import Many, first_error
 from mkernel.user_files import parse_json, read_file
@@ -24,9 +23,9 @@ SHIPPED = (TARGETS, LAYERS, NODES, SMALL, MOE, RING, FP8)
 layers of known models over sequence lengths. ``nodes``: for two nodes of one rank, products that take
 about as long as their bytes on a rail of 400 Gb/s, and half as long. ``small``: sizes that a CPU
 computes in milliseconds. ``moe-targets``: two models' experts over numbers of tokens, with times that
-are aimed at on two H200. ``ring-targets``: attention over lengths of sequences, with the ratio to the
-library's attention on parts that is aimed at. ``fp8-targets``: e4m3 operands, with times that are
-aimed at on two H200 where scales are by rows."""
+are aimed at on two H200, and whole layers of them. ``ring-targets``: attention over lengths of
+sequences, with the ratio to the library's attention on parts that is aimed at. ``fp8-targets``: e4m3
+operands, with times that are aimed at on two H200 where scales are by rows."""
 
 _SIZE = re.compile(r"\s*(\d{1,10})\s*x\s*(\d{1,10})\s*x\s*(\d{1,10})\s*")
 _NUMBER = re.compile(r"\d+")
@@ -35,7 +34,7 @@ _MOST_FILE_BYTES = 1 << 20
 
 
 def shapes(
-    text: str | None, ops: Sequence[OpName], ranks: int, usual: str = TARGETS
+    text: str | None, ops: Sequence[Benched], ranks: int, usual: str = TARGETS
 ) -> tuple[Shape, ...]:
     """Those of the ops, in order; rows of a list for another number of ranks are left out.
 
@@ -60,7 +59,7 @@ def shapes(
         sizes = [_named(part) for part in parts]
     elif all(_SIZE.fullmatch(part) for part in parts):
         if others:
-            names = "; ".join(f"{op}: {', '.join(size_names(op))}" for op in others)
+            names = "; ".join(f"{op}: {', '.join(size_names(sized_like(op)))}" for op in others)
             raise ArgumentError("--shapes", repr(text), f"'name=value name=value' ({names})")
         sizes = [dict(zip("mnk", map(int, _NUMBER.findall(part)), strict=True)) for part in parts]
     else:
@@ -68,7 +67,7 @@ def shapes(
     return _checked(tuple(_shape(op, each) for op in ops for each in sizes), ranks)
 
 
-def _from_list(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...]:
+def _from_list(text: str, ops: Sequence[Benched], ranks: int) -> tuple[Shape, ...]:
     listed = _read(text)
     chosen = tuple(
         each for op in ops for each in listed if each.op == op and each.ranks in (None, ranks)
@@ -80,8 +79,8 @@ def _from_list(text: str, ops: Sequence[OpName], ranks: int) -> tuple[Shape, ...
     return _checked(chosen, ranks)
 
 
-def _shape(op: OpName, given: Mapping[str, int]) -> Shape:
-    sizes = sizes_or_defaults(op, dict(given))
+def _shape(op: Benched, given: Mapping[str, int]) -> Shape:
+    sizes = sizes_or_defaults(sized_like(op), dict(given))
     for size in sizes.values():
         check_integer(ArgumentError, "--shapes", int(size), MAX_DIMENSION)
     return Shape(op=op, **sizes) if op in GEMMS else Shape(op=op, sizes=sizes)

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
+from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.plan.model import DtypeName, OpName, ScaleMode
 from mkernel.plan.scales import RESULTS
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
@@ -20,6 +21,8 @@ from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from mkernel.topology.model import Finite, Model, Name
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+Benched = OpName | Literal["moe_layer"]
+"""What a row can be of: an op, or a layer of several."""
 Mode = Literal["kernel", "eager", "graph", "first"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
@@ -40,6 +43,11 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
 )
 
 
+def sized_like(op: Benched) -> OpName:
+    """The op whose sizes it takes."""
+    return "moe_dispatch_gemm" if op == "moe_layer" else op
+
+
 def size_text(op: str, sizes: Mapping[str, int]) -> str:
     """``M x N x K``; for ops that are no GEMM ``name=value ...``."""
     if op in GEMMS:
@@ -48,7 +56,7 @@ def size_text(op: str, sizes: Mapping[str, int]) -> str:
 
 
 class Shape(Finite):
-    """One row: an op at one size, as its plan counts it.
+    """One row: an op, or a layer of several, at one size, as plans count it.
 
     Attributes:
         m, n, k: of a GEMM op. sizes: of another op, by name.
@@ -59,7 +67,7 @@ class Shape(Finite):
         layout: of B in memory; None: the run's.
     """
 
-    op: OpName
+    op: Benched
     m: int | None = Field(None, ge=1, le=MAX_DIMENSION)
     n: int | None = Field(None, ge=1, le=MAX_DIMENSION)
     k: int | None = Field(None, ge=1, le=MAX_DIMENSION)
@@ -74,9 +82,9 @@ class Shape(Finite):
 
     @model_validator(mode="after")
     def _check(self) -> Shape:
-        given = self.named_sizes.keys()
-        if not set(size_names(self.op)) - {"causal"} <= given <= set(size_names(self.op)):
-            raise ValueError(f"{self.op} takes {', '.join(size_names(self.op))}")
+        given, legal = self.named_sizes.keys(), size_names(sized_like(self.op))
+        if not set(legal) - {"causal"} <= given <= set(legal):
+            raise ValueError(f"{self.op} takes {', '.join(legal)}")
         return self
 
     @property
@@ -95,8 +103,10 @@ class Shape(Finite):
         sizes = self.named_sizes
         if self.op in GEMMS:
             return 2.0 * sizes["m"] * sizes["n"] * sizes["k"]
-        if self.op in ("moe_dispatch_gemm", "moe_gemm_combine"):
-            return 2.0 * math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
+        if self.op in ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER):
+            products = 3.0 if self.op == MOE_LAYER else 1.0  # gate, up, down
+            of_one = math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
+            return 2.0 * products * of_one
         if self.op in ("all_reduce", "moe_combine"):
             return None
         scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))

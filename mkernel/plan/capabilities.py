@@ -38,6 +38,9 @@ class AcceleratorCapabilities(Model):
     scale_modes: tuple[ScaleMode, ...] = ()
     """Scales with which GEMM ops take e4m3 operands, of which B is column-major; empty: they take none.
     Such results are those of ``out_dtypes`` that :data:`mkernel.plan.scales.RESULTS` has."""
+    fused_scale_modes: tuple[ScaleMode, ...] = ()
+    """Those of them that its own kernels take beside a library, where products may be added with fewer
+    bits (``use_fast_accum``) and worlds are of one node."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other

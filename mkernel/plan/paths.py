@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from mkernel.plan.model import DTYPE_BYTES, E4M3, DtypeName, GemmShape, OpName, Prediction
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    DtypeName,
+    GemmShape,
+    OpName,
+    Prediction,
+    ScaleMode,
+    Scales,
+)
 from mkernel.plan.predict import prediction
 from mkernel.topology.cost import (
     FewRowsConstants,
@@ -37,7 +45,9 @@ def few_rows(
 ) -> FewRowsConstants | None:
     """Those of the kernel for few rows, if that is what the fused path of one node runs."""
     found = None if constants is None else constants.few_rows
-    if op != "gemm_all_reduce" or found is None or shape.m > found.most_rows:
+    if op != "gemm_all_reduce" or found is None:
+        return None
+    if shape.m > found.most_rows or shape.n < found.least_columns:
         return None
     sent = shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
     return found if world == 1 or world * sent <= found.most_bytes else None
@@ -50,14 +60,26 @@ def fusable(
     world: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Whether the fused path may be taken where there is another: it multiplies no e4m3 operands. Of
-    few rows it sends the same partial results as the library path."""
-    if dtype == E4M3:
-        return False
+    """Whether the fused path may be taken where there is another. Of few rows it sends the same partial
+    results as the library path."""
     if few_rows(op, shape, dtype, world, constants) is not None:
         return True
     sums = op != "all_gather_gemm" and world > 1 and dtype != "float32"
     return not sums or shape.m * shape.n >= LEAST_FUSED_SUMS * world
+
+
+def fuses_scaled(
+    op: OpName,
+    shape: GemmShape,
+    out_dtype: DtypeName,
+    world: int,
+    scales: Scales,
+    modes: Collection[ScaleMode],
+) -> bool:
+    """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take. These add
+    products with fewer bits, as ``use_fast_accum`` allows, and round results to 16 bits."""
+    taken = scales.use_fast_accum and scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
+    return taken and fusable(op, shape, out_dtype, world)
 
 
 def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
@@ -89,12 +111,12 @@ def predict(
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
     is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s.
     """
-    fused, library = constants.fused, constants.library
-    if fused is None or library is None:
+    kernel, library = constants.fused, constants.library
+    if kernel is None or library is None:
         return None
-    ours = _fused(op, shape, dtype, world, fused_cores, fused, constants)
+    ours = _fused(op, shape, dtype, world, fused_cores, kernel, constants)
     few = few_rows(op, shape, dtype, world, constants)
-    start_us = fused.start_us if few is None else few.start_us
+    start_us = kernel.start_us if few is None else few.start_us
     theirs = _library(op, shape, dtype, world, cores, library, constants)
     both = {
         "fused_us": ours.pipelined + start_us,
@@ -106,7 +128,7 @@ def predict(
     )
 
 
-class _Times(NamedTuple):
+class Times(NamedTuple):
     """In microseconds, without the start of a call."""
 
     compute: float
@@ -122,11 +144,26 @@ def _fused(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> _Times:
+) -> Times:
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
         return _few_rows(shape, dtype, world, few)
-    comm = _exchanges_us(op, shape, DTYPE_BYTES[dtype], DTYPE_BYTES[dtype], world, path)
+    return fused(op, shape, dtype, dtype, world, cores, path, constants)
+
+
+def fused(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    world: int,
+    cores: int,
+    path: PathConstants,
+    constants: MachineConstants,
+) -> Times:
+    """One kernel that overlaps, as :func:`predict` says; sums travel as results are."""
+    sent = DTYPE_BYTES[dtype if op == "all_gather_gemm" else out_dtype]
+    comm = _exchanges_us(op, shape, sent, DTYPE_BYTES[out_dtype], world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
     unhidden = {
@@ -141,15 +178,15 @@ def _fused(
         return min(floor + unhidden * min(compute, comm), compute + comm)
 
     product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
-    return _Times(product.total_us, comm, whole(product))
+    return Times(product.total_us, comm, whole(product))
 
 
-def _few_rows(shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants) -> _Times:
+def _few_rows(shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants) -> Times:
     """T_c: N·K·s / weights_gbs. T_m: latency + (W-1)·M·N·s / rate, once, behind it."""
     compute = transfer_us(shape.n * shape.k * DTYPE_BYTES[dtype], few.weights_gbs, 0.0)
     sent = (world - 1) * shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
     comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
-    return _Times(compute, comm, compute + comm)
+    return Times(compute, comm, compute + comm)
 
 
 def _library(
@@ -160,11 +197,11 @@ def _library(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> _Times:
+) -> Times:
     sent = dtype if op == "all_gather_gemm" else partial_dtype(shape, dtype)
     comm = _exchanges_us(op, shape, DTYPE_BYTES[sent], DTYPE_BYTES[dtype], world, path)
     compute = min(_products(1, shape, dtype, cores, path, constants)).total_us
-    return _Times(compute, comm, compute + comm)
+    return Times(compute, comm, compute + comm)
 
 
 def _products(

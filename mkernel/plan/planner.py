@@ -32,7 +32,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
-from mkernel.plan.request import Scheduler, ScheduleRequest
+from mkernel.plan.request import Scheduled, Scheduler, ScheduleRequest
 from mkernel.plan.scales import RESULTS, check_blocks, check_scales
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
@@ -296,9 +296,10 @@ def _planned(
     if len(exchanges) > 1 and not lacks and asked.op not in claims.hierarchical_ops:
         exchanges = exchanges[:1]
     path, measured = _predicted(choice, asked, len(where.placement), constants)
-    common = _common(asked, where, accelerator, claims, path, links)
-    found = schedule(
-        ScheduleRequest(
+
+    def scheduled(path: PathName) -> tuple[CommonPart, Scheduled]:
+        common = _common(asked, where, accelerator, claims, path, links)
+        request = ScheduleRequest(
             plan=common,
             links=links,
             capabilities=claims,
@@ -310,7 +311,13 @@ def _planned(
             returns=choice.returns,
             measured=measured,
         )
-    )
+        return common, schedule(request)
+
+    common, found = scheduled(path)
+    if choice.path == "auto" and _fuses_scaled(choice, asked, len(where.placement)):
+        rival = scheduled("fused")
+        if _sooner(rival[1].prediction, found.prediction):
+            path, (common, found) = "fused", rival
     shared = {**vars(common), "prediction": _with_known_rate(found.prediction, common, constants)}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
@@ -332,6 +339,11 @@ def _with_known_rate(
         f"{times.constants}, with the rate of float32 for that of {plan.dtype}, which is unknown"
     )
     return times.model_copy(update={"constants": named})
+
+
+def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
+    """Whether both are known, and one is sooner."""
+    return one is not None and other is not None and one.pipelined_us < other.pipelined_us
 
 
 @lru_cache(maxsize=256)
@@ -396,6 +408,15 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
     )
 
 
+def _fuses_scaled(choice: _Choice, asked: _Asked, world: int) -> bool:
+    """Whether e4m3 operands have the fused path beside a library's."""
+    scales, shape = asked.around.scales, asked.shape
+    if scales is None or not choice.library or not isinstance(shape, GemmShape):
+        return False
+    modes = choice.claims.fused_scale_modes
+    return paths.fuses_scaled(asked.op, shape, asked.out_dtype, world, scales, modes)
+
+
 def _predicted(
     choice: _Choice,
     asked: _Asked,
@@ -407,15 +428,18 @@ def _predicted(
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):
         return wanted, None
+    if dtype == E4M3:  # the backend has times of its own
+        fused = choice.path == "fused" and _fuses_scaled(choice, asked, world)
+        return ("fused" if fused else "library"), None
     if not paths.fusable(op, shape, dtype, world, constants):
         wanted = "library"
-    if constants is None or dtype == E4M3:  # the backend has times of its own
+    if constants is None:
         return wanted, None
     cores = choice.claims.compute_cores
     both = paths.predict(op, shape, dtype, world, choice.compute_blocks or cores, cores, constants)
     if both is None:
         return wanted, None
-    fused, library = both
-    if choice.path == "auto" and library.pipelined_us < fused.pipelined_us:
+    fused_times, library = both
+    if choice.path == "auto" and library.pipelined_us < fused_times.pipelined_us:
         wanted = "library"
-    return wanted, library if wanted == "library" else fused
+    return wanted, library if wanted == "library" else fused_times

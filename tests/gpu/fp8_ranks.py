@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from hopper_ranks import LATE_S, Shape, Work, skewed, spin
 
 import mkernel
-from mkernel.backends.accelerators.hopper import parts_exchange, products
+from mkernel.backends.accelerators.hopper import gemm, parts_exchange, products
 from mkernel.cases import poison
 
 
 def planned(shapes: Sequence[Shape]) -> list[str]:
     """The kind of each shape's schedule."""
-    found = []
+    found: list[str] = []
     for shape in shapes:
         work = Work(shape)
         work.fill(0)
@@ -52,10 +52,10 @@ def gathered(shape: Shape) -> list[str]:
     for turn in range(3):
         work.fill(turn)
         given = work.inputs
-        result, whole = mkernel.all_gather_gemm(
-            given["a"], given["b"], a_scale=given["a_scale"], b_scale=given["b_scale"],
-            return_gathered=True,
-        )  # fmt: skip
+        done = case.gemm.call(
+            given["a"], given["b"], scaled=case._scaled(given), gathered=True, path=shape.path
+        )
+        result, whole = done.outputs["out"], done.outputs["gathered"]
         found += work.failure(turn, result, "gathered")
         everyone = [case.inputs(rank, world, turn)["a"] for rank in range(world)]
         if not torch.equal(whole.float(), torch.cat(everyone).float()):
@@ -89,6 +89,87 @@ def faulty(fault: str, shape: Shape) -> int:
     finally:
         factor.product = usual  # type: ignore[method-assign]
         parts_exchange.Running.wait = wait  # type: ignore[method-assign]
+
+
+def faulty_fused(fault: str, shape: Shape) -> int:
+    """The same of the fused path: the scales that its kernel gets are wrong."""
+    usual, kept = gemm.Operands.of, dict[int, Any]()
+
+    def of(call: Any) -> Any:
+        found = usual(call)
+        scale = found.a_scale
+        if fault == "scales of other rows":
+            scale = scale.roll(1, 0)
+        elif fault == "scales of the call before":
+            place = call.tensors["out"].data_ptr()
+            scale, kept[place] = kept.get(place, scale), scale.clone()
+        elif fault == "scales of b left out":
+            columns = found.b_scale.clone()
+            columns[..., :: columns.shape[-1] // 4] = 1
+            return found._replace(b_scale=columns)
+        return found._replace(a_scale=scale)
+
+    gemm.Operands.of = of  # type: ignore[method-assign, assignment]
+    try:
+        return len(skewed([shape], 12, 3))
+    finally:
+        gemm.Operands.of = usual  # type: ignore[method-assign]
+
+
+def exact(shapes: Sequence[Shape]) -> list[str]:
+    """What is wrong of sums of small integers with scales that are powers of two: however few bits
+    products are added with, these sums have no more, and every bit of the results is known."""
+    found = [text for shape in shapes for text in _exact(shape)]
+    mkernel.synchronize()
+    return found
+
+
+def _exact(shape: Shape) -> list[str]:
+    work, found = Work(shape), list[str]()
+    case, world, rank = work.problem.case, work.problem.world, work.problem.rank
+    for turn in range(3):
+        work.fill(turn)
+        given = [case.inputs(each, world, turn) for each in range(world)]
+        for part, tensors in enumerate(given):
+            for number, (name, tensor) in enumerate(sorted(tensors.items())):
+                chance = torch.Generator("cuda").manual_seed((turn * world + part) * 8 + number)
+                scale = name.endswith("scale")
+                most = 1 if scale else 3
+                drawn = torch.randint(
+                    -most, most + 1, tensor.shape, generator=chance, device="cuda"
+                )
+                tensor.copy_(torch.exp2(drawn.float()) if scale else drawn.float())
+        for name, tensor in given[rank].items():
+            work.inputs[name].copy_(tensor)
+        plan = case.called(work.inputs, {"out": work.out}, {}).plan
+        if plan.path != "fused":
+            return [f"{shape} went by the path {plan.path}"]
+        if case.gemm.gathers:
+            own = {name: given[rank][name] for name in ("b", "b_scale")}
+            right = torch.cat([_product({**each, **own}) for each in given])
+        else:
+            right = _summed([_product(each) for each in given], plan.schedule.rows, work.out.dtype)
+            if case.gemm.scatters:
+                right = right.chunk(world)[rank]
+        wrong = int((work.out != right.to(work.out.dtype)).sum())
+        if wrong:
+            found.append(f"turn {turn}: {wrong} elements of {shape} have other bits")
+    return found
+
+
+def _product(given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    product = given["a"].double() @ given["b"].double()
+    return product * given["a_scale"].double() * given["b_scale"].double()
+
+
+def _summed(parts: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of each owner's ``rows`` rows: what comes from other ranks was rounded."""
+    sums = []
+    for owner, first in enumerate(range(0, len(parts[0]), rows)):
+        here = [part[first : first + rows] for part in parts]
+        rounded = [part.to(dtype).double() for at, part in enumerate(here) if at != owner]
+        sums.append(sum(rounded, here[owner]))
+    return torch.cat(sums)
 
 
 def bits(shapes: Sequence[Shape], times: int) -> list[int]:

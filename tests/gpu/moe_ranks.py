@@ -18,9 +18,10 @@ from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
 from mkernel.cases.base import every_row
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
-from mkernel.errors import CapacityExceeded, ShapeError
+from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
+from mkernel.ops import moe_marks
 from mkernel.ops.moe_gemm_combine import gemm_combine
-from mkernel.plan.model import Activation
+from mkernel.plan.model import Activation, CommonPart
 from mkernel.plan.pipeline import Returns
 
 FEW = 256
@@ -45,6 +46,8 @@ class Moe:
     activation: Activation | None = None
     narrow: bool = False
     """Whether results of GEMM+combine travel in ``dtype``, not in float32."""
+    combines: bool = True
+    """Whether the combine alone is called too, which has one node."""
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -93,12 +96,13 @@ class Work:
             activation=shape.activation,
         )  # fmt: skip
         weights = given["topk_weights"]
-        out = mkernel.moe_combine(sent.outputs, sent.handle, weights)
-        home = mkernel.moe_gemm_combine(
+        self.found = {"outputs": sent.outputs, "counts": sent.counts}
+        if shape.combines:
+            self.found["out"] = mkernel.moe_combine(sent.outputs, sent.handle, weights)
+        self.found["home"] = mkernel.moe_gemm_combine(
             sent.outputs, self.w2, sent.handle, weights, returns=shape.returns,
             partial_dtype=getattr(torch, shape.dtype) if shape.narrow else torch.float32,
         )  # fmt: skip
-        self.found = {"outputs": sent.outputs, "counts": sent.counts, "out": out, "home": home}
         return self.found
 
     def failure(self, turn: int) -> list[str]:
@@ -108,10 +112,10 @@ class Work:
     def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
         """Empty where all results are right."""
         rows = int(found["counts"].sum())
-        judged = {name: found[name] for name in ("counts", "out")}
+        judged = {name: found[name] for name in ("counts", "out") if name in found}
         judged["outputs"] = found["outputs"][:rows]
         limits = self.case.tolerances()
-        compared = self.case.compared(judged, self.rank, self.world, turn)
+        compared = self.case.compared(judged, self.rank, self.world, turn, tuple(judged))
         text = f"rank {self.rank} {self.shape} turn {turn} {what}:"
         wrong = [
             f"{text} {name} is off by {one.error:.2e} {one.why}"
@@ -184,12 +188,16 @@ def rounded_right(
     return bool(((got.double() - wanted).abs() <= half_step + off).all())
 
 
+def _four_panels(plan: CommonPart, returns: Returns) -> int:
+    return 4 if plan.nodes == 1 else 1
+
+
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
     first; second products have wide tiles, and their sums, where narrow, go home by panels."""
     mock.patch.object(moe_tuning, "permutes", return_value=True).start()  # the process ends with it
     mock.patch.object(moe_tuning, "reads_weights", return_value=False).start()
-    mock.patch.object(moe_tuning, "panels", return_value=4).start()
+    mock.patch.object(moe_tuning, "panels", _four_panels).start()
     return fn(*arguments)
 
 
@@ -427,6 +435,29 @@ def other_rows(shape: Moe) -> list[str]:
     except ShapeError as error:
         return [str(error)]
     return []
+
+
+def foreign(shape: Moe) -> list[str]:
+    """What combines say of the handle of a dispatch in another world; this one's is used twice."""
+    work, found = shape.work(0), []
+    given, weights = work.given, work.given["topk_weights"]
+    own = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
+    with mock.patch.object(moe_marks, "mark", return_value=5):
+        other = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
+    for call in (
+        lambda sent: mkernel.moe_combine(sent.outputs, sent.handle, weights),
+        lambda sent: mkernel.moe_gemm_combine(sent.outputs, work.w2, sent.handle, weights),
+    ):
+        first, again = call(own), call(own)
+        assert torch.equal(first, again)
+        try:
+            call(other)
+            found.append("a handle of another world was taken")
+        except ArgumentError as error:
+            if "of another world" not in str(error):
+                found.append(str(error))
+    mkernel.synchronize()
+    return found
 
 
 def trained(shape: Moe) -> list[str]:

@@ -8,6 +8,7 @@ import time
 import torch
 from hopper_ranks import Shape, Work, judged
 from in_world import arrivals, stores
+from moe_ranks import Moe
 
 import mkernel
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
@@ -55,6 +56,25 @@ def scattered(rows: int, n: int) -> tuple[list[str], int]:
     failures = work.failure(0)
     assert world.nic.flush(5)
     return failures, world.nic.statistics().put_bytes - before
+
+
+def dispatched(shape: Moe) -> tuple[list[str], int, int]:
+    """Failures of a dispatch and a GEMM+combine; bytes that the NIC put for them here, and bytes of the
+    own tokens, ids and weights and of sums for the other rank's tokens, once for each rank of another
+    node."""
+    world = mkernel.world()
+    work = shape.work(5)
+    work.fill(0)
+    assert world.nic is not None
+    before = world.nic.statistics().put_bytes
+    work.call()
+    mkernel.synchronize()
+    failures = work.failure(0)
+    assert world.nic.flush(5)
+    places, row = 4 * shape.tokens * work.top_k, 2 * shape.tokens * shape.hidden
+    sums = row if shape.narrow else 2 * row
+    far = world.size - world.identity.ranks_per_node
+    return failures, world.nic.statistics().put_bytes - before, far * (row + sums + 2 * places)
 
 
 def staged(shape: Shape) -> tuple[bool, int, int]:

@@ -34,6 +34,36 @@ def scaled(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: A
     return Shape(op, m, n, k, dtype="float8_e4m3fn", layout="column", scales=scales, **given)
 
 
+def fused(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
+    """The same by our own kernels, which add with fewer bits."""
+    return scaled(op, m, n, k, scales, path="fused", fast=True, **more)
+
+
+FUSED = [
+    fused("all_gather_gemm", 2048, 512, 1024),
+    fused("all_gather_gemm", 128, 768, 1040, out_dtype="float16"),
+    fused("gemm_reduce_scatter", 2048, 768, 512),
+    fused("gemm_all_reduce", 1000, 1024, 640, bias=True),
+    fused("all_gather_gemm", 512, 256, 512, "tensor", bias=True),
+    Shape("all_gather_gemm", 1024, 512, 1024),
+    fused("gemm_reduce_scatter", 512, 1024, 512, "tensor"),
+    scaled("gemm_all_reduce", 64, 1024, 512),
+    fused("gemm_all_reduce", 512, 528, 528, "tensor"),
+]
+# Of all tilings, by blocks that push and by copy engines, with sizes that tiles do not divide.
+EXACT = [
+    fused("all_gather_gemm", 64, 256, 512),
+    fused("all_gather_gemm", 2400, 1040, 496),
+    fused("all_gather_gemm", 8192, 2048, 512, "tensor"),
+    fused("all_gather_gemm", 8192, 2048, 512, out_dtype="float16"),
+    fused("gemm_reduce_scatter", 256, 272, 512),
+    fused("gemm_reduce_scatter", 4096, 2048, 512, "tensor", out_dtype="float16"),
+    fused("gemm_reduce_scatter", 8192, 2048, 496),
+    fused("gemm_all_reduce", 300, 272, 512),
+    fused("gemm_all_reduce", 4096, 2064, 512),
+]
+
+
 # In parts, of one product and one collective, and calls of other operands between.
 MIXED = [
     scaled("all_gather_gemm", 2048, 512, 1024, chunk=512),
@@ -54,20 +84,20 @@ def right(world: int, fn: Any, *arguments: Any) -> None:
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
 
-def drawn(chance: random.Random, world: int) -> Shape:
+def drawn(chance: random.Random, world: int, make: Any = scaled, most_k: int = 2600) -> Shape:
     """Any legal shape, a third of them in parts."""
 
     def size(most: int, step: int) -> int:
         bound = chance.choice((1, 4, 16, 40, most // step))
         return step * chance.randint(1, max(1, min(bound, most // step)))
 
-    op, mode = chance.choice(OPS), chance.choice(MODES)
+    op, mode = chance.choice(OPS), chance.choice(MODES if make is scaled else MODES[:2])
     rows = size(3000, 1 if op == "gemm_all_reduce" else world)
-    return scaled(
+    return make(
         op,
         rows,
         size(2000, 16),
-        size(2600, 128 if mode == "block" else 16),
+        size(most_k, 128 if mode == "block" else 16),
         mode,
         out_dtype=chance.choice(("bfloat16", "float16")),
         bias=chance.random() < 0.25,
@@ -83,6 +113,20 @@ def test_random_shapes(world: int) -> None:
     right(world, hopper_ranks.judged, [drawn(chance, world) for _ in range(DRAWS)], seed)
 
 
+@worlds
+def test_random_shapes_of_the_fused_path(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    shapes = [drawn(chance, world, fused, 1200) for _ in range(DRAWS)]
+    right(world, hopper_ranks.judged, shapes, seed)
+
+
+@worlds
+def test_every_bit_of_the_fused_path(world: int) -> None:
+    right(world, fp8_ranks.exact, EXACT)
+
+
 @several
 def test_large(world: int) -> None:
     shapes = [scaled(op, 8192, 2048, 2048, mode) for op in OPS for mode in MODES]
@@ -96,28 +140,72 @@ def test_large(world: int) -> None:
     right(world, hopper_ranks.judged, shapes, 1)
 
 
-@several
-def test_late_ranks_and_reused_memory(world: int) -> None:
-    right(world, hopper_ranks.skewed, MIXED, 60, 2)
+by_either = pytest.mark.parametrize("shapes", [MIXED, FUSED], ids=["library", "fused"])
 
 
 @several
-def test_many_calls_in_the_queue(world: int) -> None:
-    right(world, hopper_ranks.queued, MIXED, 60, 3)
+@by_either
+def test_late_ranks_and_reused_memory(world: int, shapes: list[Shape]) -> None:
+    right(world, hopper_ranks.skewed, shapes, 60, 2)
 
 
 @several
+@by_either
+def test_many_calls_in_the_queue(world: int, shapes: list[Shape]) -> None:
+    right(world, hopper_ranks.queued, shapes, 60, 3)
+
+
+@several
+@by_either
 @pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
-def test_graphs(world: int, mixed: bool) -> None:
-    right(world, hopper_ranks.replayed, MIXED, 40, mixed)
+def test_graphs(world: int, shapes: list[Shape], mixed: bool) -> None:
+    right(world, hopper_ranks.replayed, shapes, 40, mixed)
 
 
 @several
-def test_results_are_always_the_same_bits(world: int) -> None:
+@by_either
+def test_results_are_always_the_same_bits(world: int, shapes: list[Shape]) -> None:
     for found in mkernel.launch(
-        fp8_ranks.bits, MIXED, 12, ranks_per_node=world, accelerator="hopper", timeout_s=30
+        fp8_ranks.bits, shapes, 12, ranks_per_node=world, accelerator="hopper", timeout_s=30
     ):
-        assert found == [1] * len(MIXED)
+        assert found == [1] * len(shapes)
+
+
+@several
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
+    right(world, fp8_ranks.gathered, fused("all_gather_gemm", 256 * world, 512, 512, mode))
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "fault",
+    ["scales of other rows", "scales of the call before", "scales of b left out"],
+)
+def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:
+    shape = fused(op, 2048, 512, 1024)
+    found = mkernel.launch(
+        fp8_ranks.faulty_fused,
+        fault,
+        shape,
+        ranks_per_node=world,
+        accelerator="hopper",
+        timeout_s=30,
+    )
+    assert sum(found) > 0
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_the_fused_path_without_an_absent_rank(world: int, op: str) -> None:
+    judge_absence("hopper", fused(op, 2048, 512, 1024), world, 6)
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_survivors_of_the_fused_path(world: int, op: str) -> None:
+    judge_survivors("hopper", fused(op, 2048, 512, 1024), world)
 
 
 @several

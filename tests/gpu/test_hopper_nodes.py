@@ -6,15 +6,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import attention_ranks
 import hopper_ranks
+import moe_ranks
 import nodes_ranks
 import pytest
 from attention_ranks import Attention
 from device_buffers import takes_ranks
 from hopper_ranks import OPS, Shape
+from moe_ranks import Moe
 from survivors import judge_absence, judge_survivors
 
 import mkernel
@@ -372,3 +375,65 @@ def test_attention_of_late_ranks_between_products(nic: str) -> None:
 def test_attention_of_packed_documents(nic: str) -> None:
     shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 512))
     right(attention_ranks.judged, [shape], 1, nic=nic)
+
+
+experts = pytest.mark.skipif(
+    not capabilities.claimed("experts between nodes"),
+    reason="hopper does not claim MoE between nodes (capabilities.py: UNCLAIMED)",
+)
+EXPERTS = [
+    Moe(37, hidden=72, features=136, experts=3, top_k=3, combines=False),
+    Moe(300, 512, 264, 4, 4, routing="padded", capacity=4 * 300 * 4, combines=False, narrow=True),
+    Moe(65, 128, 64, 2, 2, routing="empty_ranks", dtype="float16", combines=False),
+    Moe(1100, 256, 256, 2, 2, activation="silu_and_mul", layout="column", combines=False),
+]
+
+
+@worlds
+@nics
+@both
+@experts
+def test_experts(
+    nodes: int, ranks: int, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    right(moe_ranks.judged, EXPERTS, 1, nic=nic, nodes=nodes, ranks=ranks)
+    right(moe_ranks.permuted, moe_ranks.judged, EXPERTS, 2, nic=nic, nodes=nodes, ranks=ranks)
+
+
+@nics
+@both
+@experts
+def test_experts_of_late_ranks_and_in_graphs(
+    nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    shapes = [replace(one, capacity=2 * one.tokens * one.top_k) for one in EXPERTS]
+    right(moe_ranks.queued, shapes, 16, 4, nic=nic)
+    right(moe_ranks.replayed, shapes[:2], 12, nic=nic)
+
+
+@nics
+@experts
+def test_tokens_cross_once_for_each_rank_of_another_node(
+    nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, ids, weights and sums, to the byte; scrambled on their way, they give other results."""
+    shape = EXPERTS[1]
+    for mask in (0, nodes_ranks.MASK):
+        monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
+        found = mkernel.launch(
+            nodes_ranks.dispatched, shape, nodes=2, ranks_per_node=1, accelerator="hopper",
+            nic=nic, verbs="soft", timeout_s=30,
+        )  # fmt: skip
+        for failures, put, expected in found:
+            assert bool(failures) == bool(mask)
+            assert put == expected
+
+
+@nics
+@experts
+def test_a_rank_killed_while_experts_wait_for_it(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_NIC", nic)
+    monkeypatch.setenv("MKERNEL_VERBS", "soft")
+    judge_survivors("hopper", EXPERTS[0], 2, nodes=2)

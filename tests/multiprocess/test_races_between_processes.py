@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 import mkernel
 from mkernel.backends.accelerators.ascend import _ascend, races
+from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge
@@ -33,7 +34,8 @@ CARELESS = {
     "all_gather_gemm": Careless("cube", 0, 0),  # for a chunk of a peer
     "gemm_reduce_scatter": Careless("comm", 4, 1),  # for a peer's partial sums
     "gemm_all_reduce": Careless("comm", 2, 0),  # for the sums of their owner
-    "moe_dispatch_gemm": Careless("vector", 3, 1),  # for rows of a peer
+    "moe_dispatch_gemm": Careless("vector", 5, 2),  # for rows of a peer
+    "moe_combine": Careless("vector", 1, 0),  # for results of a peer
     "ring_attention": Careless("cube", 0, 1),  # for keys of a peer
 }
 
@@ -45,9 +47,21 @@ def calls(op: str, careless: Careless | None) -> list[str]:
         wrong = _ascend.Strict(
             skip_role=careless.role, skip_core=careless.core, skip_waits=[careless.wait]
         )
-        world.accelerator._given_strict = wrong  # type: ignore[attr-defined]
+        _strict_for(op, wrong)
     judge = Judge(typical(SUBJECT, op, RANKS))
     return [each for number in range(CALLS) for each in judge(number)]
+
+
+def _strict_for(op: str, wrong: _ascend.Strict) -> None:
+    """Plant it in this rank's calls of ``op`` alone: a dispatch comes ahead of each combine."""
+    accelerator: Any = mkernel.world().accelerator
+    sound, launch = accelerator._strict, accelerator.launch
+
+    def launched(call: Call) -> Launch:
+        accelerator._strict = wrong if call.plan.op == op else sound
+        return launch(call)
+
+    accelerator.launch = launched
 
 
 def walked(

@@ -1,12 +1,13 @@
 """Tests of ranks, each a process with Python and torch, on native code that a sanitizer watches.
 
-    python tests/sanitizers/sanitized_ranks.py address|thread [TEST...]
+    python tests/sanitizers/sanitized_ranks.py address|thread [--report] [TEST or option of pytest...]
 
 ``make sanitize-ranks`` builds first. A copy of the tree in build/sanitize-WHICH/tree has the modules
 that were built with the sanitizer; its runtime is loaded ahead of Python. Returns 1 where a test fails
 or the sanitizer reports something, whatever a test made of it: every process writes a file of its own.
 Python and torch are not built so: what they do is seen only where it meets our code, or memory that our
-code has, and what they leak is theirs.
+code has, and what they leak is theirs. ``--report`` writes what came of it, by sanitizer and file, to
+bench/results/sanitized_ranks.json.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
+from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -78,6 +81,7 @@ def environment(which: str, tree: Path, reports: Path) -> dict[str, str]:
         "LD_PRELOAD": " ".join(map(runtime, RUNTIMES[which])),
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",  # a world has more threads; none may spin on a busy machine
     }
 
 
@@ -86,12 +90,40 @@ def run(command: list[str], tree: Path, told: dict[str, str]) -> int:
     return subprocess.run(["setarch", "-R", *command], cwd=tree, env=told, check=False).returncode
 
 
+def outcomes(junit: Path) -> dict[str, Counter[str]]:
+    """How many tests of each file passed, failed or were skipped."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for case in ElementTree.parse(junit).iter("testcase"):
+        how = {child.tag for child in case}
+        kind = (
+            "failed" if how & {"failure", "error"} else "skipped" if "skipped" in how else "passed"
+        )
+        found[case.attrib["classname"].replace(".", "/") + ".py"][kind] += 1
+    return found
+
+
+def report(which: str, tests: dict[str, Counter[str]], reports: int, *, whole: bool) -> None:
+    """Write the summary; what runs of parts say is added to it."""
+    sys.path.append(str(ROOT / "bench"))
+    import results_file
+
+    name = "sanitized_ranks"
+    known = (results_file.RESULTS / f"{name}.json").exists()
+    figures = results_file.read(name)["figures"] if known else {}
+    before = [] if whole else figures.get(which, [])
+    told = {file: dict(sorted(counts.items())) for file, counts in sorted(tests.items())}
+    figures[which] = [*before, {"tests": told, "reports": reports}]
+    results_file.write(name, figures)
+
+
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("which", choices=RUNTIMES)
-    parser.add_argument("tests", nargs="*", default=TESTS, help="of pytest")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--report", action="store_true", help="write what came of it to bench/results"
+    )
+    given, told_pytest = parser.parse_known_args()
     build = ROOT / "build" / f"sanitize-{given.which}"
     tree, reports = build / "tree", build / "reports"
     copy_of_tree(tree, built=False)
@@ -111,7 +143,11 @@ def main() -> int:
         each.unlink()
 
     pytest = [sys.executable, "-m", "pytest", "-q", "--timeout", str(TEST_S)]
-    status = run([*pytest, *given.tests], tree, told)
+    junit = build / "tests.xml"
+    status = run([*pytest, f"--junitxml={junit}", *(told_pytest or TESTS)], tree, told)
+    if given.report:
+        found = len(list(reports.iterdir()))
+        report(given.which, outcomes(junit), found, whole=not told_pytest)
     for each in sorted(reports.iterdir()):
         print(f"== {each.name}", each.read_text(), sep="\n")
     print(f"{given.which}: pytest {status}, {len(list(reports.iterdir()))} reports")

@@ -30,11 +30,24 @@ _JOINING_S = 120.0
 """Within which all ranks are warm, on a machine that is busy."""
 _IMPORTED = ("mkernel.backends.accelerators.ascend", "mkernel.backends.accelerators.streams")
 
-_FEW_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
-"""Of the programs that torch compiles for products of half precision on CPUs, one for each number of
-rows: it keeps 1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of
-``torch.mm`` alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat). A leak could not be told
-from that."""
+_OF_OTHERS = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+    "LRU_CACHE_CAPACITY": "8",
+    "TORCH_FR_BUFFER_SIZE": "64",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "64",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""What libraries would keep, or open late, so that a leak of ours could not be told from it.
+
+- Programs that torch compiles for products of half precision on CPUs, one for each number of rows:
+  it keeps 1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of
+  ``torch.mm`` alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat).
+- Records of the last 2,000 collectives of NCCL, which torch's flight recorder keeps (its older name is
+  the second one): a life of a minute makes about as many.
+- Sockets of NCCL's RAS, by which processes of a job watch each other as long as they live. One that
+  joins a ring with a dead process in it opens another socket once it has not reached that for five
+  seconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,8 @@ class Soaked:
 def soak(plan: Plan, folder: Path, soaked: Soaked) -> Iterator[tuple[Ended, list[str]]]:
     """Each life, and what was wrong with it. What only the whole tells is in ``soaked`` afterwards."""
     fork_server.also_imported[:] = [*_IMPORTED, "soak.life"]
-    os.environ.update(_FEW_KEPT)  # before the server starts, whose forks ranks are
+    for name, value in _OF_OTHERS.items():  # before the server starts, whose forks ranks are
+        os.environ.setdefault(name, value)
     members: dict[int, Member] = {}
     beside = _Beside()
     made = 0

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from chaos.held import new_sockets
 from soak.sample import Sample
 
 LEAST = 9
@@ -96,6 +97,8 @@ def piled_up(samples: Sequence[Sample]) -> list[str]:
         more = sample.held - samples[0].held
         if more:
             told = ", ".join(f"{count} more of {what}" for what, count in sorted(more.items()))
+            if new := new_sockets(samples[0].sockets, sample.sockets):
+                told += f" (new sockets: {new})"
             return [f"{told} after {sample.calls} calls than after {samples[0].calls}"]
     return []
 

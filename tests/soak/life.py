@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from chaos.held import held, more_than
+from chaos.held import held, more_than, sockets
 from chaos.planted import Planted, keep, lose_an_epoch, spoil
 from soak.flat import LEAST
 from soak.replay import Replayed
@@ -116,7 +116,7 @@ def live(life: Life, say: Say) -> Lived:
     """One life; what it came to, and what it left behind."""
     global _lived  # noqa: PLW0603 - of the process
     lived = Lived(life.rank)
-    before = held()
+    before, known = held(), sockets()
     try:
         with _torch(life):
             _Living(life, lived, say).until_the_end()
@@ -125,7 +125,7 @@ def live(life: Life, say: Say) -> Lived:
             _note(lived, error)
     if _lived:
         # A message to a rank that is gone may block torch.distributed up to its deadline.
-        lived.left = more_than(before, TIMEOUT_S + 10)
+        lived.left = more_than(before, TIMEOUT_S + 10, known)
     _lived += 1
     lived.after = take(lived.calls, {})
     return lived

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from chaos.held import held
+from chaos.held import held, sockets
 
 from mkernel.backends.cuda.native import pci_address
 from mkernel.world.world import World
@@ -60,6 +60,7 @@ class Sample(NamedTuple):
             counts them for this process, where it does, ``device_used`` as it counts them for all.
         held: descriptors, threads and shared mappings by name.
         worlds: by the world's name in the life.
+        sockets: what each is, by its name among descriptors.
     """
 
     calls: int
@@ -67,6 +68,7 @@ class Sample(NamedTuple):
     memory: Mapping[str, int]
     held: Counter[str]
     worlds: Mapping[str, Progress]
+    sockets: Mapping[str, str]
 
 
 def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = None) -> Sample:
@@ -81,6 +83,7 @@ def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = 
         _memory(),
         _settled(before),
         {name: progress(world) for name, world in worlds.items()},
+        sockets(),
     )
 
 

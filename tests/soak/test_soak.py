@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from chaos.held import new_sockets, sockets
 from chaos.planted import GROWTH_BYTES, Planted
 from soak.driver import Plan, Soaked, soak
 from soak.ended import Ended, judge
@@ -26,6 +29,7 @@ def sample(calls: int, **changes: object) -> Sample:
         {"own": 100 << 20},
         Counter({"thread mkernel": 2}),
         {"all": Progress(*3 * (calls,))},
+        {"socket:[1]": "tcp 0100007F:B0D1 00000000:0000 0A"},
     )
     return begin._replace(**changes)  # type: ignore[arg-type]
 
@@ -84,6 +88,28 @@ def test_a_descriptor_or_a_thread_more_is_no_longer_flat() -> None:
     more = sample(20, held=Counter({"thread mkernel": 3}))
     assert piled_up([sample(0), sample(10), more]) == [
         "1 more of thread mkernel after 20 calls than after 0"
+    ]
+
+
+def test_a_socket_more_is_named() -> None:
+    with socket.socket() as listening:
+        before = sockets()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            assert re.fullmatch(
+                rf"tcp 0100007F:[0-9A-F]{{4}} 0100007F:{port:04X} 01",
+                new_sockets(before, sockets()),
+            )
+    assert new_sockets(before, sockets()) == ""
+    more = sample(
+        20,
+        held=Counter({"thread mkernel": 2, "descriptor socket:[N]": 1}),
+        sockets={"socket:[1]": "tcp, as before", "socket:[2]": "unix"},
+    )
+    assert piled_up([sample(0), sample(10), more]) == [
+        "1 more of descriptor socket:[N] (new sockets: unix) after 20 calls than after 0"
     ]
 
 

@@ -16,6 +16,7 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     MOE,
     MOST_RANKS,
     documents,
+    fused_scale_modes,
     library_ops,
     one_node_ops,
     ops,
@@ -140,7 +141,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     def capabilities(self) -> AcceleratorCapabilities:
         """The GEMM ops, AllReduce, MoE and ring attention in half precision, as far as this build has
-        kernels; of e4m3 operands the GEMM ops on the library path."""
+        kernels; of e4m3 operands the GEMM ops on the library path, and fused where fewer bits do."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -158,6 +159,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 adds_bias=True,
                 adds_norm=True,
                 scale_modes=scale_modes(),
+                fused_scale_modes=fused_scale_modes(),
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,

@@ -13,10 +13,10 @@ HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED = ("ring_attention_backward", "between nodes")
+UNCLAIMED = ("between nodes", "experts between nodes")
 """What is built and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
 attention also ``documents`` that are packed, worlds ``between nodes``, and long sequences in
-``pieces``."""
+``pieces``; of MoE ``experts between nodes``."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
@@ -50,7 +50,9 @@ def documents() -> tuple[str, ...]:
 def one_node_ops() -> tuple[str, ...]:
     """Ops that run on one node only."""
     attention = ATTENTION[1:] if claimed("between nodes") else ATTENTION
-    return (*SUMS, *attention, *MOE)
+    # By slot, as a combine alone sends, every row would be a put.
+    experts = ("moe_combine",) if claimed("experts between nodes") else MOE
+    return (*SUMS, *attention, *experts)
 
 
 def library_ops() -> tuple[str, ...]:
@@ -61,6 +63,11 @@ def library_ops() -> tuple[str, ...]:
 def scale_modes() -> tuple[ScaleMode, ...]:
     """Scales of e4m3 operands that the library path has products for, with this torch."""
     return ("tensor", "row", "block") if library_ops() and torch_is_fit(_SCALED_TORCH) else ()
+
+
+def fused_scale_modes() -> tuple[ScaleMode, ...]:
+    """Scales of e4m3 operands that the kernels take."""
+    return tuple(mode for mode in scale_modes() if mode != "block")
 
 
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:

@@ -38,12 +38,10 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-
-_ELEMENT_BYTES = tuning.ELEMENT_BYTES
 
 
 # ---- what follows from a plan --------------------------------------------------------------------
@@ -98,7 +96,7 @@ def _staging(plan: LaunchPlan) -> int:
 
 
 def _element(plan: LaunchPlan) -> _hopper.Element:
-    found: _hopper.Element = getattr(native().Element, plan.dtype)
+    found: _hopper.Element = getattr(native().Element, plan.out_dtype)
     return found
 
 
@@ -131,7 +129,9 @@ class AllGatherExecutor:
         if world == 1:
             return Workspace((NO_DATA,))
         made = native()
-        needed: int = made.all_gather_gemm_bytes(world, _gather(plan)[1], plan.gemm.k)
+        needed: int = made.all_gather_gemm_bytes(
+            world, _gather(plan)[1], plan.gemm.k, _scaling(plan)
+        )
         if plan.nodes == 1:
             return Workspace((needed,))
         gathered = needed - made.DATA_OFFSET  # also the area for other nodes
@@ -145,26 +145,28 @@ class AllGatherExecutor:
         if call.view == "pipelined":
             self._pipelined.start(number, call.timeout_s, tensors, stream)
         else:
-            self._one_after_the_other(call, operands.a, tensors, stream)
+            self._one_after_the_other(call, operands, tensors, stream)
         operands.deliver(call)
-        if "gathered" in call.tensors:
-            self._copy_gathered(call, operands.a, call.tensors["gathered"], stream)
+        self._copy_gathered(call, operands, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
-    ) -> object:
-        """Starts calls into ``out`` alone."""
+    ) -> object | None:
+        """Starts calls into ``out`` alone. None: Python starts those of e4m3 operands."""
         context = self._context
-        return native().gather_starter(
+        if self._plan.scales is not None:
+            return None
+        found: object = native().gather_starter(
             context.device,
             context.order,
             context.control_block,
             self._pipelined,
             **pitches(self._plan, strides),
         )
+        return found
 
     def _one_after_the_other(
-        self, call: Call, a: torch.Tensor, tensors: _hopper.GemmTensors, stream: int
+        self, call: Call, operands: Operands, tensors: _hopper.GemmTensors, stream: int
     ) -> None:
         """What carries the rows and then the kernel, or the kernel alone."""
         made, device = native(), self._context.device
@@ -176,23 +178,36 @@ class AllGatherExecutor:
             schedule, waits = self._sent, True
         elif call.view == "sequential" and self._several:
             schedule, waits = self._whole, True
-            row_bytes = call.plan.gemm.k * _ELEMENT_BYTES
-            made.push_rows(device, world, a.data_ptr(), row_bytes, schedule, stream)
+            rows, scale = operands.a.data_ptr(), operands.a_scale
+            row_bytes = call.plan.gemm.k * DTYPE_BYTES[call.plan.dtype]
+            more = {}
+            if scale is not None:
+                more["scales"] = made.RowScales(scale.data_ptr(), scale.nbytes)
+            made.push_rows(device, world, rows, row_bytes, schedule, stream, **more)
         made.all_gather_gemm(device, world, product, schedule, waits, stream)
 
-    def _copy_gathered(
-        self, call: Call, a: torch.Tensor, gathered: torch.Tensor, stream: int
-    ) -> None:
-        """Own rows from ``a``, the others' from the workspace, where they lie until all have copied."""
-        to, shard = gathered.data_ptr(), a.numel() * _ELEMENT_BYTES
-        before, ranks = call.rank * shard, call.plan.world_size
-        after = before + shard
+    def _copy_gathered(self, call: Call, operands: Operands, stream: int) -> None:
+        """Own rows and scales as the call has them, the others' from the workspace, where they lie
+        until all have copied."""
+        ranks, how = call.plan.world_size, call.plan.part(GatherSchedule)
         rows = call.workspace + native().DATA_OFFSET
-        how = call.plan.part(GatherSchedule)
-        _copy(to + before, a.data_ptr(), shard, how, stream)
-        _copy(to, rows, before, how, stream)
-        _copy(to + after, rows + after, ranks * shard - after, how, stream)
-        if ranks > 1:
+        scales = rows + native().gathered_scales_at(ranks * operands.a.nbytes)
+        wanted = False
+        for name, own, landed in (
+            ("gathered", operands.a, rows),
+            ("gathered_scale", operands.a_scale, scales),
+        ):
+            whole = call.tensors.get(name)
+            if whole is None or own is None:
+                continue
+            wanted = True
+            to, shard = whole.data_ptr(), own.nbytes
+            before = call.rank * shard
+            after = before + shard
+            _copy(to + before, own.data_ptr(), shard, how, stream)
+            _copy(to, landed, before, how, stream)
+            _copy(to + after, landed + after, ranks * shard - after, how, stream)
+        if wanted and ranks > 1:
             world = self._world.of_call(call_id(call), call.timeout_s)
             native().rendezvous(self._context.device, world, stream)
 
@@ -272,10 +287,13 @@ class ReduceExecutor:
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
-    ) -> object:
-        """Starts calls into an ``out`` that lies as this one."""
+    ) -> object | None:
+        """Starts calls into an ``out`` that lies as this one. None: Python starts those of e4m3
+        operands."""
         context = self._context
-        return native().reduce_starter(
+        if self._plan.scales is not None:
+            return None
+        found: object = native().reduce_starter(
             context.device,
             context.order,
             context.control_block,
@@ -283,6 +301,7 @@ class ReduceExecutor:
             **pitches(self._plan, strides),
             outs=self._outs(symmetric),
         )
+        return found
 
     def _outs(self, symmetric: Mapping[str, tuple[int, ...]]) -> list[int]:
         """Every rank's ``out``, where kernels write to all of them: not between nodes."""
@@ -295,7 +314,7 @@ class ReduceExecutor:
     ) -> None:
         made, plan, world, context = native(), call.plan, call.plan.world_size, self._context
         shape, bias = plan.gemm, operands.bias_address
-        partial = operands.a.new_empty((shape.m, shape.n))
+        partial = operands.out.new_empty((shape.m, shape.n))
         alone = made.DeviceWorld(
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
         )
@@ -347,6 +366,8 @@ class Operands(NamedTuple):
     b: torch.Tensor
     out: torch.Tensor
     bias: torch.Tensor | None
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor | None
     plan: LaunchPlan
 
     @classmethod
@@ -354,7 +375,16 @@ class Operands(NamedTuple):
         given, plan = call.tensors, call.plan
         bias = aligned(given["bias"]) if plan.bias == "launch" else None
         a, b, out = aligned(given["a"]), aligned(given["b"]), writable(given["out"])
-        return cls(a, b, out, bias, plan)
+        of_a, of_b = given.get("a_scale"), given.get("b_scale")
+        return cls(
+            a,
+            b,
+            out,
+            bias,
+            None if of_a is None else aligned(of_a),
+            None if of_b is None else aligned(of_b),
+            plan,
+        )
 
     @property
     def bias_address(self) -> int:
@@ -369,6 +399,8 @@ class Operands(NamedTuple):
             self.out.data_ptr(),
             self.bias_address,
             **pitches(self.plan, strides),
+            a_scale=0 if self.a_scale is None else self.a_scale.data_ptr(),
+            b_scale=0 if self.b_scale is None else self.b_scale.data_ptr(),
         )
         return found
 
@@ -387,6 +419,19 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
     }
 
 
+def _scaling(plan: LaunchPlan) -> _hopper.Scaling:
+    """Unsupported: scales by blocks."""
+    made = native().Scaling
+    if plan.scales is None:
+        found = made.none
+    elif plan.scales.mode == "block":
+        raise Unsupported(f"the fused path of {plan.op} takes no scales by blocks")
+    else:
+        found = made.by_rows if plan.scales.mode == "row" else made.single
+    scaling: _hopper.Scaling = found
+    return scaling
+
+
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:
     """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
     if nbytes:
@@ -403,10 +448,11 @@ def _product(
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
-        half=plan.dtype == "float16",
+        half=plan.out_dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=getattr(made.Tiling, tiling),
         band=how.band,
         blocks=how.blocks,
+        scaling=_scaling(plan),
     )
     return product

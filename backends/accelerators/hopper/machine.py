@@ -31,6 +31,12 @@ class Tilings(Sourced):
     narrow_below_waves: float = Field(ge=0, description="wide tiles for each multiprocessor")
     deep_up_to_waves: float = Field(ge=0)
     deep_from_k: int = Field(ge=0)
+    medium_from_gain: float | None = Field(
+        None, ge=0, description="predicted time of another tiling / of medium; None: never medium"
+    )
+    medium_cost: float = Field(
+        ge=1, description="time of a column of a medium tile, in columns of a wide one"
+    )
     band: int = Field(ge=1, description="rows of clusters that share columns of B in L2")
 
 
@@ -132,6 +138,7 @@ class Scaled(Sourced):
 
     product: PathConstants
     unscaled: PathConstants = Field(description="products with one scale an operand")
+    fused: PathConstants | None = Field(None, description="the fused kernels; None: not measured")
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")

@@ -6,6 +6,7 @@ Data flow of a dispatch:
       waits for to size the outputs; with a capacity it waits for nothing
   rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
       rows into memory of their own, one below the other
+Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe_nodes`).
 Results come home by slot, straight from the grouped product or from ``y``, and are added there; or a
 token's results on one rank are added first (kernels/moe/home.hpp).
 
@@ -16,7 +17,7 @@ are zeros, combined tokens NaN, and the next call that waits for the device rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
+from mkernel.backends.accelerators.hopper.moe_nodes import FarRanks, by_rank, workspace_of
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -93,10 +95,16 @@ class _Moe:
         return self._several and call.view != "compute_only"
 
     def _push(
-        self, call: Call, rows: torch.Tensor, count: int, row_bytes: int, stream: int
+        self,
+        call: Call,
+        rows: torch.Tensor,
+        count: int,
+        row_bytes: int,
+        stream: int,
+        to_far: Callable[[int], None],
     ) -> bool:
-        """Copies ``count`` rows to every peer. Whether they are under way on a second stream, which is
-        to be joined."""
+        """Copies ``count`` rows to every peer of this node; ``to_far`` queues on a stream what goes to
+        other nodes. Whether they are under way on a second stream, which is to be joined."""
         made, context = native(), self._context
         whole, beside = made.AllGatherSchedule(count, count), stream
         forks = call.view == "pipelined" and not self._copies_first
@@ -106,6 +114,8 @@ class _Moe:
             made.push_rows(
                 context.device, self._of_call(call), rows.data_ptr(), row_bytes, whole, beside
             )
+            if self._plan.nodes > 1:
+                to_far(beside)
         except BaseException:
             if forks:
                 context.order.join(stream)
@@ -186,13 +196,12 @@ class DispatchExecutor(_Moe):
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a dispatch needs of symmetric memory. Unsupported."""
-        one_node(plan)
         plan.part(DispatchSchedule)
         assert isinstance(plan.shape, MoeShape)
         if plan.world_size * plan.shape.tokens * _row_bytes(plan) >= _MOST_BYTES:
             raise Unsupported(f"{plan.op}: all ranks' tokens are more than {_MOST_BYTES >> 30} GiB")
         try:
-            return Workspace((_sizes(plan).dispatch_bytes(_row_bytes(plan)),))
+            return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
         except ValueError as error:  # too many experts or places
             raise Unsupported(f"{plan.op}: {error}") from None
 
@@ -212,7 +221,11 @@ class DispatchExecutor(_Moe):
         words = call.tensors["routing"]
         counts = torch.empty(len(w), dtype=torch.int64, device=x.device)
         world, report = self._of_call(call), context.reports.block
-        forked = exchanges and self._push(call, x, len(x), _row_bytes(plan), stream)
+        far = FarRanks(context.device, self._sizes, _row_bytes(plan))
+        forked = exchanges and self._push(
+            call, x, len(x), _row_bytes(plan), stream,
+            lambda beside: far.send_tokens(world, x, ids, beside),
+        )  # fmt: skip
         try:
             made.moe_route(
                 context.device,
@@ -277,11 +290,12 @@ class GemmCombineExecutor(_Moe):
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What GEMM+combine needs of symmetric memory. Unsupported."""
-        one_node(plan)
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)
+        by_rank(plan, how.returns)
         row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
-        return Workspace((_sizes(plan).home_bytes(row_bytes, how.returns == "ranks"),))
+        nbytes = _sizes(plan).home_bytes(row_bytes, how.returns == "ranks")
+        return workspace_of(plan, nbytes, plan.world_size * shape.tokens * row_bytes)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
@@ -303,7 +317,13 @@ class GemmCombineExecutor(_Moe):
             deliver(written, out)
             return
         weights = call.tensors["topk_weights"]
-        forked = self._exchanges(call) and self._push(call, weights, 1, weights.nbytes, stream)
+        row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+        far = FarRanks(self._context.device, self._sizes, row_bytes)
+        exchanges = self._exchanges(call)
+        forked = exchanges and self._push(
+            call, weights, 1, weights.nbytes, stream,
+            lambda beside: far.send_weights(world, weights, beside),
+        )  # fmt: skip
         try:
             kind = getattr(torch, shape.partial_dtype)
             y = h.new_empty((len(h), shape.hidden), dtype=kind)
@@ -318,7 +338,12 @@ class GemmCombineExecutor(_Moe):
                 call, y, written, how.sum_blocks, wide=wide, by_rank=True,
                 panels=how.panels, panel_counts=counts,
             )  # fmt: skip
+            if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
+                forked = False
+                self._context.order.join(stream)
             made.moe_home(device, world, home, steps.sum_rows, stream)
+            if exchanges and plan.nodes > 1:
+                far.send_sums(world, stream)
             made.moe_home(device, world, home, steps.sum_ranks, stream)
         finally:
             if forked:

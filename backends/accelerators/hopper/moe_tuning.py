@@ -6,6 +6,7 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -14,7 +15,13 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ExpertTiling,
     GemmCombineSchedule,
 )
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, GemmCombineShape, MoeShape
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    CommonPart,
+    GemmCombineShape,
+    MoeShape,
+    Prediction,
+)
 from mkernel.plan.pipeline import Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -28,14 +35,19 @@ SUM_BLOCKS_A_CORE = 8
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of an MoE op runs. Tokens travel whole, whatever chunk is wished."""
-    found, plan = by_rows(request, chunks=1), request.plan
+    plan = request.plan
+    if isinstance(plan.shape, GemmCombineShape) and plan.nodes > 1 and request.returns is None:
+        request = replace(request, returns="ranks")  # the one way between nodes
+    found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
-    blocks, sums = processors // 2 * 2, processors * SUM_BLOCKS_A_CORE
+    # Between nodes a block of another kernel has a multiprocessor while tokens land.
+    blocks = max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0))
+    sums = processors * SUM_BLOCKS_A_CORE
     made: Schedule
     if isinstance(plan.shape, MoeShape):
         made = DispatchSchedule(
             blocks=blocks,
-            early_tiles=early_tiles(plan, processors),
+            early_tiles=early_tiles(plan, processors, found.prediction),
             permutes=permutes(plan),
             tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
         )
@@ -100,17 +112,16 @@ def tiling(k: int) -> ExpertTiling:
 
 def panels(plan: CommonPart, returns: Returns) -> int:
     """Of columns, whose sums are made by warps of the product that have nothing else to do: where these
-    have time for it."""
+    have time for it. Not between nodes, where sums leave when all of them are made."""
     assert isinstance(plan.shape, GemmCombineShape)
     narrow = plan.shape.partial_dtype == plan.dtype
-    return (
-        machine().experts.panels if returns == "ranks" and narrow and not reads_weights(plan) else 1
-    )
+    beside = returns == "ranks" and narrow and plan.nodes == 1 and not reads_weights(plan)
+    return machine().experts.panels if beside else 1
 
 
-def early_tiles(plan: CommonPart, processors: int) -> int:
+def early_tiles(plan: CommonPart, processors: int, prediction: Prediction | None) -> int:
     """Tiles that are multiplied while other ranks' tokens travel: whole ones of own tokens, of which
-    there are none where an expert gets few."""
+    there are none where an expert gets few. ``prediction``: of the plan."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
@@ -118,5 +129,7 @@ def early_tiles(plan: CommonPart, processors: int) -> int:
         return 0
     nbytes = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
     travel_us = (world - 1) * machine().copies.choose("put", nbytes, 0, flagged=True).microseconds
+    if plan.nodes > 1 and prediction is not None:
+        travel_us = prediction.comm_us
     rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
     return math.ceil(travel_us * rate / (2.0 * TILE_ROWS * shape.hidden * shape.columns))

@@ -1,4 +1,5 @@
-"""How the GEMM ops of e4m3 operands are scheduled: one product and one collective, or parts.
+"""How the GEMM ops of e4m3 operands are scheduled on the library path: one product and one collective,
+or parts. And what the fused path, whose schedules :mod:`.tuning` makes, is predicted to take.
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 """
@@ -16,12 +17,12 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction
 from mkernel.plan.predict import prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import PathConstants, products, transfer_us
+from mkernel.topology.cost import MachineConstants, PathConstants, products, transfer_us
 
 _MACHINE = machine()
 _WHOLE = 0
@@ -62,6 +63,17 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     return found._replace(
         prediction=prediction(*times(plan, chunks, cores), start, request.constants)
     )
+
+
+def fused(plan: CommonPart, cores: int, constants: MachineConstants) -> Prediction | None:
+    """What the fused path of a plan takes; None: not measured. Such a path is never chosen."""
+    found = _MACHINE.scaled.fused
+    if found is None:
+        return None
+    ours = paths.fused(
+        plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, found, constants
+    )
+    return prediction(*ours, found.start_us, constants)
 
 
 def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:

@@ -66,7 +66,7 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
     plan = request.plan
-    if plan.scales is not None:
+    if plan.scales is not None and plan.path == "library":
         return scaled_tuning.schedule(request)
     found, world = by_rows(request, chunks=1), plan.world_size
     processors = found.pipeline.compute_blocks
@@ -75,6 +75,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = sums(plan.shape, world, plan.norm is not None, processors)
         return found._replace(schedule=made)
     shape = plan.gemm
+    if plan.scales is not None:
+        return _of_scaled(request, found)
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
@@ -97,9 +99,42 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     return found._replace(schedule=made)
 
 
+def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
+    """The fused path of e4m3 operands: its kernels load and multiply as many bytes in a time as those
+    of 16-bit ones, so that their times are those of half as long a K."""
+    plan, cores = request.plan, found.pipeline.compute_blocks
+    shape, world = plan.gemm, plan.world_size
+    k = _up(shape.k, ELEMENT_BYTES)
+    made: Schedule
+    if plan.op == "all_gather_gemm":
+        rows = shape.m // world
+        chunk = found.pipeline.rows_per_chunk or rows
+        made = gather(rows, shape.n, k, world, chunk, cores)
+    else:
+        made = reduce(plan.op, shape.m, shape.n, k, world, cores)
+    constants = request.constants
+    times = None if constants is None else scaled_tuning.fused(plan, cores, constants)
+    return found._replace(schedule=made, prediction=times)
+
+
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
     multiprocessors."""
+    menu = _MACHINE.tilings
+    found = _tiling_but_medium(rows, owners, n, k, processors)
+    if found == "narrow" or menu.medium_from_gain is None:
+        return found
+
+    def columns_us(tiling: TilingName, column_us: float) -> float:
+        height, width = menu.clusters[tiling]
+        clusters = owners * _up(rows, height) * _up(n, width)
+        return _up(clusters, max(1, processors * TILE_ROWS // height)) * width * column_us
+
+    gain = columns_us(found, 1.0) / columns_us("medium", menu.medium_cost)
+    return "medium" if gain >= menu.medium_from_gain else found
+
+
+def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     menu = _MACHINE.tilings
     height, width = menu.clusters["wide"]
     waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors

@@ -96,7 +96,7 @@ def norms(subject: AcceleratorSubject) -> None:
 
 
 def scales(subject: AcceleratorSubject) -> None:
-    """e4m3 operands with every kind of scales that is claimed."""
+    """e4m3 operands with every kind of scales that is claimed, on every path that takes them."""
     claims = subject.capabilities
     ops = subject.claimed(*GEMMS)
     if not claims.scale_modes:
@@ -116,6 +116,13 @@ def scales(subject: AcceleratorSubject) -> None:
             for op in ops
             for mode in claims.scale_modes
             for more in each
+        ]
+        fused = {"path": "fused", "use_fast_accum": True}
+        cases += [
+            _scaled(subject, op, size, mode, _Scaled(out, {"m": 64 * size}, fused))
+            for op in ops
+            for mode in claims.fused_scale_modes
+            for out in results
         ]
         subject.judge(each_case, judge_calls, cases, 3, world=world)
 

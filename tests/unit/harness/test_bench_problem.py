@@ -90,6 +90,7 @@ CASES: dict[str, Case] = {
         "moe_gemm_combine": {
             "tokens": 300, "hidden": 8, "features": 16, "experts": 4, "top_k": 2,
         },
+        "moe_layer": {"tokens": 300, "hidden": 8, "features": 16, "experts": 4, "top_k": 2},
         "ring_attention": {
             "batch": 2, "heads": 2, "kv_heads": 1, "sequence": 600, "head_dim": 8, "causal": True,
         },

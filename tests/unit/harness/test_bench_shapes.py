@@ -41,7 +41,10 @@ def test_targets() -> None:
 def test_targets_of_experts_and_attention() -> None:
     experts = shapes("moe-targets", ("moe_dispatch_gemm", "moe_gemm_combine"), 2)
     attention = shapes("ring-targets", ("ring_attention",), 2)
-    assert (len(experts), len(attention)) == (24, 20)
+    layers = shapes("moe-targets", ("moe_layer",), 2)
+    assert (len(experts), len(layers), len(attention)) == (24, 6, 20)
+    assert {each.target_us for each in layers} == {None}
+    assert layers[0].flops(2) == 2.0 * 3 * 32 * 8 * 7168 * 2048
     for each in (*experts, *attention):
         assert each.aimed_at(2, "hopper")
         assert not each.aimed_at(4, "hopper")

@@ -73,6 +73,19 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
     assert tuning.tiling(2048, 4, 2048, 8192, PROCESSORS) == "wide"
 
 
+def test_medium_tiles_where_they_fill_the_last_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """144 clusters of wide tiles are 3 waves of 66; 192 of medium ones also, of three quarters."""
+    menu = tuning._MACHINE.tilings.model_copy(
+        update={"medium_from_gain": 1.05, "medium_cost": 1.05}
+    )
+    with_medium = tuning._MACHINE.model_copy(update={"tilings": menu})
+    monkeypatch.setattr(tuning, "_MACHINE", with_medium)
+    assert tuning.tiling(2048, 2, 2184, 5120, PROCESSORS) == "medium"
+    assert tuning.tiling(2048, 2, 2048, 5120, PROCESSORS) == "deep"  # 128: 2 waves
+    assert tuning.tiling(8192, 2, 8192, 8192, PROCESSORS) == "wide"
+    assert tuning.tiling(1024, 4, 1024, 4096, PROCESSORS) == "narrow"
+
+
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
     large = gathered(1024, 1024, 16_384, 4, 1024)
     assert large == by_copy_engines(large, "narrow", 1024, slices=tuning.SLICES)

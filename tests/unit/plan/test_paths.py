@@ -294,6 +294,16 @@ def test_which_calls_are_of_few_rows(op: Any, m: int, n: int, world: int, few: b
     assert paths.few_rows(op, shape, "bfloat16", world, simple()) is None
 
 
+def test_few_columns_are_not_of_few_rows() -> None:
+    made = MachineConstants.model_validate(
+        simple().model_dump() | {"few_rows": FEW | {"least_columns": 4096}}
+    )
+    for n, few in ((4088, False), (4096, True)):
+        shape = GemmShape(m=64, n=n, k=1024)
+        found = paths.few_rows("gemm_all_reduce", shape, "bfloat16", 2, made)
+        assert (found is not None) is few
+
+
 def test_few_rows_keep_the_limit_of_error_however_small() -> None:
     shape = GemmShape(m=1, n=1024, k=1024)
     assert not paths.fusable("gemm_all_reduce", shape, "bfloat16", 2, simple())

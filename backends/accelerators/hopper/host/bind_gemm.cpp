@@ -60,14 +60,17 @@ void require_pitch(const std::string& name, std::int64_t pitch) {
 }
 
 GemmTensors gemm_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias,
-                         std::int64_t a_pitch, std::int64_t b_pitch) {
+                         std::int64_t a_pitch, std::int64_t b_pitch, std::uint64_t a_scale,
+                         std::uint64_t b_scale) {
     require_aligned("a", a);
     require_aligned("b", b);
     require_aligned("out", out);
     if (bias != 0) require_aligned("bias", bias);
     require_pitch("a_pitch", a_pitch);
     require_pitch("b_pitch", b_pitch);
-    return {a, b, out, bias, a_pitch, b_pitch};
+    if (a_scale != 0) require_aligned("a_scale", a_scale);
+    if (b_scale != 0) require_aligned("b_scale", b_scale);
+    return {a, b, out, bias, a_pitch, b_pitch, a_scale, b_scale};
 }
 
 // The product of these tensors.
@@ -77,13 +80,16 @@ Product with_tensors(Product product, const GemmTensors& tensors) {
 }
 
 // The product has no tensors yet.
-Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks) {
+Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks,
+                   Scaling scaling) {
     // Rows of out are packed, as those of a and b may be, and each must be as aligned as the first.
     require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
-    require(k >= 1 && k % 8 == 0, "k", k, "a positive multiple of 8");
+    const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
+    require(k >= 1 && k % step == 0, "k", k, "a positive multiple of " + std::to_string(step));
+    require(scaling == Scaling::none || !n_major, "n_major", n_major, "0 of e4m3 operands");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
-    return {{}, n, k, half, n_major, tiling, band, blocks};
+    return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
 }
 
 AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
@@ -142,8 +148,15 @@ void bind_network(py::module_& module) {
 void bind_data(py::module_& module) {
     py::enum_<Tiling>(module, "Tiling")
         .value("wide", Tiling::wide)
+        .value("medium", Tiling::medium)
         .value("deep", Tiling::deep)
         .value("narrow", Tiling::narrow);
+    py::class_<RowScales>(module, "RowScales")
+        .def(py::init<std::uint64_t, std::uint64_t>(), "address"_a = 0, "bytes"_a = 0);
+    py::enum_<Scaling>(module, "Scaling")
+        .value("none", Scaling::none)
+        .value("by_rows", Scaling::by_rows)
+        .value("single", Scaling::single);
     py::class_<DeviceWorld>(module, "DeviceWorld")
         .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
              "network"_a = py::none())
@@ -159,7 +172,7 @@ void bind_data(py::module_& module) {
     module.attr("NETWORK_WORDS") = kNetworkWords;
     py::class_<GemmTensors>(module, "GemmTensors")
         .def(py::init(&gemm_tensors), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "a_pitch"_a = 0,
-             "b_pitch"_a = 0)
+             "b_pitch"_a = 0, "a_scale"_a = 0, "b_scale"_a = 0)
         .def_readonly("a", &GemmTensors::a)
         .def_readonly("b", &GemmTensors::b)
         .def_readonly("out", &GemmTensors::out)
@@ -168,7 +181,7 @@ void bind_data(py::module_& module) {
         .def_readonly("b_pitch", &GemmTensors::b_pitch);
     py::class_<Product>(module, "Product")
         .def(py::init(&product_of), py::kw_only(), "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a,
-             "band"_a, "blocks"_a = 0)
+             "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none)
         .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
@@ -236,6 +249,8 @@ void bind_few_rows(py::module_& module) {
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH") = kFewDepth;
     module.attr("MAIL_BYTES") = kMailBytes;
+    module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
+    module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);
     module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 
@@ -255,15 +270,17 @@ void bind_gemm(py::module_& module) {
     bind_data(module);
     bind_pipelined(module);
     bind_few_rows(module);
-    module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a);
+    module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a,
+               "scaling"_a = Scaling::none);
     module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "local"_a, "rows"_a, "n"_a,
                "by_outbox"_a, "gathers"_a);
     module.def("gemm_reduce_area_bytes", &gemm_reduce_area_bytes, "world"_a, "local"_a, "rows"_a,
                "n"_a, "tiling"_a, "gathers"_a, "hierarchical"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def("gathered_scales_at", &gathered_scales_at, "row_bytes"_a);
     module.def("push_rows", on_device(&push_rows), "device"_a, "world"_a, "rows"_a, "row_bytes"_a,
-               "schedule"_a, "stream"_a, released);
+               "schedule"_a, "stream"_a, "scales"_a = RowScales{}, released);
     module.def("send_rows", on_device(&send_rows), "device"_a, "world"_a, "product"_a, "schedule"_a,
                "stream"_a, released);
     module.def("all_gather_gemm", on_device(&all_gather_gemm), "device"_a, "world"_a, "product"_a,

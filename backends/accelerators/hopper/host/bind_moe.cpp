@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/far_slots.hpp"
 #include "backends/accelerators/hopper/host/moe.hpp"
 #include "backends/cuda/device.hpp"
 
@@ -21,6 +22,10 @@ void bind_moe(py::module_& module) {
     using Word = std::int32_t;
     using Address = std::uint64_t;
 
+    py::class_<FarSlots>(module, "FarSlots")
+        .def_readonly("offset", &FarSlots::offset)
+        .def_readonly("bytes", &FarSlots::bytes)
+        .def_readonly("flag", &FarSlots::flag);
     py::class_<Sizes>(module, "MoeSizes")
         .def(py::init([](Word world, Word tokens, Word top_k, Word experts) {
                  return Sizes{world, tokens, top_k, experts};
@@ -28,7 +33,12 @@ void bind_moe(py::module_& module) {
              py::kw_only(), "world"_a, "tokens"_a, "top_k"_a, "experts"_a)
         .def("table_words", &moe::table_words)
         .def("dispatch_bytes", &moe::dispatch_bytes, "row_bytes"_a)
-        .def("home_bytes", &moe::home_bytes, "row_bytes"_a, "by_rank"_a);
+        .def("home_bytes", &moe::home_bytes, "row_bytes"_a, "by_rank"_a)
+        .def("far_tokens", &moe::far_tokens, "row_bytes"_a)
+        .def("far_ids", &moe::far_ids, "row_bytes"_a)
+        .def("far_weights", &moe::far_weights)
+        .def("far_sums", &moe::far_sums, "row_bytes"_a)
+        .def("outbox_offset", &moe::outbox_offset, "row_bytes"_a);
     py::class_<ReportBlock>(module, "ReportBlock")
         .def(py::init<>())
         .def("rows", &ReportBlock::rows, "call"_a)
@@ -95,6 +105,30 @@ void bind_moe(py::module_& module) {
             moe::bring_home(world, home, step, stream);
         },
         "device"_a, "world"_a, "home"_a, "step"_a, "stream"_a, released);
+    module.def(
+        "send_far",
+        [](int device, const DeviceWorld& world, Address from, const FarSlots& slots,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            send_far(world, from, slots, stream);
+        },
+        "device"_a, "world"_a, "from_"_a, "slots"_a, "stream"_a, released);
+    module.def(
+        "send_outbox",
+        [](int device, const DeviceWorld& world, std::uint64_t outbox, const FarSlots& slots,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            send_outbox(world, outbox, slots, stream);
+        },
+        "device"_a, "world"_a, "outbox"_a, "slots"_a, "stream"_a, released);
+    module.def(
+        "land_far",
+        [](int device, const DeviceWorld& world, const std::vector<FarSlots>& slots,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            land_far(world, slots, stream);
+        },
+        "device"_a, "world"_a, "slots"_a, "stream"_a, released);
     module.def("shares_device", &shares_device, "device"_a, "world"_a);
 }
 

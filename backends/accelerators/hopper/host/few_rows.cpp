@@ -21,7 +21,14 @@ std::uint64_t slot_bytes(int n, const FewRowsSchedule& schedule) {
     return (elements * (schedule.unrounded ? sizeof(float) : kElementBytes) + 127) / 128 * 128;
 }
 
+Trace trace_of_calls;
+
 }  // namespace
+
+void trace_few_rows(std::uint64_t address, std::uint32_t calls) {
+    if (!kTraced) throw std::runtime_error("few_rows is traced in builds with MKERNEL_TRACE alone");
+    trace_of_calls = {reinterpret_cast<std::uint64_t*>(address), calls};
+}
 
 int few_rows_height(int m) {
     for (const int height : {16, 32, 64, 128}) {
@@ -59,6 +66,7 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.n = product.n;
     args.k = product.k;
     args.unrounded = schedule.unrounded;
+    args.trace = trace_of_calls;
     const auto launch = product.half ? &launch_few_rows<__half> : &launch_few_rows<__nv_bfloat16>;
     cuda::check(
         launch(args, product.n_major, schedule.splits, product.blocks, cuda::stream_at(stream)),

@@ -23,6 +23,10 @@ void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
               std::uint64_t stream);
 
+// From now on calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
+// only in a build with MKERNEL_TRACE.
+void trace_few_rows(std::uint64_t address, std::uint32_t calls);
+
 // A plan's calls in one world.
 class FewRowsCalls {
   public:

@@ -2,6 +2,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -24,7 +25,14 @@ constexpr int kPieceRows = 32;  // of tile/block.cuh
 constexpr std::size_t kAreaAlignment = 1024;
 
 int tile_columns(Tiling tiling) {
-    return tiling == Tiling::narrow ? 128 : 256;
+    switch (tiling) {
+        case Tiling::narrow:
+            return 128;
+        case Tiling::medium:
+            return 192;
+        default:
+            return 256;
+    }
 }
 int cluster_rows(Tiling tiling) {
     return tiling == Tiling::narrow ? kTileRows : 2 * kTileRows;
@@ -40,13 +48,18 @@ void check_flags(std::uint64_t wanted) {
     }
 }
 
-CUtensorMap map_of_rows(std::uint64_t address, int rows, int width, bool half,
+ElementType operands_of(const Product& product) {
+    if (product.scaling != Scaling::none) return ElementType::e4m3;
+    return product.half ? ElementType::float16 : ElementType::bfloat16;
+}
+
+CUtensorMap map_of_rows(std::uint64_t address, int rows, const Product& product,
                         std::int64_t pitch = 0) {
     return tensor_map({.address = address,
-                       .width = static_cast<std::uint64_t>(width),
+                       .width = static_cast<std::uint64_t>(product.k),
                        .height = static_cast<std::uint64_t>(rows),
                        .pitch = static_cast<std::uint64_t>(pitch)},
-                      kTileRows, half);
+                      kTileRows, operands_of(product));
 }
 
 CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half,
@@ -66,6 +79,25 @@ std::uint64_t tile_bytes(Tiling tiling) {
     return std::uint64_t{kTileRows} * tile_columns(tiling) * kElementBytes;
 }
 
+// Of one rank's rows.
+std::size_t scales_of(int rows, Scaling scaling) {
+    return scaling == Scaling::by_rows ? static_cast<std::size_t>(rows) : 1;
+}
+
+void check_one_node(const Workspace& workspace) {
+    if (workspace.far() == 0) return;
+    throw std::invalid_argument(
+        "e4m3 operands on several nodes: " + std::to_string(workspace.far()) +
+        " ranks are on other ones; expected all on this one");
+}
+
+OperandScales scales_of(const Product& product, std::uint64_t gathered_at = 0) {
+    return {.own = reinterpret_cast<const float*>(product.tensors.a_scale),
+            .of_columns = reinterpret_cast<const float*>(product.tensors.b_scale),
+            .single = product.scaling == Scaling::single,
+            .gathered_at = gathered_at};
+}
+
 GemmVariant variant_of(const Product& product) {
     return {product.tiling, product.n_major};
 }
@@ -79,13 +111,20 @@ CUtensorMap map_of_b(const Product& product) {
                         .width = product.n_major ? n : k,
                         .height = product.n_major ? k : n,
                         .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
-    constexpr int share = 128;  // columns that a block loads: Config::kShareN, of both
-    return tensor_map(extent, product.n_major ? kTileDepth : share, product.half);
+    // Config::kBoxDepth, Config::kShareN
+    const bool medium = product.tiling == Tiling::medium;
+    const int depth = medium ? kTileDepth / 2 : kTileDepth;
+    return tensor_map(extent, product.n_major ? depth : medium ? 96 : 128, operands_of(product));
 }
 
-std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k) {
+std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
+                                  Scaling scaling) {
     check_flags(static_cast<std::uint64_t>(world) * schedule.flags());
-    return kDataOffset + static_cast<std::size_t>(world) * schedule.rows * k * kElementBytes;
+    const std::size_t rows =
+        static_cast<std::size_t>(world) * schedule.rows * k * operand_bytes(scaling);
+    if (scaling == Scaling::none) return kDataOffset + rows;
+    return kDataOffset + gathered_scales_at(rows) +
+           world * scales_of(schedule.rows, scaling) * sizeof(float);
 }
 
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers) {
@@ -105,8 +144,13 @@ std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling
     return owners * tiles_of(rows, n, tiling) * tile_bytes(tiling);
 }
 
+RowScales row_scales(const Product& product, int rows) {
+    if (product.scaling == Scaling::none) return {};
+    return {product.tensors.a_scale, scales_of(rows, product.scaling) * sizeof(float)};
+}
+
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
-               const AllGatherSchedule& schedule, std::uint64_t stream) {
+               const AllGatherSchedule& schedule, std::uint64_t stream, const RowScales& scales) {
     const Workspace workspace = workspace_of(world);
     if (workspace.world == 1) return;
     if (schedule.flags() > kEpochCopies) {
@@ -133,6 +177,15 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
                                     cudaMemcpyDeviceToDevice, cuda::stream_at(stream));
         copied(status, count * width, peer);
     };
+    const auto copy_scales = [&](int peer) {
+        if (scales.bytes == 0) return;
+        const std::uint64_t at = gathered_scales_at(workspace.world * schedule.rows * row_bytes) +
+                                 workspace.rank * scales.bytes;
+        copied(cudaMemcpyAsync(workspace.data(peer) + at,
+                               reinterpret_cast<const void*>(scales.address), scales.bytes,
+                               cudaMemcpyDeviceToDevice, cuda::stream_at(stream)),
+               scales.bytes, peer);
+    };
     const auto raise = [&](int peer, int first, int count) {
         transport::SetWord* const flags =
             workspace.flags(peer) + workspace.rank * schedule.flags() + first;
@@ -143,10 +196,14 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
     };
     for (int step = 1; step < workspace.world - 1; ++step) {
         const int peer = (workspace.rank + workspace.world - step) % workspace.world;
+        if (!workspace.near(peer)) continue;
+        copy_scales(peer);
         copy(peer, 0, schedule.rows, 0, row_bytes);
         raise(peer, 0, schedule.flags());
     }
     const int last = (workspace.rank + 1) % workspace.world;
+    if (!workspace.near(last)) return;
+    copy_scales(last);
     const std::uint64_t each =
         slice_columns(static_cast<int>(row_bytes / kElementBytes), schedule.slices) * kElementBytes;
     for (int first = 0, flag = 0; first < schedule.rows; first += schedule.chunk_rows) {
@@ -173,16 +230,21 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                                     "; expected packed rows: they travel to " +
                                     std::to_string(ranks - 1) + " other ranks");
     }
-    args.own = map_of_rows(tensors.a, schedule.rows, product.k, product.half, tensors.a_pitch);
+    args.own = map_of_rows(tensors.a, schedule.rows, product, tensors.a_pitch);
     args.gathered = args.own;
     if (ranks > 1) {
         args.gathered =
             map_of_rows(reinterpret_cast<std::uint64_t>(args.workspace.data(world.rank)),
-                        ranks * schedule.rows, product.k, product.half);
+                        ranks * schedule.rows, product);
     }
     args.b = map_of_b(product);
     args.out = map_of_layers(tensors.out, ranks, schedule.rows, product.n, product.half);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
+    if (product.scaling != Scaling::none) {
+        check_one_node(args.workspace);
+        const std::uint64_t rows = std::uint64_t{1} * ranks * schedule.rows;
+        args.scales = scales_of(product, gathered_scales_at(rows * product.k));
+    }
     args.limits = limits_of(world);
     args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
@@ -202,8 +264,12 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
 }
 
 void launch(const AllGatherGemmArgs& args, const Product& product, std::uint64_t stream) {
-    const auto launch =
-        product.half ? &launch_all_gather_gemm<__half> : &launch_all_gather_gemm<__nv_bfloat16>;
+    auto launch = product.half ? &launch_all_gather_gemm<__half, __half>
+                               : &launch_all_gather_gemm<__nv_bfloat16, __nv_bfloat16>;
+    if (product.scaling != Scaling::none) {
+        launch = product.half ? &launch_all_gather_gemm<__half, __nv_fp8_e4m3>
+                              : &launch_all_gather_gemm<__nv_bfloat16, __nv_fp8_e4m3>;
+    }
     cuda::check(launch(args, variant_of(product), product.blocks, cuda::stream_at(stream)),
                 "launching all_gather_gemm");
 }
@@ -230,7 +296,7 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.workspace = workspace_of(world);
     const int ranks = args.workspace.world;
     const GemmTensors& tensors = product.tensors;
-    args.a = map_of_rows(tensors.a, schedule.m, product.k, product.half, tensors.a_pitch);
+    args.a = map_of_rows(tensors.a, schedule.m, product, tensors.a_pitch);
     args.b = map_of_b(product);
     const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
         return map_of_layers(address, count, rows, product.n, product.half, box_rows);
@@ -289,12 +355,19 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.panel_rows = std::min(schedule.panel_rows, args.raster.cluster_rows);
     args.panel_columns = std::min(schedule.panel_columns, args.raster.columns);
     args.pace = schedule.pace;
+    args.m = schedule.m;
     args.rows = schedule.rows;
     args.n = product.n;
     args.k = product.k;
     args.alone = schedule.alone;
-    const auto launch =
-        product.half ? &launch_gemm_reduce<__half> : &launch_gemm_reduce<__nv_bfloat16>;
+    auto launch = product.half ? &launch_gemm_reduce<__half, __half>
+                               : &launch_gemm_reduce<__nv_bfloat16, __nv_bfloat16>;
+    if (product.scaling != Scaling::none) {
+        check_one_node(args.workspace);
+        args.scales = scales_of(product);
+        launch = product.half ? &launch_gemm_reduce<__half, __nv_fp8_e4m3>
+                              : &launch_gemm_reduce<__nv_bfloat16, __nv_fp8_e4m3>;
+    }
     cuda::check(launch(args, variant_of(product), product.blocks, cuda::stream_at(stream)),
                 "launching gemm_reduce");
 }

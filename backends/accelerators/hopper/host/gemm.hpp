@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 
 namespace mkernel::hopper {
@@ -18,19 +19,29 @@ struct GemmTensors {
     std::uint64_t a = 0, b = 0, out = 0;
     std::uint64_t bias = 0;  // [n]; 0: none
     std::int64_t a_pitch = 0, b_pitch = 0;
+    std::uint64_t a_scale = 0, b_scale = 0;  // of e4m3 operands, float32; else 0
 };
+
+// Which operands: of 16 bits; or e4m3 with scales [rows] and [n], or with one each.
+enum class Scaling : std::uint8_t { none, by_rows, single };
 
 // C [.., n] = A [.., k] @ B (+ bias), with A and C row-major. B: [k, n], or [n, k] (`n_major` false).
 // The planner's choices: tile width, band, blocks.
 struct Product {
     GemmTensors tensors;
     int n, k;
-    bool half;     // float16, else bfloat16
+    bool half;     // float16, else bfloat16; of e4m3 operands the results
     bool n_major;  // b is [k, n]
     Tiling tiling;
     int band;    // cluster rows that share B in L2
     int blocks;  // 0: one an SM
+    Scaling scaling = Scaling::none;
 };
+
+// Of an element of A and B.
+inline int operand_bytes(Scaling scaling) {
+    return scaling == Scaling::none ? static_cast<int>(kElementBytes) : 1;
+}
 
 // B as bulk copies see it: boxes of 128 rows of N and 64 of K, or, N-major, of 64 rows of K and 64 of N.
 CUtensorMap map_of_b(const Product& product);
@@ -54,25 +65,34 @@ struct AllGatherSchedule {
 
 // Bytes of a workspace's data area, and its flags, that a call needs. std::length_error where flags run
 // out.
-std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k);
+std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
+                                  Scaling scaling = Scaling::none);
 // `gathers`: AllReduce into an out that is not symmetric. Of `world` ranks `local` are on a node.
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers);
 // Bytes of the area for other nodes: of the data area, behind those, or of staging memory.
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
                                    bool gathers, bool hierarchical);
 
-// Copies the own rows into every peer's workspace, the rank before this one first, and the epoch into
+// The scales of the own rows, of so many bytes; none: no bytes.
+struct RowScales {
+    std::uint64_t address = 0, bytes = 0;
+};
+RowScales row_scales(const Product& product, int rows);
+
+// Copies the own rows, and ahead of them their scales, into every peer's workspace, the rank before this one first, and the epoch into
 // the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
 // the end of the last shard is ever waited for. On the copy engines; `stream` must come after the end
 // of the previous call. At most kEpochCopies flags.
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
-               const AllGatherSchedule& schedule, std::uint64_t stream);
+               const AllGatherSchedule& schedule, std::uint64_t stream,
+               const RowScales& scales = {});
 
 // The same by blocks of a kernel (`schedule.push_blocks`, not 0), to ranks of other nodes too. A call
 // of all_gather_gemm behind it on the stream, without blocks that push, ends the call.
 void send_rows(const DeviceWorld& world, const Product& product, const AllGatherSchedule& schedule,
                std::uint64_t stream);
 
+// Of e4m3 operands all ranks are on one node. std::invalid_argument.
 // `wait` false: take the other ranks' rows as they lie in the workspace. Of several ranks, rows of `a`
 // are packed: they travel as they lie. std::invalid_argument.
 void all_gather_gemm(const DeviceWorld& world, const Product& product,

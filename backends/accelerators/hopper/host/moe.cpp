@@ -68,6 +68,28 @@ std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_ra
     return kDataOffset + rows_offset(sizes, by_rank) + aligned(rows * row_bytes);
 }
 
+FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes) {
+    return {0, sizes.tokens * row_bytes, 0};
+}
+
+FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes) {
+    const auto world = static_cast<std::uint32_t>(sizes.world);
+    return {ids_offset(sizes, row_bytes), places(sizes) / world * sizeof(std::int32_t), world};
+}
+
+FarSlots far_weights(const Sizes& sizes) {
+    return {0, places(sizes) / sizes.world * sizeof(float), 0};
+}
+
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes) {
+    const auto world = static_cast<std::uint32_t>(sizes.world);
+    return {rows_offset(sizes, true), sizes.tokens * row_bytes, world};
+}
+
+std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes) {
+    return home_bytes(sizes, row_bytes, true) - kDataOffset;
+}
+
 ReportBlock::ReportBlock() {
     void* memory = nullptr;
     cuda::check(cudaHostAlloc(&memory, sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
@@ -171,6 +193,8 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .out = reinterpret_cast<char*>(home.out),
         .weights_offset = 0,
         .rows_offset = rows_offset(home.sizes, home.by_rank),
+        .outbox_offset =
+            outbox_offset(home.sizes, std::uint64_t{1} * home.width * (home.wide ? 4 : 2)),
         .width = home.width,
         .panels = {home.width, home.panels},
         .panel_counts = reinterpret_cast<const PanelCount*>(home.panel_counts),

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/hopper/kernels/far_slots.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/kernels/moe/home.hpp"
 #include "backends/accelerators/hopper/kernels/moe/routing.hpp"
@@ -29,6 +30,14 @@ std::int64_t table_words(const Sizes& sizes);
 // Bytes of a workspace. std::length_error: too many experts.
 std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes);
 std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank);
+
+// Between nodes these are also slots that NICs write into, or staging memory of the same layout. Behind them,
+// where sums come by rank, is the outbox: those for each rank, [W, tokens, width].
+FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes);
+FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes);
+FarSlots far_weights(const Sizes& sizes);
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes);
+std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
 
 // Pinned memory where a dispatch tells the host of its rows (kernels/moe/tables.cuh).
 class ReportBlock {

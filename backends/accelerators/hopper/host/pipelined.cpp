@@ -30,16 +30,20 @@ void PipelinedGather::start(const CallOnce& call) {
     const cuda::DeviceScope scope(device_);
     take_over(call, world_, product_);
     const bool several = world_.workspaces.size() > 1;
-    const std::uint64_t row_bytes = static_cast<std::uint64_t>(product_.k) * kElementBytes;
+    const std::uint64_t row_bytes = std::uint64_t{1} * product_.k * operand_bytes(product_.scaling);
     const bool copied = several && schedule_.push_blocks == 0;
+    const auto push = [&](std::uint64_t stream) {
+        push_rows(world_, call.tensors.a, row_bytes, schedule_, stream,
+                  row_scales(product_, schedule_.rows));
+    };
     if (!copied || copies_first_) {
-        if (copied) push_rows(world_, call.tensors.a, row_bytes, schedule_, call.stream);
+        if (copied) push(call.stream);
         all_gather_gemm(world_, product_, schedule_, several, call.stream);
         return;
     }
     const std::uint64_t beside = order_.fork(call.stream);
     try {
-        push_rows(world_, call.tensors.a, row_bytes, schedule_, beside);
+        push(beside);
         all_gather_gemm(world_, product_, schedule_, true, call.stream);
     } catch (...) {
         order_.join(call.stream);

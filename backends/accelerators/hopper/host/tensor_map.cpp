@@ -8,21 +8,32 @@
 namespace mkernel::hopper {
 
 namespace {
-constexpr std::uint32_t kBoxWidth = 64;
+constexpr std::uint32_t kBoxBytes = 128;
+
+CUtensorMapDataType data_type(ElementType type) {
+    switch (type) {
+        case ElementType::bfloat16:
+            return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+        case ElementType::float16:
+            return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+        case ElementType::e4m3:
+            break;
+    }
+    return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
 }  // namespace
 
-CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half) {
+CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, ElementType type) {
     const cuuint32_t rank = extent.depth == 0 ? 2 : 3;
     const cuuint64_t sizes[3] = {extent.width, extent.height, extent.depth};
-    const cuuint64_t pitch = (extent.pitch == 0 ? extent.width : extent.pitch) * kElementBytes;
+    const cuuint64_t pitch = (extent.pitch == 0 ? extent.width : extent.pitch) * bytes_of(type);
     const cuuint64_t strides[2] = {pitch, pitch * extent.height};
-    const cuuint32_t box[3] = {kBoxWidth, box_height, 1};
+    const cuuint32_t box[3] = {kBoxBytes / static_cast<cuuint32_t>(bytes_of(type)), box_height, 1};
     const cuuint32_t steps[3] = {1, 1, 1};
     CUtensorMap map{};
     cuda::check(cuda::driver().tensor_map_encode_tiled(
-                    &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                    rank, reinterpret_cast<void*>(extent.address), sizes, strides, box, steps,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    &map, data_type(type), rank, reinterpret_cast<void*>(extent.address), sizes,
+                    strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 [&] {
                     return "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +

@@ -9,7 +9,13 @@ namespace mkernel::hopper {
 
 inline constexpr std::uint64_t kElementBytes = 2;  // bfloat16, float16
 
-// A tensor of 16-bit elements, innermost dimension first; `depth` 0: two dimensions. `pitch`: elements
+// What a tensor is of. e4m3 elements are 8 bits wide, the others 16.
+enum class ElementType : std::uint8_t { bfloat16, float16, e4m3 };
+inline constexpr std::uint64_t bytes_of(ElementType type) {
+    return type == ElementType::e4m3 ? 1 : kElementBytes;
+}
+
+// A tensor, innermost dimension first; `depth` 0: two dimensions. `pitch`: elements
 // from one row to the next; 0: rows are packed. The address and the pitch (in bytes) are multiples of
 // 16, and what comes after the first `height` rows begins where the next row would.
 struct TensorExtent {
@@ -20,7 +26,10 @@ struct TensorExtent {
     std::uint64_t pitch = 0;
 };
 
-// Copies boxes of [box_height, 64], 128-byte-swizzled in shared memory. CudaError names the extent.
-CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half);
+// Copies boxes of [box_height, 128 bytes], 128-byte-swizzled in shared memory. CudaError names the extent.
+CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, ElementType type);
+inline CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half) {
+    return tensor_map(extent, box_height, half ? ElementType::float16 : ElementType::bfloat16);
+}
 
 }  // namespace mkernel::hopper

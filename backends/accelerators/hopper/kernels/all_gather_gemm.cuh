@@ -23,6 +23,9 @@
 // comes from another node is passed on whatever tiles the ranks of the node wait for.
 // Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start
 // late; blocks start at once and publish small chunks.
+// Of e4m3 operands a tile's sums are multiplied by their scales in registers, before the bias is added and
+// before they are rounded. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace
+// behind all rows (`gathered_scales_at`).
 #pragma once
 
 #include <cuda.h>
@@ -34,12 +37,21 @@
 
 namespace mkernel::hopper {
 
+// The scales of e4m3 operands. `single`: one of each rank's rows and one of b, else [rows] and [N].
+struct OperandScales {
+    const float* own;
+    const float* of_columns;
+    bool single;
+    std::uint64_t gathered_at;  // in the data area: what every rank has as `own`, by rank
+};
+
 struct AllGatherGemmArgs {
     CUtensorMap own;       // a [rows, K]
     CUtensorMap gathered;  // [W * rows, K] in the workspace; the own rows are never read there
     CUtensorMap b;
     CUtensorMap out;   // [W, rows, N]
     const void* bias;  // [N], of the element type; or null
+    OperandScales scales;
     Workspace workspace;
     transport::WaitLimits limits;
     Raster raster;  // of one rank's rows; no tiles: the pushing blocks alone, whose call goes on
@@ -52,20 +64,26 @@ struct AllGatherGemmArgs {
     Rails rails;
 };
 
-// Columns of A in a slice, but perhaps in the last: whole steps of 64.
+// Where scales of e4m3 rows lie in the data area, behind so many bytes of rows.
+inline std::uint64_t gathered_scales_at(std::uint64_t row_bytes) {
+    return (row_bytes + 127) / 128 * 128;
+}
+
+// Columns of A in a slice, but perhaps in the last: whole steps of 64; of 16 bits each.
 __host__ __device__ inline int slice_columns(int k, int slices) {
     return ((k + 63) / 64 + slices - 1) / slices * 64;
 }
 
 // Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major.
-enum class Tiling : std::uint8_t { wide, deep, narrow };
+enum class Tiling : std::uint8_t { wide, medium, deep, narrow };
 struct GemmVariant {
     Tiling tiling;
     bool n_major_b;
 };
 
-// Launches on `blocks` blocks (0: one an SM), those that push included. Element: __nv_bfloat16 or __half.
-template <class Element>
+// Launches on `blocks` blocks (0: one an SM), those that push included. Element, of results: __nv_bfloat16
+// or __half. In, of operands: the same, or __nv_fp8_e4m3 with scales, with b K-major and all ranks on one node.
+template <class Element, class In>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream);
 

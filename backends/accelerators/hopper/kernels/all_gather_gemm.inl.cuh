@@ -1,6 +1,8 @@
 // The kernel of all_gather_gemm.cuh; one object file a variant includes it.
 #pragma once
 
+#include <type_traits>
+
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
@@ -69,8 +71,9 @@ struct RowChunk {
     std::uint64_t own;  // in its rank's rows
     int flag;
 
-    __device__ RowChunk(const AllGatherGemmArgs& args, int source, int chunk) {
-        const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * kElementBytes;
+    __device__ RowChunk(const AllGatherGemmArgs& args, int source, int chunk,
+                        int element_bytes = kElementBytes) {
+        const std::uint64_t row_bytes = static_cast<std::uint64_t>(args.k) * element_bytes;
         const int first = chunk * args.chunk_rows;
         own = first * row_bytes;
         at = (static_cast<std::uint64_t>(source) * args.rows + first) * row_bytes;
@@ -79,8 +82,29 @@ struct RowChunk {
     }
 };
 
+// Where rank `at` has the scales of the rows of `source`.
+__device__ __forceinline__ float* gathered_scales(const AllGatherGemmArgs& args, int at,
+                                                  int source) {
+    const int each = args.scales.single ? 1 : args.rows;
+    return reinterpret_cast<float*>(args.workspace.data(at) + args.scales.gathered_at) +
+           std::int64_t{source} * each;
+}
+
+// The scales of a chunk's rows go to a peer, by plain stores that this thread has yet to publish.
+__device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, int peer, int chunk) {
+    float* const to = gathered_scales(args, peer, args.workspace.rank);
+    if (args.scales.single) {
+        *to = *args.scales.own;
+        return;
+    }
+    const int end = min((chunk + 1) * args.chunk_rows, args.rows);
+#pragma unroll 16
+    for (int row = chunk * args.chunk_rows; row < end; ++row) to[row] = args.scales.own[row];
+}
+
 // What a pushing block does instead of tiles: each pusher has stages of its own, takes chunks in turn and
 // publishes each by its flag. Chunks for the node's ranks go into their workspaces.
+template <class In>
 __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushRing& ring,
                                             int pusher, int pushers, std::uint64_t epoch) {
     const Workspace& workspace = args.workspace;
@@ -89,9 +113,10 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushR
         const int step = task / args.chunks + 1;
         const int before = workspace.rank - workspace.first + workspace.local - step;
         const int peer = workspace.first + before % workspace.local;
-        const RowChunk chunk(args, workspace.rank, task % args.chunks);
+        const RowChunk chunk(args, workspace.rank, task % args.chunks, sizeof(In));
         ring.copy(workspace.data(peer) + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
                   1);
+        if constexpr (sizeof(In) == 1) push_scales(args, peer, task % args.chunks);
         ring.complete();
         workspace.flags(peer)[chunk.flag].set(epoch);
     }
@@ -163,34 +188,36 @@ __device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
                   [&](std::uint32_t flag) { return flag / chunks; });
 }
 
-template <class C, class Element, bool kNMajorB>
+template <class C, class Element, bool kNMajorB, class In>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
-    const int steps = (args.k + kTileK - 1) / kTileK;
+    constexpr int kStep = kStepK<In>;
+    constexpr bool kScaled = sizeof(In) == 1;
+    const int steps = (args.k + kStep - 1) / kStep;
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
-    const bool by_nic = args.workspace.far() > 0;  // its storer then takes in what comes
+    const bool by_nic =
+        !kScaled && args.workspace.far() > 0;  // its storer then takes in what comes
     switch (take_role()) {
         case Role::loader: {
             if (pushes) {
                 PushRing ring = ring_of(shared, 0);
                 if (by_nic) push_to_nodes(args, ring, waiter);
-                push_chunks(args, ring, 0, by_nic ? 1 : kPushers, epoch);
+                push_chunks<In>(args, ring, 0, by_nic ? 1 : kPushers, epoch);
                 break;
             }
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](int shard, int row, int column) {
-                const Operands<C, kNMajorB> operands{&args.b, column};
+                const Operands<C, kNMajorB, kStep> operands{&args.b, column};
                 if (shard == args.workspace.rank) {
                     operands.load(shared, cursor, &args.own, row, 0, steps);
                     return;
                 }
-                static_assert(kTileK == 64, "slice_columns counts such steps");
-                const int each = slice_columns(args.k, args.slices) / kTileK;
+                const int each = (steps + args.slices - 1) / args.slices;
                 for (int slice = 0; slice * each < steps; ++slice) {
                     wait_for_rows(args, waiter, epoch, shard, row, slice);
                     operands.load(shared, cursor, &args.gathered, shard * args.rows + row,
@@ -207,7 +234,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (by_nic) {
                     land_chunks(args, ring, waiter, epoch);
                 } else {
-                    push_chunks(args, ring, 1, kPushers, epoch);
+                    push_chunks<In>(args, ring, 1, kPushers, epoch);
                 }
                 break;
             }
@@ -226,9 +253,17 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 }
                 break;
             }
-            Multiplier<C, Element, kNMajorB> multiplier(shared);
-            for_each_tile<C>(args, [&](int, int, int column) {
+            Multiplier<C, Element, kNMajorB, In> multiplier(shared);
+            for_each_tile<C>(args, [&](int shard, int row, int column) {
                 multiplier.multiply(steps);
+                if constexpr (kScaled) {
+                    const OperandScales& scales = args.scales;
+                    const int rank = args.workspace.rank;
+                    const float* const of_rows =
+                        shard == rank ? scales.own : gathered_scales(args, rank, shard);
+                    multiplier.scale(of_rows + (scales.single ? 0 : row), args.rows - row,
+                                     scales.of_columns, column, args.n, scales.single);
+                }
                 multiplier.add_bias(args.bias, column, args.n);
                 multiplier.write();
             });
@@ -244,18 +279,24 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x == 0 && args.raster.tiles() > 0) finish_call(args.workspace, waiter, epoch);
 }
 
-template <class Element>
+template <class Element, class In>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream) {
     const int tiles = args.raster.tiles() * args.workspace.world;
     const auto start = [&]<class C>() {
-        return launch_blocks<C>(variant.n_major_b ? all_gather_gemm<C, Element, true>
-                                                  : all_gather_gemm<C, Element, false>,
-                                args, tiles, blocks, stream, args.push_blocks);
+        auto kernel = &all_gather_gemm<C, Element, false, In>;
+        if constexpr (std::is_same_v<Element, In>) {
+            if (variant.n_major_b) kernel = &all_gather_gemm<C, Element, true, In>;
+        } else if (variant.n_major_b) {
+            return cudaErrorInvalidValue;
+        }
+        return launch_blocks<C>(kernel, args, tiles, blocks, stream, args.push_blocks);
     };
     switch (variant.tiling) {
         case Tiling::wide:
             return start.template operator()<Wide>();
+        case Tiling::medium:
+            return start.template operator()<Medium>();
         case Tiling::deep:
             return start.template operator()<Deep>();
         case Tiling::narrow:

@@ -20,6 +20,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include "backends/accelerators/hopper/device/trace.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -40,6 +41,22 @@ struct FewRowsArgs {
     std::uint64_t slot;  // bytes of mail from one rank
     int m, n, k;
     bool unrounded;  // float32 sums travel
+    Trace trace;
+};
+
+// What a block's trace tells, in order; of the first multiplier but for `loaded`, the loader's.
+enum class FewRowsMark : std::uint8_t {
+    begun,       // the block
+    free,        // the grid before is over
+    open,        // mail may be sent
+    come,        // the first weights
+    loaded,      // the last loads are under way
+    multiplied,  // all weights
+    together,    // partial sums of the cluster are there
+    sent,        // this thread's part of them
+    taken,       // what the peers sent
+    ended,
+    count
 };
 
 // Rows that the kernel which runs m rows has, a multiple of 16; boxes of `a` are as high.

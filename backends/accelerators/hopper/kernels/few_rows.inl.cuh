@@ -30,6 +30,9 @@ struct FewRows {
     ptx::Mbarrier full[kStages];
     ptx::Mbarrier empty[kStages];
     std::uint64_t epoch;
+    BlockTrace<static_cast<int>(FewRowsMark::count)> trace;
+
+    __device__ void mark(FewRowsMark which) { trace.mark(static_cast<int>(which)); }
 
     // Partial sums [kRows, kPitch]: where the stages were, once all of them were multiplied.
     __device__ float* sums() { return reinterpret_cast<float*>(stages); }
@@ -75,6 +78,20 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
     }
 }
 
+// The weights of the first stages.
+template <int kRows, bool kNMajorB>
+__device__ __forceinline__ void prefetch_few(const FewRowsArgs& args, int column, int first,
+                                             int end) {
+    for (int step = first; step < min(end, first + FewRows<kRows>::kStages); ++step) {
+        if constexpr (kNMajorB) {
+            ptx::prefetch_box(&args.b, column, step * kTileK);
+            ptx::prefetch_box(&args.b, column + 64, step * kTileK);
+        } else {
+            ptx::prefetch_box(&args.b, step * kTileK, column);
+        }
+    }
+}
+
 // This warpgroup's 64 columns of b^T times a^T, over `steps` stages.
 template <int kRows, class Element, bool kNMajorB>
 __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
@@ -88,6 +105,7 @@ __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
     Cursor<S::kStages> before = stage;
     for (int step = 0; step < steps; ++step) {
         shared.full[stage.slot].wait(stage.parity);
+        if (kTraced && step == 0 && threadIdx.x == 0) shared.mark(FewRowsMark::come);
         const unsigned char* at = shared.stages[stage.slot];
         std::uint64_t weights = ptx::descriptor(at + group * S::kWeightBytes / 2, 0, kAtomBytes);
         std::uint64_t rows = ptx::descriptor(at + S::kWeightBytes, 0, kAtomBytes);
@@ -330,6 +348,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const bool multiplies = threadIdx.x < kFewMultipliers;
 
     if (threadIdx.x == 0) {
+        shared.mark(FewRowsMark::begun);
         for (int stage = 0; stage < S::kStages; ++stage) {
             shared.full[stage].init(1);
             shared.empty[stage].init(kFewMultipliers / 32);
@@ -337,20 +356,24 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::publish_barriers();
     }
     __syncthreads();
+    const bool loads = threadIdx.x == kFewMultipliers;
+    const int begin = static_cast<int>(blockIdx.x) / splits;  // the cluster's first tile
+    if (loads) prefetch_few<kRows, kNMajorB>(args, begin * kFewColumns, first, end);
     ptx::wait_for_grid_before();
 
     if (!multiplies) {
         ptx::fewer_registers<40>();
         Cursor<S::kStages> cursor;
-        const bool loads = threadIdx.x == kFewMultipliers;
         // By a warp that is idle; multipliers read it behind the first barrier of the cluster.
         if (threadIdx.x == kFewMultipliers + 32) {
             shared.epoch = epoch_of_brief_call(args.workspace);
         }
         __syncwarp();
-        for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
+        for (int tile = begin; tile < tiles; tile += clusters) {
             if (loads) {
                 load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
+                if (tile + clusters >= tiles) ptx::let_next_grid_start();
+                shared.mark(FewRowsMark::loaded);
             }
             __syncwarp();
             for (int barrier = 0; barrier < 2; ++barrier) ptx::cluster_barrier();
@@ -361,23 +384,32 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     ptx::more_registers<232>();
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-    if (args.workspace.world > 1) mailbox::open();  // while the first weights are under way
+    const bool marks = kTraced && threadIdx.x == 0;
+    if (marks) shared.mark(FewRowsMark::free);
+    // While the first weights are under way; threads beyond a whole tile's share send nothing.
+    const int vectors = (args.m * kFewColumns / 8 + splits - 1) / splits;
+    if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
+    if (marks) shared.mark(FewRowsMark::open);
     Cursor<S::kStages> stage;
-    for (int tile = static_cast<int>(blockIdx.x) / splits; tile < tiles; tile += clusters) {
+    for (int tile = begin; tile < tiles; tile += clusters) {
         {
             float sum[kRows / 2];
             multiply_few<kRows, Element, kNMajorB>(shared, stage, group, end - first, sum);
+            if (marks) shared.mark(FewRowsMark::multiplied);
             multipliers_barrier();  // all have read the stages
             write_few<kRows>(shared, group, args.m, sum);
         }
         ptx::cluster_barrier();  // partial sums are there
+        if (marks) shared.mark(FewRowsMark::together);
         const FewShare share(args, tile, part, splits);
         const auto exchange = [&]<bool kUnrounded>() {
             FewExchange<kRows, Element, kUnrounded> parts(shared, args, share);
             parts.send(splits);
+            if (marks) shared.mark(FewRowsMark::sent);
             __syncwarp();
             ptx::cluster_arrive();  // and have been read
             parts.receive(waiter, tile);
+            if (marks) shared.mark(FewRowsMark::taken);
             __syncwarp();
         };
         if (args.unrounded) {
@@ -388,6 +420,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::cluster_wait();
         ptx::fence_async_shared();
         __syncthreads();  // loads into the stages may go on
+    }
+    if (marks) {
+        shared.mark(FewRowsMark::ended);
+        shared.trace.store(args.trace, shared.epoch);
     }
 }
 

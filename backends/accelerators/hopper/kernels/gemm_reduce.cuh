@@ -62,12 +62,14 @@ struct GemmReduceArgs {
     CUtensorMap out;                  // [1, rows or M, N], whole slices
     CUtensorMap out_pieces;           // the same memory, in pieces
     const void* bias;                 // [N], added once, by the owner; or null
+    OperandScales scales;  // of e4m3 operands; parts are multiplied by them, then rounded
     Workspace workspace;
     transport::WaitLimits limits;
     Raster raster;      // of an owner's rows and all columns
     int panel_rows;     // of clusters
     int panel_columns;  // of tiles
     int pace;           // least clock cycles from one piece that is put to the next
+    int m;              // rows of a
     int rows, n, k;
     bool by_outbox;
     bool everywhere;  // AllReduce: `out` has all rows, on every rank
@@ -80,8 +82,8 @@ struct GemmReduceArgs {
     std::uint64_t area_offset;  // of the area, in the network's
 };
 
-// Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element: __nv_bfloat16 or __half.
-template <class Element>
+// Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element, In: as of AllGather+GEMM.
+template <class Element, class In>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream);
 

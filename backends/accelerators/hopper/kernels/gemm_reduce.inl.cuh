@@ -1,6 +1,8 @@
 // The kernel of gemm_reduce.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
@@ -115,7 +117,7 @@ __device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const Ra
                             });
 }
 
-template <class C, class Element, bool kNMajorB>
+template <class C, class Element, bool kNMajorB, class In>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
     Shared<C>& shared = shared_memory<C>();
@@ -124,7 +126,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int rank = args.workspace.rank;
     const int world = args.workspace.world;
     const std::uint64_t epoch = world > 1 ? args.workspace.control().state.epoch : 0;
-    const int steps = (args.k + kTileK - 1) / kTileK;
+    constexpr int kStep = kStepK<In>;
+    const int steps = (args.k + kStep - 1) / kStep;
     const int sources = args.alone ? 0 : world - 1;
     const TileFlags flags{args.workspace, args.raster.tiles() * C::kCluster};
     const Rails& rails = args.rails;
@@ -141,8 +144,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (args.is_given) {
                     load_tile(shared, cursor, &args.given, tile.column, row, 0);
                 } else {
-                    Operands<C, kNMajorB>{&args.b, tile.column}.load(shared, cursor, &args.a, row,
-                                                                     0, steps);
+                    Operands<C, kNMajorB, kStep>{&args.b, tile.column}.load(shared, cursor, &args.a,
+                                                                            row, 0, steps);
                 }
                 for (int number = 0; number < tile.parts; ++number) {
                     const int source = rails.part_of(tile.owner, number);
@@ -307,9 +310,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 }
                 break;
             }
-            Multiplier<C, Element, kNMajorB> multiplier(shared);
+            Multiplier<C, Element, kNMajorB, In> multiplier(shared);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 multiplier.multiply(args.is_given ? 0 : steps);
+                if constexpr (sizeof(In) == 1) {
+                    const OperandScales& scales = args.scales;
+                    const int row = tile.owner * args.rows + tile.row;
+                    multiplier.scale(scales.own + (scales.single ? 0 : row), args.m - row,
+                                     scales.of_columns, tile.column, args.n, scales.single);
+                }
                 const int parts = args.is_given + tile.parts;
                 for (int part = 0; part < parts; ++part) multiplier.add_tile();
                 if (tile.owner == rank) multiplier.add_bias(args.bias, tile.column, args.n);
@@ -324,19 +333,25 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x == 0) finish_call(args.workspace, waiter, epoch);
 }
 
-template <class Element>
+template <class Element, class In>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream) {
     const int tiles = args.raster.tiles() * args.workspace.world;
     const auto start = [&]<class C>() {
-        return launch_blocks<C>(
-            variant.n_major_b ? gemm_reduce<C, Element, true> : gemm_reduce<C, Element, false>,
-            args, tiles, blocks, stream, args.network_blocks);
+        auto kernel = &gemm_reduce<C, Element, false, In>;
+        if constexpr (std::is_same_v<Element, In>) {
+            if (variant.n_major_b) kernel = &gemm_reduce<C, Element, true, In>;
+        } else if (variant.n_major_b) {
+            return cudaErrorInvalidValue;
+        }
+        return launch_blocks<C>(kernel, args, tiles, blocks, stream, args.network_blocks);
     };
     switch (variant.tiling) {
         case Tiling::wide:
         case Tiling::deep:
             return start.template operator()<WideCarry>();
+        case Tiling::medium:
+            return start.template operator()<MediumCarry>();
         case Tiling::narrow:
             return start.template operator()<NarrowCarry>();
     }

@@ -24,6 +24,11 @@ __device__ inline void wait_for_grid_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// The grid behind this one on its stream may start early once all blocks have come here, or to their end.
+__device__ inline void let_next_grid_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 template <int kRegisters>
 __device__ inline void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

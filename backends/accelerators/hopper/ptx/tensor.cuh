@@ -21,6 +21,13 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done
         : "memory");
 }
 
+// Into L2 alone, where all of the device's writes are seen too: allowed before others have written it.
+__device__ inline void prefetch_box(const CUtensorMap* map, int x, int y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x),
+                 "r"(y)
+                 : "memory");
+}
+
 // To the same place in every block of the cluster that `blocks` names; completes on each one's own
 // barrier.
 __device__ inline void load_box_to(std::uint16_t blocks, void* to, const CUtensorMap* map,

@@ -16,6 +16,13 @@ __device__ inline uint4 load_16(const void* from) {
     return v;
 }
 
+// What another GPU wrote before this thread's block heard of it.
+__device__ inline float load_arrived(const float* from) {
+    float v;
+    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+    return v;
+}
+
 __device__ inline void store_16(void* to, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)

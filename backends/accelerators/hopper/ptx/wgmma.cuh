@@ -2,13 +2,15 @@
 //
 // A and B lie in shared memory, written by 128-byte-swizzled bulk tensor copies and named by
 // descriptors. A is K-major (64 elements, 128 bytes, a row) or M-major (rows of K, one box of 64 columns);
-// B is K-major (rows of N) or N-major (rows of K, boxes of 64 columns side by side). A thread's accumulators: for column block i of 8,
+// B is K-major (rows of N) or N-major (rows of K, boxes of 64 columns side by side). Of e4m3 a product takes
+// 32 of K, the same 32 bytes, and both operands are K-major. A thread's accumulators: for column block i of 8,
 // d[4i], d[4i+1] are row lane/4, columns 2(lane%4) and the next; d[4i+2], d[4i+3] are row lane/4 + 8;
 // warp w of the warpgroup holds rows 16w to 16w + 15 (PTX ISA, wgmma register fragments).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -47,60 +49,78 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 
-#define MKERNEL_WGMMA_16(type)                                                                \
+#define MKERNEL_WGMMA_16(kind, transposed)                                                    \
     asm volatile(                                                                             \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"                                          \
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type                           \
+        "wgmma.mma_async.sync.aligned.m64n16" kind                                            \
         " {"                                                                                  \
         "%0, %1, %2, %3, %4, %5, %6, %7"                                                      \
-        "}, %8, %9, p, 1, 1, %12, %11;\n}\n"                                                  \
+        "}, %8, %9, p, 1, 1" transposed ";\n}\n"                                              \
         : MKERNEL_ACC8(0)                                                                     \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0), \
           "n"(kMMajorA ? 1 : 0))
 
-#define MKERNEL_WGMMA_32(type)                                                                \
+#define MKERNEL_WGMMA_32(kind, transposed)                                                    \
     asm volatile(                                                                             \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"                                          \
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                           \
+        "wgmma.mma_async.sync.aligned.m64n32" kind                                            \
         " {"                                                                                  \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                \
-        "}, %16, %17, p, 1, 1, %20, %19;\n}\n"                                                \
+        "}, %16, %17, p, 1, 1" transposed ";\n}\n"                                            \
         : MKERNEL_ACC8(0), MKERNEL_ACC8(8)                                                    \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0), \
           "n"(kMMajorA ? 1 : 0))
 
-#define MKERNEL_WGMMA_64(type)                                                                \
+#define MKERNEL_WGMMA_64(kind, transposed)                                                    \
     asm volatile(                                                                             \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                          \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                           \
+        "wgmma.mma_async.sync.aligned.m64n64" kind                                            \
         " {"                                                                                  \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "              \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "              \
         "%30, %31"                                                                            \
-        "}, %32, %33, p, 1, 1, %36, %35;\n}\n"                                                \
+        "}, %32, %33, p, 1, 1" transposed ";\n}\n"                                            \
         : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24)                \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0), \
           "n"(kMMajorA ? 1 : 0))
 
-#define MKERNEL_WGMMA_128(type)                                                                   \
+#define MKERNEL_WGMMA_128(kind, transposed)                                                       \
     asm volatile(                                                                                 \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                              \
+        "wgmma.mma_async.sync.aligned.m64n128" kind                                               \
         " {"                                                                                      \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
         "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                    \
-        "}, %64, %65, p, 1, 1, %68, %67;\n}\n"                                                    \
+        "}, %64, %65, p, 1, 1" transposed ";\n}\n"                                                \
         : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), MKERNEL_ACC8(32), \
           MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56)                                    \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0),     \
           "n"(kMMajorA ? 1 : 0))
 
-#define MKERNEL_WGMMA_256(type)                                                                   \
+#define MKERNEL_WGMMA_192(type)                                                                   \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                              \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type                              \
+        " {"                                                                                      \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                  \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "        \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "        \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "        \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "        \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"          \
+        "}, %96, %97, p, 1, 1, %100, %99;\n}\n"                                                   \
+        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24),                   \
+          MKERNEL_ACC8(32), MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56),                 \
+          MKERNEL_ACC8(64), MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88)                  \
+        : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0),     \
+          "n"(kMMajorA ? 1 : 0))
+
+#define MKERNEL_WGMMA_256(kind, transposed)                                                       \
     asm volatile(                                                                                 \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                             \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                              \
+        "wgmma.mma_async.sync.aligned.m64n256" kind                                               \
         " {"                                                                                      \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
@@ -111,7 +131,7 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
         "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "      \
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "    \
         "%126, %127"                                                                              \
-        "}, %128, %129, p, 1, 1, %132, %131;\n}\n"                                                \
+        "}, %128, %129, p, 1, 1" transposed ";\n}\n"                                              \
         : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), MKERNEL_ACC8(32), \
           MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56), MKERNEL_ACC8(64),                 \
           MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88), MKERNEL_ACC8(96),                 \
@@ -122,49 +142,65 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[8], std::uint64_t a, std::uint64_t b, bool accumulate) {
     if constexpr (std::is_same_v<Element, __half>) {
-        MKERNEL_WGMMA_16("f16");
+        MKERNEL_WGMMA_16("k16.f32.f16.f16", ", %12, %11");
     } else {
-        MKERNEL_WGMMA_16("bf16");
+        MKERNEL_WGMMA_16("k16.f32.bf16.bf16", ", %12, %11");
     }
 }
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, bool accumulate) {
     if constexpr (std::is_same_v<Element, __half>) {
-        MKERNEL_WGMMA_32("f16");
+        MKERNEL_WGMMA_32("k16.f32.f16.f16", ", %20, %19");
     } else {
-        MKERNEL_WGMMA_32("bf16");
+        MKERNEL_WGMMA_32("k16.f32.bf16.bf16", ", %20, %19");
     }
 }
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool accumulate) {
     if constexpr (std::is_same_v<Element, __half>) {
-        MKERNEL_WGMMA_64("f16");
+        MKERNEL_WGMMA_64("k16.f32.f16.f16", ", %36, %35");
     } else {
-        MKERNEL_WGMMA_64("bf16");
+        MKERNEL_WGMMA_64("k16.f32.bf16.bf16", ", %36, %35");
     }
 }
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    if constexpr (std::is_same_v<Element, __half>) {
-        MKERNEL_WGMMA_128("f16");
+    if constexpr (std::is_same_v<Element, __nv_fp8_e4m3>) {
+        static_assert(!kNMajorB && !kMMajorA);
+        MKERNEL_WGMMA_128("k32.f32.e4m3.e4m3", "");
+    } else if constexpr (std::is_same_v<Element, __half>) {
+        MKERNEL_WGMMA_128("k16.f32.f16.f16", ", %68, %67");
     } else {
-        MKERNEL_WGMMA_128("bf16");
+        MKERNEL_WGMMA_128("k16.f32.bf16.bf16", ", %68, %67");
+    }
+}
+
+template <class Element, bool kNMajorB, bool kMMajorA = false>
+__device__ inline void wgmma(float (&d)[96], std::uint64_t a, std::uint64_t b, bool accumulate) {
+    if constexpr (std::is_same_v<Element, __half>) {
+        MKERNEL_WGMMA_192("f16");
+    } else {
+        MKERNEL_WGMMA_192("bf16");
     }
 }
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[128], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    if constexpr (std::is_same_v<Element, __half>) {
-        MKERNEL_WGMMA_256("f16");
+    if constexpr (std::is_same_v<Element, __nv_fp8_e4m3>) {
+        static_assert(!kNMajorB && !kMMajorA);
+        MKERNEL_WGMMA_256("k32.f32.e4m3.e4m3", "");
+    } else if constexpr (std::is_same_v<Element, __half>) {
+        MKERNEL_WGMMA_256("k16.f32.f16.f16", ", %132, %131");
     } else {
-        MKERNEL_WGMMA_256("bf16");
+        MKERNEL_WGMMA_256("k16.f32.bf16.bf16", ", %132, %131");
     }
 }
 
 #undef MKERNEL_WGMMA_256
+#undef MKERNEL_WGMMA_192
 #undef MKERNEL_WGMMA_128
 #undef MKERNEL_WGMMA_64
 #undef MKERNEL_WGMMA_32

@@ -6,7 +6,8 @@
 // rows each. What joins loader, multipliers and storer are two rings in shared memory, which run on
 // across tiles:
 //
-//   stages   loader → multipliers: A [128, 64] and B [64, kTileN] of one step of K
+//   stages   loader → multipliers: A [128, 64] and B [64, kTileN] of one step of K; of e4m3 operands a
+//            step is 128 elements, as many bytes
 //   slices   multipliers → storer: 64 columns of a finished tile
 //
 // A cluster of kCluster blocks computes tiles one below the other; they need the same B, of which
@@ -22,7 +23,9 @@
 namespace mkernel::hopper {
 
 inline constexpr int kTileM = 128;
-inline constexpr int kTileK = 64;   // 128 bytes: the width of the swizzle
+inline constexpr int kTileK = 64;  // 128 bytes: the width of the swizzle
+template <class In>                // elements of an operand in so many bytes
+inline constexpr int kStepK = kTileK * 2 / static_cast<int>(sizeof(In));
 inline constexpr int kSliceN = 64;  // the same
 // What is carried at a time: rows of a slice.
 inline constexpr int kPieceRows = 32;
@@ -50,15 +53,19 @@ struct Config {
         (kSharedBytes - kSliceSlots * kSliceBytes - kPieceBuffers * kPieceBytes - kBarrierBytes) /
         kStageBytes;
     static constexpr int kShareN = kTileN / kCluster;  // columns of B that one block loads
+    // Rows of K of a box of an N-major B: where kShareN is no whole slices, blocks share rows of K instead.
+    static constexpr int kBoxDepth = kShareN % kSliceN == 0 ? kTileK : kTileK / kCluster;
     static constexpr int kSlices = kTileN / kSliceN;
     static constexpr int kAccumulators = kTileN / 2;  // floats a thread
 };
 // Shared memory goes to stages, which hide the latency of loads, or to slices, which let a finished
 // tile leave while the next is multiplied.
 using Wide = Config<256, 2, 4>;    // 3 stages: many tiles a block
+using Medium = Config<192, 2, 4>;  // 4 stages: where wider tiles fill their last wave badly
 using Deep = Config<256, 2, 2>;    // 4 stages: few tiles a block, each long
 using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
 using WideCarry = Config<256, 2, 4, 4>;
+using MediumCarry = Config<192, 2, 3, 4>;
 using NarrowCarry = Config<128, 1, 4, 4>;
 
 template <class C>
@@ -74,6 +81,8 @@ struct Shared {
     std::uint32_t stored;                         // tiles that the storer has stored
 };
 static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kSharedBytes &&
+              sizeof(Shared<Medium>) <= kSharedBytes &&
+              sizeof(Shared<MediumCarry>) <= kSharedBytes &&
               sizeof(Shared<Narrow>) <= kSharedBytes && sizeof(Shared<WideCarry>) <= kSharedBytes &&
               sizeof(Shared<NarrowCarry>) <= kSharedBytes);
 

@@ -5,24 +5,28 @@
 
 namespace mkernel::hopper {
 
-// A tile of elements [128, kTileN] in slices, two a stage, for Multiplier::add_tile.
+// A tile of elements [128, kTileN] in slices, up to two a stage, for Multiplier::add_tile.
 template <class C>
 __device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
                                  const CUtensorMap* map, int column, int row, int z) {
-    static_assert(C::kSlices % 2 == 0 && 2 * C::kSliceBytes <= C::kStageBytes);
+    static_assert(2 * C::kSliceBytes <= C::kStageBytes);
     for (int slice = 0; slice < C::kSlices; slice += 2, cursor.next()) {
         ptx::Mbarrier* full = &shared.full[cursor.slot];
         unsigned char* stage = shared.stages[cursor.slot];
         shared.empty[cursor.slot].wait(cursor.parity ^ 1);
-        full->expect(2 * C::kSliceBytes);
-        ptx::load_box(stage, map, full, column + slice * kSliceN, row, z);
-        ptx::load_box(stage + C::kSliceBytes, map, full, column + (slice + 1) * kSliceN, row, z);
+        const int count = min(2, C::kSlices - slice);
+        full->expect(count * C::kSliceBytes);
+        for (int which = 0; which < count; ++which) {
+            ptx::load_box(stage + which * C::kSliceBytes, map, full,
+                          column + (slice + which) * kSliceN, row, z);
+        }
     }
 }
 
 // The two operands of a product as bulk tensor copies see them. `a`: boxes [128, 64] of rows of K.
-// `b`: K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [64 of K, 64 of N].
-template <class C, bool kNMajorB>
+// `b`: K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [kBoxDepth of K, 64 of N]. Of e4m3 elements
+// 128 of K, K-major.
+template <class C, bool kNMajorB, int kStep = kTileK>
 struct Operands {
     const CUtensorMap* b;
     int column;  // of the output tile
@@ -35,22 +39,26 @@ struct Operands {
             unsigned char* stage = shared.stages[cursor.slot];
             shared.empty[cursor.slot].wait(cursor.parity ^ 1);
             full->expect(C::kStageBytes);
-            ptx::load_box(stage, a, full, step * kTileK, row);
-            load_share(stage + C::kABytes, full, step * kTileK);
+            ptx::load_box(stage, a, full, step * kStep, row);
+            load_share(stage + C::kABytes, full, step * kStep);
         }
     }
 
   private:
     __device__ void load_share(unsigned char* to, ptx::Mbarrier* full, int k) const {
-        const int share =
-            C::kCluster > 1 ? static_cast<int>(ptx::block_in_cluster()) * C::kShareN : 0;
-        to += share * kTileK * kElementBytes;
+        const int block = C::kCluster > 1 ? static_cast<int>(ptx::block_in_cluster()) : 0;
+        // The block's share is of N, or, where that is no whole slices and b is N-major, of K.
+        constexpr bool kOfK = kNMajorB && C::kBoxDepth < kTileK;
+        const int n = kOfK ? 0 : block * C::kShareN;
+        const int depth = kOfK ? block * C::kBoxDepth : 0;
+        to += (n * kTileK + depth * kSliceN) * kElementBytes;
         if constexpr (!kNMajorB) {
-            load_one(to, full, k, column + share);
+            load_one(to, full, k, column + n);
         } else {
+            constexpr int kColumns = kOfK ? C::kTileN : C::kShareN;
 #pragma unroll
-            for (int n = 0; n < C::kShareN; n += kSliceN) {
-                load_one(to + n * kTileK * kElementBytes, full, column + share + n, k);
+            for (int at = 0; at < kColumns; at += kSliceN) {
+                load_one(to + at * kTileK * kElementBytes, full, column + n + at, k + depth);
             }
         }
     }

@@ -4,12 +4,14 @@
 #pragma once
 
 #include "backends/accelerators/hopper/ptx/matrix.cuh"
+#include "backends/accelerators/hopper/ptx/vector.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper {
 
-template <class C, class Element, bool kNMajorB>
+// Element: of results. In: of operands.
+template <class C, class Element, bool kNMajorB, class In = Element>
 class Multiplier {
   public:
     __device__ explicit Multiplier(Shared<C>& shared)
@@ -37,7 +39,7 @@ class Multiplier {
             ptx::wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kTileK; k += 16) {
-                ptx::wgmma<Element, kNMajorB>(sum_, a_place, b_place, true);
+                ptx::wgmma<In, kNMajorB>(sum_, a_place, b_place, true);
                 a_place += 16 * kElementBytes >> 4;
                 b_place += (kNMajorB ? 16 * kRowBytes : 16 * kElementBytes) >> 4;
             }
@@ -68,13 +70,13 @@ class Multiplier {
         }
     }
 
-    // Adds a tile of elements that the loader brought, two slices a stage.
+    // Adds a tile of elements that the loader brought, up to two slices a stage.
     __device__ __forceinline__ void add_tile() {
 #pragma unroll
         for (int pair = 0; pair < C::kSlices; pair += 2) {
             shared_.full[stage_.slot].wait(stage_.parity);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2 && pair + half < C::kSlices; ++half) {
                 const unsigned char* slice = shared_.stages[stage_.slot] + half * C::kSliceBytes;
 #pragma unroll
                 for (int block = 0; block < 8; block += 2) {
@@ -92,6 +94,39 @@ class Multiplier {
             __syncwarp();
             release(stage_.slot);
             stage_.next();
+        }
+    }
+
+    // Multiplies by the scales of the operands. `of_rows`: of the first of the tile's `rows` rows that
+    // there are; or one of all. `of_columns`: of all `columns` columns of the matrix, those of the tile
+    // from `column` on; or one.
+    __device__ __forceinline__ void scale(const float* of_rows, int rows, const float* of_columns,
+                                          int column, int columns, bool single) {
+        const int first = row_ - lane_ % 16 + lane_ / 4;
+        const float above = ptx::load_arrived(of_rows + (single ? 0 : min(first, rows - 1)));
+        const float below = ptx::load_arrived(of_rows + (single ? 0 : min(first + 8, rows - 1)));
+        const float one = *of_columns;
+        const int after = single ? 0 : columns - column;
+        const float* const from = of_columns + column + lane_ % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < C::kTileN / 8; block += kScaledAtOnce) {
+            float2 two[kScaledAtOnce];
+#pragma unroll
+            for (int i = 0; i < kScaledAtOnce; ++i) {
+                two[i] = {one, one};
+                if ((block + i) * 8 < after) {
+                    two[i] = *reinterpret_cast<const float2*>(from + (block + i) * 8);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kScaledAtOnce; ++i) {
+                float* const sum = &sum_[4 * (block + i)];
+                times(sum[0], two[i].x, above);
+                times(sum[1], two[i].y, above);
+                times(sum[2], two[i].x, below);
+                times(sum[3], two[i].y, below);
+            }
+            asm volatile("" ::: "memory");
         }
     }
 
@@ -165,8 +200,16 @@ class Multiplier {
     }
 
   private:
+    // Multiplies in place: of products that are moved ptxas would spill some.
+    __device__ static void times(float& sum, float of_column, float of_row) {
+        asm volatile("mul.f32 %0, %0, %1;\n\tmul.f32 %0, %0, %2;"
+                     : "+f"(sum)
+                     : "f"(of_column), "f"(of_row));
+    }
+
     static constexpr int kRowBytes = kTileK * kElementBytes;  // 128, as of a slice
     static constexpr int kAtomBytes = 8 * kRowBytes;          // what the swizzle permutes
+    static constexpr int kScaledAtOnce = 4;  // blocks whose scales are loaded together
 
     // The address of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
     __device__ std::uint32_t address(const unsigned char* slice, int block) const {

@@ -49,7 +49,19 @@ __device__ std::uint64_t epoch_of(const HomeArgs& args) {
 __device__ void tell(const HomeArgs& args, std::uint64_t epoch) {
     transport::fence_system();
     __syncthreads();
-    if (threadIdx.x == 0 && args.waits) tell_peers(args.workspace, epoch);
+    if (threadIdx.x != 0 || !args.waits) return;
+    const Workspace& workspace = args.workspace;
+    if (workspace.far() == 0) return tell_peers(workspace, epoch);
+    // Ranks of other nodes hear it by what is put to them.
+    transport::CallState& state = workspace.control().state;
+    transport::fence_system();
+    if (!state.is_last_block()) return;
+    state.blocks_done = 0;
+    transport::fence_system();
+    for (int peer = 0; peer < workspace.world; ++peer) {
+        if (peer == workspace.rank || !workspace.near(peer)) continue;
+        workspace.flags(peer)[workspace.world + workspace.rank].set_fenced(epoch);
+    }
 }
 __device__ void finish(const HomeArgs& args, std::uint64_t epoch) {
     __syncthreads();
@@ -60,6 +72,17 @@ __device__ void finish(const HomeArgs& args, std::uint64_t epoch) {
 
 __device__ char* home_of(const HomeArgs& args, int rank) {
     return args.workspace.data(args.waits ? rank : args.workspace.rank) + args.rows_offset;
+}
+
+// Where sums of tokens of `source` start: in its workspace, those of this rank; of another node's, in the
+// outbox.
+__device__ char* sums_for(const HomeArgs& args, int source, int element_bytes) {
+    const std::int64_t each = std::int64_t{args.tables.tokens} * args.width * element_bytes;
+    const Workspace& workspace = args.workspace;
+    if (!args.waits || workspace.near(source)) {
+        return home_of(args, source) + workspace.rank * each;
+    }
+    return workspace.network.area + args.outbox_offset + source * each;
 }
 
 __device__ void refuse(Sums& sums) {
@@ -129,8 +152,8 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
                          args.y + (std::int64_t{row} * args.width + column) * sizeof(In));
         }
         if (!any) return;
-        const std::int64_t to = std::int64_t{args.workspace.rank} * tables.tokens + token;
-        sums.store<In>(home_of(args, source) + (to * args.width + column) * sizeof(In));
+        char* const to = sums_for(args, source, sizeof(In));
+        sums.store<In>(to + (token * args.width + column) * sizeof(In));
     });
     tell(args, epoch);
 }

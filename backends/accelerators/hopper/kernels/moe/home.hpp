@@ -8,6 +8,8 @@
 //   y, weights of all ranks ──sum_rows──▶ of each token that has rows here, their weighted sum, in the order
 //        of slots ──▶ the workspace of its rank, [W, tokens, width] there; then flag W + r
 //   those of all ranks ──sum_ranks──▶ out: of each token in the order of ranks
+//   Between nodes, by rank alone: sums for a rank of another node go to its place in the outbox, [W, tokens,
+//        width] of the area for NICs, and from there by puts (host/far_slots.hpp)
 // Sums are float32 and rounded once. Of a routing that was refused nothing travels, and out is NaN.
 #pragma once
 
@@ -31,6 +33,7 @@ struct HomeArgs {
     char* out;                     // [tokens, width]
     std::uint64_t weights_offset;  // of all ranks' weights in the data area; not those of this rank
     std::uint64_t rows_offset;     // of what comes home
+    std::uint64_t outbox_offset;   // of what goes to other nodes
     std::int32_t width;
     Panels panels;
     const PanelCount* panel_counts;  // what sum_rows finds done; null: nothing

@@ -60,6 +60,7 @@ __device__ void push_ids(const RoutingArgs& args, std::uint64_t epoch, int threa
     for (int step = 0; step < workspace.world; ++step) {
         const int other = (workspace.rank + step) % workspace.world;
         const int at = args.exchanges ? other : workspace.rank;
+        if (!workspace.near(at)) continue;
         auto* const ids = reinterpret_cast<std::int32_t*>(workspace.data(at) + args.ids_offset);
         std::int32_t* const to = ids + std::int64_t{args.exchanges ? workspace.rank : other} * own;
         for (int i = thread; i < own; i += threads) to[i] = args.own_ids[i];
@@ -69,6 +70,7 @@ __device__ void push_ids(const RoutingArgs& args, std::uint64_t epoch, int threa
     if (thread != 0 || !args.exchanges) return;
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
+        if (!workspace.near(peer)) continue;
         workspace.flags(peer)[workspace.world + workspace.rank].set(epoch);
     }
 }

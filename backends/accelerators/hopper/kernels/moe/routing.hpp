@@ -1,7 +1,8 @@
 // Who gets which rows: the ids of all ranks, sorted on the device.
 //
 // Data flow of one call on rank r, one cluster of blocks, each warp of which has a run of one rank's places:
-//   topk_ids (own) ──▶ every rank's workspace, then flag W + r there is set to the epoch
+//   topk_ids (own) ──▶ every rank's workspace, then flag W + r there is set to the epoch; of ranks of other
+//        nodes both are host/far_slots.hpp's
 //   ids of all ranks ──▶ words of the handle; how many places of each run each expert of r has
 //   those counts ──sums over runs, then over experts──▶ the first row of each run and expert
 //   ids ──▶ row of each place, place of each row: stable by source, token, slot

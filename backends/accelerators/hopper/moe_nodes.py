@@ -1,0 +1,72 @@
+"""What of a call of MoE comes from ranks of other nodes, and goes to them.
+
+Every rank sends its tokens whole, once to each of them, by puts of a NIC, and its ids, or its weights,
+with them. One small kernel, which is running before anything waits for tokens, sets the flags that
+ranks of the node set themselves. Results go home by rank alone: sums for another node's ranks leave
+through an outbox.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.device_world import between_nodes
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import Unsupported
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
+    """Of ``nbytes`` on one node; between nodes what NICs write, and an ``outbox`` of as many bytes
+    behind it, is the same area, laid out alike."""
+    if plan.nodes == 1:
+        return Workspace((nbytes,))
+    offset = native().DATA_OFFSET
+    return between_nodes(plan, nbytes if plan.routes.staged else offset, nbytes - offset + outbox)
+
+
+def by_rank(plan: LaunchPlan, returns: str) -> None:
+    """Unsupported where results would go to another node by slot."""
+    if plan.nodes > 1 and returns != "ranks":
+        raise Unsupported(
+            f"{plan.op}: between nodes results come home as sums by rank, not by slot; leave "
+            "returns open"
+        )
+
+
+class FarRanks:
+    """Those of other nodes, in the calls of one plan."""
+
+    def __init__(self, device: int, sizes: _hopper.MoeSizes, row_bytes: int) -> None:
+        """``row_bytes``: of a token, or of a sum that comes home."""
+        self._device, self._sizes, self._row_bytes = device, sizes, row_bytes
+
+    def send_tokens(
+        self, world: _hopper.DeviceWorld, x: torch.Tensor, ids: torch.Tensor, stream: int
+    ) -> None:
+        """The own tokens and ids leave, those of others land: ids first, so that who has waited for
+        them knows that what sets the flags of tokens is running."""
+        made = native()
+        slots = self._sizes.far_ids(self._row_bytes), self._sizes.far_tokens(self._row_bytes)
+        for each, tensor in zip(slots, (ids, x), strict=True):
+            made.send_far(self._device, world, tensor.data_ptr(), each, stream)
+        made.land_far(self._device, world, slots, stream)
+
+    def send_weights(self, world: _hopper.DeviceWorld, weights: torch.Tensor, stream: int) -> None:
+        """The own weights leave, those of others land."""
+        made, slots = native(), self._sizes.far_weights()
+        made.send_far(self._device, world, weights.data_ptr(), slots, stream)
+        made.land_far(self._device, world, [slots], stream)
+
+    def send_sums(self, world: _hopper.DeviceWorld, stream: int) -> None:
+        """What lies in the outbox leaves, the sums of others land."""
+        made, slots = native(), self._sizes.far_sums(self._row_bytes)
+        outbox = self._sizes.outbox_offset(self._row_bytes)
+        made.send_outbox(self._device, world, outbox, slots, stream)
+        made.land_far(self._device, world, [slots], stream)
