@@ -203,7 +203,14 @@ class Lanes {
         }
     }
 
+    // Of copies in the order of where they go, as they are joined, neighbours tell.
     static bool overlap(const std::vector<QueuedCopy>& copies) {
+        const auto both = [](const QueuedCopy& one, const QueuedCopy& other) {
+            return one.overlaps(other);
+        };
+        if (std::ranges::is_sorted(copies, {}, [](const QueuedCopy& each) { return each.to; })) {
+            return std::ranges::adjacent_find(copies, both) != copies.end();
+        }
         for (std::size_t i = 1; i < copies.size(); ++i) {
             for (std::size_t j = 0; j < i; ++j) {
                 if (copies[i].overlaps(copies[j])) return true;

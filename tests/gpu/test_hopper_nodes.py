@@ -299,7 +299,9 @@ def test_a_rank_killed_while_kernels_wait_for_it(
 
 
 @nics
-@pytest.mark.parametrize("fault", ["drop@20", "cut@20", "qp-error@20", "cq-overflow@20"])
+@pytest.mark.parametrize(
+    "fault", ["drop@20", "cut@20", "stall@20", "qp-error@20", "cq-overflow@20"]
+)
 def test_a_nic_error_in_mid_kernel(nic: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "200")
