@@ -4,7 +4,8 @@
 
 Random shapes (M, N and K from 512 on, multiples of 8 or of another number), bfloat16, B column-major;
 microseconds a call in a CUDA graph of several, contenders by turns, median of the replays.
-``planned``: the tiling that a plan of one rank would take. The constants of ``tilings`` in ``machine.json`` are chosen by this.
+``planned``: the tiling that a plan of one rank would take. The constants of ``tilings`` in
+``machine.json`` are chosen by this.
 """
 
 from __future__ import annotations
