@@ -1,10 +1,11 @@
 """Times of the product alone by each tiling of hopper's GEMM kernel beside the library's, on one GPU.
 
-    python3 bench/tile_menu.py [result.json] [count] [seed]
+    python3 bench/tile_menu.py [result.json] [count] [seed] [multiple]
 
-Random shapes (M from 512, N and K multiples of 8), bfloat16, B column-major; microseconds a call in a
-CUDA graph of several, contenders by turns, median of the replays. ``planned``: the tiling that a plan
-of one rank would take. The constants of ``tilings`` in ``machine.json`` are chosen by this.
+Random shapes (M, N and K from 512 on, multiples of 8 or of another number), bfloat16, B column-major;
+microseconds a call in a CUDA graph of several, contenders by turns, median of the replays.
+``planned``: the tiling that a plan of one rank would take. The constants of ``tilings`` in
+``machine.json`` are chosen by this.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ REPLAYS = 5
 GRAPH_US = 3000.0
 
 
-def drawn(count: int, seed: int) -> list[tuple[int, int, int]]:
+def drawn(count: int, seed: int, multiple: int) -> list[tuple[int, int, int]]:
     """M, N, K."""
     chance = random.Random(seed)
 
     def size(least: int, most: int) -> int:
-        return 8 * round(math.exp(chance.uniform(math.log(least), math.log(most))) / 8)
+        drawn = math.exp(chance.uniform(math.log(least), math.log(most)))
+        return multiple * round(drawn / multiple)
 
     return [(size(512, 16384), size(512, 16384), size(512, 12288)) for _ in range(count)]
 
@@ -105,9 +107,11 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
 
 def main() -> None:
     """One GPU."""
-    count, seed = (int(each) for each in sys.argv[2:4] or (60, 11))
+    count, seed, multiple = (
+        int(each) for each in [*sys.argv[2:5], *("60", "11", "8")[len(sys.argv[2:5]) :]]
+    )
     rows = []
-    for shape in [*FIRST, *drawn(count, seed)]:
+    for shape in [*FIRST, *drawn(count, seed, multiple)]:
         rows.append(measured(*shape))
         print(rows[-1], flush=True)
     ratios = [row["library"] / row[row["planned"]] for row in rows]

@@ -11,7 +11,7 @@ from mkernel.harness.symm_mem import group_name, rendezvous, symmetric, unusable
 
 
 class SymmetricSum(Contender):
-    """torch.ops.symm_mem's all-reduce of rows that lie in its memory already."""
+    """torch.ops.symm_mem's all-reduce."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -21,17 +21,20 @@ class SymmetricSum(Contender):
     def unusable(cls, problem: Problem) -> str | None:
         return unusable(problem) if problem.op == "all_reduce" else "for plain sums"
 
-    def inputs(self) -> Inputs:
+    def _symmetric(self) -> torch.Tensor:
         shape, _ = self.problem.memory("op")["out"]
-        x = symmetric(shape, self.problem)
-        rendezvous(x, self._group)
-        return {"x": x}
+        made = symmetric(shape, self.problem)
+        rendezvous(made, self._group)
+        return made
 
 
 class OneShot(SymmetricSum):
-    """Everything to everyone at once."""
+    """Everything to everyone at once, of rows that lie in its memory already."""
 
     name = "symm_mem-one-shot"
+
+    def inputs(self) -> Inputs:
+        return {"x": self._symmetric()}
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         return normed(
@@ -40,18 +43,15 @@ class OneShot(SymmetricSum):
 
 
 class TwoShot(SymmetricSum):
-    """In two exchanges."""
+    """In two exchanges, in place of a copy of the rows: torch's kernel overwrites what it sums."""
 
     name = "symm_mem-two-shot"
 
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        found = super().unusable(problem)
-        if found is None and not hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out"):
-            return "this torch sums in place alone"
-        return found
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._sum = self._symmetric()
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        out = outputs["out"]
-        torch.ops.symm_mem.two_shot_all_reduce_out(inputs["x"], "sum", self._group, out)
-        return normed(out, inputs)
+        self._sum.copy_(inputs["x"])
+        torch.ops.symm_mem.two_shot_all_reduce_(self._sum, "sum", self._group)
+        return normed(self._sum, inputs)

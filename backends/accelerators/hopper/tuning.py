@@ -122,7 +122,8 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
     multiprocessors."""
     menu = _MACHINE.tilings
     found = _tiling_but_medium(rows, owners, n, k, processors)
-    if found == "narrow" or menu.medium_from_gain is None:
+    from_gain = menu.medium_from_gain
+    if found == "narrow" or from_gain is None or k % TILE_DEPTH:  # rows of K would share lines
         return found
 
     def columns_us(tiling: TilingName, column_us: float) -> float:
@@ -131,7 +132,7 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
         return _up(clusters, max(1, processors * TILE_ROWS // height)) * width * column_us
 
     gain = columns_us(found, 1.0) / columns_us("medium", menu.medium_cost)
-    return "medium" if gain >= menu.medium_from_gain else found
+    return "medium" if gain >= from_gain else found
 
 
 def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:

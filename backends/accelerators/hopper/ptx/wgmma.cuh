@@ -111,9 +111,9 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "        \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"          \
         "}, %96, %97, p, 1, 1, %100, %99;\n}\n"                                                   \
-        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24),                   \
-          MKERNEL_ACC8(32), MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56),                 \
-          MKERNEL_ACC8(64), MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88)                  \
+        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), MKERNEL_ACC8(32), \
+          MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56), MKERNEL_ACC8(64),                 \
+          MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88)                                    \
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0),     \
           "n"(kMMajorA ? 1 : 0))
 
