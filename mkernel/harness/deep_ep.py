@@ -28,8 +28,6 @@ class DeepEp(Contender):
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op not in _OPS:
             return "for products of experts"
-        if problem.device.type != "cuda":
-            return "only on cuda devices"
         return _UNCALLED if find_spec("deep_ep") else _ABSENT
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:

@@ -16,9 +16,10 @@ void send_far(const DeviceWorld& world, std::uint64_t from, const FarSlots& slot
     const Workspace workspace = workspace_of(world);
     const cudaStream_t on = cuda::stream_at(stream);
     const std::uint64_t own = slots.offset + workspace.rank * slots.bytes;
-    cuda::check(cudaMemcpyAsync(workspace.network.area + own, reinterpret_cast<const void*>(from),
-                                slots.bytes, cudaMemcpyDefault, on),
-                [&] { return "copying " + std::to_string(slots.bytes) + " bytes for other nodes"; });
+    cuda::check(
+        cudaMemcpyAsync(workspace.network.area + own, reinterpret_cast<const void*>(from),
+                        slots.bytes, cudaMemcpyDefault, on),
+        [&] { return "copying " + std::to_string(slots.bytes) + " bytes for other nodes"; });
     put_far(workspace, limits_of(world), own, 0, slots, on);
 }
 

@@ -136,20 +136,36 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
         args.workspace.data(args.workspace.rank) + args.weights_offset);
     const std::int64_t own = std::int64_t{tables.tokens} * tables.top_k;
     const std::int64_t all = std::int64_t{tables.world} * tables.tokens;
-    for_each_eight(all, args.width, [&](std::int64_t number, int column) {
-        const auto source = static_cast<int>(number / tables.tokens);
-        const std::int64_t token = number % tables.tokens;
+    constexpr int kLoads = sizeof(In) == 2 ? 4 : 2;  // under way, of a token's results
+    // Tokens of all ranks by turns, so that the link is used from the first to the last.
+    for_each_eight(all, args.width, [&](std::int64_t turn, int column) {
+        const auto source = static_cast<int>(turn % tables.world);
+        const std::int64_t token = turn / tables.world;
+        const std::int64_t number = source * std::int64_t{tables.tokens} + token;
         // In a view that exchanges nothing the own weights stand for all.
         const float* const weights =
             source == args.workspace.rank || !args.waits ? args.weights : theirs + source * own;
+        const std::int32_t* const rows = tables.place_row() + number * tables.top_k;
         Sums sums;
         bool any = false;
-        for (int slot = 0; slot < tables.top_k; ++slot) {
-            const int row = tables.place_row()[number * tables.top_k + slot];
-            if (row < 0) continue;
-            any = true;
-            sums.add<In>(weights[token * tables.top_k + slot],
-                         args.y + (std::int64_t{row} * args.width + column) * sizeof(In));
+        for (int slot = 0; slot < tables.top_k; slot += kLoads) {
+            int row[kLoads];
+            Eight<In> found[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                row[i] = slot + i < tables.top_k ? rows[slot + i] : -1;
+            }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if (row[i] < 0) continue;
+                found[i].load(args.y + (std::int64_t{row[i]} * args.width + column) * sizeof(In));
+            }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if (row[i] < 0) continue;
+                any = true;
+                sums.add(weights[token * tables.top_k + slot + i], found[i]);
+            }
         }
         if (!any) return;
         char* const to = sums_for(args, source, sizeof(In));
