@@ -42,7 +42,7 @@ _OF_OTHERS = {
   it keeps 1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of
   ``torch.mm`` alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat).
 - Records of the last 2,000 collectives of NCCL, which torch's flight recorder keeps: a life of a minute
-  makes about as many. They were 1 MiB of what malloc has given out on two H100; without, 0.03.
+  makes about as many, and what malloc has given out grows with each.
 - Sockets of NCCL's RAS, by which processes of a job watch each other as long as they live. One that
   joins a ring with a dead process in it opens another socket once it has not reached that for five
   seconds.
