@@ -34,7 +34,6 @@ _OF_OTHERS = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
     "LRU_CACHE_CAPACITY": "8",
     "TORCH_FR_BUFFER_SIZE": "64",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "64",
     "NCCL_RAS_ENABLE": "0",
 }
 """What libraries would keep, or open late, so that a leak of ours could not be told from it.
@@ -42,8 +41,8 @@ _OF_OTHERS = {
 - Programs that torch compiles for products of half precision on CPUs, one for each number of rows:
   it keeps 1,024 of each kind, which take hundreds of MiB, and come in thousands of calls (a loop of
   ``torch.mm`` alone: 489 MiB in 2,400 calls; with these 4 MiB in 30, then flat).
-- Records of the last 2,000 collectives of NCCL, which torch's flight recorder keeps (its older name is
-  the second one): a life of a minute makes about as many.
+- Records of the last 2,000 collectives of NCCL, which torch's flight recorder keeps: a life of a minute
+  makes about as many, and what malloc has given out grows with each.
 - Sockets of NCCL's RAS, by which processes of a job watch each other as long as they live. One that
   joins a ring with a dead process in it opens another socket once it has not reached that for five
   seconds.

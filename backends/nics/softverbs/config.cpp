@@ -183,6 +183,7 @@ Config Config::from_environment() {
     c.srd_queue = static_cast<std::uint32_t>(
         env.number("MKERNEL_SOFTVERBS_SRD_QUEUE", c.srd_queue, 0, 1u << 16));
     c.rdma_write = env.flag("MKERNEL_SOFTVERBS_RDMA_WRITE", c.rdma_write);
+    c.rnr_retry = env.flag("MKERNEL_SOFTVERBS_RNR_RETRY", c.rnr_retry);
     env.refuse_others();
     return c;
 }

@@ -68,6 +68,8 @@ struct Config {
     std::uint32_t srd_queue = 0;  // MKERNEL_SOFTVERBS_SRD_QUEUE: requests that a send queue holds,
                                   // fewer than it was made for; 0: as many
     bool rdma_write = true;  // MKERNEL_SOFTVERBS_RDMA_WRITE=0: an EFA device without RDMA writes
+    bool rnr_retry =
+        true;  // MKERNEL_SOFTVERBS_RNR_RETRY=0: one that takes no bound on such retries
 
     // Throws std::system_error of EINVAL.
     static Config from_environment();

@@ -24,7 +24,8 @@ SOFTVERBS_EXPORT int efadv_query_device(ibv_context* context, efadv_device_attr*
     full.max_sq_sge = soft::kSrdSendSge;
     full.max_rq_sge = soft::kSrdReceiveSge;
     full.inline_buf_size = soft::kSrdInline;
-    full.device_caps = verbs::kEfaRnrRetry | (config.rdma_write ? verbs::kEfaRdmaWrite : 0);
+    full.device_caps = (config.rnr_retry ? verbs::kEfaRnrRetry : 0) |
+                       (config.rdma_write ? verbs::kEfaRdmaWrite : 0);
     full.max_rdma_size = config.max_message;
     std::memcpy(attr, &full, std::min<std::size_t>(length, sizeof(full)));
     return 0;

@@ -187,6 +187,7 @@ int SrdQp::modify(const ibv_qp_attr& attr, int mask) {
             break;
         case IBV_QPS_RTS:
             if (state != IBV_QPS_RTR || !has(mask, IBV_QP_SQ_PSN)) return EINVAL;
+            if (has(mask, IBV_QP_RNR_RETRY) && !context_.config.rnr_retry) return EOPNOTSUPP;
             if (has(mask, IBV_QP_RNR_RETRY)) rnr_retry = attr.rnr_retry & 7;
             break;
         default:

@@ -86,6 +86,13 @@ std::string refusal(const testing::Setup& here, const testing::Setup& there) {
     return {};
 }
 
+// What goes to a peer is bounded by the receives that it has told of.
+TEST(rails_that_cannot_be_told_how_often_to_retry_carry_all_the_same) {
+    const testing::Setting without("MKERNEL_SOFTVERBS_RNR_RETRY", "0");
+    const auto both = setup(true, 2, 2);
+    puts_arrive_whole(both, both);
+}
+
 TEST(ends_of_unlike_shapes_are_refused) {
     for (const bool srd : {false, true}) {
         CHECK(refusal(setup(srd, 1, 4), setup(srd, 2, 1)) ==

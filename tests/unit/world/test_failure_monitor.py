@@ -39,3 +39,21 @@ def test_the_call_of_a_diagnosis_is_named_by_its_whole_number(latest: int, call:
     lost = monitor._local_error(_transport.AbortCode.peer_failure, who)
     assert isinstance(lost, PeerFailure)
     assert str(lost).endswith(f"in call {call}")
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ({1: 7, 2: 5}, "Rank 2 is still in call 5. "),
+        ({1: 7, 2: 0}, "Rank 2 has made no call yet. "),
+        ({1: 8, 2: 7}, ""),
+    ],
+)
+def test_who_is_behind_is_no_rank_of_this_call(
+    calls: dict[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = FailureMonitor(0, 3, 5.0, (NoStore(), NoStore()), bytes(32))  # type: ignore[arg-type]
+    monitor.call = (7, "")
+    heartbeats = {f"heartbeat/{rank}": {"call": call} for rank, call in calls.items()}
+    monkeypatch.setattr(monitor._alarm, "peek", heartbeats.get)
+    assert monitor.who_is_behind() == said
