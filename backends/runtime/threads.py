@@ -30,9 +30,11 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """RuntimeError: the process can have no more threads, or this one did not begin in time. Its
-        target then never runs."""
+        target then never runs, and is no longer held."""
         super().start()
         if not self._begun.wait(START_S) and self._claim.acquire(blocking=False):
+            # Python keeps a thread that died before it began in its list of those about to begin.
+            del self._target, self._args, self._kwargs  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"thread {self.name} did not begin within {START_S:g} s: the process may have run out "
                 "of memory; look at its limits (ulimit -v) and at what else it holds"

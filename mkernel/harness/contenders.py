@@ -32,6 +32,8 @@ from mkernel.harness.collectives import all_gather, collective
 from mkernel.harness.library_moe import kept
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.ops import moe
+from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.ops.registration import group_name, ops
 from mkernel.ops.scales import Scaled
 from mkernel.plan.model import ScaleMode
@@ -39,6 +41,7 @@ from mkernel.plan.ops import BACKWARD, COMPANIONS
 from mkernel.plan.scales import scale_sizes
 from mkernel.world.lifecycle import current
 
+_EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
 _SCALES = ("a_scale", "b_scale")
 _ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
     "ring_attention": library_attention.call,
@@ -362,17 +365,31 @@ class MkernelLibrary(MkernelFused):
 
 class MkernelSequential(WithOptions):
     """The op's exchange first, by the same NIC and kernels, then its product: between nodes, where no
-    library takes that way, what overlap is compared with."""
+    library takes that way, what overlap is compared with. Of GEMM+combine weights travel first, and
+    sums behind the product either way."""
 
     name = "mkernel-sequential"
     options: ClassVar[Mapping[str, str]] = {"view": "sequential"}
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in GEMMS or problem.nodes == 1:
-            return "for GEMM ops between nodes"
+        if problem.op not in (*GEMMS, *_EXPERTS) or problem.nodes == 1:
+            return "for GEMM ops and products of experts between nodes"
         has_views = isinstance(current().accelerator, Instrumented)
         return None if has_views else "the accelerator has no such view"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        if self.op == "moe_dispatch_gemm":
+            done = moe.dispatch(
+                inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
+                view="sequential",
+            )  # fmt: skip
+            return {name: done.outputs[name] for name in DISPATCHED}
+        if self.op == "moe_gemm_combine":
+            rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
+            done = gemm_combine(rows, inputs["w2"], handle, weights, view="sequential")
+            return {"out": done.outputs["out"]}
+        return super().call(inputs, outputs)
 
 
 class PartAlone(Contender):

@@ -89,7 +89,8 @@ def run(job: Job, port: int = 0) -> RankResult:
         result.platform = provenance.devices(device)
         plans = _plans(job)
         result.wire_us = [
-            None if plan is None else wire_us(plan, world.map, world.rank) for plan in plans
+            None if plan is None or plan.op != case.op else wire_us(plan, world.map, world.rank)
+            for plan, case in zip(plans, job.cases, strict=True)
         ]
         result.carrier = _carrier([plan for plan in plans if plan is not None])
         return result

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from mkernel.harness.spec import GEMMS
-from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, GemmCombineShape, LaunchPlan, MoeShape
 from mkernel.topology.model import Nic
 from mkernel.topology.world_map import WorldMap
 
@@ -22,21 +22,31 @@ def emulated(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def wire_us(plan: LaunchPlan, world: WorldMap, rank: int) -> float | None:
     """Microseconds that this rank's rails need for the least bytes of an op: of each other node one
-    shard, which ranks there may share; twice that where sums go back. None: an op without a part
-    that is timed alone, one node, or rails without a rate."""
-    if plan.nodes == 1 or plan.op not in GEMMS or plan.nic is None:
+    shard, which ranks there may share; twice that where sums go back. Of MoE a shard is the own
+    tokens, or what comes home of as many. None: another op, one node, or rails without a rate."""
+    nbytes = _shard_bytes(plan)
+    if plan.nodes == 1 or nbytes is None or plan.nic is None:
         return None
     seat = world.placement[rank]
     node = world.kinds.prototypes[world.kinds.of[seat.node]]
     rates = [_gbps(nic) for nic in node.nics if nic.id in seat.nics]
     if not rates or None in rates:
         return None
-    shape = plan.gemm
-    width = shape.k if plan.op == "all_gather_gemm" else shape.n
-    nbytes = (plan.nodes - 1) * shape.m * width * DTYPE_BYTES[plan.dtype] / plan.world_size
     both_ways = 2 if plan.op == "gemm_all_reduce" else 1
     rate_gbs = sum(rate for rate in rates if rate is not None) / _GBPS_PER_GBS
-    return both_ways * nbytes / rate_gbs / 1e3
+    return both_ways * (plan.nodes - 1) * nbytes / rate_gbs / 1e3
+
+
+def _shard_bytes(plan: LaunchPlan) -> float | None:
+    shape = plan.shape
+    if isinstance(shape, MoeShape) and plan.op == "moe_dispatch_gemm":
+        return shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
+    if isinstance(shape, GemmCombineShape) and plan.op == "moe_gemm_combine":
+        return shape.tokens * shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+    if plan.op not in GEMMS:
+        return None
+    width = plan.gemm.k if plan.op == "all_gather_gemm" else plan.gemm.n
+    return plan.gemm.m * width * DTYPE_BYTES[plan.dtype] / plan.world_size
 
 
 def _gbps(nic: Nic) -> float | None:

@@ -13,7 +13,6 @@ Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, 
 
 from __future__ import annotations
 
-import zlib
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from typing_extensions import Unpack
 
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import moe_backward as gradients
-from mkernel.ops import validate
+from mkernel.ops import moe_marks, validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
@@ -80,10 +79,6 @@ def _routing_words(world: World, places: Tensor, experts: int) -> int:
     tokens, top_k = places.shape
     accelerator = world.engine("moe_dispatch_gemm").accelerator
     return accelerator.routing_words(world.size, tokens, top_k, experts) + 1
-
-
-def _mark(world: World) -> int:
-    return zlib.crc32(world.name.encode()) & 0x7FFFFFFF
 
 
 @untraced
@@ -146,9 +141,10 @@ def dispatch(
     )
     words = _routing_words(world, topk_ids, experts)
     routing = torch.empty(words, dtype=torch.int32, device=x.device)
-    routing[-1:].fill_(_mark(world))  # by a kernel, which graphs capture
+    routing[-1:].fill_(moe_marks.mark(world))  # by a kernel, which graphs capture
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
     record = world.run(plan, tensors, **execution)
+    moe_marks.remember(routing, world)
     counts = record.results["counts"]
     handle = MoeHandle(counts, routing)
     found = {"outputs": record.results["outputs"], "counts": counts, "handle": handle}
@@ -283,7 +279,7 @@ def check_routed(
             f"[T, k] of the dispatch, whose handle has {validate.describe(routing)}",
             why=f"that would be {words} words on {world.size} ranks",
         )
-    if routing.device.type == "cpu" and int(routing[-1]) != _mark(world):
+    if moe_marks.is_foreign(routing, world):
         raise ArgumentError(
             "handle",
             "of another world",

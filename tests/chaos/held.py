@@ -60,13 +60,16 @@ def new_sockets(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return ", ".join(sorted(what for name, what in now.items() if name not in before))
 
 
-def more_than(before: Counter[str], patience_s: float) -> list[str]:
-    """What is held beyond ``before``, once that has had time to go."""
+def more_than(before: Counter[str], patience_s: float, known: Mapping[str, str]) -> list[str]:
+    """What is held beyond ``before``, once that has had time to go. ``known``: the sockets of then."""
     gc.collect()  # an error's traceback may be what still holds a world
     end = time.monotonic() + patience_s
     while (more := held() - before) and time.monotonic() < end:
         time.sleep(0.02)
-    return [f"{count} more of {what}" for what, count in sorted(more.items())]
+    told = [f"{count} more of {what}" for what, count in sorted(more.items())]
+    if told and (new := new_sockets(known, sockets())):
+        told.append(f"new sockets ({new})")
+    return told
 
 
 def own_bytes() -> int:

@@ -19,7 +19,7 @@ import torch
 from chaos.draw import TIMEOUT_S, Turn
 from chaos.faults import Fault
 from chaos.group import Group
-from chaos.held import held, more_than, own_bytes
+from chaos.held import held, more_than, own_bytes, sockets
 from chaos.limits import exhaust, limits
 from chaos.planted import Planted, misbehave, spoil, write_late
 from torch.distributed import TCPStore
@@ -108,7 +108,7 @@ def play(part: Part, say: Say) -> Told:
     told = Told(part.rank)
     turn = part.turn
     kind = f"{turn.world.accelerator} {turn.nic} {turn.world.nodes > 1}"
-    before = held()
+    before, known = held(), sockets()
     try:
         with limits():
             _world(part, told, say)
@@ -117,7 +117,7 @@ def play(part: Part, say: Say) -> Told:
         mkernel.finalize(error)
     if kind in _familiar:
         # A message to a rank that is gone may block torch.distributed up to its deadline.
-        told.left = more_than(before, TIMEOUT_S + 10)
+        told.left = more_than(before, TIMEOUT_S + 10, known)
     elif told.reached == "leave":
         _familiar.add(kind)
     told.bytes = own_bytes()

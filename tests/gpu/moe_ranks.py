@@ -18,7 +18,8 @@ from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
 from mkernel.cases.base import every_row
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
-from mkernel.errors import CapacityExceeded, ShapeError
+from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
+from mkernel.ops import moe_marks
 from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.plan.model import Activation, CommonPart
 from mkernel.plan.pipeline import Returns
@@ -434,6 +435,29 @@ def other_rows(shape: Moe) -> list[str]:
     except ShapeError as error:
         return [str(error)]
     return []
+
+
+def foreign(shape: Moe) -> list[str]:
+    """What combines say of the handle of a dispatch in another world; this one's is used twice."""
+    work, found = shape.work(0), []
+    given, weights = work.given, work.given["topk_weights"]
+    own = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
+    with mock.patch.object(moe_marks, "mark", return_value=5):
+        other = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
+    for call in (
+        lambda sent: mkernel.moe_combine(sent.outputs, sent.handle, weights),
+        lambda sent: mkernel.moe_gemm_combine(sent.outputs, work.w2, sent.handle, weights),
+    ):
+        first, again = call(own), call(own)
+        assert torch.equal(first, again)
+        try:
+            call(other)
+            found.append("a handle of another world was taken")
+        except ArgumentError as error:
+            if "of another world" not in str(error):
+                found.append(str(error))
+    mkernel.synchronize()
+    return found
 
 
 def trained(shape: Moe) -> list[str]:

@@ -151,6 +151,11 @@ def test_rows_of_another_number_are_refused(world: int) -> None:
     assert all(found)
 
 
+@worlds
+def test_a_handle_of_another_world_is_refused_and_the_own_one_serves_twice(world: int) -> None:
+    right(world, moe_ranks.foreign, Moe(33, 64, 64, 2, 2))
+
+
 @several
 def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
     judge_survivors("hopper", replace(BOUNDED[0], capacity=0), world)

@@ -65,6 +65,7 @@ MODULES = {
             "tests/unit/plan",
             "tests/unit/cases",
             "tests/unit/test_tensor_signature.py",
+            "tests/unit/test_zigzag.py",
         ),
         ("tests/torch/test_registered_ops.py", "tests/multiprocess/test_unusable_tensors.py"),
     ),

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from chaos.held import held, more_than, new_sockets, sockets
+from chaos.held import held, more_than, sockets
 from chaos.planted import Planted, keep, lose_an_epoch, spoil
 from soak.flat import LEAST
 from soak.replay import Replayed
@@ -125,9 +125,7 @@ def live(life: Life, say: Say) -> Lived:
             _note(lived, error)
     if _lived:
         # A message to a rank that is gone may block torch.distributed up to its deadline.
-        lived.left = more_than(before, TIMEOUT_S + 10)
-        if lived.left and (new := new_sockets(known, sockets())):
-            lived.left.append(f"new sockets ({new})")
+        lived.left = more_than(before, TIMEOUT_S + 10, known)
     _lived += 1
     lived.after = take(lived.calls, {})
     return lived

@@ -85,7 +85,10 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "requires grad": (wanting_gradients, r"torch\.no_grad\(\), or pass b\.detach\(\)"),
     "computed with gradients": (lambda: wanting_gradients() * 2, "the op has no backward"),
     "parameter": (lambda: torch.nn.Parameter(torch.ones(4, 4)), "Parameter that requires grad"),
-    "own __torch_function__": (lambda: PLAIN.as_subclass(Functional), "Functional"),
+    "own __torch_function__": (
+        lambda: PLAIN.as_subclass(Functional),
+        r"Functional.* a plain torch\.Tensor: pass the tensor inside of it",
+    ),
     "parameter of a subclass": (
         lambda: FunctionalParameter(PLAIN, requires_grad=False),
         "FunctionalParameter",

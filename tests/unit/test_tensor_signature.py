@@ -32,6 +32,11 @@ def test_what_checks_see_tells_arguments_apart(other: str) -> None:
     assert tensor_signature(OTHERS[other]()) != tensor_signature(PLAIN)
 
 
+def test_what_is_no_tensor_is_told_apart_by_its_kind() -> None:
+    assert tensor_signature(None) != tensor_signature([0.0])
+    assert tensor_signature([1.0]) == tensor_signature([0.0])
+
+
 def test_what_checks_do_not_see_is_alike() -> None:
     assert tensor_signature(torch.ones(100, 64)[3:67]) == tensor_signature(
         PLAIN

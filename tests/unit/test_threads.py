@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -58,3 +60,23 @@ def test_a_thread_that_begins_too_late_does_not_run(monkeypatch: pytest.MonkeyPa
     late.set()
     assert over.wait(60)
     assert told == []
+
+
+def test_a_thread_that_was_given_up_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python knows it for ever, as one that is about to begin."""
+
+    class Store:
+        def look(self) -> None:
+            pass
+
+    monkeypatch.setattr(threads, "START_S", 0.0)
+    store = Store()
+    gone = weakref.ref(store)
+    thread = Thread(store.look, store, name="mkernel-test")
+    monkeypatch.setattr(thread, "_bootstrap", lambda: None)
+    with pytest.raises(RuntimeError, match="did not begin"):
+        thread.start()
+    assert thread in threading.enumerate()
+    del store
+    gc.collect()
+    assert gone() is None

@@ -221,8 +221,7 @@ std::vector<std::byte> Context::fetch(std::uint64_t address, std::size_t bytes) 
 }
 
 Context::Placed Context::place(const Mr& mr, std::uint64_t address, const PayloadSource& from,
-                               std::size_t bytes, DeviceCopies::Batch& batch,
-                               std::uint64_t due) {
+                               std::size_t bytes, DeviceCopies::Batch& batch, std::uint64_t due) {
     batch = 0;
     const bool waits = mr.device && config.unflushed;
     // What must be seen on the way passes through here; the rest is copied from memory to memory.

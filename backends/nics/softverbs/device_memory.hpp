@@ -63,8 +63,8 @@ class DeviceCopies {
     };
     std::deque<InFlight> in_flight_;  // batches done_ + 1, ...
     Batch done_ = 0;
-    std::uint64_t bytes_ = 0;   // of all that is in flight
-    std::uint64_t filled_ = 0;  // bytes of the batch that is being filled
+    std::uint64_t bytes_ = 0;         // of all that is in flight
+    std::uint64_t filled_ = 0;        // bytes of the batch that is being filled
     std::uint64_t due_ = UINT64_MAX;  // of its copies, the first
     bool failed_ = false;
 };

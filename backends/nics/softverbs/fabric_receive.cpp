@@ -122,11 +122,7 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             message.status = judge(in, p);
         }
         message.taken += p.length;
-        Placement placement{&in,
-                            p,
-                            {at + sizeof(p), at + sizeof(p) + in_ring(p)},
-                            now,
-                            batch};
+        Placement placement{&in, p, {at + sizeof(p), at + sizeof(p) + in_ring(p)}, now, batch};
         if (config.reorder && random_() % 4 == 0) placement.not_before += random_() % hold;
         ++message.outstanding;
         if (random_() % 100 < config.duplicates) {
@@ -161,8 +157,8 @@ void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
                 !may_write(*qp, p, p.length)) {
                 return;
             }
-            const PayloadSource source = context_.find_payload(
-                *in.sender, p.flags, p.ref_fd, p.ref_inode, p.ref_offset, p.length);
+            const PayloadSource source = context_.find_payload(*in.sender, p.flags, p.ref_fd,
+                                                               p.ref_inode, p.ref_offset, p.length);
             const auto batch = context_.place_ahead(*context_.regions.find(p.rkey), p.remote_addr,
                                                     source, p.length, p.arrival);
             if (!batch) return;

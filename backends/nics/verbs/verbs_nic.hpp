@@ -64,7 +64,8 @@ struct Options {
 class VerbsNic : public Nic {
   public:
     static constexpr std::uint32_t kChain = 32;
-    static constexpr std::uint32_t kReach = 16;  // depths between a request and the oldest in flight
+    static constexpr std::uint32_t kReach =
+        16;  // depths between a request and the oldest in flight
     static constexpr std::uint32_t kMaxRails = 8;
     static constexpr std::size_t kMaxFlushes = 8;  // devices that need one
     static_assert(2 * kMaxRails <= kMaxDescriptors);
@@ -116,7 +117,7 @@ class VerbsNic : public Nic {
         std::shared_ptr<ibv_qp> qp;
         std::uint64_t posted = 0;     // requests staged or posted, ever
         std::uint64_t completed = 0;  // all up to this one are known complete,
-        std::uint64_t ended = 0;      // and so many in all, of which later ones may have overtaken it
+        std::uint64_t ended = 0;  // and so many in all, of which later ones may have overtaken it
         bool listed_ready = false;
         Counts* counts = nullptr;
 
@@ -160,8 +161,8 @@ class VerbsNic : public Nic {
     [[nodiscard]] const Rail& rail_of(const Lane& lane) const { return *rails_[lane.rail]; }
     // One request that is late does not hold up those behind it, as far as numbers reach.
     [[nodiscard]] std::uint32_t free_slots(const Lane& lane) const {
-        return static_cast<std::uint32_t>(std::min(
-            depth_ - (lane.posted - lane.ended), reach() - (lane.posted - lane.completed)));
+        return static_cast<std::uint32_t>(std::min(depth_ - (lane.posted - lane.ended),
+                                                   reach() - (lane.posted - lane.completed)));
     }
     [[nodiscard]] std::uint64_t reach() const { return std::uint64_t{kReach} * depth_; }
     void list_ready(Lane& lane);

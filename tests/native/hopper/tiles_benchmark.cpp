@@ -1,19 +1,19 @@
-// How long tiles take between two nodes on the software device, and into how many copies of a device they
-// join: puts as GEMM+ReduceScatter makes them, through the real proxies and engines, by a mover that moves
-// nothing and takes the time that copies of a GPU take. Everything is slowed down, so that two cores suffice.
-// Not a test. Usage: tiles_benchmark LIBRARY cx7|efa rows|computed [slower]
+// How long a reduction between two nodes takes on the software device, and into how many copies of a device its
+// tiles join: the puts of GEMM+ReduceScatter or GEMM+AllReduce of 8192 x 8192 x 7168, in the order and at the
+// times at which clusters of two H100 make them, through the real proxies and engines, by a mover that moves
+// nothing and takes the time that a GPU's copies take. Everything is slowed down, so that two cores suffice.
+// Not a test. Usage: tiles_benchmark LIBRARY cx7|efa rs|ar computed|rows [slower]
+// computed, rows: in which order an owner's tiles are numbered. MKERNEL_SOFTVERBS_HOLD_NS is slowed down too.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <deque>
 #include <mutex>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "backends/accelerators/hopper/tile/raster.cuh"
@@ -29,10 +29,19 @@ namespace {
 
 double slower = 1000;
 
-// facts of copies to a peer that a host queues one after another
+// Copies to a peer that a host queues one after another.
 constexpr double kCopyNs = 2200;
 constexpr double kSubmitNs = 6000;
 constexpr double kBytesPerNs = 370;
+
+constexpr std::uint64_t kTileBytes = 64 << 10;
+constexpr hopper::Raster kRaster{16, 32, 8};
+constexpr int kClusters = 65;
+constexpr int kBlocks = 2;  // of a cluster
+constexpr double kTileNs = 79'000;
+constexpr int kTiles = 2 * kRaster.cluster_rows * kRaster.columns;  // of clusters, of both owners
+constexpr std::uint32_t kOwned = kBlocks * kTiles / 2;
+constexpr std::uint32_t kSignals = 2 * kOwned;
 
 class TimedMover {
   public:
@@ -65,182 +74,195 @@ class TimedMover {
         };
         table_.detach = [](void*, std::uint64_t) {};
         table_.copy = [](void* self, std::uint64_t to, std::uint64_t from, std::uint64_t bytes) {
-            auto& me = of(self);
-            const std::lock_guard lock(me.mutex_);
-            me.list_.add({to, from, 0, bytes});
+            const std::lock_guard lock(of(self).mutex_);
+            list().add({to, from, 0, bytes});
             return 0;
         };
-        table_.submit = [](void* self, std::uint64_t* ticket) {
-            auto& me = of(self);
-            const std::lock_guard lock(me.mutex_);
-            double takes = 0;
-            for (const cuda::QueuedCopy& each : me.list_.join()) {
-                takes += kCopyNs + static_cast<double>(each.bytes) / kBytesPerNs;
-                ++me.copies;
-                me.bytes += each.bytes;
-            }
-            me.list_.clear();
-            ++me.batches;
-            const auto now = static_cast<double>(monotonic_ns());
-            me.busy_until_ = std::max(me.busy_until_, now + kSubmitNs * slower) + takes * slower;
-            me.ends_.push_back(me.busy_until_);
-            *ticket = me.ends_.size();
-            return 0;
-        };
+        table_.submit = [](void* self, std::uint64_t* ticket) { return of(self).submit(*ticket); };
         table_.done = [](void* self, std::uint64_t ticket) {
-            auto& me = of(self);
-            const std::lock_guard lock(me.mutex_);
-            return static_cast<double>(monotonic_ns()) >= me.ends_[ticket - 1] ? 1 : 0;
+            const std::lock_guard lock(of(self).mutex_);
+            return static_cast<double>(monotonic_ns()) >= of(self).ends_[ticket - 1] ? 1 : 0;
         };
     }
     static TimedMover& of(void* self) { return *static_cast<TimedMover*>(self); }
+    // Each receiver, that is each engine's thread, has copy engines of its own.
+    static cuda::CopyList& list() {
+        static thread_local cuda::CopyList list;
+        return list;
+    }
+    int submit(std::uint64_t& ticket) {
+        static thread_local double busy_until = 0;
+        const std::lock_guard lock(mutex_);
+        double takes = 0;
+        for (const cuda::QueuedCopy& each : list().join()) {
+            takes += kCopyNs + static_cast<double>(each.bytes) / kBytesPerNs;
+            ++copies;
+            bytes += each.bytes;
+        }
+        list().clear();
+        ++batches;
+        const auto now = static_cast<double>(monotonic_ns());
+        busy_until = std::max(busy_until, now + kSubmitNs * slower) + takes * slower;
+        ends_.push_back(busy_until);
+        ticket = ends_.size();
+        return 0;
+    }
 
     transport::Mover table_;
     std::mutex mutex_;
-    cuda::CopyList list_;
-    double busy_until_ = 0;
     std::vector<double> ends_;
 };
 
-struct Rank {
-    Rank(const std::string& library, std::uint32_t peer, std::size_t bytes,
-         const testing::Setup& setup)
-        : memory(::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
-          pad_memory(transport::SignalPad::bytes(4096)),
-          pad(transport::SignalPad::format(pad_memory.data(), 4096)),
-          session(setup.nic(library), setup.slots),
-          endpoints(session.nic().add_peer(peer, setup.rails())) {
+// What a cluster does at one place of its order.
+struct Tile {
+    bool own;
+    int number;  // of its first block
+    int next;    // between the numbers of its blocks
+};
+
+std::vector<Tile> tiles_of(bool all_reduce, bool computed) {
+    const int rows = all_reduce ? 8 : kRaster.cluster_rows;  // as the plan cuts panels
+    const int columns = all_reduce ? 8 : kRaster.columns;
+    hopper::OwnerOrder order(kRaster, rows, columns, 2);
+    std::vector<Tile> tiles;
+    for (int index = 0; index < kTiles; ++index) {
+        int step = 0;
+        int row = 0;
+        int column = 0;
+        int place = 0;
+        order.at(index, step, row, column, place);
+        tiles.push_back(
+            computed ? Tile{step == 0, place * kBlocks, 1}
+                     : Tile{step == 0, row * kBlocks * kRaster.columns + column, kRaster.columns});
+    }
+    return tiles;
+}
+
+class Rank {
+  public:
+    Rank(const std::string& library, std::uint32_t peer, const testing::Setup& setup)
+        : peer_(peer),
+          memory_(::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
+          pad_memory_(transport::SignalPad::bytes(kSignals)),
+          pad_(transport::SignalPad::format(pad_memory_.data(), kSignals)),
+          session_(setup.nic(library), setup.slots),
+          endpoints_(session_.nic().add_peer(peer, setup.rails())),
+          random_(peer) {
         const int dmabuf = ::dup(0);
-        key = session.nic().register_memory(
-            0, {reinterpret_cast<std::uint64_t>(memory), bytes, true, dmabuf, 0, nullptr});
+        key_ = session_.nic().register_memory(
+            0, {reinterpret_cast<std::uint64_t>(memory_), kBytes, true, dmabuf, 0, nullptr});
         ::close(dmabuf);
+        for (int i = 0; i < kClusters; ++i) {  // they are not in step
+            clusters_.push_back({i, 0.1 * chance() * kTileNs});
+            clusters_.back().ends += time();
+        }
     }
-    void join(std::uint32_t peer, const Rank& other) {
-        session.nic().connect(peer, other.endpoints);
-        session.nic().bind(0, peer, other.key);
-        session.start(reinterpret_cast<std::uint64_t>(pad_memory.data()), {});
+    ~Rank() { session_.close(); }
+    void join(const Rank& other) {
+        session_.nic().connect(peer_, other.endpoints_);
+        session_.nic().bind(0, peer_, other.key_);
+        session_.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {});
     }
-    void* memory;
-    testing::Memory pad_memory;
-    transport::SignalPad pad;
-    Session session;
-    std::vector<Endpoint> endpoints;
-    RemoteKey key;
+    // Goes on to `now`, in ns of the GPU. False: all is done.
+    bool run(const std::vector<Tile>& tiles, bool all_reduce, double now) {
+        bool more = false;
+        for (Cluster& each : clusters_) {
+            while (each.index < kTiles && each.ends <= now) {
+                const Tile& tile = tiles[each.index];
+                if (tile.own && !(come(tile.number) && come(tile.number + tile.next))) {
+                    each.ends = now;
+                    break;
+                }
+                for (int block = 0; block < kBlocks; ++block) {
+                    const auto number = static_cast<std::uint32_t>(tile.number + block * tile.next);
+                    if (!tile.own) put(number, 0);
+                    if (tile.own && all_reduce) put(number, kOwned);
+                }
+                last_ = std::max(last_, each.ends);
+                each.index += kClusters;
+                each.ends += time();
+            }
+            more = more || each.index < kTiles;
+        }
+        if (more) return true;
+        for (std::uint32_t i = 0; all_reduce && i < kOwned; ++i) {
+            if (pad_.load(kOwned + i) == 0) return true;
+        }
+        last_ = all_reduce ? std::max(last_, now) : last_;
+        return false;
+    }
+    [[nodiscard]] double last() const { return last_; }
+
+  private:
+    static constexpr std::size_t kBytes = std::size_t{1} << 30;
+    struct Cluster {
+        int index;
+        double ends;
+    };
+    [[nodiscard]] bool come(int number) const {
+        return pad_.load(static_cast<std::uint32_t>(number)) != 0;
+    }
+    void put(std::uint32_t number, std::uint32_t first) {
+        transport::PutCommand c;
+        c.local_offset = c.remote_offset = (first + number) * kTileBytes;
+        c.bytes = kTileBytes;
+        c.peer = peer_;
+        c.signal = first + number;
+        c.value = 1;
+        session_.put(c, 60);
+    }
+    double chance() { return static_cast<double>(random_() % 1000) / 1000; }
+    double time() { return kTileNs * (1 + 0.03 * chance()); }
+
+    std::uint32_t peer_;
+    void* memory_;
+    testing::Memory pad_memory_;
+    transport::SignalPad pad_;
+    Session session_;
+    std::vector<Endpoint> endpoints_;
+    RemoteKey key_;
+    std::mt19937_64 random_;
+    std::vector<Cluster> clusters_;
+    double last_ = 0;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 4) return std::fprintf(stderr, "usage: see above\n"), 2;
-    const std::string library = argv[1];
-    const bool srd = std::string(argv[2]) == "efa";
-    const bool computed = std::string(argv[3]) == "computed";
-    if (argc > 4) slower = std::atof(argv[4]);
-    const auto slowed = [](double ns) { return std::to_string(static_cast<long>(ns * slower)); };
-    const testing::Setting rate("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS",
-                                std::to_string(static_cast<long>(400000 / slower)));
-    const testing::Setting late("MKERNEL_SOFTVERBS_LATENCY_NS", slowed(3000));
-    const char* hold_us = std::getenv("HOLD_US");
-    const testing::Setting hold("MKERNEL_SOFTVERBS_HOLD_NS",
-                                slowed(1e3 * (hold_us ? std::atof(hold_us) : 40)));
-    const testing::Setting patience("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "60000");
-
-    // 8192 x 8192 x 7168 on two H100: see bench/results/hopper_nodes_2_h100_cx7.json.
-    constexpr int kTile = 64 << 10;
-    const hopper::Raster raster{16, 32, 8};
-    const int panel_rows = 16;
-    const int panel_columns = 32;
-    constexpr int kClusters = 65;
-    constexpr double kTileNs = 79'000;
-    const int tiles = 2 * raster.tiles();
-
-    testing::Setup setup;
-    setup.srd = srd;
-    if (const char* depth = std::getenv("DEPTH")) setup.options.queue_depth = std::atoi(depth);
-    TimedMover::set(library);
-    Rank one(library, 1, std::size_t{1} << 30, setup);
-    Rank other(library, 0, std::size_t{1} << 30, setup);
-    one.join(1, other);
-    other.join(0, one);
-
-    struct Finished {
-        double at;
-        int number;
-    };
-    std::vector<Finished> puts;
-    std::vector<int> numbers;  // by the owner's order
-    std::mt19937_64 random(1);
-    std::vector<double> phase(kClusters);
-    for (double& each : phase) each = 0.1 * static_cast<double>(random() % 1000) / 1000;
-    hopper::OwnerOrder order(raster, panel_rows, panel_columns, 2);
-    struct Own {
-        int index, number;
-    };
-    std::vector<Own> own;
-    for (int index = 0; index < tiles; ++index) {
-        int step = 0, row = 0, column = 0, place = 0;
-        order.at(index, step, row, column, place);
-        for (int block = 0; block < 2; ++block) {
-            const int number =
-                computed ? place * 2 + block : (row * 2 + block) * raster.columns + column;
-            if (step == 0) {
-                own.push_back({index, number});
-                continue;
-            }
-            const double jitter = 0.03 * static_cast<double>(random() % 1000) / 1000;
-            const double wave = index / kClusters + 1 + phase[index % kClusters] + jitter;
-            puts.push_back({wave * kTileNs, number});
-        }
+    if (argc < 5) {
+        return std::fprintf(stderr, "usage: LIBRARY cx7|efa rs|ar computed|rows [slower]\n"), 2;
     }
-    std::ranges::sort(puts, {}, &Finished::at);
+    const std::string library = argv[1];
+    const bool all_reduce = std::string(argv[3]) == "ar";
+    const auto tiles = tiles_of(all_reduce, std::string(argv[4]) == "computed");
+    if (argc > 5) slower = std::atof(argv[5]);
+    const auto slowed = [](double ns) { return std::to_string(static_cast<long>(ns * slower)); };
+    const char* hold = std::getenv("MKERNEL_SOFTVERBS_HOLD_NS");
+    const std::array settings{
+        testing::Setting("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS",
+                         std::to_string(static_cast<long>(400'000 / slower))),
+        testing::Setting("MKERNEL_SOFTVERBS_LATENCY_NS", slowed(3000)),
+        testing::Setting("MKERNEL_SOFTVERBS_HOLD_NS", slowed(hold ? std::atof(hold) : 40'000))};
+    testing::Setup setup;
+    setup.srd = std::string(argv[2]) == "efa";
+    TimedMover::set(library);
+    Rank one(library, 1, setup);
+    Rank other(library, 0, setup);
+    one.join(other);
+    other.join(one);
 
-    std::vector<double> come(puts.size());
-    const std::uint64_t start = monotonic_ns() + 200'000'000;
-    std::thread sender([&] {
-        for (const Finished& each : puts) {
-            while (static_cast<double>(monotonic_ns() - start) < each.at * slower ||
-                   monotonic_ns() < start) {
-                ::usleep(100);
-            }
-            transport::PutCommand c;
-            c.local_offset = c.remote_offset = static_cast<std::uint64_t>(each.number) * kTile;
-            c.bytes = kTile;
-            c.peer = 1;
-            c.signal = static_cast<std::uint32_t>(each.number);
-            c.value = 1;
-            one.session.put(c, 60);
-        }
-    });
-    std::size_t seen = 0;
-    while (seen < come.size()) {
+    const std::uint64_t start = monotonic_ns();
+    for (bool going = true; going;) {
         const double now = static_cast<double>(monotonic_ns() - start) / slower;
-        for (std::size_t i = 0; i < come.size(); ++i) {
-            if (come[i] != 0 || other.pad.load(static_cast<std::uint32_t>(i)) == 0) continue;
-            come[i] = now;
-            ++seen;
-        }
+        going = one.run(tiles, all_reduce, now);
+        going = other.run(tiles, all_reduce, now) || going;
         ::usleep(200);
     }
-    sender.join();
-    // The owner's tiles: each ends when it is computed and its part is there.
-    std::vector<double> free(kClusters);
-    double end = 0;
-    for (const Own& each : own) {
-        double& at = free[each.index % kClusters];
-        if (each.number % 2 == 0 || !computed) {
-            at = std::max(at, (each.index / kClusters + 1) * kTileNs);
-        }
-        at = std::max(at, come[each.number]);
-        end = std::max(end, at);
-    }
     const auto& mover = TimedMover::get();
-    std::printf(
-        "%s %s: %zu puts, %lu copies in %lu batches, %.0f KiB each, %.1f MB; last arrival %.0f us, "
-        "call %.0f us\n",
-        argv[2], argv[3], puts.size(), mover.copies, mover.batches,
-        static_cast<double>(mover.bytes) / 1024 / static_cast<double>(mover.copies),
-        static_cast<double>(mover.bytes) / 1e6, *std::ranges::max_element(come) / 1e3, end / 1e3);
-    one.session.close();
-    other.session.close();
+    std::printf("%s %s %s: %llu copies in %llu batches, %.0f KiB each; %.0f us\n", argv[2], argv[3],
+                argv[4], static_cast<unsigned long long>(mover.copies),
+                static_cast<unsigned long long>(mover.batches),
+                static_cast<double>(mover.bytes) / 1024 / static_cast<double>(mover.copies),
+                std::max(one.last(), other.last()) / 1e3);
     return 0;
 }

@@ -255,6 +255,24 @@ TEST(what_the_provider_has_no_room_for_goes_later) {
 }
 
 // A region comes and goes while another is put through all the time.
+// On a NIC without order a request that is late keeps its own place in the queue, and nobody else's.
+TEST(a_late_request_holds_up_none_behind_it) {
+    constexpr std::uint32_t kPuts = 180;  // a quarter of them is late, by up to a second
+    const testing::Setting hold("MKERNEL_SOFTVERBS_HOLD_NS", "1000000000");
+    const testing::Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "0");
+    testing::Setup made = setup(true, 1, 1);
+    made.options.queue_depth = 64;
+    testing::Couple pair(library, kBytes, made);
+    const std::uint64_t start = monotonic_ns();
+    for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(pair.one.put(8, i) == WaitResult::ok);
+    while (pair.one.session.statistics().puts < kPuts && monotonic_ns() - start < 10'000'000'000) {
+        std::this_thread::yield();
+    }
+    CHECK(monotonic_ns() - start < 700'000'000);
+    for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(pair.other.wait(i, 1));
+    CHECK(pair.one.session.flush(10));
+}
+
 TEST(regions_come_and_go_beside_traffic) {
     for (const bool srd : {false, true}) {
         auto both = setup(srd, 1, 2);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.backends import registry
+from mkernel.harness.spec import GEMMS
 from mkernel.harness.wire import emulated, wire_us
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as plan_of
@@ -33,8 +34,11 @@ def made(op: str, ranks: int, nic: Nic, nodes: int = 2) -> tuple[LaunchPlan, Wor
     ]
     claims = registry.accelerator("ascend").capabilities()
     where = world_map(Topology(nodes=tuple(every)), ranks, claims.constants)
+    sizes = {"m": 1024, "n": 256, "k": 512}
+    if op not in GEMMS:
+        sizes = {"tokens": 64, "hidden": 128, "features": 256, "experts": 12, "top_k": 2}
     plan = plan_of(
-        op, {"m": 1024, "n": 256, "k": 512}, dtype="float16", world=where, nic="cx7", verbs="soft",
+        op, sizes, dtype="float16", world=where, nic="cx7", verbs="soft",
         accelerator="ascend", capabilities=claims, schedule=registry.accelerator("ascend").schedule,
     )  # fmt: skip
     return plan, where
@@ -52,6 +56,8 @@ SHARD = 512 * 512 * 2  # bytes of one of two ranks' rows of A, in half
         ("gemm_all_reduce", 1, 2, SHARD),
         ("all_gather_gemm", 2, 2, SHARD / 2),  # shared by the two ranks of the other node
         ("all_gather_gemm", 1, 4, 3 * SHARD / 2),
+        ("moe_dispatch_gemm", 1, 2, 64 * 128 * 2),
+        ("moe_dispatch_gemm", 2, 3, 2 * 64 * 128 * 2),
     ],
 )
 def test_least_bytes_by_rate(op: str, ranks: int, nodes: int, nbytes: float) -> None:

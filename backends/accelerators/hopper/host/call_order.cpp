@@ -1,5 +1,7 @@
 #include "backends/accelerators/hopper/host/call_order.hpp"
 
+#include <algorithm>
+
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 
@@ -39,7 +41,10 @@ CallOrder::CallOrder(int device) {
     int greatest = 0;
     cuda::check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                 "cudaDeviceGetStreamPriorityRange");
-    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest),
+    // The greatest is the mover's: streams of one priority may share a queue of the hardware, where what an
+    // emulated NIC copies would stand behind a kernel here that waits for it.
+    const int priority = std::min(least, greatest + 1);
+    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, priority),
                 "cudaStreamCreateWithPriority");
     forked_ = make_event();
     joined_ = make_event();

@@ -1,0 +1,133 @@
+"""MoE between nodes on the host: plans, areas, and what calls queue, by stand-ins for kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import devices
+import pytest
+import test_hopper_moe as one_node
+import torch
+from plan_walk import WalkedWorld, decorations
+from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
+
+from mkernel.backends.accelerators.hopper import capabilities, moe, moe_nodes, native
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
+from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.plan.missing import of_op
+from mkernel.plan.model import LaunchPlan
+
+FAR = ("send_far", "send_outbox", "land_far")
+MODEL = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    try:
+        module = Started(native.native())
+    except BackendUnavailable as error:
+        pytest.skip(f"this build has no kernels for Hopper: {error}")
+    monkeypatch.setattr(one_node, "STARTED", (*one_node.STARTED, *FAR))
+    for each in (moe, moe_nodes):
+        monkeypatch.setattr(each, "native", lambda: module)
+    monkeypatch.setattr(DispatchContext, "network_of", lambda self, call: None)
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return module
+
+
+def two_nodes(direct: bool = True) -> WalkedWorld:
+    gpus = (devices.gpu(0, name="NVIDIA H200"),)
+    nics = (devices.nic(0, gpudirect=direct),)
+    nodes = [devices.node(gpus, nics) for _ in range(2)]
+    return WalkedWorld(HopperAccelerator(), devices.world(*nodes), 1)
+
+
+def planned(op: str, direct: bool = True, **options: Any) -> LaunchPlan:
+    return two_nodes(direct).plan(op, {**SIZES, **options}, dtype="bfloat16")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+def test_no_field_is_decoration(started: Started, op: str) -> None:
+    usual = planned(op)
+    assert decorations(usual, one_node.launches(started, two_nodes(), usual)) == []
+
+
+def test_tokens_leave_with_their_ids_and_the_product_waits_for_neither(started: Started) -> None:
+    plan = planned("moe_dispatch_gemm")
+    run(called(plan))
+    travels = [(each, BESIDE) for each in ("push_rows", "send_far", "send_far", "land_far")]
+    assert started.names == [*travels, ("moe_route", MAIN), ("moe_grouped", MAIN)]
+    started.told.clear()
+    run(called(plan, "compute_only"))
+    assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
+
+
+def test_sums_leave_behind_the_product(started: Started) -> None:
+    plan = planned("moe_gemm_combine")
+    assert plan.part(GemmCombineSchedule).returns == "ranks"
+    run(called(plan))
+    assert started.names == [
+        ("push_rows", BESIDE), ("send_far", BESIDE), ("land_far", BESIDE), ("moe_grouped", MAIN),
+        ("moe_home", MAIN), ("send_outbox", MAIN), ("land_far", MAIN), ("moe_home", MAIN),
+    ]  # fmt: skip
+    started.told.clear()
+    run(called(plan, "compute_only"))
+    assert not {name for name, _ in started.names} & set(FAR)
+
+
+def test_results_by_slot_are_refused(started: Started) -> None:
+    usual = planned("moe_gemm_combine")
+    how = usual.part(GemmCombineSchedule).model_copy(update={"returns": "slots"})
+    with pytest.raises(Unsupported, match="between nodes results come home as sums by rank"):
+        HopperAccelerator().workspace(usual.model_copy(update={"schedule": how}))
+    with pytest.raises(Unsupported, match="runs moe_combine on one node; this plan has 2"):
+        moe.CombineExecutor.workspace(usual.model_copy(update={"op": "moe_combine"}))
+    claims = HopperAccelerator().capabilities()
+    told = ("accelerator 'hopper' runs moe_combine on one node, not on 2",)
+    assert of_op("moe_combine", "hopper", claims, 2) == told
+    assert of_op("moe_dispatch_gemm", "hopper", claims, 2) == ()
+
+
+@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+def test_areas(started: Started, op: str) -> None:
+    """What NICs write lies where ranks of a node write; the outbox is behind it."""
+    offset = native.native().DATA_OFFSET
+    direct, staged = planned(op), planned(op, direct=False)
+    assert (direct.routes.staged, staged.routes.staged) == (False, True)
+    sizes = moe.sizes_of(2, SIZES["tokens"], SIZES["top_k"], SIZES["experts"])
+    row_bytes = 2 * SIZES["hidden"]
+    if op == "moe_dispatch_gemm":
+        whole, outbox = sizes.dispatch_bytes(row_bytes), 0
+        slots = [sizes.far_tokens(row_bytes), sizes.far_ids(row_bytes)]
+    else:
+        row_bytes *= 2 if direct.shape.partial_dtype == "float32" else 1  # type: ignore[union-attr]
+        whole, outbox = sizes.home_bytes(row_bytes, True), 2 * SIZES["tokens"] * row_bytes
+        slots = [sizes.far_weights(), sizes.far_sums(row_bytes)]
+        assert offset + sizes.outbox_offset(row_bytes) == whole
+    found = HopperAccelerator().workspace(direct)
+    assert (found.areas, found.staging) == ((whole + outbox,), 0)
+    found = HopperAccelerator().workspace(staged)
+    assert (found.areas, found.staging) == ((whole,), whole - offset + outbox)
+    assert [slot.flag for slot in slots] == [0, 2]
+    ends = [slot.offset + 2 * slot.bytes for slot in slots]
+    assert ends[0] <= slots[1].offset
+    assert ends[1] <= whole - offset
+
+
+def test_a_place_is_left_for_what_lands_and_own_tokens_come_first(started: Started) -> None:
+    near = one_node.planned("moe_dispatch_gemm", **MODEL, tokens=32768).part(DispatchSchedule)
+    far = planned("moe_dispatch_gemm", **MODEL, tokens=32768).part(DispatchSchedule)
+    assert far.blocks == near.blocks - 2
+    assert far.early_tiles > 4 * near.early_tiles
+    several = planned("moe_gemm_combine", **MODEL, tokens=4096).part(GemmCombineSchedule)
+    assert (several.blocks, several.panels) == (far.blocks, 1)
+
+
+def test_what_is_copied_first_where_ranks_share_a_device(started: Started) -> None:
+    started.shared = True
+    run(called(planned("moe_dispatch_gemm")))
+    assert {stream for _, stream in started.names} == {MAIN}
