@@ -94,7 +94,7 @@ def test_its_kernels_take_half_as_long_a_k(made: Any) -> None:
 def test_rows_and_their_scales_have_places_in_the_workspace(made: Any) -> None:
     for mode, scales in (("row", 8192), ("tensor", 2)):
         plan = planned("all_gather_gemm", mode, path="fused")
-        needed = gemm.AllGatherExecutor.workspace(plan).regions[0]
+        needed = gemm.AllGatherExecutor.workspace(plan).areas[0]
         assert needed == made.DATA_OFFSET + made.gathered_scales_at(8192 * 8192) + 4 * scales
     assert made.gathered_scales_at(129) == 256
 

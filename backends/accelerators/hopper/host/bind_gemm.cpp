@@ -178,7 +178,9 @@ void bind_data(py::module_& module) {
         .def_readonly("out", &GemmTensors::out)
         .def_readonly("bias", &GemmTensors::bias)
         .def_readonly("a_pitch", &GemmTensors::a_pitch)
-        .def_readonly("b_pitch", &GemmTensors::b_pitch);
+        .def_readonly("b_pitch", &GemmTensors::b_pitch)
+        .def_readonly("a_scale", &GemmTensors::a_scale)
+        .def_readonly("b_scale", &GemmTensors::b_scale);
     py::class_<Product>(module, "Product")
         .def(py::init(&product_of), py::kw_only(), "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a,
              "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none)
