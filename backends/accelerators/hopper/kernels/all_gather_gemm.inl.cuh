@@ -255,14 +255,17 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Multiplier<C, Element, kNMajorB, In> multiplier(shared);
             for_each_tile<C>(args, [&](int shard, int row, int column) {
+                const OperandScales& scales = args.scales;
+                if constexpr (kScaled) {
+                    multiplier.fetch_scales(scales.of_columns, column, args.n, scales.single);
+                }
                 multiplier.multiply(steps);
                 if constexpr (kScaled) {
-                    const OperandScales& scales = args.scales;
                     const int rank = args.workspace.rank;
                     const float* const of_rows =
                         shard == rank ? scales.own : gathered_scales(args, rank, shard);
                     multiplier.scale(of_rows + (scales.single ? 0 : row), args.rows - row,
-                                     scales.of_columns, column, args.n, scales.single);
+                                     scales.of_columns, scales.single);
                 }
                 multiplier.add_bias(args.bias, column, args.n);
                 multiplier.write();

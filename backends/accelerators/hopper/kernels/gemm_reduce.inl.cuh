@@ -312,12 +312,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Multiplier<C, Element, kNMajorB, In> multiplier(shared);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
+                const OperandScales& scales = args.scales;
+                if constexpr (sizeof(In) == 1) {
+                    multiplier.fetch_scales(scales.of_columns, tile.column, args.n, scales.single);
+                }
                 multiplier.multiply(args.is_given ? 0 : steps);
                 if constexpr (sizeof(In) == 1) {
-                    const OperandScales& scales = args.scales;
                     const int row = tile.owner * args.rows + tile.row;
                     multiplier.scale(scales.own + (scales.single ? 0 : row), args.m - row,
-                                     scales.of_columns, tile.column, args.n, scales.single);
+                                     scales.of_columns, scales.single);
                 }
                 const int parts = args.is_given + tile.parts;
                 for (int part = 0; part < parts; ++part) multiplier.add_tile();

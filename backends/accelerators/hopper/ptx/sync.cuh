@@ -39,6 +39,12 @@ __device__ inline void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Of kThreads threads of the block, all of whole warps, that name the same barrier; 0 is __syncthreads'.
+template <int kBarrier, int kThreads>
+__device__ inline void meet() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // One thread of the (converged) warp.
 __device__ inline bool elect_one() {
     std::uint32_t elected;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/ptx/mbarrier.cuh"
+
 namespace mkernel::hopper::ptx {
 
 __device__ inline uint4 load_16(const void* from) {
@@ -27,6 +29,16 @@ __device__ inline void store_16(void* to, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
+}
+
+// Copies 8 bytes into shared memory, zeros where there are none `there`; done when this thread has waited.
+__device__ inline void copy_8_ahead(void* to, const void* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(there ? 8 : 0)
+                 : "memory");
+}
+__device__ inline void wait_copies_ahead() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 }  // namespace mkernel::hopper::ptx

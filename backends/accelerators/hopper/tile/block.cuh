@@ -73,6 +73,7 @@ struct Shared {
     alignas(1024) unsigned char stages[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char slices[C::kSliceSlots][C::kSliceBytes];
     alignas(1024) unsigned char pieces[C::kPieceBuffers * kPieceBytes + 16];  // never of no size
+    alignas(16) float scales[C::kTileN];          // of a tile's columns, of e4m3 operands
     ptx::Mbarrier full[C::kStages];               // a stage's bytes are there
     ptx::Mbarrier empty[C::kStages];              // all multipliers of the cluster are done with it
     ptx::Mbarrier written[C::kSliceSlots];        // a slice is there

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backends/accelerators/hopper/ptx/matrix.cuh"
+#include "backends/accelerators/hopper/ptx/sync.cuh"
 #include "backends/accelerators/hopper/ptx/vector.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
@@ -97,36 +98,37 @@ class Multiplier {
         }
     }
 
+    // Brings the scales of a tile's columns while it is multiplied. `of_columns`: of all `columns` columns
+    // of the matrix, those of the tile from `column` on; or one, which is not brought.
+    __device__ __forceinline__ void fetch_scales(const float* of_columns, int column, int columns,
+                                                 bool single) {
+        ptx::meet<kBarrier, kMultipliers * kWarpgroup>();  // the tile before is scaled
+        const int at = (static_cast<int>(threadIdx.x) - kWarpgroup) * 2;
+        if (single || at >= C::kTileN) return;
+        const bool there = column + at < columns;
+        ptx::copy_8_ahead(&shared_.scales[at], of_columns + (there ? column + at : 0), there);
+    }
+
     // Multiplies by the scales of the operands. `of_rows`: of the first of the tile's `rows` rows that
-    // there are; or one of all. `of_columns`: of all `columns` columns of the matrix, those of the tile
-    // from `column` on; or one.
+    // there are; or one of all. Columns': those that were fetched, or one.
     __device__ __forceinline__ void scale(const float* of_rows, int rows, const float* of_columns,
-                                          int column, int columns, bool single) {
+                                          bool single) {
         const int first = row_ - lane_ % 16 + lane_ / 4;
         const float above = ptx::load_arrived(of_rows + (single ? 0 : min(first, rows - 1)));
         const float below = ptx::load_arrived(of_rows + (single ? 0 : min(first + 8, rows - 1)));
         const float one = *of_columns;
-        const int after = single ? 0 : columns - column;
-        const float* const from = of_columns + column + lane_ % 4 * 2;
+        ptx::wait_copies_ahead();
+        ptx::meet<kBarrier, kMultipliers * kWarpgroup>();
+        const float* const from = &shared_.scales[lane_ % 4 * 2];
 #pragma unroll
-        for (int block = 0; block < C::kTileN / 8; block += kScaledAtOnce) {
-            float2 two[kScaledAtOnce];
-#pragma unroll
-            for (int i = 0; i < kScaledAtOnce; ++i) {
-                two[i] = {one, one};
-                if ((block + i) * 8 < after) {
-                    two[i] = *reinterpret_cast<const float2*>(from + (block + i) * 8);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kScaledAtOnce; ++i) {
-                float* const sum = &sum_[4 * (block + i)];
-                times(sum[0], two[i].x, above);
-                times(sum[1], two[i].y, above);
-                times(sum[2], two[i].x, below);
-                times(sum[3], two[i].y, below);
-            }
-            asm volatile("" ::: "memory");
+        for (int block = 0; block < C::kTileN / 8; ++block) {
+            float2 two = *reinterpret_cast<const float2*>(from + block * 8);
+            if (single) two = {one, one};
+            float* const sum = &sum_[4 * block];
+            times(sum[0], two.x, above);
+            times(sum[1], two.y, above);
+            times(sum[2], two.x, below);
+            times(sum[3], two.y, below);
         }
     }
 
@@ -209,7 +211,7 @@ class Multiplier {
 
     static constexpr int kRowBytes = kTileK * kElementBytes;  // 128, as of a slice
     static constexpr int kAtomBytes = 8 * kRowBytes;          // what the swizzle permutes
-    static constexpr int kScaledAtOnce = 4;  // blocks whose scales are loaded together
+    static constexpr int kBarrier = 1;                        // of the multipliers
 
     // The address of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
     __device__ std::uint32_t address(const unsigned char* slice, int block) const {
