@@ -156,8 +156,8 @@ class GemmCase(Case):
     @property
     def tolerance(self) -> float:
         """One rounding of a result. Where products may be added with fewer bits, also what that loses:
-        cuBLAS' sums and ours are off by 1.3e-3 with K = 4096 and 2.1e-3 with K = 8192 on an H100
-        (bench/results/hopper_fp8_h100_2_fast.json), of which the limit is one and a half times."""
+        cuBLAS' sums and ours are off by 1.3e-3 with K = 4096 and by 2.1e-3 with K = 8192 on an H100,
+        of which the limit is one and a half times."""
         rounding = TOLERANCE[self.out_dtype]
         if not self.options.get("use_fast_accum", False):
             return rounding
