@@ -39,7 +39,7 @@ run: $(RUNNABLE)
 QUICK := -m 'not slow' tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
 	tests/conformance/test_accelerators.py tests/conformance/test_nic.py
 PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
-CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 300
+CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 600
 
 test: $(TESTABLE)
 	$(CTEST)
@@ -75,7 +75,7 @@ SANITIZED := nics\.|transport\.|ascend_(launch|moe|ring_attention|scheduler|race
 sanitize: sanitizers
 	@echo 'subdirs(sanitize-address sanitize-thread)' > build/CTestTestfile.cmake # both at once
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
-		--no-tests=error --timeout 300
+		--no-tests=error --timeout 600
 
 # What `sanitize` runs.
 sanitizers: $(VENV)/.installed

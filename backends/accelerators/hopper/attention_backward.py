@@ -32,7 +32,7 @@ from mkernel.backends.accelerators.hopper.attention_ring import (
     Source,
     ring_keys,
 )
-from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
+from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, check_library
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -252,8 +252,7 @@ def _checked(plan: LaunchPlan) -> AttentionBackwardSchedule:
     how = plan.part(AttentionBackwardSchedule)
     if attention_shape(plan).documents:
         raise ArgumentError("plan.shape.documents", True, "False: it has no gradients of these")
-    if how.library != "cudnn":
-        raise ArgumentError("plan.schedule.library", repr(how.library), "'cudnn'")
+    check_library(plan, how.library)
     if how.heads_ahead > attention_shape(plan).kv_heads:
         raise ArgumentError(
             "plan.schedule.heads_ahead",

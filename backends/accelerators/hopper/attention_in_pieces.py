@@ -23,7 +23,7 @@ from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
 from mkernel.backends.accelerators.hopper.attention_merge import Found, Merge
 from mkernel.backends.accelerators.hopper.attention_pieces import Cut, Pieces, Step, flags
 from mkernel.backends.accelerators.hopper.attention_ring import Queries, lying, stretches
-from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
+from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, check_library
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -195,10 +195,9 @@ def pieces_of(plan: LaunchPlan) -> Pieces:
 def _checked(plan: LaunchPlan) -> AttentionInPiecesSchedule:
     """The schedule. ArgumentError for one that a call would not follow."""
     how, shape = plan.part(AttentionInPiecesSchedule), attention_shape(plan)
-    if how.library != "cudnn":
-        raise ArgumentError("plan.schedule.library", repr(how.library), "'cudnn'")
     if shape.documents:
         raise ArgumentError("plan.shape.documents", True, "False: pieces have none that are packed")
+    check_library(plan, how.library)
     wanted, most = flags(shape, plan.world_size, how.piece_rows), native().MAX_FLAGS
     if wanted > most:
         raise ArgumentError(

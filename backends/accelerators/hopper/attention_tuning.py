@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     AttentionSchedule,
 )
 from mkernel.backends.accelerators.hopper.tuning import FLAGS
+from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.ops import forward
 from mkernel.plan.predict import prediction
@@ -164,6 +165,13 @@ def predicted_backward(
 def library_of(shape: AttentionShape) -> AttentionLibrary:
     """What computes attention: the faster one, which takes no packed documents."""
     return "flash" if shape.documents else "cudnn"
+
+
+def check_library(plan: CommonPart, library: AttentionLibrary) -> None:
+    """ArgumentError for a schedule's library that a call of the plan would not use."""
+    used = library_of(attention_shape(plan))
+    if library != used:
+        raise ArgumentError("plan.schedule.library", repr(library), repr(used))
 
 
 def attention_shape(plan: CommonPart) -> AttentionShape:

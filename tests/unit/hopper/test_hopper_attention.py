@@ -298,6 +298,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention, "attend", attended)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         return made
 
     return make
@@ -473,9 +474,24 @@ def test_results_between_nodes(
 def test_what_is_queued_between_nodes(fabric: Any) -> None:
     made = fabric(4)
     assert run(made, between_nodes(planned(4), 2), calls=1) == []
-    assert made.queued[:4] == [
+    queued = [one for one in made.queued if one[0][0] != "merge"]
+    assert queued[:4] == [
         ("push", BESIDE), ("put", BESIDE), (("land", 3), BESIDE), (("land", 2), BESIDE),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "capturing", "loads"), [(3, False, 2), (2, True, 0)])
+def test_kernels_are_loaded_before_one_waits_for_a_nic(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch, calls: int, capturing: bool, loads: int
+) -> None:
+    made = fabric(2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert run(made, between_nodes(planned(2), 1), calls=calls) == []
+    merges = [
+        what[3] for what, _ in made.queued if what[0] == "merge"
+    ]  # those of both ranks' loads
+    assert (merges.count(False), merges.count(True)) == (loads, calls)
+    assert not loads or made.queued[0][0][0] == "merge"
 
 
 def test_areas_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
