@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_file import FORMAT, ROOT
 from torch import distributed
 
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.harness.provenance import provenance
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.topology.cost import FewRowsConstants
@@ -177,10 +179,10 @@ def ranks(splits: list[int], store: str) -> list[dict[str, Any]]:
 
 
 def with_few_rows(file: Path) -> None:
-    """Where the machine's constants have no few rows, ranks find guesses in ``file``: the fused path is
-    that kernel then. No time here depends on them."""
+    """Ranks find constants in ``file`` by which the fused path is that kernel wherever it fits. No time
+    here depends on them."""
     constants = machine().constants
-    if "MKERNEL_CONSTANTS" in os.environ or constants.few_rows is not None:
+    if "MKERNEL_CONSTANTS" in os.environ:
         return
     guessed = FewRowsConstants(
         most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
@@ -200,8 +202,11 @@ def main() -> None:
         ranks, splits, store, ranks_per_node=2, accelerator="hopper", timeout_s=60
     )
     if len(sys.argv) > 1:
-        rows = {"hardware": torch.cuda.get_device_name(0), "rows": found[0]}
-        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
+        told = {
+            "format": FORMAT, "benchmark": "few_rows",
+            **provenance(ROOT, os.environ.get("MKERNEL_COMMIT")), "figures": {"rows": found[0]},
+        }  # fmt: skip
+        Path(sys.argv[1]).write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ MIXED = [
 def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused path, and the kernel wherever it fits."""
     constants = machine().constants
-    few = constants.few_rows or FewRowsConstants(
+    few = FewRowsConstants(
         most_rows=256,
         most_bytes=16 << 20,
         start_us=4,
