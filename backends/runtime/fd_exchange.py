@@ -153,6 +153,7 @@ class _Server:
         wait = None if first is None else max(0.0, first - time.monotonic())
         for key, _ in self._selector.select(wait):
             if key.fileobj is self._woken:
+                self._woken.recv(1)  # who sent it has the other end no longer in use
                 return False
             if key.fileobj is self._listener:
                 self._accept()

@@ -182,8 +182,13 @@ class Worker:
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             launches: queue.SimpleQueue[StreamsLaunch | None] = queue.SimpleQueue()
             thread = Thread(_serve, launches, name="mkernel-streams")
-            thread.start()  # RuntimeError: the process can have no more; then there is none here
-            self._queue, self._thread = launches, thread
+            try:
+                thread.start()  # RuntimeError: the process can have no more
+                self._queue, self._thread = launches, thread
+            except BaseException:  # an interrupt too, when it may run already: there is none here
+                launches.put(None)
+                self._queue = self._thread = None
+                raise
         self._latest = launch
         self._queue.put(launch)
         return launch

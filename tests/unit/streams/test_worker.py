@@ -47,6 +47,30 @@ def test_a_stopped_worker_has_freed_its_memory(monkeypatch: pytest.MonkeyPatch) 
     assert "mkernel-streams" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes when the thread runs and nothing refers to it yet; calls can go on."""
+    monkeypatch.setattr(worker, "StreamsLaunch", Launch)
+    begun: list[threading.Thread] = []
+
+    class Interrupted(worker.Thread):
+        def start(self) -> None:
+            super().start()
+            begun.append(self)
+            if len(begun) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "Thread", Interrupted)
+    made: Any = worker.Worker()
+    with pytest.raises(KeyboardInterrupt):
+        made.start(None, None, None, None, None)
+    made.stop()
+    begun[0].join(60)
+    assert not begun[0].is_alive()
+    made.start(None, None, None, None, None)
+    assert made.idle(10)
+    made.stop()
+
+
 def test_a_worker_whose_launch_lasts_is_stopped_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "StreamsLaunch", Launch)
     goes_on = threading.Event()
