@@ -108,7 +108,7 @@ def test_rows_are_copied_where_slices_bring_the_end_forward() -> None:
 
 
 def test_every_thread_that_pushes_has_a_part_of_a_shard() -> None:
-    assert gathered(1024, 3072, 4096, 2, 1024).chunk_rows == tuning.PUSHED_ROWS
+    assert gathered(1024, 2560, 4096, 2, 1024).chunk_rows == tuning.PUSHED_ROWS
     assert gathered(512, 1024, 4096, 2, 512).chunk_rows == 512 // tuning.PUSHERS
     assert gathered(64, 1536, 4096, 4, 64).chunk_rows == 16  # 128 KiB
     assert gathered(64, 1536, 16_384, 4, 64).chunk_rows == 4
