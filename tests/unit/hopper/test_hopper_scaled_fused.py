@@ -23,8 +23,17 @@ every_op = pytest.mark.parametrize("op", OPS)
 def planned(
     op: str, mode: Any = "row", fast: bool = True, m: int = 8192, **options: Any
 ) -> LaunchPlan:
+    claims = HopperAccelerator().capabilities().model_copy(
+        update={
+            "ops": OPS, "library_ops": OPS, "scale_modes": ("tensor", "row", "block"),
+            "fused_scale_modes": ("tensor", "row"),
+        }
+    )  # fmt: skip
     around = Around(scales=Scales(mode=mode, use_fast_accum=fast))
-    given = {"dtype": "float8_e4m3fn", "b_layout": "column", "around": around, **options}
+    given = {
+        "dtype": "float8_e4m3fn", "b_layout": "column", "around": around, "capabilities": claims,
+        **options,
+    }  # fmt: skip
     return gpu_plan(HopperAccelerator(), op, 2, {"m": m, "n": 2048, "k": 8192}, **given)
 
 
