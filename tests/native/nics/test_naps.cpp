@@ -136,25 +136,40 @@ TEST(it_stays_awake_for_what_the_host_has_queued) {
     Rig rig;
     CHECK(rig.fifo.handle().claim_device());
     const testing::NamedThread proxy("mkernel-proxy");
-    const auto sleeps_in_ms = [&](double ms) {
+    const auto naps = [&] {  // however busy this host is
         const std::uint64_t before = proxy.sleeps();
-        rest_ms(ms);
-        return proxy.sleeps() - before;
+        for (int waited = 0; proxy.sleeps() <= before + 10 && waited < 10'000; ++waited) rest_ms(1);
+        return proxy.sleeps() > before + 10;
     };
-    const auto awaited = [&] {
-        rest_ms(5);
-        rig.fifo.handle().await_device();
+    // How often it sleeps soon after a call was queued, and so much more was done; again where this
+    // thread was so late that the proxy may have given up.
+    const auto sleeps_behind = [&](const auto& more) {
+        for (int tries = 0; tries < 1000; ++tries) {
+            const std::uint64_t start = transport::monotonic_ns();
+            rig.fifo.handle().await_device();
+            more();
+            rest_ms(2);
+            const std::uint64_t before = proxy.sleeps();
+            rest_ms(8);
+            const std::uint64_t slept = proxy.sleeps() - before;
+            if (transport::monotonic_ns() - start < 18 * kMs) return slept;
+            rest_ms(20);
+        }
+        return std::uint64_t{1};
+    };
+    CHECK(naps());
+    CHECK(sleeps_behind([] {}) == 0);
+    CHECK(naps());  // nothing came
+    const auto push = [&] {
         rest_ms(2);
+        CHECK(rig.device.push({}, {&rig.pad.abort_record().code, 10'000 * kMs}) == WaitResult::ok);
     };
-    CHECK(sleeps_in_ms(10) > 10);
-    awaited();
-    CHECK(sleeps_in_ms(10) == 0);
-    rest_ms(20);  // nothing comes
-    CHECK(sleeps_in_ms(10) > 10);
-    awaited();
-    CHECK(rig.device.push({}, {&rig.pad.abort_record().code, 10'000 * kMs}) == WaitResult::ok);
-    rest_ms(2);  // it has come
-    CHECK(sleeps_in_ms(10) > 10);
+    bool again = false;
+    for (int tries = 0; tries < 200 && !again; ++tries) {
+        rest_ms(25);
+        again = sleeps_behind(push) > 0;
+    }
+    CHECK(again);  // it has come
 }
 
 TEST(a_claim_reaches_a_proxy_that_sleeps) {
