@@ -15,7 +15,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mkernel.harness.provenance import provenance
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.topology.cost import FewRowsConstants
+from mkernel.world.world import World
 
 LAYERS = {
     "8b o": (4096, 2048),
@@ -164,8 +166,9 @@ def _split_calls(splits: int, a: Any, weights: Any, out: Any) -> list[Callable[[
     return [partial(call, b) for b in weights]
 
 
-def ranks(splits: list[int], store: str) -> list[dict[str, Any]]:
-    """What a rank runs."""
+@contextmanager
+def torch_group(store: str) -> Iterator[World]:
+    """torch's group of the world's ranks, which meet at a file."""
     os.environ.update(ENVIRONMENT)
     world = mkernel.world()
     distributed.init_process_group(
@@ -173,9 +176,15 @@ def ranks(splits: list[int], store: str) -> list[dict[str, Any]]:
         device_id=torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip
     try:
-        return measured(splits)
+        yield world
     finally:
         distributed.destroy_process_group()
+
+
+def ranks(splits: list[int], store: str) -> list[dict[str, Any]]:
+    """What a rank runs."""
+    with torch_group(store):
+        return measured(splits)
 
 
 def with_few_rows(file: Path) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy
 import torch
-from few_rows import COLD_BYTES, graphed, with_few_rows
-from torch import distributed
+from few_rows import COLD_BYTES, graphed, torch_group, with_few_rows
 
 import mkernel
 from mkernel.harness.symm_mem import ENVIRONMENT
@@ -52,33 +51,27 @@ def traced(m: int, n: int, k: int, store: str) -> numpy.ndarray:
     """[calls, blocks, 1 + marks] of the last calls, by rising epoch; what a rank runs."""
     from mkernel.backends.accelerators.hopper import _hopper as native
 
-    os.environ.update(ENVIRONMENT)
-    world = mkernel.world()
-    distributed.init_process_group(
-        "nccl", init_method=f"file://{store}", rank=world.rank, world_size=world.size,
-        device_id=torch.device("cuda", torch.cuda.current_device()),
-    )  # fmt: skip
     assert len(MARKS) == native.FEW_ROWS_MARKS
-    count = max(4, -(-COLD_BYTES // (2 * n * k)))
-    weights = [torch.randn(n, k, device="cuda").bfloat16().t() for _ in range(count)]
-    a = torch.randn(m, k, device="cuda").bfloat16()
-    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    plan = mkernel.plan(
-        "gemm_all_reduce", m=m, n=n, k=k, dtype="bfloat16", b_layout="column", path="fused"
-    )
-    assert plan.schedule is not None
-    how = plan.schedule.model_dump()
-    if how["kind"] != "hopper.few_rows":
-        raise SystemExit(f"{m} x {n} x {k} is planned as {how}; expected few rows")
-    blocks = min(how["blocks"] // how["splits"], -(-n // 128)) * how["splits"]
-    ring = torch.zeros(CALLS, blocks, 1 + len(MARKS), device="cuda", dtype=torch.int64)
-    native.trace_few_rows(ring.data_ptr(), CALLS)
-    took = graphed([lambda b=b: OP.call(a, b, out=out, path="fused") for b in weights])  # type: ignore[misc]
-    mkernel.synchronize()
-    if world.rank == 0:
-        print(f"{m} x {n} x {k}: {took} us a call; {how}")
-    found = ring.cpu().numpy()
-    distributed.destroy_process_group()
+    with torch_group(store) as world:
+        count = max(4, -(-COLD_BYTES // (2 * n * k)))
+        weights = [torch.randn(n, k, device="cuda").bfloat16().t() for _ in range(count)]
+        a = torch.randn(m, k, device="cuda").bfloat16()
+        out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        plan = mkernel.plan(
+            "gemm_all_reduce", m=m, n=n, k=k, dtype="bfloat16", b_layout="column", path="fused"
+        )
+        assert plan.schedule is not None
+        how = plan.schedule.model_dump()
+        if how["kind"] != "hopper.few_rows":
+            raise SystemExit(f"{m} x {n} x {k} is planned as {how}; expected few rows")
+        blocks = min(how["blocks"] // how["splits"], -(-n // 128)) * how["splits"]
+        ring = torch.zeros(CALLS, blocks, 1 + len(MARKS), device="cuda", dtype=torch.int64)
+        native.trace_few_rows(ring.data_ptr(), CALLS)
+        took = graphed([lambda b=b: OP.call(a, b, out=out, path="fused") for b in weights])  # type: ignore[misc]
+        mkernel.synchronize()
+        if world.rank == 0:
+            print(f"{m} x {n} x {k}: {took} us a call; {how}")
+        found = ring.cpu().numpy()
     return found[numpy.argsort(found[:, 0, 0])]
 
 

@@ -8,8 +8,8 @@
 // the last command or arrival, and then sleeps in *naps*: a ppoll of kNapNs each, between which it looks
 // at that ring only. A nap costs little more than its two changes of context and its timer, which is 2 to
 // 4 us of a core, and 25 us on some virtual machines: naps are made as long as keeps them at kNapShare of
-// a core. A host that queues what will push says so (FifoHandle::await_device): then the proxy does not nap before
-// the first command of it, for kAwaitedNs at most. Replayed graphs do not say so.
+// a core. A host that queues what will push says so (FifoHandle::await_device): then the proxy does not
+// nap before the first command of it, for kAwaitedNs at most. Replayed graphs do not say so.
 //
 // A peer whose queue is full does not hold up the others: its commands are set aside, in their order,
 // and tried again. There is room for as many as the FIFO has slots; when that is used up, commands

@@ -215,7 +215,7 @@ def two_streams(shapes: Sequence[Attention], rounds: int) -> list[str]:
 
 def repeated(shape: Attention, times: int) -> list[str]:
     """What differs between calls on the same inputs."""
-    return other_bits(Work(shape), times)
+    return other_bits(Work(shape).call, times)
 
 
 def extreme(shape: Attention) -> list[str]:
@@ -593,18 +593,7 @@ def _same_gradients(shape: Attention, times: int) -> list[str]:
             torch.use_deterministic_algorithms(False)  # products of the truth need no fixed order
 
     first = call()
-    found = work.failures(0, first, "deterministic")
-    for turn in range(times):
-        if turn % work.work.world == work.work.rank:
-            spin(LATE_S / 10)
-        again = call()
-        found += [
-            f"rank {work.work.rank} d{name} of call {turn} has other bits"
-            for name in first
-            if not torch.equal(first[name], again[name])
-        ]
-    mkernel.synchronize()
-    return found
+    return work.failures(0, first, "deterministic") + other_bits(call, times, first)
 
 
 GRADIENT_FAULTS = ("wrong head", "own sums", "stale", "early flag", "not added")

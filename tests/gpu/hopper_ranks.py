@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,17 +217,18 @@ def repeated(shape: Shape, times: int) -> list[str]:
     return sums
 
 
-def other_bits(work: Any, times: int) -> list[str]:
-    """What differs between calls of a work whose calls return outputs by name, on the same inputs,
-    ranks late by turns."""
-    first = work.call()
+def other_bits(call: Callable[[], Tensors], times: int, first: Tensors | None = None) -> list[str]:
+    """What differs between calls on the same inputs, ranks late by turns. ``first``: what a call has
+    returned already."""
+    world = mkernel.world()
+    first = call() if first is None else first
     found = []
     for turn in range(times):
-        if turn % work.world == work.rank:
+        if turn % world.size == world.rank:
             spin(LATE_S / 10)
-        again = work.call()
+        again = call()
         found += [
-            f"rank {work.rank} {name} of call {turn} has other bits"
+            f"rank {world.rank} {name} of call {turn} has other bits"
             for name in first
             if not torch.equal(first[name], again[name])
         ]

@@ -283,7 +283,7 @@ def replayed(shapes: Sequence[Moe], replays: int) -> list[str]:
 
 def repeated(shape: Moe, times: int) -> list[str]:
     """What differs between calls on the same inputs."""
-    return other_bits(Work(shape), times)
+    return other_bits(Work(shape).call, times)
 
 
 def overflowed(shape: Moe) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 from hopper_ranks import Shape, Work, judged
@@ -46,35 +47,31 @@ def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
 def scattered(rows: int, n: int) -> tuple[list[str], int]:
     """Failures of a GEMM+ReduceScatter of whole tiles of ``rows`` rows an owner, and bytes that the NIC
     put for it here."""
-    world = mkernel.world()
-    work = Work(Shape("gemm_reduce_scatter", world.size * rows, n, 512))
-    work.fill(0)
-    assert world.nic is not None
-    before = world.nic.statistics().put_bytes
-    work.call()
-    mkernel.synchronize()
-    failures = work.failure(0)
-    assert world.nic.flush(5)
-    return failures, world.nic.statistics().put_bytes - before
+    return _put(Work(Shape("gemm_reduce_scatter", mkernel.world().size * rows, n, 512)))
 
 
 def dispatched(shape: Moe) -> tuple[list[str], int, int]:
     """Failures of a dispatch and a GEMM+combine; bytes that the NIC put for them here, and bytes of the
     own tokens, ids and weights and of sums for the other rank's tokens, once for each rank of another
     node."""
-    world = mkernel.world()
-    work = shape.work(5)
-    work.fill(0)
-    assert world.nic is not None
-    before = world.nic.statistics().put_bytes
-    work.call()
-    mkernel.synchronize()
-    failures = work.failure(0)
-    assert world.nic.flush(5)
+    world, work = mkernel.world(), shape.work(5)
     places, row = 4 * shape.tokens * work.top_k, 2 * shape.tokens * shape.hidden
     sums = row if shape.narrow else 2 * row
     far = world.size - world.identity.ranks_per_node
-    return failures, world.nic.statistics().put_bytes - before, far * (row + sums + 2 * places)
+    return *_put(work), far * (row + sums + 2 * places)
+
+
+def _put(work: Any) -> tuple[list[str], int]:
+    """Failures of one call, and bytes that the NIC put for it here."""
+    nic = mkernel.world().nic
+    work.fill(0)
+    assert nic is not None
+    before = nic.statistics().put_bytes
+    work.call()
+    mkernel.synchronize()
+    failures = work.failure(0)
+    assert nic.flush(5)
+    return failures, nic.statistics().put_bytes - before
 
 
 def staged(shape: Shape) -> tuple[bool, int, int]:

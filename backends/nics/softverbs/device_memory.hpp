@@ -6,6 +6,7 @@
 // before the first packet that names the token. So the peer neither asks nor waits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -106,6 +107,38 @@ class Offers {
 
     Fd socket_;
     std::map<Key, Attached> attached_;
+};
+
+// The copies that were queued before their packets' arrival, of one ring or flow; packets are named by their
+// places in it, in bytes ever written.
+class EarlyCopies {
+  public:
+    // Where to look on, of packets of which those before `tail` were taken.
+    std::uint64_t look_on(std::uint64_t tail) { return looked_ = std::max(looked_, tail); }
+    // The copy of the packet there.
+    void add(DeviceCopies::Batch batch) { copies_.push_back({looked_, batch}); }
+    // The packet there, of so many bytes, has been looked at.
+    void looked(std::uint64_t bytes) { looked_ += bytes; }
+    // Whether the packet at `tail`, the next one to be taken, has one.
+    [[nodiscard]] bool has(std::uint64_t tail) const {
+        return !copies_.empty() && copies_.front().at == tail;
+    }
+    // That of the packet at `tail`, which is taken now; 0: it has none.
+    DeviceCopies::Batch take(std::uint64_t tail) {
+        if (!has(tail)) return 0;
+        const DeviceCopies::Batch batch = copies_.front().batch;
+        copies_.pop_front();
+        return batch;
+    }
+    void clear() { *this = {}; }
+
+  private:
+    struct Copy {
+        std::uint64_t at;
+        DeviceCopies::Batch batch;
+    };
+    std::deque<Copy> copies_;
+    std::uint64_t looked_ = 0;
 };
 
 }  // namespace mkernel::nics::softverbs

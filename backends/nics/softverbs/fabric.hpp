@@ -14,7 +14,6 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <random>
 #include <unordered_map>
@@ -78,11 +77,6 @@ class Fabric {
         ibv_wc_status status = IBV_WC_SUCCESS;
         std::uint64_t rnr_since = 0;
     };
-    // A copy of device memory that was queued before its packet's arrival.
-    struct Early {
-        std::uint64_t at;  // the packet's place in the flow
-        DeviceCopies::Batch batch;
-    };
     struct Incoming {
         std::uint32_t index = 0;
         std::uint64_t word = 0;
@@ -92,8 +86,7 @@ class Fabric {
         std::uint64_t answered = 0;
         std::unordered_map<std::uint64_t, Arriving> messages;
         std::vector<std::uint64_t> unready;  // messages that want a receive
-        std::deque<Early> early;
-        std::uint64_t early_to = 0;  // bytes of the flow looked through for them
+        EarlyCopies early;
     };
     struct Placement {
         Incoming* flow;

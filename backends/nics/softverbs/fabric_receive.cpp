@@ -106,11 +106,7 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             break;
         if (!context_.link.arrived(p.arrival, now, wake_at)) break;
         context_.link.take(p.arrival, p.length);
-        DeviceCopies::Batch batch = 0;
-        if (!in.early.empty() && in.early.front().at == in.tail) {
-            batch = in.early.front().batch;
-            in.early.pop_front();
-        }
+        const DeviceCopies::Batch batch = in.early.take(in.tail);
         in.tail += p.bytes;
         if ((p.flags & kAbandoned) != 0) {
             give_up(in, p.message);
@@ -147,10 +143,10 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
 // Queues the copies of packets that are on the link. What is held, or placed twice, is so when it arrives.
 void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
     const Flow& flow = context_.port.flow(in.index);
-    for (in.early_to = std::max(in.early_to, in.tail); in.early_to != head;) {
+    for (std::uint64_t at = in.early.look_on(in.tail); at != head; at = in.early.look_on(at)) {
         FlowPacket p;
-        std::memcpy(&p, flow.data + in.early_to % kRingBytes, sizeof(p));
-        if (!readable(p, in.early_to)) return;
+        std::memcpy(&p, flow.data + at % kRingBytes, sizeof(p));
+        if (!readable(p, at)) return;
         if ((p.flags & kDevice) != 0) {
             const SrdQp* qp = receiver(p.destination);
             if (p.arrival <= now || qp == nullptr || qp->queue_key != p.queue_key ||
@@ -162,9 +158,9 @@ void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
             const auto batch = context_.place_ahead(*context_.regions.find(p.rkey), p.remote_addr,
                                                     source, p.length, p.arrival);
             if (!batch) return;
-            in.early.push_back({in.early_to, *batch});
+            in.early.add(*batch);
         }
-        in.early_to += p.bytes;
+        in.early.looked(p.bytes);
     }
 }
 

@@ -240,7 +240,6 @@ void Qp::disconnect() {
     held_.clear();
     moving_.clear();
     early_.clear();
-    early_to_ = 0;
     remote_.reset();
 }
 

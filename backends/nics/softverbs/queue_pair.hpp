@@ -96,11 +96,6 @@ struct Qp final : ibv_qp, SlotOwner {
         bool takes;  // the receive of that number
         std::uint64_t wr_id;
     };
-    // A copy of device memory that was queued before its packet's arrival.
-    struct Early {
-        std::uint64_t at;  // the packet's place in the ring
-        DeviceCopies::Batch batch;
-    };
     bool receive(std::uint64_t now, std::uint64_t& wake_at);
     // Queues the copies of packets that are on the link, up to `head`.
     void copy_ahead(std::uint64_t head, std::uint64_t now);
@@ -172,8 +167,7 @@ struct Qp final : ibv_qp, SlotOwner {
     std::vector<Held> held_;           // writes with relaxed ordering that have not landed
     DeviceCopies::Batch landing_ = 0;  // the last copy of these
     std::deque<Moving> moving_;        // packets from the first one on whose bytes are on their way
-    std::deque<Early> early_;
-    std::uint64_t early_to_ = 0;  // bytes of our ring looked through for them
+    EarlyCopies early_;
 };
 
 }  // namespace mkernel::nics::softverbs

@@ -54,10 +54,10 @@ bool Qp::receive(std::uint64_t now, std::uint64_t& wake_at) {
 
 void Qp::copy_ahead(std::uint64_t head, std::uint64_t now) {
     const Ring& ring = inbound();
-    for (early_to_ = std::max(early_to_, tail_); early_to_ != head;) {
+    for (std::uint64_t at = early_.look_on(tail_); at != head; at = early_.look_on(at)) {
         Packet p;
-        std::memcpy(&p, ring.data + early_to_ % kRingBytes, sizeof(p));
-        if (!readable(p, early_to_) || ring.producer.closed.load(std::memory_order_acquire) != 0) {
+        std::memcpy(&p, ring.data + at % kRingBytes, sizeof(p));
+        if (!readable(p, at) || ring.producer.closed.load(std::memory_order_acquire) != 0) {
             return;
         }
         if ((p.flags & kDevice) != 0) {
@@ -65,9 +65,9 @@ void Qp::copy_ahead(std::uint64_t head, std::uint64_t now) {
             const auto batch = context_.place_ahead(*context_.regions.find(p.rkey), p.remote_addr,
                                                     source_of(p, nullptr), p.length, p.arrival);
             if (!batch) return;
-            early_.push_back({early_to_, *batch});
+            early_.add(*batch);
         }
-        early_to_ += p.bytes;
+        early_.looked(p.bytes);
     }
 }
 
@@ -151,11 +151,10 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
     if (takes && !have_receive(now, wake_at)) return false;
 
     DeviceCopies::Batch batch = 0;
-    const bool early = !early_.empty() && early_.front().at == tail_;
+    const bool early = early_.has(tail_);
     if (early) {
         if (takes && !land_all()) return false;
-        batch = early_.front().batch;
-        early_.pop_front();
+        batch = early_.take(tail_);
     } else if (p.length != 0) {
         const PayloadSource source = source_of(p, payload);
         if (!source.reached()) {

@@ -43,7 +43,8 @@ inline int operand_bytes(Scaling scaling) {
     return scaling == Scaling::none ? static_cast<int>(kElementBytes) : 1;
 }
 
-// B as bulk copies see it: boxes of 128 rows of N and 64 of K, or, N-major, of 64 rows of K and 64 of N.
+// B as bulk copies see it: boxes of 128 rows of N (of medium tiles 96) and 64 of K, or, N-major, of 64 rows of
+// K (32) and 64 of N.
 CUtensorMap map_of_b(const Product& product);
 
 // How one rank's rows of A travel: in `chunks` of `chunk_rows`, the last one perhaps shorter; by the
@@ -79,10 +80,10 @@ struct RowScales {
 };
 RowScales row_scales(const Product& product, int rows);
 
-// Copies the own rows, and ahead of them their scales, into every peer's workspace, the rank before this one first, and the epoch into
-// the flags behind them: whole shards, but the last peer's chunk by chunk or slice by slice, since only
-// the end of the last shard is ever waited for. On the copy engines; `stream` must come after the end
-// of the previous call. At most kEpochCopies flags.
+// Copies the own rows, and ahead of them their scales, into every peer's workspace, the rank before this
+// one first, and the epoch into the flags behind them: whole shards, but the last peer's chunk by chunk or
+// slice by slice, since only the end of the last shard is ever waited for. On the copy engines; `stream`
+// must come after the end of the previous call. At most kEpochCopies flags.
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
                const AllGatherSchedule& schedule, std::uint64_t stream,
                const RowScales& scales = {});
