@@ -67,6 +67,8 @@ class AttentionExecutor:
         self._ring = AttentionRing(call, context)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
+        if plan.nodes > 1:
+            made.load_attention(context.device)
         self._loads = plan.nodes > 1
 
     @staticmethod

@@ -239,6 +239,16 @@ void check_far(const Workspace& workspace, int other, std::uint32_t flag) {
 
 }  // namespace
 
+void load() {
+    cuda::load_kernel(put_kernel);
+    cuda::load_kernel(watch_kernel);
+    cuda::load_kernel(await_part_kernel);
+    cuda::load_kernel(merge_kernel<__half>);
+    cuda::load_kernel(merge_kernel<__nv_bfloat16>);
+    cuda::load_kernel(sum_kernel<__half>);
+    cuda::load_kernel(sum_kernel<__nv_bfloat16>);
+}
+
 void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
          std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
          cudaStream_t stream) {
