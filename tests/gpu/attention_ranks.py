@@ -20,7 +20,9 @@ from mkernel.backends.accelerators.hopper import (
     attention_ring,
     attention_tuning,
 )
+from mkernel.backends.accelerators.hopper.attention_documents import Bounds, Documents
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
+from mkernel.backends.accelerators.hopper.attention_ring import Source
 from mkernel.backends.accelerators.hopper.schedule import AttentionInPiecesSchedule
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
@@ -408,6 +410,15 @@ def a_million(causal: bool) -> dict[str, Any]:
 FAULTS = ("no weights", "seam", "stale", "early flag", "wrong head")
 
 
+class LateKeys(Documents):
+    """Every document but the first begins one key late."""
+
+    def keys(self, source: Source) -> Bounds:
+        at = super().keys(source).at.clone()
+        at[1:-1] = (at[1:-1] + 1).clamp(max=at[-1])
+        return Bounds(at, int(at.diff().max()))
+
+
 def faulty(shape: Attention, fault: str) -> list[str]:
     """Failures with a fault in the backend, after a right call."""
     work = Work(shape)
@@ -439,6 +450,8 @@ def faulty(shape: Attention, fault: str) -> list[str]:
     old = [work.given[name].clone() for name in "kv"]
     nothing = [torch.zeros_like(one) for one in old]
     attention.attend = wrong
+    if fault == "boundary":
+        attention.Documents = LateKeys  # type: ignore[misc]
     if fault in ("stale", "early flag"):
         attention_ring.native = Native  # type: ignore[assignment]
     work.fill(1)

@@ -203,6 +203,13 @@ def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
     right(world, attention_ranks.other_boundaries, shape, 10)
 
 
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@packs
+def test_a_document_that_begins_one_key_late_is_seen(world: int) -> None:
+    shape = Attention(1, 4, 2, 128, causal=True, documents=(0, 16, 40, 100, 256))
+    assert all(launched(world, attention_ranks.faulty, shape, "boundary")), "on every rank"
+
+
 @worlds
 @pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
 @pieces
