@@ -54,6 +54,23 @@ class Attention:
         return Work(self, seed)
 
 
+def drawn(chance: random.Random) -> Attention:
+    """Any legal size: from one step of positions to a few tiles, edges everywhere."""
+    causal, kv_heads = chance.random() < 0.5, chance.randint(1, 4)
+    steps = chance.choice((1, 2, 3, chance.randint(4, 12), chance.randint(12, 40)))
+    return Attention(
+        batch=chance.randint(1, 3),
+        heads=kv_heads * chance.randint(1, 4),
+        kv_heads=kv_heads,
+        rows=16 * steps * (2 if causal else 1),
+        width=chance.choice((64, 128)),
+        causal=causal,
+        dtype=chance.choice(("bfloat16", "float16")),
+        lies=chance.choice(("heads", "positions")),
+        scale=chance.choice((None, None, 0.05, 0.3, -0.1)),
+    )
+
+
 class Work:
     """A size's tensors on this rank, refilled in place for every turn."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attention_ranks
 import pytest
-from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention
+from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention, drawn
 from device_buffers import needs_gpus, takes_ranks
 from survivors import judge_absence, judge_survivors
 
@@ -60,23 +60,6 @@ def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> 
     found = launched(world, fn, *arguments, accelerator=accelerator)
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
-
-
-def drawn(chance: random.Random) -> Attention:
-    """Any legal size: from one step of positions to a few tiles, edges everywhere."""
-    causal, kv_heads = chance.random() < 0.5, chance.randint(1, 4)
-    steps = chance.choice((1, 2, 3, chance.randint(4, 12), chance.randint(12, 40)))
-    return Attention(
-        batch=chance.randint(1, 3),
-        heads=kv_heads * chance.randint(1, 4),
-        kv_heads=kv_heads,
-        rows=16 * steps * (2 if causal else 1),
-        width=chance.choice((64, 128)),
-        causal=causal,
-        dtype=chance.choice(("bfloat16", "float16")),
-        lies=chance.choice(("heads", "positions")),
-        scale=chance.choice((None, None, 0.05, 0.3, -0.1)),
-    )
 
 
 @worlds
