@@ -63,8 +63,8 @@ def dispatched(shape: Moe) -> tuple[list[str], int, int]:
 
 
 def attended(shape: Attention) -> tuple[list[str], int, int, int]:
-    """Failures of a call of ring attention; bytes that the NIC put for it here, and bytes of the own keys
-    and values, once for each rank of another node; regions of host memory that the session has."""
+    """Failures of a call of ring attention; bytes that the NIC put for it here, and bytes of the own
+    keys and values, once for each rank of another node; host memory's regions in the session."""
     world = mkernel.world()
     failures, put = _put(shape.work(5))
     far = world.size - world.identity.ranks_per_node

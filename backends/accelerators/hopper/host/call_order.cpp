@@ -46,6 +46,8 @@ CallOrder::CallOrder(int device) {
     const int priority = std::min(least, greatest + 1);
     cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, priority),
                 "cudaStreamCreateWithPriority");
+    cuda::check(cudaStreamCreateWithPriority(&kernels_, cudaStreamNonBlocking, greatest),
+                "cudaStreamCreateWithPriority");
     forked_ = make_event();
     joined_ = make_event();
     captured_ = make_event();
@@ -55,7 +57,7 @@ CallOrder::CallOrder(int device) {
 CallOrder::~CallOrder() {
     for (const cudaEvent_t event : events_) cudaEventDestroy(event);
     for (const cudaEvent_t event : {forked_, joined_, captured_}) cudaEventDestroy(event);
-    cudaStreamDestroy(side_);
+    for (const cudaStream_t stream : {side_, kernels_}) cudaStreamDestroy(stream);
 }
 
 void CallOrder::begin(std::uint64_t stream) {
@@ -69,14 +71,30 @@ void CallOrder::begin(std::uint64_t stream) {
 }
 
 std::uint64_t CallOrder::fork(std::uint64_t stream) {
-    const auto side = reinterpret_cast<std::uint64_t>(side_);
-    record(forked_, stream);
-    wait(side, forked_);
-    return side;
+    return forked(stream, side_);
 }
 
 void CallOrder::join(std::uint64_t stream) {
-    record(joined_, reinterpret_cast<std::uint64_t>(side_));
+    joined(stream, side_);
+}
+
+std::uint64_t CallOrder::fork_kernels(std::uint64_t stream) {
+    return forked(stream, kernels_);
+}
+
+void CallOrder::join_kernels(std::uint64_t stream) {
+    joined(stream, kernels_);
+}
+
+std::uint64_t CallOrder::forked(std::uint64_t stream, cudaStream_t other) const {
+    const auto to = reinterpret_cast<std::uint64_t>(other);
+    record(forked_, stream);
+    wait(to, forked_);
+    return to;
+}
+
+void CallOrder::joined(std::uint64_t stream, cudaStream_t other) const {
+    record(joined_, reinterpret_cast<std::uint64_t>(other));
     wait(stream, joined_);
 }
 
