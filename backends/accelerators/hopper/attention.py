@@ -93,9 +93,9 @@ class AttentionExecutor:
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
         if self._loads and not torch.cuda.is_current_stream_capturing():
-            # A kernel's first launch loads it, and the driver may wait with that until running kernels
-            # end: ours too, that waits for a NIC, whose copies ask the driver (an emulated one's). So
-            # all that is launched behind a wait is launched once without.
+            # The library's kernels are loaded by their first launch, which the driver may delay until
+            # running kernels end: one of ours too, that waits for a NIC. An emulated one's copies ask
+            # the driver, and would wait as well. So all is launched once without waits.
             self._loads = False
             self._queue(replace(call, view="compute_only"), stream)
         self._queue(call, stream)

@@ -1,7 +1,5 @@
 #include "backends/accelerators/hopper/host/call_order.hpp"
 
-#include <algorithm>
-
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 
@@ -41,10 +39,7 @@ CallOrder::CallOrder(int device) {
     int greatest = 0;
     cuda::check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                 "cudaDeviceGetStreamPriorityRange");
-    // The greatest is the mover's: streams of one priority may share a queue of the hardware, where what an
-    // emulated NIC copies would stand behind a kernel here that waits for it.
-    const int priority = std::min(least, greatest + 1);
-    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, priority),
+    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest),
                 "cudaStreamCreateWithPriority");
     cuda::check(cudaStreamCreateWithPriority(&kernels_, cudaStreamNonBlocking, greatest),
                 "cudaStreamCreateWithPriority");

@@ -87,9 +87,7 @@ struct Sums {
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream);
 
-// Loads all kernels here to the current device. Between nodes it comes before the first call: a kernel
-// that is loaded while another waits may wait for it, and whoever asks the driver for something in that
-// time, as an emulated NIC does for every copy, waits with both.
+// Loads all kernels here to the current device, before the first call between nodes (host/moe.hpp: load).
 void load();
 
 // Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`; there
