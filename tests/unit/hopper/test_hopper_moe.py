@@ -41,6 +41,11 @@ class Started:
         self.told: list[Any] = []
         self.given: dict[str, dict[str, Any]] = {}
         self.shared = False
+        self.loaded_at: list[int] = []
+
+    def load_moe(self, device: int) -> None:
+        """Notes behind how much of what was told."""
+        self.loaded_at.append(len(self.names))
 
     def shares_device(self, device: int, world: Any) -> bool:
         return self.shared
