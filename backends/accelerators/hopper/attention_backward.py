@@ -218,8 +218,8 @@ class AttentionBackwardExecutor:
 
     def _place(self, lot: Lot) -> int:
         """Of its gradients behind those of the first head."""
-        of_head: int = self._ring.keys.bytes // attention_shape(self._plan).kv_heads
-        return of_head * lot.keys.start
+        of_head = self._ring.keys.bytes // attention_shape(self._plan).kv_heads
+        return int(of_head * lot.keys.start)
 
     def _flag(self, number: int, source: int) -> int:
         made = native()
