@@ -155,7 +155,7 @@ def many_shapes(shapes: int) -> tuple[list[str], list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize("nic", [None, "cx7", "efa"])
 def test_any_number_of_shapes_shares_memory_and_signals(nic: str | None) -> None:
-    """Of plans that are known and of those that are forgotten: none has signals or memory of its own."""
+    """No plan has signals or memory of its own, whether it is known or forgotten."""
     way: dict[str, Any] = {"nodes": 2, "ranks_per_node": 1, "nic": nic, "verbs": "soft"}
     if nic is None:
         way = {"ranks_per_node": 2}
