@@ -225,10 +225,13 @@ class Scene:
         """Give processes back that can take another part; end the others."""
         if self.turn.fault.kind == "stopped-briefly":  # perhaps as its part ended
             self.resume()
-        good = [self._members[rank] for rank in sorted(self.outcome.told)]
+        fault = self.turn.fault
+        killed = fault.victims if fault.of.dies and self.outcome.struck_at else ()
+        good = self.outcome.told.keys() - {*killed}  # one may have told before it was struck
         for rank, member in self._members.items():
-            if rank not in self.outcome.told:
+            if rank not in good:
                 member.end()
+        given = [self._members[rank] for rank in sorted(good)]
         self._members.clear()
         self._store = None
-        self._pool.give_back(good)
+        self._pool.give_back(given)

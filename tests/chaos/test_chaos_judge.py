@@ -91,6 +91,16 @@ def test_a_rank_that_is_stopped_as_its_part_ends_takes_the_next_one(pool: Pool) 
     assert play(pool, short, beyond_s=20.0).wrong == []
 
 
+def test_a_rank_that_is_killed_as_its_part_ends_takes_no_other_one(pool: Pool) -> None:
+    late = turn("killed", 1, stage="leave")
+    scene = Scene(pool, replace(late, fault=replace(late.fault, delay_s=1e9)))
+    scene.play()
+    assert 1 in scene.outcome.told
+    scene._strike()
+    scene.close()
+    assert play(pool, turn("none")).wrong == []
+
+
 def test_a_rank_that_goes_on_writing_is_caught(pool: Pool) -> None:
     stopped = replace(turn("stopped-for-long", 2), timeout_s=SHORT_TIMEOUT_S)
     assert play(pool, stopped).wrong == []

@@ -115,6 +115,22 @@ def test_a_relay_instead_of_the_host_where_the_nics_are_next_to_a_neighbour() ->
     assert (route.kind, route.staged) == ("nic", ("source",))
 
 
+@pytest.mark.parametrize("rates", [(40.0, 45.0), (45.0, 40.0)])
+def test_of_two_relays_the_slower_hop_limits_the_way(rates: tuple[float, float]) -> None:
+    """Only the NICs of both neighbours are of one kind."""
+    ends = [
+        node(
+            (gpu(0, 0), gpu(1, 1)),
+            (nic(0, 0, kind=own), nic(1, 1)),
+            fabric=(FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=1, gbs=rate),),
+        )
+        for own, rate in zip(("efa", "soft"), rates, strict=True)
+    ]
+    route = every(world(*ends), 2)[0, 2]
+    assert (route.kind, route.src_relay, route.dst_relay) == ("relay", 1, 1)
+    assert route.bandwidth_gbs == 40.0
+
+
 def test_without_gpudirect_bytes_rest_in_host_memory() -> None:
     one = node((gpu(0, 0),), (nic(0, 0, gpudirect=False),))
     route = every(world(one, one), 1)[0, 1]
