@@ -9,6 +9,7 @@ from typing import Any
 
 import hopper_ranks
 import pytest
+import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
 from survivors import judge_absence, judge_survivors
@@ -139,6 +140,11 @@ def test_zeros_arrive(world: int) -> None:
 @several
 def test_bias_is_added_once(world: int) -> None:
     right(world, hopper_ranks.with_bias, FEW)
+
+
+@worlds
+def test_norms_behind_it(world: int) -> None:
+    right(world, sum_ranks.normed_products)
 
 
 @several
