@@ -89,8 +89,8 @@ class Problem:
         made = native.GroupedProduct(
             sizes=self.sizes, routing=self.words.data_ptr(), a=self.x.data_ptr(),
             permuted=self.permuted.data_ptr() if permutes else 0, b=self.w.data_ptr(),
-            out=self.out.data_ptr(), panel_counts=0, weights=0, rows=self.rows,
-            n=self.n // 2 if gated else self.n, k=self.k, height=0, panels=1, half=False,
+            out=self.out.data_ptr(), rows=self.rows,
+            n=self.n // 2 if gated else self.n, k=self.k, height=0, half=False,
             n_major=True, tokens=self.up, gated=gated, wide=False, home=False, waits=False,
             ends=False, deep=deep, blocks=blocks,
         )  # fmt: skip

@@ -114,7 +114,6 @@ class Experts(Sourced):
     )
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
-    panels: int = Field(ge=1, description="of columns, whose sums go home beside the next one")
 
 
 class AllReduce(Sourced):

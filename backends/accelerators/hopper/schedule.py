@@ -219,12 +219,11 @@ class CombineSchedule(Schedule):
 class GemmCombineSchedule(Schedule):
     """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
     ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
-    rank are added there, and their sum goes home (``ranks``): in ``panels`` of columns, each while the
-    next one is multiplied. Other sums are made by kernels of ``sum_blocks`` blocks."""
+    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of ``sum_blocks``
+    blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
     tiling: ExpertTiling
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns
-    panels: int = Field(1, ge=1)
