@@ -45,11 +45,13 @@ class PathConstants(Finite):
 
 
 class FewRowsConstants(Finite):
-    """GEMM+AllReduce of few rows by one kernel: weights are read, then sums are exchanged at once."""
+    """GEMM ops of few rows by one kernel: weights are read, then sums are exchanged at once; or rows are
+    gathered while the first weights are read."""
 
+    ops: tuple[str, ...] = Field(("gemm_all_reduce",), description="that run it")
     most_rows: int = Field(ge=1)
     least_columns: int = Field(1, ge=1)
-    most_bytes: int = Field(ge=1, description="of the sums of all ranks, as they travel")
+    most_bytes: int = Field(ge=1, description="that ranks send to one of them, and as its own count")
     start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
     weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")
     exchange_us: float = Field(ge=0, description="latency of the exchange")

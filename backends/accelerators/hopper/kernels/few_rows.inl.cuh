@@ -29,6 +29,7 @@ struct FewRows {
     alignas(1024) unsigned char stages[kStages][kStageBytes];
     ptx::Mbarrier full[kStages];
     ptx::Mbarrier empty[kStages];
+    ptx::Mbarrier gathered;  // all ranks' rows of a are there
     std::uint64_t epoch;
     BlockTrace<static_cast<int>(FewRowsMark::count)> trace;
 
@@ -58,15 +59,89 @@ __device__ __forceinline__ void multipliers_barrier() {
     asm volatile("bar.sync 1, %0;" ::"n"(kFewMultipliers) : "memory");
 }
 
+// The epoch is in shared memory: a warp says so, and the multipliers hear it.
+__device__ __forceinline__ void tell_epoch() {
+    asm volatile("bar.arrive 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+}
+__device__ __forceinline__ void await_epoch() {
+    asm volatile("bar.sync 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+}
+
+// The multipliers' threads: own rows to every rank, this one too.
+__device__ __forceinline__ void push_few(const FewRowsArgs& args, std::uint64_t epoch) {
+    constexpr int kBatch = 8;  // vectors of 16 bytes of a thread that are under way
+    const Workspace& workspace = args.workspace;
+    const int each = args.k / 8;  // vectors of a row
+    const int all = args.rows * each;
+    for (int piece = static_cast<int>(blockIdx.x); piece < kFewPieces;
+         piece += static_cast<int>(gridDim.x)) {
+        const int end = all * (piece + 1) / kFewPieces;
+        for (int first = all * piece / kFewPieces + static_cast<int>(threadIdx.x); first < end;
+             first += kFewMultipliers * kBatch) {
+            uint4 words[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int vector = first + i * kFewMultipliers;
+                if (vector >= end) continue;
+                words[i] = ptx::load_16(args.own + vector / each * args.own_pitch +
+                                        std::int64_t{vector % each} * 16);
+            }
+            for (int step = 1; step <= workspace.world; ++step) {
+                const int to = (workspace.rank + step) % workspace.world;
+                char* const rows =
+                    args.rows_at(to, epoch) + std::int64_t{workspace.rank} * all * 16;
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    const int vector = first + i * kFewMultipliers;
+                    if (vector < end) ptx::store_16(rows + std::int64_t{vector} * 16, words[i]);
+                }
+            }
+        }
+        multipliers_barrier();
+        const int to = static_cast<int>(threadIdx.x);
+        if (to < workspace.world) {
+            workspace.brief_flags(to)[piece * workspace.world + workspace.rank].set(epoch);
+        }
+    }
+}
+
+// A warp: until all ranks' rows have come.
+__device__ __forceinline__ void await_few(const FewRowsArgs& args,
+                                          const transport::DeviceWaiter& waiter,
+                                          std::uint64_t epoch) {
+    const Workspace& workspace = args.workspace;
+    const auto world = static_cast<std::uint32_t>(workspace.world);
+    for (std::uint32_t flag = threadIdx.x % kWarp; flag < kFewPieces * world; flag += kWarp) {
+        if (!waiter.until(workspace.brief_flags(workspace.rank)[flag], epoch,
+                          {flag, flag % world, transport::kNoChunk})) {
+            break;
+        }
+    }
+    __syncwarp();
+}
+
+// The multipliers' threads, once all rows are there: a copy for the caller.
+__device__ __forceinline__ void copy_gathered(const FewRowsArgs& args, std::uint64_t epoch) {
+    const char* const rows = args.rows_at(args.workspace.rank, epoch);
+    const std::int64_t bytes = std::int64_t{args.m} * args.k * kElementBytes;
+    const std::int64_t step = std::int64_t{gridDim.x} * kFewMultipliers * 16;
+    for (std::int64_t at = (std::int64_t{blockIdx.x} * kFewMultipliers + threadIdx.x) * 16;
+         at < bytes; at += step) {
+        ptx::store_16(args.gathered + at, ptx::load_16(rows + at));
+    }
+}
+
+// `ahead`: weights of all stages come before the first rows, which are awaited.
 template <int kRows, bool kNMajorB>
 __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
                                          Cursor<FewRows<kRows>::kStages>& cursor,
-                                         const FewRowsArgs& args, int column, int first, int end) {
+                                         const FewRowsArgs& args, int column, int first, int end,
+                                         bool ahead) {
     using S = FewRows<kRows>;
-    for (int step = first; step < end; ++step, cursor.next()) {
-        ptx::Mbarrier* full = &shared.full[cursor.slot];
-        unsigned char* stage = shared.stages[cursor.slot];
-        shared.empty[cursor.slot].wait(cursor.parity ^ 1);
+    const auto load_weights = [&](const Cursor<S::kStages>& at, int step) {
+        ptx::Mbarrier* full = &shared.full[at.slot];
+        unsigned char* stage = shared.stages[at.slot];
+        shared.empty[at.slot].wait(at.parity ^ 1);
         full->expect(S::kStageBytes);
         if constexpr (kNMajorB) {
             ptx::load_box(stage, &args.b, full, column, step * kTileK);
@@ -74,7 +149,19 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
         } else {
             ptx::load_box(stage, &args.b, full, step * kTileK, column);
         }
-        ptx::load_box(stage + S::kWeightBytes, &args.a, full, step * kTileK, 0);
+    };
+    int loaded = first;
+    if (ahead) {
+        Cursor<S::kStages> at = cursor;
+        for (; loaded < min(end, first + S::kStages); ++loaded, at.next()) load_weights(at, loaded);
+        shared.gathered.wait(0);
+        ptx::fence_async_proxy();
+    }
+    const CUtensorMap* const rows = &args.a[args.gathers() ? shared.epoch % 2 : 0];
+    for (int step = first; step < end; ++step, cursor.next()) {
+        if (step >= loaded) load_weights(cursor, step);
+        ptx::load_box(shared.stages[cursor.slot] + S::kWeightBytes, rows, &shared.full[cursor.slot],
+                      step * kTileK, 0);
     }
 }
 
@@ -225,8 +312,9 @@ class FewExchange {
             auto* const kept = reinterpret_cast<uint4*>(at);
 #pragma unroll
             for (int i = 0; i < Vector::kWords; ++i) kept[i] = own.words[i];
-            for (int step = 1; step < workspace.world; ++step) {
+            for (int step = 1; step < args_.sources(); ++step) {
                 const int peer = (workspace.rank + step) % workspace.world;
+                if (!is_of(peer, vector)) continue;
                 char* const to = mail(peer, workspace.rank, epoch, vector);
 #pragma unroll
                 for (int i = 0; i < Vector::kWords; ++i) mailbox::send(to + 16 * i, own.words[i]);
@@ -236,18 +324,18 @@ class FewExchange {
 
     // Adds up what the ranks have, into `out`.
     __device__ void receive(const transport::DeviceWaiter& waiter, int tile) {
-        const Workspace& workspace = args_.workspace;
+        const int rank = args_.gathers() ? 0 : args_.workspace.rank;
         const std::uint64_t epoch = shared_.epoch;
         for (int first = share_.first + static_cast<int>(threadIdx.x); first < share_.end;
              first += kFewMultipliers * kBatch) {
             float sum[kBatch][8] = {};
-            for (int source = 0; source < workspace.world; ++source) {
+            for (int source = 0; source < args_.sources(); ++source) {
                 Vector vectors[kBatch];
-                if (source == workspace.rank) {
+                if (source == rank) {
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
                         const int vector = first + i * kFewMultipliers;
-                        if (vector >= share_.end) continue;
+                        if (!is_own(vector)) continue;
                         const auto* const kept = reinterpret_cast<const uint4*>(partial(vector));
 #pragma unroll
                         for (int word = 0; word < Vector::kWords; ++word) {
@@ -259,13 +347,13 @@ class FewExchange {
                 }
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    if (first + i * kFewMultipliers < share_.end) vectors[i].add_to(sum[i]);
+                    if (is_own(first + i * kFewMultipliers)) vectors[i].add_to(sum[i]);
                 }
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const int vector = first + i * kFewMultipliers;
-                if (vector < share_.end) write(vector, sum[i]);
+                if (is_own(vector)) write(vector, sum[i]);
             }
         }
     }
@@ -274,14 +362,25 @@ class FewExchange {
     static constexpr int kBatch = kUnrounded ? 2 : 4;  // vectors of a thread that are under way
 
     __device__ int row_of(int vector) const { return vector / share_.vectors; }
+    // Whether that rank adds it up, and has it in its out.
+    __device__ bool is_of(int rank, int vector) const {
+        return args_.exchange != FewRowsExchange::reduce_scatter ||
+               row_of(vector) / args_.rows == rank;
+    }
+    __device__ bool is_own(int vector) const {
+        return vector < share_.end && is_of(args_.workspace.rank, vector);
+    }
     __device__ int column_of(int vector) const { return vector % share_.vectors * 8; }
 
     __device__ float* partial(int vector) const {
         return shared_.sums() + row_of(vector) * FewRows<kRows>::kPitch + column_of(vector);
     }
+    // Of `out`.
     __device__ std::uint64_t element(int vector) const {
-        return static_cast<std::uint64_t>(row_of(vector)) * args_.n + share_.column +
-               column_of(vector);
+        const int row = args_.exchange == FewRowsExchange::reduce_scatter
+                            ? row_of(vector) % args_.rows
+                            : row_of(vector);
+        return static_cast<std::uint64_t>(row) * args_.n + share_.column + column_of(vector);
     }
     __device__ char* mail(int at, int source, std::uint64_t epoch, int vector) const {
         return args_.workspace.mail(at, epoch) + source * args_.slot +
@@ -296,7 +395,7 @@ class FewExchange {
         for (int i = 0; i < kBatch; ++i) {
             const int vector = first + i * kFewMultipliers;
             char* const place =
-                vector < share_.end ? mail(args_.workspace.rank, source, epoch, vector) : nullptr;
+                is_own(vector) ? mail(args_.workspace.rank, source, epoch, vector) : nullptr;
 #pragma unroll
             for (int word = 0; word < Vector::kWords; ++word) {
                 at[i * Vector::kWords + word] = place == nullptr ? nullptr : place + 16 * word;
@@ -353,6 +452,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             shared.full[stage].init(1);
             shared.empty[stage].init(kFewMultipliers / 32);
         }
+        shared.gathered.init(1);
         ptx::publish_barriers();
     }
     __syncthreads();
@@ -360,18 +460,30 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int begin = static_cast<int>(blockIdx.x) / splits;  // the cluster's first tile
     if (loads) prefetch_few<kRows, kNMajorB>(args, begin * kFewColumns, first, end);
     ptx::wait_for_grid_before();
+    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
 
     if (!multiplies) {
         ptx::fewer_registers<40>();
         Cursor<S::kStages> cursor;
-        // By a warp that is idle; multipliers read it behind the first barrier of the cluster.
-        if (threadIdx.x == kFewMultipliers + 32) {
-            shared.epoch = epoch_of_brief_call(args.workspace);
+        // By a warp that is idle; sums are sent behind the first barrier of the cluster.
+        if (threadIdx.x / kWarp == kFewMultipliers / kWarp + 1) {
+            const bool leads = threadIdx.x % kWarp == 0;
+            const std::uint64_t epoch =
+                args.workspace.world == 1 ? 0 : args.workspace.control().state.epoch;
+            if (leads) shared.epoch = epoch;
+            __syncwarp();
+            if (args.gathers()) {
+                tell_epoch();
+                await_few(args, waiter, epoch);
+                if (leads) shared.gathered.arrive();
+            }
+            if (leads && args.workspace.world > 1) finish_brief_call(args.workspace, epoch);
         }
         __syncwarp();
         for (int tile = begin; tile < tiles; tile += clusters) {
             if (loads) {
-                load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
+                load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end,
+                                          args.gathers() && tile == begin);
                 if (tile + clusters >= tiles) ptx::let_next_grid_start();
                 shared.mark(FewRowsMark::loaded);
             }
@@ -382,13 +494,16 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         return;
     }
     ptx::more_registers<232>();
-    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
     const bool marks = kTraced && threadIdx.x == 0;
     if (marks) shared.mark(FewRowsMark::free);
     // While the first weights are under way; threads beyond a whole tile's share send nothing.
     const int vectors = (args.m * kFewColumns / 8 + splits - 1) / splits;
-    if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
+    if (args.sources() > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
+    if (args.gathers()) {
+        await_epoch();
+        push_few(args, shared.epoch);
+    }
     if (marks) shared.mark(FewRowsMark::open);
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
@@ -420,6 +535,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::cluster_wait();
         ptx::fence_async_shared();
         __syncthreads();  // loads into the stages may go on
+    }
+    if (args.gathered != nullptr) {
+        shared.gathered.wait(0);
+        copy_gathered(args, shared.epoch);
     }
     if (marks) {
         shared.mark(FewRowsMark::ended);
