@@ -72,7 +72,8 @@ class ReduceSchedule(Schedule):
 
 class FewRowsSchedule(Schedule):
     """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
-    128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums travel."""
+    128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
+    travel."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
     splits: int = Field(ge=1)

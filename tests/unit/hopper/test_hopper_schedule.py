@@ -24,7 +24,7 @@ from mkernel.backends.accelerators.hopper import (
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
+from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS, OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
