@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import FORMAT, ROOT
+from graphs import captured, replay_us
+from results_file import described
 from torch import distributed
 
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.harness.provenance import provenance
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.topology.cost import FewRowsConstants
@@ -48,27 +48,12 @@ CONTENDERS = ("mm", "one_shot", "two_shot", "nccl", "library", "fused")
 
 def graphed(calls: list[Callable[[], object]]) -> float:
     """Microseconds of a call: each of the list once in a graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
+    graph, times = captured(calls), []
     for _ in range(REPLAYS):
         torch.cuda.synchronize()
         distributed.barrier()
         torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+        times.append(replay_us(graph, len(calls)))
     slowest = torch.tensor(times, device="cuda")
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return round(statistics.median(slowest.tolist()), 2)
@@ -211,10 +196,7 @@ def main() -> None:
         ranks, splits, store, ranks_per_node=2, accelerator="hopper", timeout_s=60
     )
     if len(sys.argv) > 1:
-        told = {
-            "format": FORMAT, "benchmark": "few_rows",
-            **provenance(ROOT, os.environ.get("MKERNEL_COMMIT")), "figures": {"rows": found[0]},
-        }  # fmt: skip
+        told = described("few_rows", {"rows": found[0]})
         Path(sys.argv[1]).write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from graphs import captured, replay_us
 from torch import Tensor
 
 import mkernel
@@ -26,21 +27,8 @@ WRONG = 1e-2  # relative, of bfloat16
 
 def graphed(body: Callable[[], object], calls: int = 5) -> float:
     """Microseconds of one."""
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            body()
-    best = float("inf")
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e3 / calls)
-    return best
+    graph = captured([body] * calls)
+    return min(replay_us(graph, calls) for _ in range(4))
 
 
 def stream() -> int:

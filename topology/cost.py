@@ -52,8 +52,11 @@ class FewRowsConstants(Finite):
 
     ops: tuple[str, ...] = Field(("gemm_all_reduce",), description="that run it")
     most_rows: int = Field(ge=1)
+    most_gathered_rows: int = Field(128, ge=1, description="the same of all-gathers")
     least_columns: int = Field(1, ge=1)
-    most_bytes: int = Field(ge=1, description="that ranks send to one of them, and as its own count")
+    most_bytes: int = Field(
+        ge=1, description="that ranks send to one of them, and as its own count"
+    )
     start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
     weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")
     exchange_us: float = Field(ge=0, description="latency of the exchange")

@@ -47,7 +47,8 @@ def few_rows(
     found = None if constants is None else constants.few_rows
     if found is None or op not in found.ops:
         return None
-    if shape.m > found.most_rows or shape.n < found.least_columns:
+    most = found.most_gathered_rows if op == "all_gather_gemm" else found.most_rows
+    if shape.m > min(most, found.most_rows) or shape.n < found.least_columns:
         return None
     come = world * _few_rows_bytes(op, shape, dtype, world)
     return found if world == 1 or come <= found.most_bytes else None

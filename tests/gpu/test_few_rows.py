@@ -47,7 +47,7 @@ SCATTERED = [
 GATHERED = [
     Shape(GATHER, 4, 4096, 2048, layout="column"),
     Shape(GATHER, 20, 1032, 4096, bias=True),
-    Shape(GATHER, 256, 5120, 1048, dtype="float16", layout="column"),
+    Shape(GATHER, 128, 5120, 1048, dtype="float16", layout="column"),
 ]
 FEW = [*SUMS, *SCATTERED, *GATHERED]
 MIXED = [
@@ -92,9 +92,10 @@ def drawn(chance: random.Random) -> Shape:
     m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
     n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100)))
     k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
+    most = 128 if op == GATHER else 256
     return Shape(
         op,
-        m if op == OP else -(-m // 4) * 4,
+        m if op == OP else min(most, -(-m // 4) * 4),
         n,
         k,
         chance.choice(("bfloat16", "float16")),

@@ -304,7 +304,8 @@ def test_few_rows_are_for_the_ops_that_the_constants_name() -> None:
         ("gemm_all_reduce", 256, 8192, 8, False),  # too much to exchange at once
         ("gemm_all_reduce", 256, 8192, 1, True),
         ("gemm_reduce_scatter", 256, 8192, 8, True),  # each owner gets an eighth
-        ("all_gather_gemm", 256, 8192, 8, True),
+        ("all_gather_gemm", 128, 8192, 8, True),
+        ("all_gather_gemm", 136, 8192, 8, False),
     ],
 )
 def test_which_calls_are_of_few_rows(op: Any, m: int, n: int, world: int, few: bool) -> None:

@@ -253,6 +253,7 @@ void bind_few_rows(py::module_& module) {
             "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "gathered"_a = 0,
             py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
+    module.attr("MOST_GATHERED_ROWS") = kMostGatheredRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH") = kFewDepth;

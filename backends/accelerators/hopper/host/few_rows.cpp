@@ -45,6 +45,11 @@ int few_rows_height(int m) {
 void check_few_rows(int world, int n, int k, const FewRowsSchedule& schedule) {
     static_assert(kFewPieces * kMaxRanks <= kBriefFlags);
     const bool gathers = schedule.exchange == FewRowsExchange::all_gather;
+    if (gathers && world > 1 && schedule.m > kMostGatheredRows) {
+        throw std::length_error("the ranks have " + std::to_string(schedule.m) +
+                                " rows; a call of few rows gathers at most " +
+                                std::to_string(kMostGatheredRows));
+    }
     const std::uint64_t needed =
         gathers ? kElementBytes * schedule.m * k : world * slot_bytes(world, n, schedule);
     const std::uint64_t most = gathers ? kBriefBytes : kMailBytes;

@@ -1,4 +1,4 @@
-// The GEMM ops of few rows, up to 256: reading the weights is what takes time, so all multiprocessors do.
+// The GEMM ops of few rows, up to 256, gathered up to 128: reading the weights is what takes time, so all multiprocessors do.
 //
 // Weights are the rows of the product here: wgmma multiplies b^T [n, k] by a^T [k, m]. A tile is 128 columns of b
 // and all of m. The blocks of a cluster share a tile, each with its part of K, so that as many blocks
@@ -9,7 +9,7 @@
 //   ReduceScatter: those of a rank's rows ──▶ that rank's mail
 //   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
 // AllGather comes before that, beside the first weights, and no mail behind:
-//   own rows of a ──multipliers of the first kFewPieces blocks, a piece each──▶ memory of brief calls, every
+//   own rows of a ──two warps of each of the first kFewPieces blocks, a piece each──▶ memory of brief calls, every
 //   rank's; then flag piece * W + r there says so. Once a warp has seen all flags, the loader brings rows from there.
 // Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same on all ranks,
 // and always the same. Mail says itself that it has come, so nothing is raised or fenced behind it: it is one way
@@ -32,6 +32,7 @@
 namespace mkernel::hopper {
 
 inline constexpr int kMostFewRows = 256;
+inline constexpr int kMostGatheredRows = 128;
 inline constexpr int kMostSplits = 8;  // of K: blocks of a cluster
 inline constexpr int kFewColumns = 128;
 inline constexpr int kFewDepth = 64;   // of K, of a stage
@@ -40,7 +41,8 @@ inline constexpr int kFewPieces = 32;  // of a rank's rows of a, which blocks pu
 enum class FewRowsExchange : std::uint8_t { all_reduce, reduce_scatter, all_gather };
 
 struct FewRowsArgs {
-    CUtensorMap a[2];  // [m, k], boxes [rows of the kernel, 64]; gathered in calls of even and of odd epochs
+    CUtensorMap a
+        [2];  // [m, k], boxes [rows of the kernel, 64]; gathered in calls of even and of odd epochs
     CUtensorMap b;     // boxes [128 of n, 64 of k], or N-major [64 of k, 64 of n]
     const void* bias;  // [n], or null
     void* out;         // [m, n]; of ReduceScatter [rows, n]

@@ -14,6 +14,8 @@ namespace mkernel::hopper {
 // Two warpgroups multiply, 64 columns of the tile each; a thread of the third loads.
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
+// Of the third's other warps one looks after the epoch and the flags, and two push rows.
+inline constexpr int kFewPushers = 2 * kWarp;
 
 static_assert(kFewDepth == kTileK);
 
@@ -59,57 +61,67 @@ __device__ __forceinline__ void multipliers_barrier() {
     asm volatile("bar.sync 1, %0;" ::"n"(kFewMultipliers) : "memory");
 }
 
-// The epoch is in shared memory: a warp says so, and the multipliers hear it.
+// One warp says that the epoch is in shared memory, and the pushers hear it.
 __device__ __forceinline__ void tell_epoch() {
-    asm volatile("bar.arrive 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+    asm volatile("bar.arrive 2, %0;" ::"n"(kFewPushers + kWarp) : "memory");
 }
 __device__ __forceinline__ void await_epoch() {
-    asm volatile("bar.sync 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+    asm volatile("bar.sync 2, %0;" ::"n"(kFewPushers + kWarp) : "memory");
+}
+__device__ __forceinline__ void pushers_barrier() {
+    asm volatile("bar.sync 3, %0;" ::"n"(kFewPushers) : "memory");
 }
 
-// The multipliers' threads: own rows to every rank, this one too.
-__device__ __forceinline__ void push_few(const FewRowsArgs& args, std::uint64_t epoch) {
-    constexpr int kBatch = 8;  // vectors of 16 bytes of a thread that are under way
+// The pushers' threads copy vectors of 16 bytes [first, end), several under way: read(vector) ──▶
+// write(vector, words).
+template <class Read, class Write>
+__device__ __forceinline__ void copy_vectors(int first, int end, int step, Read&& read,
+                                             Write&& write) {
+    constexpr int kBatch = 8;
+    for (; first < end; first += step * kBatch) {
+        uint4 words[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (first + i * step < end) words[i] = read(first + i * step);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (first + i * step < end) write(first + i * step, words[i]);
+        }
+    }
+}
+
+// The pushers: own rows to every rank, this one too.
+__device__ __forceinline__ void push_few(const FewRowsArgs& args, std::uint64_t epoch, int pusher) {
     const Workspace& workspace = args.workspace;
     const int each = args.k / 8;  // vectors of a row
     const int all = args.rows * each;
     for (int piece = static_cast<int>(blockIdx.x); piece < kFewPieces;
          piece += static_cast<int>(gridDim.x)) {
-        const int end = all * (piece + 1) / kFewPieces;
-        for (int first = all * piece / kFewPieces + static_cast<int>(threadIdx.x); first < end;
-             first += kFewMultipliers * kBatch) {
-            uint4 words[kBatch];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int vector = first + i * kFewMultipliers;
-                if (vector >= end) continue;
-                words[i] = ptx::load_16(args.own + vector / each * args.own_pitch +
-                                        std::int64_t{vector % each} * 16);
-            }
-            for (int step = 1; step <= workspace.world; ++step) {
-                const int to = (workspace.rank + step) % workspace.world;
-                char* const rows =
-                    args.rows_at(to, epoch) + std::int64_t{workspace.rank} * all * 16;
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    const int vector = first + i * kFewMultipliers;
-                    if (vector < end) ptx::store_16(rows + std::int64_t{vector} * 16, words[i]);
+        copy_vectors(
+            all * piece / kFewPieces + pusher, all * (piece + 1) / kFewPieces, kFewPushers,
+            [&](int vector) {
+                return ptx::load_16(args.own + vector / each * args.own_pitch +
+                                    std::int64_t{vector % each} * 16);
+            },
+            [&](int vector, uint4 words) {
+                const std::int64_t at = std::int64_t{workspace.rank} * all + vector;
+                for (int step = 1; step <= workspace.world; ++step) {
+                    const int to = (workspace.rank + step) % workspace.world;
+                    ptx::store_16(args.rows_at(to, epoch) + at * 16, words);
                 }
-            }
-        }
-        multipliers_barrier();
-        const int to = static_cast<int>(threadIdx.x);
-        if (to < workspace.world) {
-            workspace.brief_flags(to)[piece * workspace.world + workspace.rank].set(epoch);
+            });
+        pushers_barrier();
+        if (pusher < workspace.world) {
+            workspace.brief_flags(pusher)[piece * workspace.world + workspace.rank].set(epoch);
         }
     }
 }
 
 // A warp: until all ranks' rows have come.
-__device__ __forceinline__ void await_few(const FewRowsArgs& args,
-                                          const transport::DeviceWaiter& waiter,
-                                          std::uint64_t epoch) {
+__device__ __forceinline__ void await_few(const FewRowsArgs& args, std::uint64_t epoch) {
     const Workspace& workspace = args.workspace;
+    const auto waiter = waiter_of(workspace, args.limits, transport::Waiter::compute_kernel);
     const auto world = static_cast<std::uint32_t>(workspace.world);
     for (std::uint32_t flag = threadIdx.x % kWarp; flag < kFewPieces * world; flag += kWarp) {
         if (!waiter.until(workspace.brief_flags(workspace.rank)[flag], epoch,
@@ -120,15 +132,18 @@ __device__ __forceinline__ void await_few(const FewRowsArgs& args,
     __syncwarp();
 }
 
-// The multipliers' threads, once all rows are there: a copy for the caller.
-__device__ __forceinline__ void copy_gathered(const FewRowsArgs& args, std::uint64_t epoch) {
+// The pushers, once all rows are there: a copy for the caller.
+__device__ __forceinline__ void copy_gathered(const FewRowsArgs& args, std::uint64_t epoch,
+                                              int pusher) {
     const char* const rows = args.rows_at(args.workspace.rank, epoch);
-    const std::int64_t bytes = std::int64_t{args.m} * args.k * kElementBytes;
-    const std::int64_t step = std::int64_t{gridDim.x} * kFewMultipliers * 16;
-    for (std::int64_t at = (std::int64_t{blockIdx.x} * kFewMultipliers + threadIdx.x) * 16;
-         at < bytes; at += step) {
-        ptx::store_16(args.gathered + at, ptx::load_16(rows + at));
-    }
+    const int blocks = static_cast<int>(gridDim.x);
+    copy_vectors(
+        static_cast<int>(blockIdx.x) * kFewPushers + pusher, args.m * (args.k / 8),
+        blocks * kFewPushers,
+        [&](int vector) { return ptx::load_16(rows + std::int64_t{vector} * 16); },
+        [&](int vector, uint4 words) {
+            ptx::store_16(args.gathered + std::int64_t{vector} * 16, words);
+        });
 }
 
 // `ahead`: weights of all stages come before the first rows, which are awaited.
@@ -362,10 +377,13 @@ class FewExchange {
     static constexpr int kBatch = kUnrounded ? 2 : 4;  // vectors of a thread that are under way
 
     __device__ int row_of(int vector) const { return vector / share_.vectors; }
-    // Whether that rank adds it up, and has it in its out.
+    // The row in that rank's `out`, if it has it there and adds it up: one of [0, rows).
+    __device__ int row_in_out(int rank, int vector) const {
+        const bool scatters = args_.exchange == FewRowsExchange::reduce_scatter;
+        return row_of(vector) - (scatters ? rank * args_.rows : 0);
+    }
     __device__ bool is_of(int rank, int vector) const {
-        return args_.exchange != FewRowsExchange::reduce_scatter ||
-               row_of(vector) / args_.rows == rank;
+        return static_cast<unsigned>(row_in_out(rank, vector)) < static_cast<unsigned>(args_.rows);
     }
     __device__ bool is_own(int vector) const {
         return vector < share_.end && is_of(args_.workspace.rank, vector);
@@ -375,16 +393,14 @@ class FewExchange {
     __device__ float* partial(int vector) const {
         return shared_.sums() + row_of(vector) * FewRows<kRows>::kPitch + column_of(vector);
     }
-    // Of `out`.
-    __device__ std::uint64_t element(int vector) const {
-        const int row = args_.exchange == FewRowsExchange::reduce_scatter
-                            ? row_of(vector) % args_.rows
-                            : row_of(vector);
-        return static_cast<std::uint64_t>(row) * args_.n + share_.column + column_of(vector);
+    // Of that rank's `out`.
+    __device__ std::uint64_t element(int rank, int vector) const {
+        return static_cast<std::uint64_t>(row_in_out(rank, vector)) * args_.n + share_.column +
+               column_of(vector);
     }
     __device__ char* mail(int at, int source, std::uint64_t epoch, int vector) const {
         return args_.workspace.mail(at, epoch) + source * args_.slot +
-               element(vector) * (kUnrounded ? sizeof(float) : kElementBytes);
+               element(at, vector) * (kUnrounded ? sizeof(float) : kElementBytes);
     }
 
     __device__ bool take(const transport::DeviceWaiter& waiter, int source, int tile,
@@ -422,7 +438,7 @@ class FewExchange {
         if (bias != nullptr) {
             add_eight<Element>(whole, ptx::load_16(bias + share_.column + column_of(vector)));
         }
-        ptx::store_16(static_cast<Element*>(args_.out) + element(vector),
+        ptx::store_16(static_cast<Element*>(args_.out) + element(args_.workspace.rank, vector),
                       round_eight<Element>(whole));
     }
 
@@ -435,6 +451,7 @@ template <int kRows, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kFewThreads, 1)
     few_rows(const __grid_constant__ FewRowsArgs args) {
     using S = FewRows<kRows>;
+    constexpr bool kMayGather = kRows <= kMostGatheredRows;
     extern __shared__ __align__(1024) unsigned char memory[];
     S& shared = *reinterpret_cast<S*>(memory);
     const int splits = static_cast<int>(ptx::blocks_of_cluster());
@@ -460,24 +477,36 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int begin = static_cast<int>(blockIdx.x) / splits;  // the cluster's first tile
     if (loads) prefetch_few<kRows, kNMajorB>(args, begin * kFewColumns, first, end);
     ptx::wait_for_grid_before();
-    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
 
     if (!multiplies) {
-        ptx::fewer_registers<40>();
+        ptx::fewer_registers<kMayGather ? 72 : 40>();
         Cursor<S::kStages> cursor;
-        // By a warp that is idle; sums are sent behind the first barrier of the cluster.
-        if (threadIdx.x / kWarp == kFewMultipliers / kWarp + 1) {
+        const int warp = static_cast<int>(threadIdx.x) / kWarp - kFewMultipliers / kWarp;
+        if (warp == 1) {  // the multipliers need the epoch behind the first barrier of the cluster
             const bool leads = threadIdx.x % kWarp == 0;
             const std::uint64_t epoch =
                 args.workspace.world == 1 ? 0 : args.workspace.control().state.epoch;
             if (leads) shared.epoch = epoch;
             __syncwarp();
-            if (args.gathers()) {
-                tell_epoch();
-                await_few(args, waiter, epoch);
-                if (leads) shared.gathered.arrive();
+            if constexpr (kMayGather) {
+                if (args.gathers()) {
+                    tell_epoch();
+                    await_few(args, epoch);
+                    if (leads) shared.gathered.arrive();
+                }
             }
             if (leads && args.workspace.world > 1) finish_brief_call(args.workspace, epoch);
+        }
+        if constexpr (kMayGather) {
+            if (warp > 1 && args.gathers()) {
+                const int pusher = static_cast<int>(threadIdx.x) - kFewMultipliers - 2 * kWarp;
+                await_epoch();
+                push_few(args, shared.epoch, pusher);
+                if (args.gathered != nullptr) {
+                    shared.gathered.wait(0);
+                    copy_gathered(args, shared.epoch, pusher);
+                }
+            }
         }
         __syncwarp();
         for (int tile = begin; tile < tiles; tile += clusters) {
@@ -493,17 +522,14 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         }
         return;
     }
-    ptx::more_registers<232>();
+    ptx::more_registers<kMayGather ? 216 : 232>();
+    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
     const bool marks = kTraced && threadIdx.x == 0;
     if (marks) shared.mark(FewRowsMark::free);
     // While the first weights are under way; threads beyond a whole tile's share send nothing.
     const int vectors = (args.m * kFewColumns / 8 + splits - 1) / splits;
     if (args.sources() > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
-    if (args.gathers()) {
-        await_epoch();
-        push_few(args, shared.epoch);
-    }
     if (marks) shared.mark(FewRowsMark::open);
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
@@ -535,10 +561,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::cluster_wait();
         ptx::fence_async_shared();
         __syncthreads();  // loads into the stages may go on
-    }
-    if (args.gathered != nullptr) {
-        shared.gathered.wait(0);
-        copy_gathered(args, shared.epoch);
     }
     if (marks) {
         shared.mark(FewRowsMark::ended);
