@@ -55,9 +55,9 @@ void bind_moe(py::module_& module) {
                          Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
                          bool n_major, bool tokens, bool gated, bool wide, bool home, bool waits,
                          bool ends, bool deep, Word blocks) {
-                 return GroupedProduct{sizes,  routing, a,     permuted, b,    out,   rows,
-                                       n,      k,       height, half,    n_major, tokens, gated,
-                                       wide,   home,    waits, ends,     deep, blocks};
+                 return GroupedProduct{sizes, routing, a,      permuted, b,       out,    rows,
+                                       n,     k,       height, half,     n_major, tokens, gated,
+                                       wide,  home,    waits,  ends,     deep,    blocks};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a, "rows"_a,
              "n"_a, "k"_a, "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a,
