@@ -5,8 +5,9 @@
 Microseconds a call of the slowest rank, median of 7 replays. A graph has as many calls as there are
 copies of the weights, 160 MB of them at least, so that each call reads its own from device memory.
 ``mm``: the product alone; peers: ``mm`` into symmetric memory and torch's one-shot or two-shot
-all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths; ``splits_S``,
-for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
+all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths. With ``_norm``:
+and a residual and RMSNorm behind it, torch's two kernels in the case of peers; ``norm``: mkernel's call
+with these. ``splits_S``, for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from graphs import captured, replay_us
 from results_file import described
 from torch import distributed
+from torch.nn.functional import rms_norm
 
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
@@ -43,7 +45,8 @@ LAYERS = {
 ROWS = (1, 16, 32, 64, 128, 256)
 COLD_BYTES = 160 << 20
 REPLAYS = 7
-CONTENDERS = ("mm", "one_shot", "two_shot", "nccl", "library", "fused")
+PEERS = ("one_shot", "two_shot", "nccl")
+CONTENDERS = ("mm", *PEERS, "library", "fused", "norm", *(f"{peer}_norm" for peer in PEERS))
 
 
 def graphed(calls: list[Callable[[], object]]) -> float:
@@ -66,6 +69,7 @@ class Contenders:
         self, a: torch.Tensor, out: torch.Tensor, shared: torch.Tensor, group: str
     ) -> None:
         self._a, self._out, self._shared, self._group = a, out, shared, group
+        self._residual, self._weight = torch.randn_like(out), torch.ones_like(out[0])
 
     def mm(self, b: torch.Tensor) -> None:
         torch.mm(self._a, b, out=self._out)
@@ -81,6 +85,27 @@ class Contenders:
     def nccl(self, b: torch.Tensor) -> None:
         torch.mm(self._a, b, out=self._out)
         distributed.all_reduce(self._out)
+
+    def _normed(self, total: torch.Tensor) -> None:
+        new = total + self._residual
+        rms_norm(new, self._weight.shape, self._weight, 1e-6)
+
+    def one_shot_norm(self, b: torch.Tensor) -> None:
+        torch.mm(self._a, b, out=self._shared)
+        self._normed(torch.ops.symm_mem.one_shot_all_reduce(self._shared, "sum", self._group))
+
+    def two_shot_norm(self, b: torch.Tensor) -> None:
+        self.two_shot(b)
+        self._normed(self._shared)
+
+    def nccl_norm(self, b: torch.Tensor) -> None:
+        self.nccl(b)
+        self._normed(self._out)
+
+    def norm(self, b: torch.Tensor) -> None:
+        mkernel.gemm_all_reduce(
+            self._a, b, residual=self._residual, norm_weight=self._weight, out=self._out
+        )
 
     def library(self, b: torch.Tensor) -> None:
         OP.call(self._a, b, out=self._out, path="library")
@@ -117,8 +142,9 @@ def measured(splits: list[int]) -> list[dict[str, Any]]:
                 row[contender] = graphed([partial(call, b) for b in weights])
             for each in splits:
                 row[f"splits_{each}"] = graphed(_split_calls(each, a, weights, out))
-            peer = min(row["one_shot"], row["two_shot"], row["nccl"])
-            row["ratio"] = round(row["fused"] / peer, 3)
+            for ours, more in (("fused", ""), ("norm", "_norm")):
+                peer = min(row[name + more] for name in PEERS)
+                row["ratio" + more] = round(row[ours] / peer, 3)
             rows.append(row)
             if world.rank == 0:
                 shown = {key: value for key, value in row.items() if key != "schedule"}
