@@ -5,9 +5,9 @@
 Microseconds a call of the slowest rank, median of 7 replays. A graph has as many calls as there are
 copies of the weights, 160 MB of them at least, so that each call reads its own from device memory.
 ``mm``: the product alone; peers: ``mm`` into symmetric memory and torch's one-shot or two-shot
-all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths. With ``_norm``:
-and a residual and RMSNorm behind it, torch's two kernels in the case of peers; ``norm``: mkernel's call
-with these. ``splits_S``, for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
+all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths. With
+``_norm``: and a residual and RMSNorm behind it, two kernels of torch; ``norm``: mkernel's call with
+these. ``splits_S``, for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
 """
 
 from __future__ import annotations
