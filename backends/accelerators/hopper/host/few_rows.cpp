@@ -15,9 +15,9 @@ namespace mkernel::hopper {
 
 namespace {
 
-// Rows that one of `world` ranks has, of `a` or of `out`.
+// Rows of the `out` of one of `world` ranks.
 int rows_of(int world, const FewRowsSchedule& schedule) {
-    return schedule.exchange == FewRowsExchange::all_reduce ? schedule.m : schedule.m / world;
+    return schedule.m / (schedule.exchange == FewRowsExchange::reduce_scatter ? world : 1);
 }
 
 // What one rank mails another one.

@@ -50,7 +50,7 @@ struct FewRowsArgs {
     transport::WaitLimits limits;
     std::uint64_t slot;  // bytes of mail from one rank
     int m, n, k;
-    int rows;  // of one rank, of a or of out; of AllReduce m
+    int rows;  // of out
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
     // AllGather in a world of several: own rows of a, bytes from one to the next; and where all go, or null.

@@ -95,7 +95,7 @@ __device__ __forceinline__ void copy_vectors(int first, int end, int step, Read&
 __device__ __forceinline__ void push_few(const FewRowsArgs& args, std::uint64_t epoch, int pusher) {
     const Workspace& workspace = args.workspace;
     const int each = args.k / 8;  // vectors of a row
-    const int all = args.rows * each;
+    const int all = args.m / workspace.world * each;
     for (int piece = static_cast<int>(blockIdx.x); piece < kFewPieces;
          piece += static_cast<int>(gridDim.x)) {
         copy_vectors(
