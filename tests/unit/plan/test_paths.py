@@ -336,3 +336,11 @@ def test_nothing_is_predicted_with_the_constants_of_one_path_alone(lacking: str)
     constants = constants_of("hopper").model_copy(update={lacking: None})
     shape = GemmShape(m=1024, n=1024, k=1024)
     assert paths.predict("all_gather_gemm", shape, "bfloat16", 2, 132, 132, constants) is None
+
+
+def test_a_tile_of_a_cluster_counts_all_of_its_rows() -> None:
+    """363 rows a rank are two clusters of 256: fused was measured at 409 us, the library at 352."""
+    shape, constants = GemmShape(m=726, n=14784, k=9088), constants_of("hopper")
+    both = paths.predict("all_gather_gemm", shape, "bfloat16", 2, 132, 132, constants)
+    assert both is not None
+    assert both[1].pipelined_us < both[0].pipelined_us
