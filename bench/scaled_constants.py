@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from machine_file import write_section
 from path_constants import STEPS, scaled
@@ -125,8 +125,8 @@ def samples(files: Iterable[Path]) -> Iterator[Sample]:
             # The planner took the library's path as long as it knew no times of the fused one.
             library = times.get("mkernel-library", times.get("mkernel"))
             if row.mode == "graph" and "mkernel-fused" in times and library is not None:
-                sizes = {"m": row.shape.m, "n": row.shape.n, "k": row.shape.k}
-                mode, fast = cast(ScaleMode, report.spec.scales), report.spec.fast_accum
+                sizes = {"m": row.shape.m or 0, "n": row.shape.n or 0, "k": row.shape.k or 0}
+                mode, fast = report.spec.scales, report.spec.fast_accum
                 made = fused_plan(row.shape.op, sizes, report.ranks, mode, fast)
                 yield Sample(made, times["mkernel-fused"], library)
 

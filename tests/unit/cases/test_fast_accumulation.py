@@ -3,8 +3,10 @@ Hopper's matrix units, emulated, against what was measured, and against the leas
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +17,21 @@ from mkernel.cases import case_of
 from mkernel.cases.base import Case
 
 RESULTS = Path(__file__).parents[3] / "bench/results"
+DEVICE = Path(__file__).with_name("fast_accumulation_h100.json")
+"""Products [16, 512] @ [512, 16] by torch._scaled_mm with fast accumulation, into float32, on an H100:
+the bytes of a and of b by columns, and bits of the results."""
 AT_ONCE, BITS = 32, 13
+SUBNORMAL, NONE = -6, -200
+"""Exponents: of e4m3 elements with none of their own, and less than any."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Operations are so small that several would wait for each other on a busy host."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(usual)
 
 
 def case(k: int, m: int = 64, n: int = 64) -> Case:
@@ -32,21 +48,26 @@ def cut(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return torch.trunc(values / at) * at
 
 
+def exponent(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values == 0, NONE, torch.frexp(values)[1] - 1)
+
+
 def last_bit(largest: torch.Tensor) -> torch.Tensor:
-    """The worth of the last bit that is kept beside values of this size."""
-    exponent = torch.frexp(largest)[1] - 1 - BITS
-    return torch.ldexp(torch.ones_like(largest), exponent)
+    """The worth of the last bit that is kept beside values with this exponent."""
+    return torch.ldexp(torch.ones(largest.shape).double(), largest - BITS)
 
 
 def added_fast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] @ b [K, N], as the matrix units add: 32 products and the sum so far, each cut 13 bits
-    below the largest one's exponent; so is their sum."""
+    below the largest exponent, of a product the sum of its factors'; so is what they add up to."""
     total = a.new_zeros((a.shape[0], b.shape[1]))
     for k in range(0, a.shape[1], AT_ONCE):
-        products = a[:, k : k + AT_ONCE, None] * b[None, k : k + AT_ONCE]
-        at = last_bit(torch.maximum(products.abs().amax(1), total.abs()))
-        total = cut(products, at[:, None]).sum(1) + cut(total, at)
-        total = cut(total, last_bit(total.abs()))
+        left, right = a[:, k : k + AT_ONCE, None], b[None, k : k + AT_ONCE]
+        of_products = exponent(left).clamp(min=SUBNORMAL) + exponent(right).clamp(min=SUBNORMAL)
+        of_products = torch.where(left * right == 0, NONE, of_products)
+        at = last_bit(torch.maximum(of_products.amax(1), exponent(total)))
+        total = cut(left * right, at[:, None]).sum(1) + cut(total, at)
+        total = cut(total, last_bit(exponent(total)))
     return total
 
 
@@ -71,6 +92,18 @@ def test_the_emulation_keeps_what_fits_and_cuts_what_does_not() -> None:
         pair = torch.tensor([[1.0, other]]).double()
         found = added_fast(pair, one.expand(2, 1))
         assert float(found - 1) == kept
+
+
+def test_the_emulation_is_what_a_device_did_to_the_bit() -> None:
+    found = json.loads(DEVICE.read_text())
+
+    def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
+        data = bytearray(base64.b64decode(found[name]))
+        return torch.frombuffer(data, dtype=dtype).reshape(16, -1).double()
+
+    a, b = (tensor(name, torch.float8_e4m3fn) for name in ("a", "b"))
+    assert torch.equal(added_fast(a, b.t()), tensor("out", torch.float32))
+    assert not torch.equal(a @ b.t(), tensor("out", torch.float32))
 
 
 @pytest.mark.parametrize("k", [256, 1024, 4096, 8192])
