@@ -421,12 +421,10 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
 
 def _scaling(plan: LaunchPlan) -> _hopper.Scaling:
     made = native().Scaling
-    if plan.scales is None:
-        return made.none
-    by: dict[ScaleMode, _hopper.Scaling] = {
-        "tensor": made.single, "row": made.by_rows, "block": made.by_blocks,
+    by: dict[ScaleMode | None, _hopper.Scaling] = {
+        None: made.none, "tensor": made.single, "row": made.by_rows, "block": made.by_blocks,
     }  # fmt: skip
-    return by[plan.scales.mode]
+    return by[None if plan.scales is None else plan.scales.mode]
 
 
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:

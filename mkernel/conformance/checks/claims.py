@@ -48,7 +48,7 @@ def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
         "b_layouts": {"row", "column"},
         "pitched": {"a", "b"},
         "scale_modes": set(get_args(ScaleMode)),
-        "fused_scale_modes": set(claims.scale_modes) - {"block"},  # always added in float32
+        "fused_scale_modes": {mode for mode in claims.scale_modes if mode != "block"},
         "fused_float32_scale_modes": set(claims.scale_modes),
     }
     for field, names in legal.items():
