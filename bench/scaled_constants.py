@@ -231,7 +231,8 @@ def main() -> None:
     columns = sorted({one.columns for one in found}, reverse=True)
     for name in names:
         tree.setdefault(name, _first(tree, name, columns))
-    others = [one for one in others if one.columns in columns]  # of others nothing is known
+    known = {tile["columns"] for tile in tree[names[0]]["tiles"]}
+    found, others = ([one for one in each if one.columns in known] for each in (found, others))
     use(Scaled.model_validate(tree))
     table("Before", found)
     table("Before, held out", others)

@@ -15,7 +15,6 @@ from hopper_ranks import OPS, Shape
 from survivors import judge_absence, judge_survivors
 
 import mkernel
-from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.plan.model import ScaleMode
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -28,9 +27,6 @@ worlds = pytest.mark.parametrize(
     "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 DRAWS = 120
-promotes = pytest.mark.skipif(
-    not capabilities.claimed("promoted"), reason="kernels that add up in float32 are not claimed"
-)
 
 
 def scaled(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
@@ -158,7 +154,6 @@ def test_random_shapes_of_the_fused_path(world: int) -> None:
     right(world, hopper_ranks.judged, shapes, seed)
 
 
-@promotes
 @worlds
 def test_random_shapes_that_are_added_up_in_float32(world: int) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
@@ -168,9 +163,7 @@ def test_random_shapes_that_are_added_up_in_float32(world: int) -> None:
     right(world, hopper_ranks.judged, shapes, seed)
 
 
-by_sums = pytest.mark.parametrize(
-    "shapes", [EXACT, pytest.param(EXACT_PROMOTED, marks=promotes)], ids=["fast", "promoted"]
-)
+by_sums = pytest.mark.parametrize("shapes", [EXACT, EXACT_PROMOTED], ids=["fast", "promoted"])
 
 
 @worlds
@@ -193,9 +186,7 @@ def test_large(world: int) -> None:
 
 
 by_any = pytest.mark.parametrize(
-    "shapes",
-    [MIXED, FUSED, pytest.param(PROMOTED, marks=promotes)],
-    ids=["library", "fused", "promoted"],
+    "shapes", [MIXED, FUSED, PROMOTED], ids=["library", "fused", "promoted"]
 )
 
 
@@ -228,7 +219,7 @@ def test_results_are_always_the_same_bits(world: int, shapes: list[Shape]) -> No
 
 
 @several
-@pytest.mark.parametrize("mode", [*MODES[:2], pytest.param("block", marks=promotes)])
+@pytest.mark.parametrize("mode", MODES)
 def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
     make = promoted if mode == "block" else fused
     right(world, fp8_ranks.gathered, make("all_gather_gemm", 256 * world, 512, 512, mode))
@@ -242,7 +233,7 @@ def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
         "scales of other rows",
         "scales of the call before",
         "scales of b left out",
-        pytest.param("a block of K without its scale", marks=promotes),
+        "a block of K without its scale",
     ],
 )
 def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:

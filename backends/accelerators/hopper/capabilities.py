@@ -17,8 +17,6 @@ UNCLAIMED = ("between nodes", "experts between nodes")
 """What is built and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
 attention also ``documents`` that are packed, worlds ``between nodes``, and long sequences in
 ``pieces``; of MoE ``experts between nodes``."""
-UNSEEN: tuple[str, ...] = ("promoted",)
-"""The same of kernels that have not run on a GPU: those that add e4m3 products up in float32."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
@@ -41,7 +39,7 @@ def ops() -> tuple[str, ...]:
 
 def claimed(what: str) -> bool:
     """Whether worlds run it."""
-    return what not in (*UNCLAIMED, *UNSEEN)
+    return what not in UNCLAIMED
 
 
 def documents() -> tuple[str, ...]:
@@ -74,7 +72,7 @@ def fused_scale_modes() -> tuple[ScaleMode, ...]:
 
 def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
     """The same where they add in float32."""
-    return scale_modes() if claimed("promoted") else ()
+    return scale_modes()
 
 
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:

@@ -148,6 +148,9 @@ class Scaled(Sourced):
     promoted: PathConstants | None = Field(
         None, description="the fused kernels that add up in float32; None: not measured"
     )
+    promoted_by_blocks: float = Field(
+        ge=1, description="of the time of promoted, what it is with such scales"
+    )
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")

@@ -86,7 +86,10 @@ def fused(
     ours = paths.fused(
         plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, found, constants
     )
-    return prediction(*ours, found.start_us, constants)
+    longer = how.promoted_by_blocks if plan.scales.mode == "block" else 1.0
+    return prediction(
+        longer * ours.compute, ours.comm, longer * ours.pipelined, found.start_us, constants
+    )
 
 
 def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
