@@ -66,8 +66,13 @@ def scale_modes() -> tuple[ScaleMode, ...]:
 
 
 def fused_scale_modes() -> tuple[ScaleMode, ...]:
-    """Scales of e4m3 operands that the kernels take."""
+    """Scales of e4m3 operands that the kernels take where they add with fewer bits."""
     return tuple(mode for mode in scale_modes() if mode != "block")
+
+
+def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
+    """The same where they add in float32."""
+    return scale_modes()
 
 
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
