@@ -20,4 +20,11 @@ void launch_small(const char* what, void (*kernel)(Parameters...), unsigned bloc
     check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
+// Loads a kernel to the current device, which its first launch would do else.
+template <class... Parameters>
+void load_kernel(void (*kernel)(Parameters...)) {
+    cudaFuncAttributes found{};
+    check(cudaFuncGetAttributes(&found, kernel), "loading a kernel");
+}
+
 }  // namespace mkernel::cuda

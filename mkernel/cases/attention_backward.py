@@ -87,14 +87,15 @@ class RingAttentionBackwardCase(RingAttentionCase):
 
 
 class _Wide:
-    """Whole tensors in float64, with heads of queries by the head of keys that they use: q and dO
-    [B, Hkv, G, S, D], k and v [B, Hkv, S, D]; lse and dO·O [B, Hkv, G, S]."""
+    """Whole tensors in float64, with heads of queries by the head of keys that they use: q, scaled, and
+    dO [B, Hkv, G, S, D], k and v [B, Hkv, S, D]; lse and dO·O [B, Hkv, G, S]."""
 
     def __init__(self, case: RingAttentionBackwardCase, iteration: int) -> None:
         self._case = case
         whole = {name: each.double() for name, each in case._whole(iteration).items()}
         heads = case.sizes["kv_heads"]
         self._q, self._of_out = (by_keys(whole[name], heads) for name in ("q", "grad_out"))
+        self._q = self._q * case.scale
         self._k, self._v = whole["k"], whole["v"]
         self._every = torch.arange(case.sizes["sequence"], device=case.device)
         sums = [self._sums(at) for at in self.steps(self._every)]
@@ -112,22 +113,22 @@ class _Wide:
         return products(of_queries[:, :, :, at], of_keys[:, :, keys].transpose(2, 3))
 
     def _scores(self, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        found = self._times(self._q, self._k, at, keys) * self._case.scale
+        found = self._times(self._q, self._k, at, keys)
         hidden = self._case.hidden(at, keys)
-        return found if hidden is None else found.masked_fill(hidden, float("-inf"))
+        return found if hidden is None else found.masked_fill_(hidden, float("-inf"))
 
     def _sums(self, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """lse and dO·O of these queries."""
         scores = self._scores(at, self._every)
         lse = scores.logsumexp(4)
-        weights = (scores - lse[..., None]).exp()
+        weights = scores.sub_(lse[..., None]).exp_()
         return lse, (products(weights, self._v) * self._of_out[:, :, :, at]).sum(4)
 
     def _of_scores(self, at: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """P and dS."""
-        weights = (self._scores(at, keys) - self._lse[:, :, :, at, None]).exp()
+        weights = self._scores(at, keys).sub_(self._lse[:, :, :, at, None]).exp_()
         of_weights = self._times(self._of_out, self._v, at, keys)
-        return weights, weights * (of_weights - self._inner[:, :, :, at, None])
+        return weights, of_weights.sub_(self._inner[:, :, :, at, None]).mul_(weights)
 
     def of_queries(self, at: torch.Tensor) -> torch.Tensor:
         """dq [B, H, queries, D]."""
@@ -139,5 +140,5 @@ class _Wide:
         weights, of_scores = (
             each.flatten(2, 3).transpose(2, 3) for each in self._of_scores(self._every, at)
         )
-        of_k = of_scores @ self._q.flatten(2, 3) * self._case.scale
+        of_k = of_scores @ self._q.flatten(2, 3)
         return of_k, weights @ self._of_out.flatten(2, 3)

@@ -20,7 +20,9 @@ from mkernel.backends.accelerators.hopper import (
     attention_ring,
     attention_tuning,
 )
+from mkernel.backends.accelerators.hopper.attention_documents import Bounds, Documents
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
+from mkernel.backends.accelerators.hopper.attention_ring import Source
 from mkernel.backends.accelerators.hopper.schedule import AttentionInPiecesSchedule
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
@@ -50,6 +52,23 @@ class Attention:
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
         return Work(self, seed)
+
+
+def drawn(chance: random.Random) -> Attention:
+    """Any legal size: from one step of positions to a few tiles, edges everywhere."""
+    causal, kv_heads = chance.random() < 0.5, chance.randint(1, 4)
+    steps = chance.choice((1, 2, 3, chance.randint(4, 12), chance.randint(12, 40)))
+    return Attention(
+        batch=chance.randint(1, 3),
+        heads=kv_heads * chance.randint(1, 4),
+        kv_heads=kv_heads,
+        rows=16 * steps * (2 if causal else 1),
+        width=chance.choice((64, 128)),
+        causal=causal,
+        dtype=chance.choice(("bfloat16", "float16")),
+        lies=chance.choice(("heads", "positions")),
+        scale=chance.choice((None, None, 0.05, 0.3, -0.1)),
+    )
 
 
 class Work:
@@ -408,6 +427,15 @@ def a_million(causal: bool) -> dict[str, Any]:
 FAULTS = ("no weights", "seam", "stale", "early flag", "wrong head")
 
 
+class LateKeys(Documents):
+    """Every document but the first begins one key late."""
+
+    def keys(self, source: Source) -> Bounds:
+        at = super().keys(source).at.clone()
+        at[1:-1] = (at[1:-1] + 1).clamp(max=at[-1])
+        return Bounds(at, int(at.diff().max()))
+
+
 def faulty(shape: Attention, fault: str) -> list[str]:
     """Failures with a fault in the backend, after a right call."""
     work = Work(shape)
@@ -439,6 +467,8 @@ def faulty(shape: Attention, fault: str) -> list[str]:
     old = [work.given[name].clone() for name in "kv"]
     nothing = [torch.zeros_like(one) for one in old]
     attention.attend = wrong
+    if fault == "boundary":
+        attention.Documents = LateKeys  # type: ignore[misc]
     if fault in ("stale", "early flag"):
         attention_ring.native = Native  # type: ignore[assignment]
     work.fill(1)

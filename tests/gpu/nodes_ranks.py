@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from attention_ranks import Attention
 from hopper_ranks import Shape, Work, judged
 from in_world import arrivals, stores
 from moe_ranks import Moe
@@ -59,6 +60,17 @@ def dispatched(shape: Moe) -> tuple[list[str], int, int]:
     sums = row if shape.narrow else 2 * row
     far = world.size - world.identity.ranks_per_node
     return *_put(work), far * (row + sums + 2 * places)
+
+
+def attended(shape: Attention) -> tuple[list[str], int, int, int]:
+    """Failures of a call of ring attention; bytes that the NIC put for it here, and bytes of the own
+    keys and values, once for each rank of another node; host memory's regions in the session."""
+    world = mkernel.world()
+    failures, put = _put(shape.work(5))
+    far = world.size - world.identity.ranks_per_node
+    keys = 2 * shape.batch * shape.kv_heads * shape.rows * shape.width
+    assert world.nic is not None
+    return failures, put, far * 2 * keys, world.nic.statistics().host_regions
 
 
 def _put(work: Any) -> tuple[list[str], int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attention_ranks
 import pytest
-from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention
+from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention, drawn
 from device_buffers import needs_gpus, takes_ranks
 from survivors import judge_absence, judge_survivors
 
@@ -60,23 +60,6 @@ def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> 
     found = launched(world, fn, *arguments, accelerator=accelerator)
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
-
-
-def drawn(chance: random.Random) -> Attention:
-    """Any legal size: from one step of positions to a few tiles, edges everywhere."""
-    causal, kv_heads = chance.random() < 0.5, chance.randint(1, 4)
-    steps = chance.choice((1, 2, 3, chance.randint(4, 12), chance.randint(12, 40)))
-    return Attention(
-        batch=chance.randint(1, 3),
-        heads=kv_heads * chance.randint(1, 4),
-        kv_heads=kv_heads,
-        rows=16 * steps * (2 if causal else 1),
-        width=chance.choice((64, 128)),
-        causal=causal,
-        dtype=chance.choice(("bfloat16", "float16")),
-        lies=chance.choice(("heads", "positions")),
-        scale=chance.choice((None, None, 0.05, 0.3, -0.1)),
-    )
 
 
 @worlds
@@ -201,6 +184,13 @@ def test_packed_documents(world: int) -> None:
 def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
     shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 256 * world))
     right(world, attention_ranks.other_boundaries, shape, 10)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@packs
+def test_a_document_that_begins_one_key_late_is_seen(world: int) -> None:
+    shape = Attention(1, 4, 2, 128, causal=True, documents=(0, 16, 40, 100, 256))
+    assert all(launched(world, attention_ranks.faulty, shape, "boundary")), "on every rank"
 
 
 @worlds

@@ -366,8 +366,49 @@ def test_attention(
 
 @nics
 @claimed
-def test_attention_of_late_ranks_between_products(nic: str) -> None:
+def test_attention_of_random_shapes(nic: str) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    shapes = [attention_ranks.drawn(chance) for _ in range(40)]
+    right(attention_ranks.judged, shapes, seed, nic=nic)
+
+
+@nics
+@claimed
+def test_attention_of_late_ranks_between_products_and_in_graphs(nic: str) -> None:
     right(attention_ranks.skewed, ATTENTION, 12, 2, nic=nic)
+    right(attention_ranks.replayed, ATTENTION, 12, nic=nic)
+
+
+@nics
+@both
+@claimed
+def test_keys_cross_once_for_each_rank_of_another_node(
+    nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte; scrambled on their way, they give other results."""
+    take(route, monkeypatch)
+    for mask in (0, nodes_ranks.MASK):
+        monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
+        found = mkernel.launch(
+            nodes_ranks.attended, ATTENTION[2], nodes=2, ranks_per_node=1, accelerator="hopper",
+            nic=nic, verbs="soft", timeout_s=30,
+        )  # fmt: skip
+        for failures, put, expected, on_host in found:
+            assert bool(failures) == bool(mask)
+            assert put == expected
+            assert (on_host > 0) == (route == "staged")
+
+
+@nics
+@claimed
+def test_a_rank_killed_while_attention_waits_for_it(
+    nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_NIC", nic)
+    monkeypatch.setenv("MKERNEL_VERBS", "soft")
+    judge_survivors("hopper", ATTENTION[0], 2, nodes=2)
 
 
 @nics

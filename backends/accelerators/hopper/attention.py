@@ -4,8 +4,11 @@ Data flow:
   k, v (own) ──copy engines, a second stream──▶ slot of every peer's workspace, a flag behind
              ──a put of the NIC, on it too────▶ slot of ranks of other nodes; its word becomes the flag
   q on own k, v ──cuDNN──▶ out, log-sum-exp ─┐
-  wait for a peer's flag, q on its k, v ─────┤  the rank before this one first
+  wait for a peer's flag, q on its k, v ─────┤  on a third stream, the rank before this one first
   all of them ──one kernel, float32──────────┴▶ out, lse; it ends the call
+
+Where the blocks of one call of the library leave multiprocessors idle at its end, those of another
+stream's run.
 
 Causal calls are split in zigzag: rank r has pieces r and 2·W - 1 - r of 2·W. On the own keys attention
 is plainly causal; of an earlier rank's keys all queries see the first half and no more; of a later
@@ -21,14 +24,15 @@ bfloat16, 3.5e-4 in float16. lse is float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from mkernel.backends.accelerators.hopper.attention_documents import Documents, attend_packed
-from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
+from mkernel.backends.accelerators.hopper.attention_library import Seen, attend, on_stream
 from mkernel.backends.accelerators.hopper.attention_merge import Merge
 from mkernel.backends.accelerators.hopper.attention_ring import (
     AttentionRing,
@@ -67,6 +71,8 @@ class AttentionExecutor:
         self._ring = AttentionRing(call, context)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
+        if plan.nodes > 1:
+            made.load_attention(context.device)
         self._loads = plan.nodes > 1
 
     @staticmethod
@@ -87,36 +93,57 @@ class AttentionExecutor:
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
         if self._loads and not torch.cuda.is_current_stream_capturing():
-            # A kernel's first launch loads it, and the driver may wait with that until running kernels
-            # end: ours too, that waits for a NIC, whose copies ask the driver (an emulated one's). So
-            # all that is launched behind a wait is launched once without.
+            # The library's kernels are loaded by their first launch, which the driver may delay until
+            # running kernels end: one of ours too, that waits for a NIC. An emulated one's copies ask
+            # the driver, and would wait as well. So all is launched once without waits.
             self._loads = False
             self._queue(replace(call, view="compute_only"), stream)
         self._queue(call, stream)
 
     def _queue(self, call: Call, stream: int) -> None:
-        context = self._context
+        sources = self._ring.sources
         world = self._world.of_call(call_id(call), call.timeout_s)
-        exchanges = call.view != "compute_only" and bool(self._ring.sources)
-        documents = Documents(call) if self._packed else None
-        if not exchanges:
-            parts = list(self._attended(call, documents))
-        elif call.view == "sequential":
-            self._ring.push(call, world, stream)
-            for source in self._ring.sources:
-                self._ring.wait(world, source, stream)
-            parts = list(self._attended(call, documents))
+        exchanges = call.view != "compute_only" and bool(sources)
+        k, v = (aligned(call.tensors[name]) for name in "kv")
+        own, attended = Source(call.rank, k, v, 0), self._attended(call)
+        if sources and call.view != "sequential":
+            parts = self._beside(call, own, attended, world if exchanges else None, stream)
         else:
-            beside = context.order.fork(stream)
-            try:
-                self._ring.push(call, world, beside)
-                parts = list(self._attended(call, documents, world, stream))
-            finally:
-                context.order.join(stream)
+            if exchanges:
+                self._ring.push(call, world, stream)
+                for source in sources:
+                    self._ring.wait(world, source, stream)
+            parts = [attended(source) for source in (own, *sources)]
         there, out = world if exchanges else self._alone, call.tensors["out"]
         written = writable(out)
         self._merge.finish(parts, written, call.tensors["lse"], there, stream, ends=exchanges)
         deliver(written, out)
+
+    def _beside(
+        self,
+        call: Call,
+        own: Source,
+        attended: Callable[[Source], Seen],
+        world: _hopper.DeviceWorld | None,
+        stream: int,
+    ) -> list[Seen]:
+        """What the queries found in each part, the own one first; the others on the third stream.
+        ``world``: whose flags are waited for there; None: parts are taken as they lie."""
+        order = self._context.order
+        with ExitStack() as ends:
+            kernels = order.fork_kernels(stream)
+            ends.callback(order.join_kernels, stream)
+            if world is not None:
+                beside = order.fork(stream)
+                ends.callback(order.join, stream)
+                self._ring.push(call, world, beside)
+            parts = [attended(own)]
+            with on_stream(self._context.device, kernels):
+                for source in self._ring.sources:
+                    if world is not None:
+                        self._ring.wait(world, source, kernels)
+                    parts.append(attended(source))
+        return parts
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -124,26 +151,18 @@ class AttentionExecutor:
         """None: the library is called from Python."""
         return None
 
-    def _attended(
-        self,
-        call: Call,
-        documents: Documents | None,
-        world: _hopper.DeviceWorld | None = None,
-        stream: int = 0,
-    ) -> Iterator[Seen]:
-        """What the queries found in each part, the own one first. ``world``: whose flags are waited for
-        on ``stream``; None: parts are taken as they lie."""
+    def _attended(self, call: Call) -> Callable[[Source], Seen]:
+        """What finds what the call's queries see in a source, on torch's current stream."""
         q, scale, _ = Queries.of(call)
-        k, v = (aligned(call.tensors[name]) for name in "kv")
-        for source in (Source(call.rank, k, v, 0), *self._ring.sources):
-            own = source.rank == call.rank
-            if world is not None and not own:
-                self._ring.wait(world, source, stream)
-            causal = own and self._ring.causal
+        documents = Documents(call) if self._packed else None
+
+        def found(source: Source) -> Seen:
+            causal = self._ring.causal and source.rank == call.rank
             if documents is not None:
-                yield attend_packed(q, source, documents, causal, scale)
-            else:
-                yield attend(q, source.k, source.v, source.first, causal, scale)
+                return attend_packed(q, source, documents, causal, scale)
+            return attend(q, source.k, source.v, source.first, causal, scale)
+
+        return found
 
 
 def _checked(plan: LaunchPlan) -> AttentionSchedule:

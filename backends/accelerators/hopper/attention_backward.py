@@ -3,11 +3,13 @@
 Data flow:
   k, v (own) ──copy engines, a second stream──▶ slot of every peer's workspace, a flag behind
   q, out and its gradient, the log-sum-exp of all keys stay
-  own k, v, their first heads ──cuDNN──▶ parts of dq, dk, dv ───────────────────────┐
-  wait for a peer's flag, its k, v ──cuDNN──▶ a part of dq ─────────────────────────┤
+  own k, v ──cuDNN──▶ parts of dq, dk, dv ──────────────────────────────────────────┐
+  wait for a peer's flag, its k, v ──cuDNN, a third stream──▶ a part of dq ─────────┤
                                  └──▶ parts of dk, dv ──copy engines──▶ their owner │
-  own k, v, the other heads ──cuDNN──▶ parts of dq, dk, dv ─────────────────────────┤
   wait for the flags of what came home; all of them ──one kernel, float32───────────┴▶ dq, dk, dv
+
+Blocks of the third stream go before those of the own part. So gradients travel home while these run,
+and neither call's end leaves multiprocessors idle.
 
 What a call needs of a query beside its keys is of all keys (Dao et al., "FlashAttention", 2022):
 dS = e^(s - lse)·(dO vᵀ - dO·O). So parts are added up, in a fixed order: what this rank gives first,
@@ -20,12 +22,19 @@ once more. Equal calls give equal bits where the library's do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mkernel.backends.accelerators.hopper.attention_library import Gradients, Results, gradients
+from mkernel.backends.accelerators.hopper.attention_library import (
+    Gradients,
+    Results,
+    gradients,
+    on_stream,
+)
 from mkernel.backends.accelerators.hopper.attention_ring import (
     AttentionRing,
     Queries,
@@ -59,13 +68,6 @@ class Given(NamedTuple):
     first: int = 0
 
 
-class Found(NamedTuple):
-    """What the own keys give, some heads of them at a time, and each peer's in turn."""
-
-    own: list[tuple[slice, Gradients]]
-    parts: list[Gradients]
-
-
 class AttentionBackwardExecutor:
     """The backward of ring attention, into ``grad_q``, ``grad_k``, ``grad_v``: one plan's calls in a
     world."""
@@ -74,11 +76,7 @@ class AttentionBackwardExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan, self._rank = context, plan, call.rank
-        how, shape = _checked(plan), attention_shape(plan)
-        self._blocks = how.sum_blocks
-        self._groups = shape.heads // shape.kv_heads
-        self._ahead = slice(0, how.heads_ahead)
-        self._behind = slice(how.heads_ahead, shape.kv_heads)
+        self._blocks = _checked(plan).sum_blocks
         self._ring = AttentionRing(call, context)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
@@ -94,30 +92,28 @@ class AttentionBackwardExecutor:
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
-        context, ring = self._context, self._ring
+        ring = self._ring
         world = self._world.of_call(call_id(call), call.timeout_s)
         exchanges = call.view != "compute_only" and bool(ring.sources)
-        beside = exchanges and call.view != "sequential"
         queries, results = self._given(call)
-        try:
+        k, v = (aligned(call.tensors[name]) for name in "kv")
+        own = Source(self._rank, k, v, 0)
+        part = partial(self._of_part, results, queries.scale)
+        if ring.sources and call.view != "sequential":
+            found = self._beside(call, own, part, world if exchanges else None, stream)
+        else:
             if exchanges:
-                ring.push(call, world, context.order.fork(stream) if beside else stream)
-            if exchanges and not beside:
+                ring.push(call, world, stream)
                 for source in ring.sources:
                     ring.wait(world, source, stream)
-            found = self._found(call, results, queries.scale, world if beside else None, stream)
-            if exchanges and not beside:
-                for source, part in zip(ring.sources, found.parts, strict=True):
-                    self._send(world, source, part, stream)
-        finally:
-            if beside:
-                context.order.join(stream)
+            found = [part(source) for source in (own, *ring.sources)]
+            if exchanges:
+                for source, given in zip(ring.sources, found[1:], strict=True):
+                    self._send(world, source, self._packed(given), stream)
         if exchanges:
             self._await_home(world, stream)
         there = world if exchanges else self._alone
-        for number, (heads, own) in enumerate(found.own, 1):
-            ends = exchanges and number == len(found.own)
-            self._sum(call, heads, own, found.parts, queries.sign, there, ends, stream)
+        self._sum(call, found, queries.sign, there, exchanges, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -130,47 +126,52 @@ class AttentionBackwardExecutor:
         out, of_out, lse = (aligned(tensors[name]) for name in ("out", "grad_out", "lse"))
         return queries, Results(queries.q, out, of_out, lse, tensors.get("grad_lse"))
 
-    def _found(
+    def _beside(
         self,
         call: Call,
-        results: Results,
-        scale: float,
+        own: Source,
+        part: Callable[[Source], Gradients],
         world: _hopper.DeviceWorld | None,
         stream: int,
-    ) -> Found:
-        """What the parts give. ``world``: parts are waited for on ``stream``, and gradients sent home
-        on the second stream; None: parts are taken as they lie."""
+    ) -> list[Gradients]:
+        """What the parts give, the own one first. ``world``: the others' are waited for, and sent home;
+        None: they are taken as they lie."""
         order = self._context.order
-        k, v = (aligned(call.tensors[name]) for name in "kv")
-        own = Source(self._rank, k, v, 0)
-        found = Found([(self._ahead, self._of_part(own, results, scale, self._ahead))], [])
-        for source in self._ring.sources:
+        travels = []  # whose memory is another's once the call is queued
+        with ExitStack() as ends:
+            kernels = order.fork_kernels(stream)
+            ends.callback(order.join_kernels, stream)
             if world is not None:
-                self._ring.wait(world, source, stream)
-            found.parts.append(self._of_part(source, results, scale))
-            if world is not None:
-                self._send(world, source, found.parts[-1], order.fork(stream))
-        if self._behind.start < self._behind.stop:
-            found.own.append((self._behind, self._of_part(own, results, scale, self._behind)))
+                beside = order.fork(stream)
+                ends.callback(order.join, stream)
+                self._ring.push(call, world, beside)
+            found = [part(own)]
+            with on_stream(self._context.device, kernels):
+                for source in self._ring.sources:
+                    if world is not None:
+                        self._ring.wait(world, source, kernels)
+                    found.append(part(source))
+                    if world is not None:
+                        travels.append(self._packed(found[-1]))
+                        self._send(world, source, travels[-1], order.fork(kernels))
         return found
 
-    def _of_queries(self, heads: slice) -> slice:
-        """The heads of queries that have these of keys."""
-        return slice(heads.start * self._groups, heads.stop * self._groups)
-
-    def _of_part(
-        self, source: Source, results: Results, scale: float, heads: slice | None = None
-    ) -> Gradients:
-        k, v = source.k, source.v
+    def _of_part(self, results: Results, scale: float, source: Source) -> Gradients:
         causal = self._ring.causal and source.rank == self._rank
-        if heads is not None:
-            k, v, results = k[:, heads], v[:, heads], results.heads(self._of_queries(heads))
-        return gradients(results, k, v, source.first, causal, scale)
+        return gradients(results, source.k, source.v, source.first, causal, scale)
+
+    def _packed(self, part: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of keys and values as they travel."""
+        return self._ring.packed(part.k), self._ring.packed(part.v)
 
     def _send(
-        self, world: _hopper.DeviceWorld, source: Source, part: Gradients, stream: int
+        self,
+        world: _hopper.DeviceWorld,
+        source: Source,
+        given: tuple[torch.Tensor, torch.Tensor],
+        stream: int,
     ) -> None:
-        k, v = (self._ring.packed(each) for each in (part.k, part.v))
+        k, v = given
         native().push_gradients(
             self._context.device,
             world,
@@ -200,29 +201,27 @@ class AttentionBackwardExecutor:
     def _sum(
         self,
         call: Call,
-        heads: slice,
-        own: Gradients,
-        parts: Sequence[Gradients],
+        found: Sequence[Gradients],
         sign: int,
         world: _hopper.DeviceWorld,
         ends: bool,
         stream: int,
     ) -> None:
-        """The gradients of these heads of keys, and of the queries that have them."""
-        queries, made, shape = self._of_queries(heads), native(), attention_shape(self._plan)
+        """The gradients, of what the parts give, the own one first, and of what came home."""
+        made, shape, (own, *parts) = native(), attention_shape(self._plan), found
         of_q = [
-            Given(part.q[:, queries], source.first)
+            Given(part.q, source.first)
             for source, part in zip(self._ring.sources, parts, strict=True)
         ]
-        of_k = [Given(came.k[:, heads]) for came in self._home]
-        of_v = [Given(came.v[:, heads]) for came in self._home]
+        of_k = [Given(came.k) for came in self._home]
+        of_v = [Given(came.v) for came in self._home]
         sums = made.Sums(
             [
-                _sum_of(call.tensors[name][:, which], [Given(first), *more], factor)
-                for name, which, first, more, factor in (
-                    ("grad_q", queries, own.q, of_q, sign),
-                    ("grad_k", heads, own.k, of_k, 1),
-                    ("grad_v", heads, own.v, of_v, 1),
+                _sum_of(call.tensors[name], [Given(first), *more], factor)
+                for name, first, more, factor in (
+                    ("grad_q", own.q, of_q, sign),
+                    ("grad_k", own.k, of_k, 1),
+                    ("grad_v", own.v, of_v, 1),
                 )
             ],
             shape.batch,
@@ -253,10 +252,4 @@ def _checked(plan: LaunchPlan) -> AttentionBackwardSchedule:
     if attention_shape(plan).documents:
         raise ArgumentError("plan.shape.documents", True, "False: it has no gradients of these")
     check_library(plan, how.library)
-    if how.heads_ahead > attention_shape(plan).kv_heads:
-        raise ArgumentError(
-            "plan.schedule.heads_ahead",
-            how.heads_ahead,
-            f"at most {attention_shape(plan).kv_heads}, the heads of keys",
-        )
     return how

@@ -10,6 +10,7 @@ a fixed order; cuDNN's backward does not promise one.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import NamedTuple
 
@@ -38,10 +39,6 @@ class Results(NamedTuple):
     lse: Tensor
     of_lse: Tensor | None
 
-    def heads(self, which: slice) -> Results:
-        """Of these heads."""
-        return Results(*(None if each is None else each[:, which] for each in self))  # type: ignore[arg-type]
-
     def rows(self, first: int) -> Results:
         """Of the queries from ``first`` on."""
         if not first:
@@ -55,6 +52,13 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+
+
+def on_stream(device: int, stream: int) -> AbstractContextManager[object]:
+    """What a library is called for inside is queued on that stream. What it allocates there is free for
+    calls on the same stream alone, so that those must come after whatever reads it."""
+    one = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(one)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float) -> Seen:

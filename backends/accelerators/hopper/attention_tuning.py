@@ -39,12 +39,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         chosen, times = _forward(plan, blocks, constants)
         found = found._replace(schedule=chosen)
         return found if times is None else found._replace(prediction=times)
-    heads = attention_shape(plan).kv_heads
-    ways = {ahead: predicted_backward(plan, ahead, constants) for ahead in {heads, -(-heads // 2)}}
-    ahead = min(ways, key=lambda one: (ways[one].pipelined_us, -one))
-    how = AttentionBackwardSchedule(library="cudnn", heads_ahead=ahead, sum_blocks=blocks)
+    how = AttentionBackwardSchedule(library="cudnn", sum_blocks=blocks)
     found = found._replace(schedule=how)
-    return found if constants is None else found._replace(prediction=ways[ahead])
+    if constants is None:
+        return found
+    return found._replace(prediction=predicted_backward(plan, constants))
 
 
 def _forward(
@@ -113,15 +112,16 @@ def _times(plan: CommonPart, calls: CallTimes, merged: int) -> _Times:
 
 
 def predicted(plan: CommonPart, constants: MachineConstants) -> Prediction:
-    """Parts come one after another, each in two copies with a flag behind; a call starts when the one
-    before has ended and its part is there."""
+    """Parts come one after another, each in two copies with a flag behind. The call on one starts when
+    it is there and the one before has ended; that on the own keys runs where others leave room."""
     world = plan.world_size
     own, part, merge, sent = _times(plan, _MACHINE.attention.forward, world + 1)
-    now = own
+    last = 0.0
     for peer in range(1, world):
-        now = max(now, peer * sent) + part
-    compute = own + (world - 1) * part + merge
-    return prediction(compute, (world - 1) * sent, now + merge, constants.launch_us, constants)
+        last = max(last, peer * sent) + part
+    compute, copies = own + (world - 1) * part, (world - 1) * sent
+    ended = max(compute, last) + merge
+    return prediction(compute + merge, copies, ended, constants.launch_us, constants)
 
 
 def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants) -> Prediction:
@@ -141,25 +141,18 @@ def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants
     return prediction(compute, sent, max(compute, sent), constants.launch_us, constants)
 
 
-def predicted_backward(
-    plan: CommonPart, heads_ahead: int, constants: MachineConstants | None
-) -> Prediction:
+def predicted_backward(plan: CommonPart, constants: MachineConstants) -> Prediction:
     """The same; gradients of a part travel when its call has ended and the copies before have, and sums
-    begin when the last ones are home. A call on some heads of the own keys takes its share, and
-    call_us more than that where there is another one."""
-    world, heads = plan.world_size, attention_shape(plan).kv_heads
-    calls = _MACHINE.attention.backward
-    own, part, merge, sent = _times(plan, calls, 2 * world + 2)
-    behind = own * (heads - heads_ahead) / heads + (calls.call_us if heads_ahead < heads else 0.0)
-    now = own * heads_ahead / heads
-    copied = (world - 1) * sent
+    begin when the last ones are home."""
+    world = plan.world_size
+    own, part, merge, sent = _times(plan, _MACHINE.attention.backward, 2 * world + 2)
+    compute, copies = own + (world - 1) * part, (world - 1) * sent
+    last, home = 0.0, copies
     for peer in range(1, world):
-        now = max(now, peer * sent) + part
-        copied = max(copied, now) + sent
-    now = max(now + behind, copied if world > 1 else 0.0)
-    compute = own + (world - 1) * part + merge
-    launch = _MACHINE.constants if constants is None else constants
-    return prediction(compute, 2 * (world - 1) * sent, now + merge, launch.launch_us, launch)
+        last = max(last, peer * sent) + part
+        home = max(home, last) + sent
+    ended = (max(compute, home) if world > 1 else compute) + merge
+    return prediction(compute + merge, 2 * copies, ended, constants.launch_us, constants)
 
 
 def library_of(shape: AttentionShape) -> AttentionLibrary:

@@ -80,6 +80,8 @@ class _Moe:
         self._sizes = _sizes(plan)
         self._world = device_world(call, context)
         self._several = plan.world_size > 1
+        if plan.nodes > 1:
+            native().load_moe(context.device)
         self._copies_first = native().shares_device(context.device, self._world)
 
     def starter(

@@ -83,8 +83,8 @@ class FewRowsSchedule(Schedule):
 
 class AttentionSchedule(Schedule):
     """How ring attention runs. Each rank's keys and values travel whole, by copy engines; ``library``
-    computes attention on the own ones and on each peer's as they come, the rank before this one first;
-    a kernel of ``merge_blocks`` blocks merges what was found."""
+    computes attention on the own ones and, beside that, on each peer's as they come, the rank before
+    this one first; a kernel of ``merge_blocks`` blocks merges what was found."""
 
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary
@@ -117,13 +117,11 @@ class AttentionInPiecesSchedule(Schedule):
 class AttentionBackwardSchedule(Schedule):
     """How the backward of ring attention runs. Keys and values travel as in :class:`AttentionSchedule`,
     and what each part gives to their gradients travels home, by copy engines; ``library`` computes what
-    the parts give. On the own keys the first ``heads_ahead`` heads of these come before the peers'
-    parts, which arrive meanwhile, and the other heads after them, while gradients travel home. A kernel
-    of ``sum_blocks`` blocks adds the parts up."""
+    the parts give, on the own keys beside the peers' parts, which come first where both could run. A
+    kernel of ``sum_blocks`` blocks adds the parts up."""
 
     kind: Literal["hopper.ring_attention_backward"] = "hopper.ring_attention_backward"
     library: AttentionLibrary
-    heads_ahead: int = Field(ge=1)
     sum_blocks: int = Field(ge=1)
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from mkernel.plan.missing import of_op
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.shapes import takes
 
-MAIN, BESIDE = 5, 6
+MAIN, BESIDE, KERNELS = 5, 6, 7
 DATA_OFFSET = 1 << 20
 Sizes = dict[str, Any]
 
@@ -131,6 +131,9 @@ class Fabric:
         """Another call begins."""
         for flag in (*self.flags.values(), *self.arrived.values()):
             flag.clear()
+
+    def load_attention(self, device: int) -> None:
+        """Nothing is loaded late."""
 
     def DeviceNetwork(self, *_: Any) -> Any:
         return SimpleNamespace(of=lambda *_: None)
@@ -247,9 +250,17 @@ class Order:
         self.open = 0
 
     def fork(self, stream: int) -> int:
+        assert stream in (MAIN, KERNELS)
+        self.open += stream == MAIN
+        return BESIDE
+
+    def fork_kernels(self, stream: int) -> int:
         assert stream == MAIN
         self.open += 1
-        return BESIDE
+        return KERNELS
+
+    def join_kernels(self, stream: int) -> None:
+        self.join(stream)
 
     def join(self, stream: int) -> None:
         assert stream == MAIN
@@ -257,6 +268,23 @@ class Order:
 
     def announce_to(self, fifo: int) -> None:
         """Calls of the fabric wait for no proxy."""
+
+
+class Current(threading.local):
+    """torch's current stream."""
+
+    stream = MAIN
+
+
+CURRENT = Current()
+
+
+@contextmanager
+def on_stream(device: int, stream: int) -> Iterator[None]:
+    """Stands for that of :mod:`.attention_library`."""
+    CURRENT.stream = stream
+    yield
+    CURRENT.stream = MAIN
 
 
 def attended(
@@ -300,6 +328,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
         for module in (attention, attention_merge, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention, "attend", attended)
+        monkeypatch.setattr(attention, "on_stream", on_stream)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         return made
@@ -389,13 +418,29 @@ def test_what_is_queued(fabric: Any, view: View) -> None:
     plan = planned(3, causal=True, sequence=96)
     assert run(made, plan, view=view, calls=1) == []
     blocks = plan.part(AttentionSchedule).merge_blocks
-    beside = BESIDE if view == "pipelined" else MAIN
+    beside, kernels = (BESIDE, KERNELS) if view == "pipelined" else (MAIN, MAIN)
     assert made.queued == [
-        ("push", beside), (("await", 2), MAIN), (("await", 1), MAIN),
+        ("push", beside), (("await", 2), kernels), (("await", 1), kernels),
         (("merge", 3, blocks, True), MAIN),
     ]  # fmt: skip
     # Rank 0's first half sees its own keys alone.
     assert [part.first for part in made.merged[0].parts] == [0, 16, 16]
+
+
+@pytest.mark.parametrize("view", ["pipelined", "sequential", "compute_only"])
+def test_other_parts_have_a_stream_of_their_own(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch, view: View
+) -> None:
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def noted(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
+        seen[causal].add(CURRENT.stream)
+        return attended(q, k, v, first, causal, scale)
+
+    made = fabric(3)
+    monkeypatch.setattr(attention, "attend", noted)
+    run(made, planned(3, causal=True, sequence=96), view=view, calls=1)
+    assert seen == {True: {MAIN}, False: {MAIN if view == "sequential" else KERNELS}}
 
 
 def test_compute_only_exchanges_nothing(fabric: Any) -> None:
@@ -586,6 +631,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
         return Seen(out, torch.zeros(out.shape[:3]), first)
 
     monkeypatch.setattr(attention, "attend", seen)
+    monkeypatch.setattr(attention, "on_stream", on_stream)
     gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
     world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
     usual = world.plan("ring_attention", sizes_of(2, causal=True), dtype="bfloat16")

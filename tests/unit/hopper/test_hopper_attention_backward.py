@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +19,8 @@ from gpu_plans import gpu_plan
 from plan_walk import WalkedWorld, decorations
 from test_hopper_attention import (
     BESIDE,
+    CURRENT,
+    KERNELS,
     MAIN,
     Fabric,
     Here,
@@ -23,6 +28,7 @@ from test_hopper_attention import (
     Started,
     flat_at,
     lying,
+    on_stream,
     rows_at,
     sizes_of,
 )
@@ -45,7 +51,6 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.cases.comparison import compare
-from mkernel.errors import ArgumentError
 from mkernel.ops.zigzag import zigzag_positions
 from mkernel.plan.model import LaunchPlan
 
@@ -159,11 +164,6 @@ def planned(world: int, **changes: Any) -> LaunchPlan:
     )  # fmt: skip
 
 
-def scheduled(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
-    how = plan.part(AttentionBackwardSchedule).model_copy(update=changes)
-    return plan.model_copy(update={"schedule": how})
-
-
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], BackwardFabric]:
     def make(world: int) -> BackwardFabric:
@@ -171,6 +171,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], BackwardFabric]:
         for module in (attention_backward, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention_backward, "gradients", given_by)
+        monkeypatch.setattr(attention_backward, "on_stream", on_stream)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
         return made
 
@@ -257,8 +258,7 @@ def run(
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gradients(fabric: Any, world: int, causal: bool, layout: str) -> None:
     plan = planned(world, causal=causal, layout=layout, sequence=64 * world)
-    for ahead in (1, 2):
-        assert run(fabric(world), scheduled(plan, heads_ahead=ahead), calls=1) == []
+    assert run(fabric(world), plan) == []
 
 
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
@@ -269,26 +269,57 @@ def test_any_scale(fabric: Any, scale: float) -> None:
 @pytest.mark.parametrize("view", ["pipelined", "sequential"])
 def test_what_is_queued(fabric: Any, view: View) -> None:
     made = fabric(3)
-    plan = scheduled(planned(3, causal=True, sequence=96), heads_ahead=1)
+    plan = planned(3, causal=True, sequence=96)
     assert run(made, plan, view=view, calls=1) == []
     blocks = plan.part(AttentionBackwardSchedule).sum_blocks
-    ends = [
-        (("home", 1), MAIN), (("home", 2), MAIN),
-        (("sum", blocks, False), MAIN), (("sum", blocks, True), MAIN),
-    ]  # fmt: skip
-    sends = [(("send", 2), MAIN), (("send", 1), MAIN)]
-    waits = [(("await", 2), MAIN), (("await", 1), MAIN)]
+    ends = [(("home", 1), MAIN), (("home", 2), MAIN), (("sum", blocks, True), MAIN)]
     assert made.queued == {
-        "sequential": [("push", MAIN), *waits, *sends, *ends],
+        "sequential": [
+            ("push", MAIN), (("await", 2), MAIN), (("await", 1), MAIN), (("send", 2), MAIN),
+            (("send", 1), MAIN), *ends,
+        ],
         "pipelined": [
-            ("push", BESIDE), waits[0], (("send", 2), BESIDE), waits[1], (("send", 1), BESIDE), *ends,
+            ("push", BESIDE), (("await", 2), KERNELS), (("send", 2), BESIDE),
+            (("await", 1), KERNELS), (("send", 1), BESIDE), *ends,
         ],
     }[view]  # fmt: skip
 
 
+def test_what_travels_is_packed_before_its_copies_are_queued_and_kept_until_all_are(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a library lays gradients out otherwise, a kernel packs them."""
+    made, packed = fabric(2), attention_ring.AttentionRing.packed
+    lives: dict[int, list[Any]] = defaultdict(list)  # of each rank's thread
+    told: dict[int, list[Any]] = defaultdict(list)
+
+    class Noting(Order):
+        def fork(self, stream: int) -> int:
+            me = threading.get_ident()
+            told[me].append(("fork", stream, len(lives[me])))
+            return super().fork(stream)
+
+        def join(self, stream: int) -> None:
+            me = threading.get_ident()
+            told[me].append(("join", stream, sum(each() is not None for each in lives[me])))
+            super().join(stream)
+
+    def copied(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        assert CURRENT.stream == KERNELS
+        found = packed(self, tensor).clone()
+        lives[threading.get_ident()].append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(attention_ring.AttentionRing, "packed", copied)
+    monkeypatch.setattr(sys.modules[__name__], "Order", Noting)
+    assert run(made, planned(2), calls=1) == []
+    queued = [("fork", MAIN, 0), ("fork", KERNELS, 2), ("join", MAIN, 2), ("join", MAIN, 2)]
+    assert list(told.values()) == [queued] * 2
+
+
 def test_compute_only_exchanges_nothing(fabric: Any) -> None:
     made = fabric(2)
-    plan = scheduled(planned(2), heads_ahead=2)
+    plan = planned(2)
     run(made, plan, view="compute_only", calls=1)
     blocks = plan.part(AttentionBackwardSchedule).sum_blocks
     assert made.queued == [(("sum", blocks, False), MAIN)] * 2, "of both ranks: each is alone"
@@ -328,31 +359,11 @@ def test_wrong_parts_are_seen(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert run(made, plan), fault
 
 
-def test_heads_are_cut_where_gradients_take_long_to_travel() -> None:
-    """Of short sequences a further call costs more than it hides."""
-    sizes: dict[str, Any] = {
-        "batch": 1,
-        "heads": 16,
-        "kv_heads": 16,
-        "head_dim": 128,
-        "causal": True,
-    }
-    ahead = {
-        sequence: planned(2, **sizes, sequence=sequence).part(AttentionBackwardSchedule).heads_ahead
-        for sequence in (256, 16384)
-    }
-    assert ahead == {256: 16, 16384: 8}
-    assert planned(1, **sizes, sequence=16384).part(AttentionBackwardSchedule).heads_ahead == 16
-    made = planned(2, **sizes, sequence=16384).prediction
+def test_predicted_times_are_in_order() -> None:
+    sizes: dict[str, Any] = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 128}
+    made = planned(2, **sizes, causal=True, sequence=16384).prediction
     assert made is not None
     assert made.compute_us < made.pipelined_us < made.sequential_us
-
-
-def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
-    plan = planned(2)
-    assert executor_of(plan) is AttentionBackwardExecutor
-    with pytest.raises(ArgumentError, match=r"heads_ahead = 3 .*at most 2"):
-        AttentionBackwardExecutor.workspace(scheduled(plan, heads_ahead=3))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
@@ -372,6 +383,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
         return Gradients(*(torch.zeros(each.shape, dtype=each.dtype) for each in (q, k, v)))
 
     monkeypatch.setattr(attention_backward, "gradients", given)
+    monkeypatch.setattr(attention_backward, "on_stream", on_stream)
     gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
     world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
     usual = world.plan(OP, sizes_of(2, causal=True), dtype="bfloat16")
@@ -415,8 +427,8 @@ def test_all_that_the_library_is_given_for_queries_lies_as_they_do(
     q, out, of_out = (lying(torch.randn(2, 4, 32, 64).bfloat16(), layout) for _ in range(3))
     k = lying(torch.randn(2, 2, 32, 64).bfloat16(), layout)
     lse, of_lse = torch.randn(2, 4, 32), torch.randn(2, 4, 32)
-    results = Results(q, out, of_out, lse, of_lse).heads(slice(0, 2))
-    attention_library.gradients(results, k[:, :1], k[:, :1], first, False, 0.2)
+    results = Results(q, out, of_out, lse, of_lse)
+    attention_library.gradients(results, k, k, first, False, 0.2)
     assert len(seen) == 2
     for strides in seen:
         assert len(set(strides)) == 1, strides

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hopper_attention import Fabric, flat_at, planned, run
+from test_hopper_attention import Fabric, flat_at, on_stream, planned, run
 
 from mkernel.backends.accelerators.hopper import (
     attention,
@@ -76,6 +76,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
         for module in (attention, attention_merge, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention, "attend", None)
+        monkeypatch.setattr(attention, "on_stream", on_stream)
         library = SimpleNamespace(_flash_attention_forward=various)
         monkeypatch.setattr(attention_documents, "_aten", library)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
@@ -133,7 +134,7 @@ def test_what_takes_no_documents_says_so() -> None:
     assert takes(claims, "ring_attention", sizes, 2, "bfloat16")
     assert not takes(claims, "ring_attention_backward", sizes, 2, "bfloat16")
     plan = planned(2, documents=True)
-    backward = AttentionBackwardSchedule(library="cudnn", heads_ahead=1, sum_blocks=1)
+    backward = AttentionBackwardSchedule(library="cudnn", sum_blocks=1)
     pieces = AttentionInPiecesSchedule(library="cudnn", merge_blocks=1, piece_rows=16, slots=2)
     for executor, how in (
         (AttentionBackwardExecutor, backward), (AttentionInPiecesExecutor, pieces),

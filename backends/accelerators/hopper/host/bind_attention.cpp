@@ -136,6 +136,13 @@ void bind_attention(py::module_& module) {
         },
         "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "stream"_a, released);
     module.def(
+        "load_attention",
+        [](int device) {
+            const cuda::DeviceScope scope(device);
+            attention::load();
+        },
+        "device"_a, released);
+    module.def(
         "put_keys",
         [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
            std::uint64_t stream) {

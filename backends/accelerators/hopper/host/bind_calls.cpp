@@ -21,6 +21,8 @@ void bind_calls(py::module_& module) {
         .def("begin", &CallOrder::begin, py::arg("stream"))
         .def("fork", &CallOrder::fork, py::arg("stream"))
         .def("join", &CallOrder::join, py::arg("stream"))
+        .def("fork_kernels", &CallOrder::fork_kernels, py::arg("stream"))
+        .def("join_kernels", &CallOrder::join_kernels, py::arg("stream"))
         .def("end", &CallOrder::end, py::arg("stream"))
         .def_property_readonly("latest", &CallOrder::latest)
         .def("finished", &CallOrder::finished, py::arg("call"));

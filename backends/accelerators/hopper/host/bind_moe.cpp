@@ -82,6 +82,13 @@ void bind_moe(py::module_& module) {
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def(
+        "load_moe",
+        [](int device) {
+            const cuda::DeviceScope scope(device);
+            moe::load();
+        },
+        "device"_a, released);
+    module.def(
         "moe_route",
         [](int device, const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
            std::uint64_t stream) {

@@ -1,7 +1,5 @@
 #include "backends/accelerators/hopper/host/call_order.hpp"
 
-#include <algorithm>
-
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 
@@ -41,10 +39,9 @@ CallOrder::CallOrder(int device) {
     int greatest = 0;
     cuda::check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                 "cudaDeviceGetStreamPriorityRange");
-    // The greatest is the mover's: streams of one priority may share a queue of the hardware, where what an
-    // emulated NIC copies would stand behind a kernel here that waits for it.
-    const int priority = std::min(least, greatest + 1);
-    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, priority),
+    cuda::check(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest),
+                "cudaStreamCreateWithPriority");
+    cuda::check(cudaStreamCreateWithPriority(&kernels_, cudaStreamNonBlocking, greatest),
                 "cudaStreamCreateWithPriority");
     forked_ = make_event();
     joined_ = make_event();
@@ -55,7 +52,7 @@ CallOrder::CallOrder(int device) {
 CallOrder::~CallOrder() {
     for (const cudaEvent_t event : events_) cudaEventDestroy(event);
     for (const cudaEvent_t event : {forked_, joined_, captured_}) cudaEventDestroy(event);
-    cudaStreamDestroy(side_);
+    for (const cudaStream_t stream : {side_, kernels_}) cudaStreamDestroy(stream);
 }
 
 void CallOrder::begin(std::uint64_t stream) {
@@ -69,14 +66,30 @@ void CallOrder::begin(std::uint64_t stream) {
 }
 
 std::uint64_t CallOrder::fork(std::uint64_t stream) {
-    const auto side = reinterpret_cast<std::uint64_t>(side_);
-    record(forked_, stream);
-    wait(side, forked_);
-    return side;
+    return forked(stream, side_);
 }
 
 void CallOrder::join(std::uint64_t stream) {
-    record(joined_, reinterpret_cast<std::uint64_t>(side_));
+    joined(stream, side_);
+}
+
+std::uint64_t CallOrder::fork_kernels(std::uint64_t stream) {
+    return forked(stream, kernels_);
+}
+
+void CallOrder::join_kernels(std::uint64_t stream) {
+    joined(stream, kernels_);
+}
+
+std::uint64_t CallOrder::forked(std::uint64_t stream, cudaStream_t other) const {
+    const auto to = reinterpret_cast<std::uint64_t>(other);
+    record(forked_, stream);
+    wait(to, forked_);
+    return to;
+}
+
+void CallOrder::joined(std::uint64_t stream, cudaStream_t other) const {
+    record(joined_, reinterpret_cast<std::uint64_t>(other));
     wait(stream, joined_);
 }
 

@@ -34,6 +34,10 @@ class CallOrder {
     // `stream` goes on only after what was queued on the second one.
     void join(std::uint64_t stream);
 
+    // A third one, for kernels, whose blocks go before those of `stream`: likewise.
+    std::uint64_t fork_kernels(std::uint64_t stream);
+    void join_kernels(std::uint64_t stream);
+
     // The call's number, for `finished`; 0 while capturing: nothing runs that could end.
     std::uint64_t end(std::uint64_t stream);
 
@@ -49,8 +53,13 @@ class CallOrder {
 
     cudaEvent_t& event_of(std::uint64_t call) { return events_[call % kEvents]; }
 
+    // `other`, which from here on comes after what is queued on `stream`; and the other way round.
+    [[nodiscard]] std::uint64_t forked(std::uint64_t stream, cudaStream_t other) const;
+    void joined(std::uint64_t stream, cudaStream_t other) const;
+
     const transport::FifoHandle* fifo_ = nullptr;
     cudaStream_t side_ = nullptr;
+    cudaStream_t kernels_ = nullptr;
     cudaEvent_t forked_ = nullptr, joined_ = nullptr, captured_ = nullptr;
     std::array<cudaEvent_t, kEvents> events_{};
     std::uint64_t calls_ = 0;

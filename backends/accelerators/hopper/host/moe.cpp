@@ -132,6 +132,14 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
     route(args, cuda::stream_at(stream));
 }
 
+void load() {
+    load_far_slots();
+    load_routing();
+    load_grouped<__half>();
+    load_grouped<__nv_bfloat16>();
+    load_home();
+}
+
 void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream) {
     GroupedArgs args{};
     const auto n = static_cast<std::uint64_t>(product.n);

@@ -39,6 +39,11 @@ FarSlots far_weights(const Sizes& sizes);
 FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes);
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
 
+// Loads what calls between nodes start to the current device, before the first of them. A kernel that is
+// loaded while another waits may wait for that in the driver, and whoever asks the driver for something
+// then, as an emulated NIC does for every copy, waits with both.
+void load();
+
 // Pinned memory where a dispatch tells the host of its rows (kernels/moe/tables.cuh).
 class ReportBlock {
   public:

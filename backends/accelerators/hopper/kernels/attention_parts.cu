@@ -15,10 +15,11 @@ using collectives::narrow;
 using collectives::widen;
 
 constexpr unsigned kMergeThreads = 256;
-constexpr unsigned kBlocksACore = 6;  // that fit: merge_blocks_a_core of machine.json
+constexpr unsigned kBlocksACore = 4;  // that fit: merge_blocks_a_core of machine.json
 constexpr unsigned kWarp = 32;
 constexpr int kElements = 8;  // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
+constexpr int kAhead = 2;  // parts whose loads are all under way before the first is used
 
 __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
                                   std::uint32_t source, std::uint32_t flag) {
@@ -82,8 +83,21 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     const Running& running = merge.running;
     const std::uint64_t before = above * merge.rows + row;
     float* const kept = running.out + before * merge.width + at / sizeof(Element);
+    uint4 ahead[kAhead];
+    float lse_ahead[kAhead];
+#pragma unroll
+    for (int p = 0; p < kAhead; ++p) {
+        const Part& part = merge.parts[p];
+        if (p >= merge.count || !seen(part)) continue;
+        ahead[p] = ptx::load_16(row_of(part.out, batch, head, row - part.first) + at);
+        lse_ahead[p] = lse_of(part);
+    }
     float top = running.read ? running.lse[before] : -INFINITY;
-    for (int p = 0; p < merge.count; ++p) {
+#pragma unroll
+    for (int p = 0; p < kAhead; ++p) {
+        if (p < merge.count && seen(merge.parts[p])) top = fmaxf(top, lse_ahead[p]);
+    }
+    for (int p = kAhead; p < merge.count; ++p) {
         if (seen(merge.parts[p])) top = fmaxf(top, lse_of(merge.parts[p]));
     }
     // Scores that are all -inf, or one that is inf: nothing can be taken off them.
@@ -95,7 +109,14 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
 #pragma unroll
         for (int i = 0; i < kElements; ++i) sum[i] = whole * kept[i];
     }
-    for (int p = 0; p < merge.count; ++p) {
+#pragma unroll
+    for (int p = 0; p < kAhead; ++p) {
+        if (p >= merge.count || !seen(merge.parts[p])) continue;
+        const float weight = expf(lse_ahead[p] - top);
+        whole += weight;
+        add<Element>(sum, weight, ahead[p]);
+    }
+    for (int p = kAhead; p < merge.count; ++p) {
         const Part& part = merge.parts[p];
         if (!seen(part)) continue;
         const float weight = expf(lse_of(part) - top);
@@ -148,11 +169,27 @@ template <class Element>
 __device__ void sum_row(const Sum& sum, std::uint32_t batch, std::uint32_t head, std::uint32_t row,
                         std::uint32_t at) {
     float total[kElements] = {};
-    for (int p = 0; p < sum.count; ++p) {
+    const auto of_row = [&](const Given& given) {
+        return static_cast<std::int32_t>(row) - given.first;
+    };
+    const auto gives = [&](const Given& given) {
+        return of_row(given) >= 0 && of_row(given) < given.rows;
+    };
+    uint4 ahead[kAhead];
+#pragma unroll
+    for (int p = 0; p < kAhead; ++p) {
         const Given& given = sum.given[p];
-        const auto of = static_cast<std::int32_t>(row) - given.first;
-        if (of < 0 || of >= given.rows) continue;
-        add<Element>(total, 1.0f, ptx::load_16(row_of(given.of, batch, head, of) + at));
+        if (p >= sum.count || !gives(given)) continue;
+        ahead[p] = ptx::load_16(row_of(given.of, batch, head, of_row(given)) + at);
+    }
+#pragma unroll
+    for (int p = 0; p < kAhead; ++p) {
+        if (p < sum.count && gives(sum.given[p])) add<Element>(total, 1.0f, ahead[p]);
+    }
+    for (int p = kAhead; p < sum.count; ++p) {
+        const Given& given = sum.given[p];
+        if (!gives(given)) continue;
+        add<Element>(total, 1.0f, ptx::load_16(row_of(given.of, batch, head, of_row(given)) + at));
     }
     uint4 result;
     Element* elements = reinterpret_cast<Element*>(&result);
@@ -238,6 +275,16 @@ void check_far(const Workspace& workspace, int other, std::uint32_t flag) {
 }
 
 }  // namespace
+
+void load() {
+    cuda::load_kernel(put_kernel);
+    cuda::load_kernel(watch_kernel);
+    cuda::load_kernel(await_part_kernel);
+    cuda::load_kernel(merge_kernel<__half>);
+    cuda::load_kernel(merge_kernel<__nv_bfloat16>);
+    cuda::load_kernel(sum_kernel<__half>);
+    cuda::load_kernel(sum_kernel<__nv_bfloat16>);
+}
 
 void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
          std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,

@@ -87,6 +87,9 @@ struct Sums {
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream);
 
+// Loads all kernels here to the current device, before the first call between nodes (host/moe.hpp: load).
+void load();
+
 // Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`; there
 // the word of flag `flag` says so. What came before on `stream` is put.
 void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,

@@ -103,6 +103,11 @@ void check(const Workspace& workspace, const FarSlots& slots) {
 
 }  // namespace
 
+void load_far_slots() {
+    cuda::load_kernel(put_kernel);
+    cuda::load_kernel(land_kernel);
+}
+
 void put_far(const Workspace& workspace, const transport::WaitLimits& limits, std::uint64_t from,
              std::uint64_t step, const FarSlots& slots, cudaStream_t stream) {
     check(workspace, slots);

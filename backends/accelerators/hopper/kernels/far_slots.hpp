@@ -32,6 +32,9 @@ struct Landing {
     std::int32_t count;
 };
 
+// Loads the kernels here to the current device, (host/moe.hpp: load).
+void load_far_slots();
+
 // All on the current device's `stream`; may be captured. CudaError; std::invalid_argument.
 
 // Puts `slots.bytes` of the own area, at `from` for the first rank of the world and `step` further for each next

@@ -67,4 +67,8 @@ template <class Element>
 cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
                            cudaStream_t stream);
 
+// Loads all variants to the current device (host/moe.hpp: load).
+template <class Element>
+void load_grouped();
+
 }  // namespace mkernel::hopper::moe

@@ -8,6 +8,7 @@
 #include "backends/accelerators/hopper/kernels/moe/permute_rows.cuh"
 #include "backends/accelerators/hopper/kernels/moe/store_rows.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
+#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 
@@ -119,6 +120,23 @@ cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int 
     if (variant.wide) return start.template operator()<Deep, false, false, true>();
     if (variant.deep) return with.template operator()<Deep, false>();
     return with.template operator()<Wide, false>();
+}
+
+template <class C, class Element, bool kGathers, bool kGated, bool kWide>
+void load_layouts() {
+    cuda::load_kernel(grouped<C, Element, true, kGathers, kGated, kWide>);
+    cuda::load_kernel(grouped<C, Element, false, kGathers, kGated, kWide>);
+}
+
+template <class Element>
+void load_grouped() {
+    load_layouts<Deep, Element, true, true, false>();
+    load_layouts<Deep, Element, true, false, false>();
+    load_layouts<Deep, Element, false, true, false>();
+    load_layouts<Deep, Element, false, false, false>();
+    load_layouts<Deep, Element, false, false, true>();
+    load_layouts<Wide, Element, false, true, false>();
+    load_layouts<Wide, Element, false, false, false>();
 }
 
 }  // namespace mkernel::hopper::moe

@@ -6,4 +6,5 @@
 namespace mkernel::hopper::moe {
 template cudaError_t launch_grouped<__nv_bfloat16>(const GroupedArgs&, GroupedVariant, int,
                                                    cudaStream_t);
-}
+template void load_grouped<__nv_bfloat16>();
+}  // namespace mkernel::hopper::moe

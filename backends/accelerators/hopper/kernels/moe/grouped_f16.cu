@@ -5,4 +5,5 @@
 
 namespace mkernel::hopper::moe {
 template cudaError_t launch_grouped<__half>(const GroupedArgs&, GroupedVariant, int, cudaStream_t);
-}
+template void load_grouped<__half>();
+}  // namespace mkernel::hopper::moe

@@ -229,6 +229,15 @@ void start(const char* what, void (*kernel)(HomeArgs), const HomeArgs& args, std
 
 }  // namespace
 
+void load_home() {
+    const auto load = []<class... Kernels>(Kernels... kernels) {
+        (cuda::load_kernel(kernels), ...);
+    };
+    load(sum_rows_kernel<float>, sum_rows_kernel<__half>, sum_rows_kernel<__nv_bfloat16>);
+    load(sum_ranks_kernel<__half, float>, sum_ranks_kernel<__nv_bfloat16, float>,
+         sum_ranks_kernel<__half, __half>, sum_ranks_kernel<__nv_bfloat16, __nv_bfloat16>);
+}
+
 void send_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
     start("launching the rows home", send_rows_kernel<__half>, args, blocks, stream);
 }

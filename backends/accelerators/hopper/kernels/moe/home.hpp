@@ -49,4 +49,7 @@ void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 void sum_ranks(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 
+// Loads the kernels of sums by rank to the current device (host/moe.hpp: load).
+void load_home();
+
 }  // namespace mkernel::hopper::moe

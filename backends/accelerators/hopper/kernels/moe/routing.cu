@@ -9,6 +9,7 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/ptx/tensor.cuh"
 #include "backends/cuda/error.hpp"
+#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 
@@ -298,6 +299,10 @@ int warps_of(int experts) {
 std::uint64_t scratch_bytes(int experts) {
     const std::uint64_t runs = kBlocks * static_cast<std::uint64_t>(warps_of(experts));
     return (runs * experts + experts + kMaxRanks) * sizeof(int);
+}
+
+void load_routing() {
+    cuda::load_kernel(route_kernel);
 }
 
 void route(const RoutingArgs& args, cudaStream_t stream) {

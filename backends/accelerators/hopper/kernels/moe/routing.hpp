@@ -41,4 +41,7 @@ std::uint64_t scratch_bytes(int experts);
 // On the current device's `stream`; may be captured. CudaError.
 void route(const RoutingArgs& args, cudaStream_t stream);
 
+// Loads the kernel to the current device (host/moe.hpp: load).
+void load_routing();
+
 }  // namespace mkernel::hopper::moe
