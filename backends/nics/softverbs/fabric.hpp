@@ -84,7 +84,7 @@ class Fabric {
         PortAddress from;
         std::shared_ptr<RemotePort> sender;
         std::uint64_t tail = 0;
-        std::uint64_t answered = 0, shown = 0;  // in the log, and of these known to the sender
+        std::uint64_t answered = 0, shown = 0;      // in the log, and of these known to the sender
         std::vector<Arriving> window{kFlowWindow};  // as the sender's
         std::vector<std::uint64_t> unready;         // messages that want a receive
         EarlyCopies early;

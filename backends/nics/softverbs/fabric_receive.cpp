@@ -311,6 +311,7 @@ void Fabric::reply(Incoming& in, std::uint64_t message, ibv_wc_status status) {
 void Fabric::show_answers(Incoming& in) {
     if (in.shown == in.answered) return;
     in.shown = in.answered;
+    context_.show_completions();
     context_.port.flow(in.index).receiver.answered.store(in.answered, std::memory_order_seq_cst);
     ring_doorbell(in.sender->header());
 }
