@@ -117,11 +117,13 @@ class AttentionInPiecesSchedule(Schedule):
 class AttentionBackwardSchedule(Schedule):
     """How the backward of ring attention runs. Keys and values travel as in :class:`AttentionSchedule`,
     and what each part gives to their gradients travels home, by copy engines; ``library`` computes what
-    the parts give, on the own keys beside the peers' parts, which come first where both could run. A
-    kernel of ``sum_blocks`` blocks adds the parts up."""
+    the parts give, on the own keys beside the peers' parts. Each of these is computed in ``lots`` of
+    heads, one after another, whose gradients travel as soon as they are there. A kernel of
+    ``sum_blocks`` blocks adds a lot's parts up."""
 
     kind: Literal["hopper.ring_attention_backward"] = "hopper.ring_attention_backward"
     library: AttentionLibrary
+    lots: int = Field(1, ge=1, le=2)
     sum_blocks: int = Field(ge=1)
 
     @property
