@@ -71,8 +71,8 @@ class ReduceSchedule(Schedule):
 
 
 class FewRowsSchedule(Schedule):
-    """How GEMM+AllReduce of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all,
-    take 128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
+    """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
+    128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
     travel."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
@@ -219,12 +219,11 @@ class CombineSchedule(Schedule):
 class GemmCombineSchedule(Schedule):
     """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
     ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
-    rank are added there, and their sum goes home (``ranks``): in ``panels`` of columns, each while the
-    next one is multiplied. Other sums are made by kernels of ``sum_blocks`` blocks."""
+    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of
+    ``sum_blocks`` blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
     tiling: ExpertTiling
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns
-    panels: int = Field(1, ge=1)

@@ -130,11 +130,11 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .hierarchical = hierarchical};
 }
 
-FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded) {
+FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange) {
     require(m >= 1 && m <= kMostFewRows, "m", m, "1 to " + std::to_string(kMostFewRows));
     require(splits >= 1 && splits <= kMostSplits, "splits", splits,
             "1 to " + std::to_string(kMostSplits));
-    return {m, splits, unrounded};
+    return {m, splits, unrounded, exchange};
 }
 
 void bind_network(py::module_& module) {
@@ -234,26 +234,33 @@ void bind_pipelined(py::module_& module) {
 }
 
 void bind_few_rows(py::module_& module) {
+    py::enum_<FewRowsExchange>(module, "FewRowsExchange")
+        .value("gemm_all_reduce", FewRowsExchange::all_reduce)
+        .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter)
+        .value("all_gather_gemm", FewRowsExchange::all_gather);
     py::class_<FewRowsSchedule>(module, "FewRowsSchedule")
-        .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a);
+        .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a,
+             "exchange"_a = FewRowsExchange::all_reduce);
     py::class_<FewRowsCalls>(module, "FewRowsCalls")
         .def(py::init<int, DeviceWorld, Product, FewRowsSchedule>(), "device"_a, "world"_a,
              "product"_a, "schedule"_a)
         .def(
             "start",
             [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
-               const GemmTensors& tensors,
-               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
-            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
+               const GemmTensors& tensors, std::uint64_t stream, std::uint64_t gathered) {
+                calls.start({number, timeout_s, tensors, stream}, gathered);
+            },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "gathered"_a = 0,
             py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
+    module.attr("MOST_GATHERED_ROWS") = kMostGatheredRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH") = kFewDepth;
     module.attr("MAIL_BYTES") = kMailBytes;
     module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
     module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);
-    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
+    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "k"_a, "schedule"_a);
 }
 
 // `function` with a device before its other arguments, which is the current one in it.
