@@ -10,6 +10,7 @@ slower as a whole. Memory, counted things and epochs have the rules of :mod:`soa
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,7 @@ def drift(seconds: Sequence[float]) -> float:
 
 
 def _calls(what: Many) -> Told:
+    gc.freeze()  # what was imported is none of the calls': each sample would look through it all
     world = mkernel.world()
     if what.start:
         start_at(world, what.start)

@@ -211,6 +211,7 @@ def test_a_soak_that_was_stopped_before_its_end_is_wrong() -> None:
 EDGES = (1 << 32, 1 << 63)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
