@@ -85,9 +85,9 @@ def fuses_scaled(
     scales: Scales,
     modes: Collection[ScaleMode],
 ) -> bool:
-    """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take. These add
-    products with fewer bits, as ``use_fast_accum`` allows, and round results to 16 bits."""
-    taken = scales.use_fast_accum and scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
+    """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take, which round
+    results to 16 bits, where products are added with as many bits as ``scales`` asks for."""
+    taken = scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
     return taken and fusable(op, shape, out_dtype, world)
 
 

@@ -32,7 +32,8 @@ class Unaligned(Finite):
 
 class Tilings(Sourced):
     """The menu of output tiles. ``clusters``: rows and columns of the output that a cluster of blocks,
-    one to ``block_rows``, computes at a time."""
+    one to ``block_rows``, computes at a time; ``promoted``: of e4m3 operands whose products are added
+    up in float32, and of no others."""
 
     block_rows: int = Field(ge=1)
     clusters: dict[TilingName, tuple[int, int]]
@@ -146,7 +147,15 @@ class Scaled(Sourced):
 
     product: PathConstants
     unscaled: PathConstants = Field(description="products with one scale an operand")
-    fused: PathConstants | None = Field(None, description="the fused kernels; None: not measured")
+    fast: PathConstants | None = Field(
+        None, description="as product, added with fewer bits; None: not measured, as product"
+    )
+    fused: PathConstants | None = Field(
+        None, description="the fused kernels, which add with fewer bits; None: not measured"
+    )
+    promoted: PathConstants | None = Field(
+        None, description="the fused kernels that add up in float32; None: not measured"
+    )
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")

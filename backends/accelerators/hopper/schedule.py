@@ -11,7 +11,7 @@ from mkernel.plan.model import DtypeName
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.schedule import Schedule
 
-TilingName = Literal["wide", "medium", "deep", "narrow"]
+TilingName = Literal["wide", "medium", "deep", "narrow", "promoted"]
 ExpertTiling = Literal["wide", "deep"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]

@@ -105,15 +105,17 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     plan, cores = request.plan, found.pipeline.compute_blocks
     shape, world = plan.gemm, plan.world_size
     k = _up(shape.k, ELEMENT_BYTES)
-    made: Schedule
+    assert plan.scales is not None
+    tiles: TilingName | None = None if plan.scales.use_fast_accum else "promoted"
+    made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
-        made = gather(rows, shape.n, k, world, chunk, cores)
+        made = gather(rows, shape.n, k, world, chunk, cores, tiles)
     else:
-        made = reduce(plan.op, shape.m, shape.n, k, world, cores)
+        made = reduce(plan.op, shape.m, shape.n, k, world, cores, tiles=tiles)
     constants = request.constants
-    times = None if constants is None else scaled_tuning.fused(plan, cores, constants)
+    times = None if constants is None else scaled_tuning.fused(plan, made.tiling, cores, constants)
     return found._replace(schedule=made, prediction=times)
 
 
@@ -166,9 +168,17 @@ def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) 
     return "wide"
 
 
-def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -> GatherSchedule:
-    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned."""
-    tiles = tiling(rows, world, n, k, processors)
+def gather(
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    chunk: int,
+    processors: int,
+    tiles: TilingName | None = None,
+) -> GatherSchedule:
+    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. ``tiles``: None: as is fastest."""
+    tiles = tiles or tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, FLAGS // world))
     engines, nbytes = _MACHINE.copies, rows * k * ELEMENT_BYTES
     within = engines.choose("local", nbytes)
@@ -301,12 +311,14 @@ def reduce(
     processors: int,
     nodes: int = 1,
     exchange: Exchange = "direct",
+    tiles: TilingName | None = None,
 ) -> ReduceSchedule:
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
-    so the last owners may have fewer, or none. Hierarchically panels are of one wave, since the sums
-    that leave a node wait for a panel of all its ranks."""
+    so the last owners may have fewer, or none. ``tiles``: None: as is fastest. Hierarchically panels
+    are of one wave, since the sums that leave a node wait for a panel of all its ranks."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
-    tiles = tiling(rows, world, n, k, processors)
+    whole = tiles or tiling(m, 1, n, k, processors)
+    tiles = tiles or tiling(rows, world, n, k, processors)
     height, width = CLUSTER_TILES[tiles]
     if op == "gemm_all_reduce":
         rows = _up(rows, height) * height
@@ -326,7 +338,7 @@ def reduce(
         by_outbox=spread.by_outbox,
         band=BAND,
         blocks=processors,
-        product_tiling=tiling(m, 1, n, k, processors),
+        product_tiling=whole,
         network_blocks=height // TILE_ROWS if nodes > 1 else 0,
         exchange=exchange,
     )

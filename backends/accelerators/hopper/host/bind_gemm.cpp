@@ -87,6 +87,13 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
     const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
     require(k >= 1 && k % step == 0, "k", k, "a positive multiple of " + std::to_string(step));
     require(scaling == Scaling::none || !n_major, "n_major", n_major, "0 of e4m3 operands");
+    const bool by_blocks = scaling == Scaling::by_blocks;
+    require(!by_blocks || k % kScaleBlock == 0, "k", k,
+            "a multiple of " + std::to_string(kScaleBlock) + ", with scales by blocks");
+    const bool promotes = tiling == Tiling::promoted;
+    require(promotes ? scaling != Scaling::none : !by_blocks, "tiling", static_cast<int>(tiling),
+            promotes ? "another one than promoted, of 16-bit operands"
+                     : "promoted, with scales by blocks");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
     return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
@@ -150,13 +157,15 @@ void bind_data(py::module_& module) {
         .value("wide", Tiling::wide)
         .value("medium", Tiling::medium)
         .value("deep", Tiling::deep)
-        .value("narrow", Tiling::narrow);
+        .value("narrow", Tiling::narrow)
+        .value("promoted", Tiling::promoted);
     py::class_<RowScales>(module, "RowScales")
         .def(py::init<std::uint64_t, std::uint64_t>(), "address"_a = 0, "bytes"_a = 0);
     py::enum_<Scaling>(module, "Scaling")
         .value("none", Scaling::none)
         .value("by_rows", Scaling::by_rows)
-        .value("single", Scaling::single);
+        .value("single", Scaling::single)
+        .value("by_blocks", Scaling::by_blocks);
     py::class_<DeviceWorld>(module, "DeviceWorld")
         .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
              "network"_a = py::none())
