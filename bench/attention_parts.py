@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
-from typing import Any
 
 import torch
+from graphs import captured, replay_us
 
 import mkernel
 from mkernel.backends.accelerators.hopper.attention_library import Results, attend, gradients
@@ -26,21 +25,6 @@ HEADS = ((16, 16), (32, 8))
 WIDTH = 128
 BARS = ((8192, 1.08), (16384, 1.05), (24576, 1.03))
 BACKWARD_BARS = ((16384, 1.08),)
-
-
-def graph_of(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    mkernel.synchronize()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return graph
 
 
 def times(
@@ -93,18 +77,13 @@ def times(
         else:
             mkernel.ring_attention(q, k, v, causal=causal)
 
-    graphs = {"mkernel": graph_of(ours, calls), "alone": graph_of(alone, calls)}
+    graphs = {"mkernel": captured([ours] * calls), "alone": captured([alone] * calls)}
     found: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(repeat):
         for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             world.barrier()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) * 1e3 / calls)
+            found[name].append(replay_us(graph, calls))
     mkernel.synchronize()
     return found
 

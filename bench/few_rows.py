@@ -5,8 +5,9 @@
 Microseconds a call of the slowest rank, median of 7 replays. A graph has as many calls as there are
 copies of the weights, 160 MB of them at least, so that each call reads its own from device memory.
 ``mm``: the product alone; peers: ``mm`` into symmetric memory and torch's one-shot or two-shot
-all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths; ``splits_S``,
-for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
+all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths. With
+``_norm``: and a residual and RMSNorm behind it, two kernels of torch; ``norm``: mkernel's call with
+these. ``splits_S``, for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import FORMAT, ROOT
+from graphs import captured, replay_us
+from results_file import described
 from torch import distributed
+from torch.nn.functional import rms_norm
 
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.harness.provenance import provenance
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.topology.cost import FewRowsConstants
@@ -43,32 +45,18 @@ LAYERS = {
 ROWS = (1, 16, 32, 64, 128, 256)
 COLD_BYTES = 160 << 20
 REPLAYS = 7
-CONTENDERS = ("mm", "one_shot", "two_shot", "nccl", "library", "fused")
+PEERS = ("one_shot", "two_shot", "nccl")
+CONTENDERS = ("mm", *PEERS, "library", "fused", "norm", *(f"{peer}_norm" for peer in PEERS))
 
 
 def graphed(calls: list[Callable[[], object]]) -> float:
     """Microseconds of a call: each of the list once in a graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
+    graph, times = captured(calls), []
     for _ in range(REPLAYS):
         torch.cuda.synchronize()
         distributed.barrier()
         torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+        times.append(replay_us(graph, len(calls)))
     slowest = torch.tensor(times, device="cuda")
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return round(statistics.median(slowest.tolist()), 2)
@@ -81,6 +69,7 @@ class Contenders:
         self, a: torch.Tensor, out: torch.Tensor, shared: torch.Tensor, group: str
     ) -> None:
         self._a, self._out, self._shared, self._group = a, out, shared, group
+        self._residual, self._weight = torch.randn_like(out), torch.ones_like(out[0])
 
     def mm(self, b: torch.Tensor) -> None:
         torch.mm(self._a, b, out=self._out)
@@ -96,6 +85,27 @@ class Contenders:
     def nccl(self, b: torch.Tensor) -> None:
         torch.mm(self._a, b, out=self._out)
         distributed.all_reduce(self._out)
+
+    def _normed(self, total: torch.Tensor) -> None:
+        new = total + self._residual
+        rms_norm(new, self._weight.shape, self._weight, 1e-6)
+
+    def one_shot_norm(self, b: torch.Tensor) -> None:
+        torch.mm(self._a, b, out=self._shared)
+        self._normed(torch.ops.symm_mem.one_shot_all_reduce(self._shared, "sum", self._group))
+
+    def two_shot_norm(self, b: torch.Tensor) -> None:
+        self.two_shot(b)
+        self._normed(self._shared)
+
+    def nccl_norm(self, b: torch.Tensor) -> None:
+        self.nccl(b)
+        self._normed(self._out)
+
+    def norm(self, b: torch.Tensor) -> None:
+        mkernel.gemm_all_reduce(
+            self._a, b, residual=self._residual, norm_weight=self._weight, out=self._out
+        )
 
     def library(self, b: torch.Tensor) -> None:
         OP.call(self._a, b, out=self._out, path="library")
@@ -132,8 +142,9 @@ def measured(splits: list[int]) -> list[dict[str, Any]]:
                 row[contender] = graphed([partial(call, b) for b in weights])
             for each in splits:
                 row[f"splits_{each}"] = graphed(_split_calls(each, a, weights, out))
-            peer = min(row["one_shot"], row["two_shot"], row["nccl"])
-            row["ratio"] = round(row["fused"] / peer, 3)
+            for ours, more in (("fused", ""), ("norm", "_norm")):
+                peer = min(row[name + more] for name in PEERS)
+                row["ratio" + more] = round(row[ours] / peer, 3)
             rows.append(row)
             if world.rank == 0:
                 shown = {key: value for key, value in row.items() if key != "schedule"}
@@ -211,10 +222,7 @@ def main() -> None:
         ranks, splits, store, ranks_per_node=2, accelerator="hopper", timeout_s=60
     )
     if len(sys.argv) > 1:
-        told = {
-            "format": FORMAT, "benchmark": "few_rows",
-            **provenance(ROOT, os.environ.get("MKERNEL_COMMIT")), "figures": {"rows": found[0]},
-        }  # fmt: skip
+        told = described("few_rows", {"rows": found[0]})
         Path(sys.argv[1]).write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -18,7 +18,7 @@
 #   soak     three soaks side by side on the same GPUs, each of SOAK_SECONDS [480] seconds with a rank
 #            killed every SOAK_LIFE [60]; a run that does not end is stopped 75 s behind that
 #                                                            soak_hopper.json, runs in soak_hopper/
-#   calls    10^6 calls of a small op, alone                 the same
+#   calls    10^6 calls of a small op, alone, eager and then by a graph  the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
@@ -164,6 +164,7 @@ for part in "$@"; do
         ;;
     calls)
         soak calls 540 --calls "${SOAK_CALLS:-1000000}" || outcome=1
+        soak calls_graph 300 --calls "${SOAK_CALLS:-1000000}" --graph || outcome=1
         merge_soaks
         ;;
     alternate)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from graphs import captured, replay_us
 from torch import Tensor
 
 import mkernel
@@ -26,21 +27,8 @@ WRONG = 1e-2  # relative, of bfloat16
 
 def graphed(body: Callable[[], object], calls: int = 5) -> float:
     """Microseconds of one."""
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            body()
-    best = float("inf")
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e3 / calls)
-    return best
+    graph = captured([body] * calls)
+    return min(replay_us(graph, calls) for _ in range(4))
 
 
 def stream() -> int:
@@ -89,8 +77,8 @@ class Problem:
         made = native.GroupedProduct(
             sizes=self.sizes, routing=self.words.data_ptr(), a=self.x.data_ptr(),
             permuted=self.permuted.data_ptr() if permutes else 0, b=self.w.data_ptr(),
-            out=self.out.data_ptr(), panel_counts=0, weights=0, rows=self.rows,
-            n=self.n // 2 if gated else self.n, k=self.k, height=0, panels=1, half=False,
+            out=self.out.data_ptr(), rows=self.rows,
+            n=self.n // 2 if gated else self.n, k=self.k, height=0, half=False,
             n_major=True, tokens=self.up, gated=gated, wide=False, home=False, waits=False,
             ends=False, deep=deep, blocks=blocks,
         )  # fmt: skip

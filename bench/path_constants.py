@@ -59,7 +59,7 @@ class Sample:
 
 
 def samples(files: list[Path]) -> Iterator[Sample]:
-    """The rows of one call a turn of which both paths were right."""
+    """The rows of one call a turn, or of a graph of calls, of which both paths were right."""
     for file in files:
         report = results.read(file)
         if report is None:
@@ -70,7 +70,11 @@ def samples(files: list[Path]) -> Iterator[Sample]:
                 for name, entry in row.entries.items()
                 if entry.figures is not None
             }
-            if row.mode == "kernel" and "mkernel-fused" in times and "mkernel-library" in times:
+            if (
+                row.mode in ("kernel", "graph")
+                and "mkernel-fused" in times
+                and "mkernel-library" in times
+            ):
                 shape = GemmShape(m=row.shape.m, n=row.shape.n, k=row.shape.k)
                 yield Sample(
                     row.shape.op, shape, report.spec.dtype, report.ranks,

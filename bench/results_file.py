@@ -26,15 +26,24 @@ _READ = (
 )
 
 
+def described(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """A result: ``figures`` and what they were measured on. MKERNEL_COMMIT says which commit the tree
+    is of where there is no git to ask."""
+    commit = os.environ.get("MKERNEL_COMMIT")
+    return {
+        "format": FORMAT,
+        "benchmark": benchmark,
+        **provenance(ROOT, commit),
+        "figures": figures,
+    }
+
+
 def write(name: str, figures: dict[str, Any]) -> None:
     """Print ``figures`` with their provenance and write ``bench/results/<name>.json``.
 
     A tree with uncommitted changes to tracked files is marked ``dirty``: do not quote such figures.
-    MKERNEL_COMMIT says which commit the tree is of where there is no git to ask.
     """
-    commit = os.environ.get("MKERNEL_COMMIT")
-    told = {"format": FORMAT, "benchmark": name, **provenance(ROOT, commit), "figures": figures}
-    text = json.dumps(told, indent=2)
+    text = json.dumps(described(name, figures), indent=2)
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graphs import captured, replay_us
+from results_file import described
 
 from mkernel.backends.accelerators.hopper import _hopper as native
 from mkernel.backends.accelerators.hopper import tuning
@@ -40,20 +42,6 @@ def drawn(count: int, seed: int, multiple: int) -> list[tuple[int, int, int]]:
         return multiple * round(drawn / multiple)
 
     return [(size(512, 16384), size(512, 16384), size(512, 12288)) for _ in range(count)]
-
-
-def graph_of(call: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
-    """So many calls."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return graph
 
 
 def contenders(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
@@ -87,17 +75,13 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
     a, b = (torch.randn(each, k, device="cuda").bfloat16() for each in (m, n))
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     count = max(2, min(20, int(GRAPH_US / (2 * m * n * k / 6e8))))
-    graphs = {name: graph_of(call, count) for name, call in contenders(a, b, out).items()}
+    graphs = {name: captured([call] * count) for name, call in contenders(a, b, out).items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(1 + REPLAYS):
         for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
+            us = replay_us(graph, count)
             if turn:
-                times[name].append(start.elapsed_time(end) * 1e3 / count)
+                times[name].append(us)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return {
         "m": m, "n": n, "k": k, "planned": tuning.tiling(m, 1, n, k, processors),
@@ -119,8 +103,8 @@ def main() -> None:
         f"planned: {statistics.geometric_mean(ratios):.3f} of the library, least {min(ratios):.3f}"
     )
     if len(sys.argv) > 1:
-        result = {"hardware": torch.cuda.get_device_name(0), "rows": rows}
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+        told = described("tile_menu", {"gpu": torch.cuda.get_device_name(0), "rows": rows})
+        Path(sys.argv[1]).write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests begin first: else one of them would be what all other workers wait for at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def _rank_processes() -> set[int]:
     """Rank processes of this test session: children of its fork server."""
     mine = os.getpid()

@@ -20,10 +20,12 @@ from mkernel.topology.model import Finite
 
 
 class Tile(Finite):
-    """A size of output tiles that a GEMM kernel computes, and how fast one core does."""
+    """A size of output tiles that a GEMM kernel computes, on how many cores together, and how fast one
+    core does."""
 
     rows: int = Field(ge=1)
     columns: int = Field(ge=1)
+    cores: int = Field(1, ge=1)
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
 
 
@@ -45,11 +47,16 @@ class PathConstants(Finite):
 
 
 class FewRowsConstants(Finite):
-    """GEMM+AllReduce of few rows by one kernel: weights are read, then sums are exchanged at once."""
+    """GEMM ops of few rows by one kernel: weights are read, then sums are exchanged at once; or rows
+    are gathered while the first weights are read."""
 
+    ops: tuple[str, ...] = Field(("gemm_all_reduce",), description="that run it")
     most_rows: int = Field(ge=1)
+    most_gathered_rows: int = Field(128, ge=1, description="the same of all-gathers")
     least_columns: int = Field(1, ge=1)
-    most_bytes: int = Field(ge=1, description="of the sums of all ranks, as they travel")
+    most_bytes: int = Field(
+        ge=1, description="that ranks send to one of them, and as its own count"
+    )
     start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
     weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")
     exchange_us: float = Field(ge=0, description="latency of the exchange")
@@ -250,9 +257,9 @@ def products(
     for tile in path.tiles:
         tiles = owners * -(-rows // tile.rows) * -(-n // tile.columns)
         for parts in path.splits:
-            depth = -(-k // parts)
-            each = path.tile_us + gemm_tile_us(tile.rows, tile.columns, depth, tile.tflops_per_core)
-            total = max(-(-tiles * parts // cores) * each, traffic)
+            depth, rate = -(-k // parts), tile.cores * tile.tflops_per_core
+            each = path.tile_us + gemm_tile_us(tile.rows, tile.columns, depth, rate)
+            total = max(-(-tiles * parts // max(1, cores // tile.cores)) * each, traffic)
             if parts > 1:
                 total += path.split_us + 2 * parts * m * n * 4 / (memory_gbs * 1e3)
             yield Product(total, each)

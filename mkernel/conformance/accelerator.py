@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -12,7 +13,7 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.conformance.check import Check
 from mkernel.conformance.overdue import ends_when_overdue
-from mkernel.conformance.ranks import give_up_after
+from mkernel.conformance.ranks import FirstFind, give_up_after, meeting_place
 from mkernel.errors import BackendUnavailable
 from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.launch import launch
@@ -40,10 +41,14 @@ _OVERDUE_S = 60.0
 hangs cannot stop the kit."""
 
 
-def _bounded(timeout_s: float, fn: Callable[..., T], *args: Any) -> T:
-    """In a world that is there: from now on its waits have ``timeout_s``."""
+def _bounded(timeout_s: float, port: int | None, fn: Callable[..., T], *args: Any) -> T:
+    """In a world that is there: from now on its waits have ``timeout_s``. ``port``: where ranks meet to
+    leave off at the first find; None: they do not."""
     give_up_after(timeout_s)
-    with ends_when_overdue(timeout_s + _OVERDUE_S):
+    with ExitStack() as during:
+        during.enter_context(ends_when_overdue(timeout_s + _OVERDUE_S))
+        if port is not None:
+            during.enter_context(FirstFind(port, timeout_s + _OVERDUE_S))
         return fn(*args)
 
 
@@ -54,11 +59,13 @@ class AcceleratorSubject:
     Attributes:
         name: of the backend, as in the registry. quick: fewer shapes, worlds and repeats.
         seed: of the random draws; a failure's text names the case, so that it can be repeated.
+        first_find: whether the cases behind the first that is wrong are left out, of each world.
     """
 
     name: str
     quick: bool = False
     seed: int = 0
+    first_find: bool = False
 
     def require_usable(self) -> None:
         """UnknownBackend, BackendUnavailable."""
@@ -178,17 +185,19 @@ class AcceleratorSubject:
     ) -> list[T]:
         """Run ``fn(*args)`` on every rank of a world of the backend; the ranks' results. ``timeout_s``:
         of each wait in it, once it is there."""
-        return launch(
-            _bounded,
-            timeout_s,
-            fn,
-            *args,
-            nodes=world[0],
-            ranks_per_node=world[1],
-            accelerator=self.name,
-            timeout_s=START_TIMEOUT_S,
-            on_report=on_report,
-        )
+        with meeting_place() if self.first_find else nullcontext() as port:
+            return launch(
+                _bounded,
+                timeout_s,
+                port,
+                fn,
+                *args,
+                nodes=world[0],
+                ranks_per_node=world[1],
+                accelerator=self.name,
+                timeout_s=START_TIMEOUT_S,
+                on_report=on_report,
+            )
 
     def judge(self, fn: Callable[..., Sequence[str]], *args: Any, world: tuple[int, int]) -> None:
         """Run a function that returns what it found wrong. CheckFailed, with the first finds."""

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -45,6 +46,37 @@ def meeting_place() -> Iterator[int]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield int(store.port)
     del store
+
+
+_first_finds: list[FirstFind] = []
+
+
+class FirstFind:
+    """Where ranks tell each other, beside their world, that one has found something wrong, so that all
+    leave the other cases out. While it is entered, :func:`each_case` does so.
+
+    Args:
+        port: of the store where they meet. timeout_s: how long a rank waits for what another says.
+    """
+
+    def __init__(self, port: int, timeout_s: float) -> None:
+        limit = timedelta(seconds=timeout_s)
+        self._store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=limit)
+        self._asked = 0
+
+    def __enter__(self) -> None:
+        _first_finds.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _first_finds.pop()
+
+    def any(self, wrong: bool) -> bool:
+        """Whether any rank says so; all of them ask, as often as each other."""
+        world = mkernel.world()
+        self._asked += 1
+        self._store.set(f"{self._asked}/{world.rank}", str(int(wrong)))
+        said = self._store.multi_get([f"{self._asked}/{rank}" for rank in range(world.size)])
+        return b"1" in said
 
 
 def give_up_after(timeout_s: float) -> None:
@@ -211,11 +243,14 @@ def _differs(
 def each_case(
     look: Callable[..., Iterable[str]], cases: Sequence[Case], *arguments: Any
 ) -> list[str]:
-    """What ``look(case, *arguments)`` finds wrong on this rank, one case after another."""
+    """What ``look(case, *arguments)`` finds wrong on this rank, one case after another; up to the first
+    case that is wrong on any rank where a :class:`FirstFind` is entered."""
     wrong: list[str] = []
     for case in cases:
         goes_on()
         wrong.extend(look(case, *arguments))
+        if _first_finds and _first_finds[-1].any(bool(wrong)):
+            break
     return wrong
 
 

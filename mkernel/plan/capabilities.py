@@ -41,6 +41,8 @@ class AcceleratorCapabilities(Model):
     fused_scale_modes: tuple[ScaleMode, ...] = ()
     """Those of them that its own kernels take beside a library, where products may be added with fewer
     bits (``use_fast_accum``) and worlds are of one node."""
+    fused_float32_scale_modes: tuple[ScaleMode, ...] = ()
+    """The same where products are added in float32."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other

@@ -45,12 +45,21 @@ def few_rows(
 ) -> FewRowsConstants | None:
     """Those of the kernel for few rows, if that is what the fused path of one node runs."""
     found = None if constants is None else constants.few_rows
-    if op != "gemm_all_reduce" or found is None:
+    if found is None or op not in found.ops:
         return None
-    if shape.m > found.most_rows or shape.n < found.least_columns:
+    most = found.most_gathered_rows if op == "all_gather_gemm" else found.most_rows
+    if shape.m > min(most, found.most_rows) or shape.n < found.least_columns:
         return None
-    sent = shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
-    return found if world == 1 or world * sent <= found.most_bytes else None
+    come = world * _few_rows_bytes(op, shape, dtype, world)
+    return found if world == 1 or come <= found.most_bytes else None
+
+
+def _few_rows_bytes(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> int:
+    """What one rank sends to another one."""
+    if op == "all_gather_gemm":
+        return shape.m // world * shape.k * DTYPE_BYTES[dtype]
+    rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
+    return rows * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
 
 
 def fusable(
@@ -76,9 +85,9 @@ def fuses_scaled(
     scales: Scales,
     modes: Collection[ScaleMode],
 ) -> bool:
-    """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take. These add
-    products with fewer bits, as ``use_fast_accum`` allows, and round results to 16 bits."""
-    taken = scales.use_fast_accum and scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
+    """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take, which round
+    results to 16 bits, where products are added with as many bits as ``scales`` asks for."""
+    taken = scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
     return taken and fusable(op, shape, out_dtype, world)
 
 
@@ -109,7 +118,9 @@ def predict(
     same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
-    is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s.
+    is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s of AllReduce and
+    (W-1)/W of that of ReduceScatter; AllGather's, (W-1)/W·M·K·s, hides behind weights but for its
+    latency.
     """
     kernel, library = constants.fused, constants.library
     if kernel is None or library is None:
@@ -147,7 +158,7 @@ def _fused(
 ) -> Times:
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
-        return _few_rows(shape, dtype, world, few)
+        return _few_rows(op, shape, dtype, world, few)
     return fused(op, shape, dtype, dtype, world, cores, path, constants)
 
 
@@ -181,12 +192,18 @@ def fused(
     return Times(product.total_us, comm, whole(product))
 
 
-def _few_rows(shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants) -> Times:
-    """T_c: N·K·s / weights_gbs. T_m: latency + (W-1)·M·N·s / rate, once, behind it."""
+def _few_rows(
+    op: OpName, shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants
+) -> Times:
+    """T_c: N·K·s / weights_gbs. T_m: latency + what is sent / rate, once: behind it, or, of AllGather,
+    beside it but for the latency."""
     compute = transfer_us(shape.n * shape.k * DTYPE_BYTES[dtype], few.weights_gbs, 0.0)
-    sent = (world - 1) * shape.m * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
-    comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
-    return Times(compute, comm, compute + comm)
+    if world == 1:
+        return Times(compute, 0.0, compute)
+    sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
+    comm = transfer_us(sent, few.egress_gbs, few.exchange_us)
+    hidden = min(compute, comm - few.exchange_us) if op == "all_gather_gemm" else 0.0
+    return Times(compute, comm, compute + comm - hidden)
 
 
 def _library(

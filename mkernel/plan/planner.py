@@ -413,7 +413,8 @@ def _fuses_scaled(choice: _Choice, asked: _Asked, world: int) -> bool:
     scales, shape = asked.around.scales, asked.shape
     if scales is None or not choice.library or not isinstance(shape, GemmShape):
         return False
-    modes = choice.claims.fused_scale_modes
+    claims = choice.claims
+    modes = claims.fused_scale_modes if scales.use_fast_accum else claims.fused_float32_scale_modes
     return paths.fuses_scaled(asked.op, shape, asked.out_dtype, world, scales, modes)
 
 

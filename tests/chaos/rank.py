@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import tempfile
@@ -88,6 +89,7 @@ def live(
     Args:
         play: plays a part; its result is told. Given what tells the driver something meanwhile.
     """
+    gc.freeze()  # what was imported stays: else whoever looks for what is left looks through it all
     tempfile.tempdir = folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = open(log, "a")  # noqa: SIM115 - it lives as long as the process

@@ -17,6 +17,7 @@ SEED, FIRST, TURNS = 1, 1, 29
 """Turn 0 exhausts memory, of which the C library itself may end a process: `make chaos` plays it."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_turns_of_the_campaign(tmp_path: Path) -> None:
     for result in islice(campaign(tmp_path, SEED, FIRST), TURNS):
@@ -24,6 +25,7 @@ def test_turns_of_the_campaign(tmp_path: Path) -> None:
         assert not result.wrong, "\n".join([result.turn.in_full(), *result.wrong])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_turns_that_found_defects(tmp_path: Path) -> None:
     turns = [each.turn() for each in pinned()]

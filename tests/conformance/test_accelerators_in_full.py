@@ -8,7 +8,11 @@ import pytest
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import run_check
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.usefixtures("leaves_nothing"),
+]
 
 CHECKS = {check.name: check for check in accelerator_checks()}
 BOTH = ("ascend", "mkernel.conformance.faults:Fault")  # the latter is streams, as faults wrap it

@@ -553,6 +553,17 @@ def trained(shapes: Sequence[Attention], seed: int, lse: bool = False) -> list[s
     return found
 
 
+def trained_in_lots(shapes: Sequence[Attention], seed: int) -> list[str]:
+    """Of gradients that travel in two lots of heads, whatever is predicted to be fastest."""
+    right = attention_tuning.predicted_backward
+
+    def predicted(plan: Any, lots: int, constants: Any) -> Any:
+        return right(plan, lots, constants).model_copy(update={"pipelined_us": 1.0 / lots})
+
+    attention_tuning.predicted_backward = predicted
+    return trained(shapes, seed) + trained_in_any_order(shapes[:4], 12)
+
+
 def trained_in_any_order(shapes: Sequence[Attention], rounds: int) -> list[str]:
     """Failures of many calls, ranks late by turns, shapes mixed, without a wait of the host."""
     works = [Trained(shape) for shape in shapes]

@@ -10,6 +10,7 @@ from hopper_ranks import LATE_S, Shape, Work, skewed, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import gemm, parts_exchange, products
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases import poison
 
 
@@ -103,6 +104,9 @@ def faulty_fused(fault: str, shape: Shape) -> int:
         elif fault == "scales of the call before":
             place = call.tensors["out"].data_ptr()
             scale, kept[place] = kept.get(place, scale), scale.clone()
+        elif fault == "a block of K without its scale":
+            scale = scale.clone()
+            scale[:, 0] = 1
         elif fault == "scales of b left out":
             columns = found.b_scale.clone()
             columns[..., :: columns.shape[-1] // 4] = 1
@@ -158,8 +162,8 @@ def _exact(shape: Shape) -> list[str]:
 
 
 def _product(given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    product = given["a"].double() @ given["b"].double()
-    return product * given["a_scale"].double() * given["b_scale"].double()
+    wide = (dequantised(given[name], given[f"{name}_scale"], torch.float64) for name in ("a", "b"))
+    return torch.matmul(*wide)
 
 
 def _summed(parts: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> torch.Tensor:

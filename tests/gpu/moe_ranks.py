@@ -21,7 +21,7 @@ from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
 from mkernel.ops import moe_marks
 from mkernel.ops.moe_gemm_combine import gemm_combine
-from mkernel.plan.model import Activation, CommonPart
+from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
 
 FEW = 256
@@ -188,16 +188,11 @@ def rounded_right(
     return bool(((got.double() - wanted).abs() <= half_step + off).all())
 
 
-def _four_panels(plan: CommonPart, returns: Returns) -> int:
-    return 4 if plan.nodes == 1 else 1
-
-
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
-    first; second products have wide tiles, and their sums, where narrow, go home by panels."""
+    first; second products have wide tiles."""
     mock.patch.object(moe_tuning, "permutes", return_value=True).start()  # the process ends with it
     mock.patch.object(moe_tuning, "reads_weights", return_value=False).start()
-    mock.patch.object(moe_tuning, "panels", _four_panels).start()
     return fn(*arguments)
 
 
@@ -390,16 +385,6 @@ def faulty(shape: Moe, fault: str) -> list[str]:
                 words[tiles + 4 * most] += 1
                 words[-5] += 1
 
-        def GroupedProduct(self, **named: Any) -> Any:
-            if fault == "panel":  # nobody adds up a panel that is said to be done
-                named["panel_counts"] = 0
-            return native.GroupedProduct(**named)
-
-        def Home(self, **named: Any) -> Any:
-            if fault == "panel":
-                named["panel_counts"] = done.data_ptr()
-            return native.Home(**named)
-
         def push_rows(self, device: int, world: Any, rows: int, *rest: Any) -> None:
             given = old.data_ptr() if fault == "stale" else rows
             native.push_rows(device, world, given, *rest)
@@ -409,7 +394,6 @@ def faulty(shape: Moe, fault: str) -> list[str]:
                 work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
             native.moe_home(device, world, home, *rest)
 
-    done = torch.tensor([0, 1 << 20], device="cuda").repeat(8)
     routed: list[torch.Tensor] = []
     start = backend.DispatchExecutor.start
 

@@ -241,6 +241,17 @@ def test_gradients_of_random_shapes(world: int) -> None:
     right(world, attention_ranks.trained, shapes, seed)
 
 
+@several
+@gradients
+def test_gradients_in_lots_of_heads(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    shapes = [replace(drawn(chance), scale=None) for _ in range(16)]
+    shapes.append(Attention(2, 6, 3, 96, width=64, causal=True, lies="positions"))
+    right(world, attention_ranks.trained_in_lots, shapes, seed)
+
+
 @worlds
 @gradients
 def test_gradients_of_large_ones(world: int) -> None:

@@ -1,14 +1,15 @@
-"""GEMM+AllReduce of few rows by one kernel, through the public API: right, the same bits, in any
-timing, order and graph, between calls of other kernels."""
+"""GEMM ops of few rows by one kernel, through the public API: right, the same bits, in any timing,
+order and graph, between calls of other kernels."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import hopper_ranks
 import pytest
+import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
 from survivors import judge_absence, judge_survivors
@@ -20,7 +21,9 @@ from mkernel.topology.cost import FewRowsConstants
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
-OP = "gemm_all_reduce"
+OP: Final = "gemm_all_reduce"
+SCATTER: Final = "gemm_reduce_scatter"
+GATHER: Final = "all_gather_gemm"
 worlds = pytest.mark.parametrize(
     "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
@@ -29,20 +32,31 @@ several = pytest.mark.parametrize(
 )
 DRAWS = 160
 # Each height of the kernel, whole and odd tiles, sums that travel in float32 and rounded.
-FEW = [
+SUMS = [
     Shape(OP, 1, 4096, 2048, layout="column"),
     Shape(OP, 16, 1032, 4096),
     Shape(OP, 33, 8192, 512, dtype="float16"),
     Shape(OP, 128, 5120, 1048, layout="column"),
     Shape(OP, 256, 7168, 264),
 ]
+SCATTERED = [
+    Shape(SCATTER, 4, 4096, 2048, layout="column"),
+    Shape(SCATTER, 36, 1032, 4096, dtype="float16", bias=True),
+    Shape(SCATTER, 256, 7168, 264),
+]
+GATHERED = [
+    Shape(GATHER, 4, 4096, 2048, layout="column"),
+    Shape(GATHER, 20, 1032, 4096, bias=True),
+    Shape(GATHER, 128, 5120, 1048, dtype="float16", layout="column"),
+]
+FEW = [*SUMS, *SCATTERED, *GATHERED]
 MIXED = [
     *FEW,
-    Shape("all_gather_gemm", 1024, 512, 1024),
+    Shape(GATHER, 1024, 512, 1024),
     Shape(OP, 64, 1024, 512, path="library"),
-    Shape("gemm_reduce_scatter", 256, 1024, 512, path="library"),
+    Shape(SCATTER, 256, 1024, 512, path="library"),
     Shape(OP, 2048, 2048, 512),
-    Shape("all_gather_gemm", 64, 512, 1024, path="library"),
+    Shape(GATHER, 64, 512, 1024, path="library"),
 ]
 
 
@@ -51,6 +65,7 @@ def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused path, and the kernel wherever it fits."""
     constants = machine().constants
     few = FewRowsConstants(
+        ops=(OP, SCATTER, GATHER),
         most_rows=256,
         most_bytes=16 << 20,
         start_us=4,
@@ -72,18 +87,27 @@ def right(world: int, fn: Any, *arguments: Any) -> None:
 
 
 def drawn(chance: random.Random) -> Shape:
-    """Any legal shape of up to 256 rows."""
+    """Any legal shape of up to 256 rows, for up to four ranks."""
+    op = chance.choice((OP, SCATTER, GATHER))
     m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
     n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100)))
     k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
-    dtype = chance.choice(("bfloat16", "float16"))
-    return Shape(OP, m, n, k, dtype, chance.choice(("row", "column")))  # type: ignore[arg-type]
+    most = 128 if op == GATHER else 256
+    return Shape(
+        op,
+        m if op == OP else min(most, -(-m // 4) * 4),
+        n,
+        k,
+        chance.choice(("bfloat16", "float16")),
+        chance.choice(("row", "column")),
+        bias=chance.random() < 0.25,
+    )
 
 
 def planned() -> list[str]:
     """Shapes here whose plan is another kernel's."""
     plans = [
-        (shape, mkernel.plan(OP, m=shape.m, n=shape.n, k=shape.k, dtype=shape.dtype))
+        (shape, mkernel.plan(shape.op, m=shape.m, n=shape.n, k=shape.k, dtype=shape.dtype))
         for shape in FEW
     ]
     return [f"{s}: {p.schedule}" for s, p in plans if not isinstance(p.schedule, FewRowsSchedule)]
@@ -113,11 +137,14 @@ def test_many_calls_in_the_queue(world: int) -> None:
 
 
 @several
-def test_results_are_always_the_same_bits(world: int) -> None:
+@pytest.mark.parametrize("shape", [SUMS[3], SCATTERED[2], GATHERED[2]], ids=str)
+def test_results_are_always_the_same_bits(world: int, shape: Shape) -> None:
     ranks = mkernel.launch(
-        hopper_ranks.repeated, FEW[3], 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
+        hopper_ranks.repeated, shape, 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
     )
-    assert len({bits for sums in ranks for bits in sums}) == 1
+    assert all(len(set(sums)) == 1 for sums in ranks)
+    if shape.op == OP:
+        assert len({bits for sums in ranks for bits in sums}) == 1
 
 
 @worlds
@@ -133,19 +160,33 @@ def test_known_calls(world: int) -> None:
 
 @several
 def test_zeros_arrive(world: int) -> None:
-    right(world, hopper_ranks.of_zeros, FEW)
+    right(world, hopper_ranks.of_zeros, SUMS)
 
 
 @several
 def test_bias_is_added_once(world: int) -> None:
-    right(world, hopper_ranks.with_bias, FEW)
+    right(world, hopper_ranks.with_bias, SUMS)
+
+
+@worlds
+def test_gathered_rows_are_returned(world: int) -> None:
+    right(world, hopper_ranks.gathered, GATHERED, 8)
+
+
+@worlds
+def test_norms_behind_it(world: int) -> None:
+    right(world, sum_ranks.normed_products)
 
 
 @several
-def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", FEW[1], world, absent_s=10.0)
+@pytest.mark.parametrize("shape", [SUMS[1], SCATTERED[1], GATHERED[1]], ids=str)
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
+    world: int, shape: Shape
+) -> None:
+    judge_absence("hopper", shape, world, absent_s=10.0)
 
 
 @several
-def test_a_rank_killed_while_kernels_wait_for_it(world: int) -> None:
-    judge_survivors("hopper", FEW[2], world)
+@pytest.mark.parametrize("shape", [SUMS[2], SCATTERED[2], GATHERED[2]], ids=str)
+def test_a_rank_killed_while_kernels_wait_for_it(world: int, shape: Shape) -> None:
+    judge_survivors("hopper", shape, world)

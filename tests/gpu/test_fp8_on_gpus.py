@@ -3,6 +3,7 @@ in any timing, order and graph, whole and in parts."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from hopper_ranks import OPS, Shape
 from survivors import judge_absence, judge_survivors
 
 import mkernel
+from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.plan.model import ScaleMode
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -26,6 +28,9 @@ worlds = pytest.mark.parametrize(
     "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 DRAWS = 120
+promotes = pytest.mark.skipif(
+    not capabilities.claimed("promoted"), reason="kernels that add up in float32 are not claimed"
+)
 
 
 def scaled(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
@@ -39,6 +44,11 @@ def fused(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: An
     return scaled(op, m, n, k, scales, path="fused", fast=True, **more)
 
 
+def promoted(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
+    """The same, added up in float32."""
+    return scaled(op, m, n, k, scales, path="fused", **more)
+
+
 FUSED = [
     fused("all_gather_gemm", 2048, 512, 1024),
     fused("all_gather_gemm", 128, 768, 1040, out_dtype="float16"),
@@ -49,6 +59,18 @@ FUSED = [
     fused("gemm_reduce_scatter", 512, 1024, 512, "tensor"),
     scaled("gemm_all_reduce", 64, 1024, 512),
     fused("gemm_all_reduce", 512, 528, 528, "tensor"),
+]
+# By our own kernels, added up in float32.
+PROMOTED = [
+    promoted("all_gather_gemm", 2048, 512, 1024, "block"),
+    promoted("all_gather_gemm", 128, 784, 1040, out_dtype="float16"),
+    promoted("gemm_reduce_scatter", 2048, 768, 512, "block"),
+    promoted("gemm_all_reduce", 1000, 1040, 640, "block", bias=True),
+    fused("gemm_reduce_scatter", 2048, 768, 512),
+    promoted("all_gather_gemm", 512, 256, 512, "tensor", bias=True),
+    promoted("gemm_reduce_scatter", 512, 1024, 528),
+    scaled("gemm_all_reduce", 64, 1024, 512),
+    promoted("gemm_all_reduce", 512, 528, 528, "tensor"),
 ]
 # Of all tilings, by blocks that push and by copy engines, with sizes that tiles do not divide.
 EXACT = [
@@ -61,6 +83,20 @@ EXACT = [
     fused("gemm_reduce_scatter", 8192, 2048, 496),
     fused("gemm_all_reduce", 300, 272, 512),
     fused("gemm_all_reduce", 4096, 2064, 512),
+    fused("all_gather_gemm", 256, 10240, 512),  # of 192 columns
+    fused("gemm_reduce_scatter", 256, 10240, 512),
+]
+EXACT_PROMOTED = [
+    *(dataclasses.replace(shape, fast=False) for shape in EXACT),
+    promoted("all_gather_gemm", 64, 256, 512, "block"),
+    promoted("all_gather_gemm", 2400, 1040, 512, "block"),
+    promoted("all_gather_gemm", 8192, 2048, 1024, "block", out_dtype="float16"),
+    promoted("all_gather_gemm", 128, 144, 384, "block"),  # a row's scales are no whole 16 bytes
+    promoted("all_gather_gemm", 8192, 2048, 640, "block"),
+    promoted("gemm_reduce_scatter", 256, 272, 512, "block"),
+    promoted("gemm_reduce_scatter", 8192, 2048, 1024, "block"),
+    promoted("gemm_all_reduce", 300, 272, 512, "block"),
+    promoted("gemm_all_reduce", 4096, 2064, 384, "block", out_dtype="float16"),
 ]
 
 
@@ -91,7 +127,7 @@ def drawn(chance: random.Random, world: int, make: Any = scaled, most_k: int = 2
         bound = chance.choice((1, 4, 16, 40, most // step))
         return step * chance.randint(1, max(1, min(bound, most // step)))
 
-    op, mode = chance.choice(OPS), chance.choice(MODES if make is scaled else MODES[:2])
+    op, mode = chance.choice(OPS), chance.choice(MODES[:2] if make is fused else MODES)
     rows = size(3000, 1 if op == "gemm_all_reduce" else world)
     return make(
         op,
@@ -122,9 +158,25 @@ def test_random_shapes_of_the_fused_path(world: int) -> None:
     right(world, hopper_ranks.judged, shapes, seed)
 
 
+@promotes
 @worlds
-def test_every_bit_of_the_fused_path(world: int) -> None:
-    right(world, fp8_ranks.exact, EXACT)
+def test_random_shapes_that_are_added_up_in_float32(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    shapes = [drawn(chance, world, promoted) for _ in range(DRAWS)]
+    right(world, hopper_ranks.judged, shapes, seed)
+
+
+by_sums = pytest.mark.parametrize(
+    "shapes", [EXACT, pytest.param(EXACT_PROMOTED, marks=promotes)], ids=["fast", "promoted"]
+)
+
+
+@worlds
+@by_sums
+def test_every_bit_of_the_fused_path(world: int, shapes: list[Shape]) -> None:
+    right(world, fp8_ranks.exact, shapes)
 
 
 @several
@@ -140,30 +192,34 @@ def test_large(world: int) -> None:
     right(world, hopper_ranks.judged, shapes, 1)
 
 
-by_either = pytest.mark.parametrize("shapes", [MIXED, FUSED], ids=["library", "fused"])
+by_any = pytest.mark.parametrize(
+    "shapes",
+    [MIXED, FUSED, pytest.param(PROMOTED, marks=promotes)],
+    ids=["library", "fused", "promoted"],
+)
 
 
 @several
-@by_either
+@by_any
 def test_late_ranks_and_reused_memory(world: int, shapes: list[Shape]) -> None:
     right(world, hopper_ranks.skewed, shapes, 60, 2)
 
 
 @several
-@by_either
+@by_any
 def test_many_calls_in_the_queue(world: int, shapes: list[Shape]) -> None:
     right(world, hopper_ranks.queued, shapes, 60, 3)
 
 
 @several
-@by_either
+@by_any
 @pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
 def test_graphs(world: int, shapes: list[Shape], mixed: bool) -> None:
     right(world, hopper_ranks.replayed, shapes, 40, mixed)
 
 
 @several
-@by_either
+@by_any
 def test_results_are_always_the_same_bits(world: int, shapes: list[Shape]) -> None:
     for found in mkernel.launch(
         fp8_ranks.bits, shapes, 12, ranks_per_node=world, accelerator="hopper", timeout_s=30
@@ -172,19 +228,26 @@ def test_results_are_always_the_same_bits(world: int, shapes: list[Shape]) -> No
 
 
 @several
-@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("mode", [*MODES[:2], pytest.param("block", marks=promotes)])
 def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
-    right(world, fp8_ranks.gathered, fused("all_gather_gemm", 256 * world, 512, 512, mode))
+    make = promoted if mode == "block" else fused
+    right(world, fp8_ranks.gathered, make("all_gather_gemm", 256 * world, 512, 512, mode))
 
 
 @several
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "fault",
-    ["scales of other rows", "scales of the call before", "scales of b left out"],
+    [
+        "scales of other rows",
+        "scales of the call before",
+        "scales of b left out",
+        pytest.param("a block of K without its scale", marks=promotes),
+    ],
 )
 def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:
-    shape = fused(op, 2048, 512, 1024)
+    by_blocks = "block" in fault
+    shape = promoted(op, 2048, 512, 1024, "block") if by_blocks else fused(op, 2048, 512, 1024)
     found = mkernel.launch(
         fp8_ranks.faulty_fused,
         fault,

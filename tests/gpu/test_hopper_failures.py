@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checked_kernels
 import hopper_ranks
 import pytest
 from device_buffers import several, takes_ranks
@@ -36,8 +37,13 @@ def test_a_rank_killed_while_kernels_wait_for_it(op: str, world: int) -> None:
     judge_survivors("hopper", Shape(op, 1536, 512, 512), world)
 
 
+sanitized = pytest.mark.skipif(
+    not Path(SANITIZER).exists(), reason="compute-sanitizer is not installed"
+)
+
+
+@sanitized
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(not Path(SANITIZER).exists(), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize(
     ("tool", "path"),
     [
@@ -49,22 +55,42 @@ def test_a_rank_killed_while_kernels_wait_for_it(op: str, world: int) -> None:
     ],
 )
 @pytest.mark.parametrize("op", OPS)
-def test_sanitizer(tmp_path: Path, op: str, tool: str, path: str) -> None:
+def test_sanitizer(
+    tmp_path: Path, op: str, tool: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", path)
+    program = [hopper_ranks.__file__, op, "512", "264", "200"]
+    judge_sanitized(tool, program, 2, tmp_path)
+
+
+@sanitized
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("tool", "world"), [("memcheck", 2), ("initcheck", 1), ("racecheck", 1), ("synccheck", 1)]
+)
+@pytest.mark.parametrize("what", checked_kernels.CHECKED)
+def test_sanitizer_of_other_kernels(tmp_path: Path, what: str, tool: str, world: int) -> None:
+    """initcheck knows nothing of what other processes write, racecheck nothing of their threads."""
+    judge_sanitized(tool, [checked_kernels.__file__, what], world, tmp_path)
+
+
+def judge_sanitized(tool: str, program: list[str], world: int, folder: Path) -> None:
+    """Each rank ends well under the tool, with right results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # torch's kernels are not ours to judge, but what they write is initialised.
+    ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=mkernel"]
     command = [
-        SANITIZER, "--tool", tool, "--error-exitcode", "86",
-        "--kernel-name", "kernel_substring=mkernel",  # torch's kernels are not ours to judge
-        sys.executable, hopper_ranks.__file__, op, "512", "264", "200",
+        SANITIZER, "--tool", tool, "--error-exitcode", "86", *ours, sys.executable, *program
     ]  # fmt: skip
-    logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    logs = [folder / f"rank{rank}" for rank in range(world)]
     ranks = []
     try:
         for rank, log in enumerate(logs):
             environment = {
-                "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MKERNEL_PATH": path,
+                "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
             with log.open("w") as file:
                 ranks.append(

@@ -87,8 +87,7 @@ def test_many_rows_of_few_experts(world: int) -> None:
 
 
 @worlds
-def test_sums_that_go_home_by_panels(world: int) -> None:
-    """Of one panel to four, the last one narrower."""
+def test_sums_by_rank_of_wide_tiles(world: int) -> None:
     shapes = [
         Moe(513, hidden, 136, 3, 3, returns="ranks", narrow=True, dtype=dtype, layout=layout)
         for hidden, dtype, layout in (
@@ -134,7 +133,7 @@ def test_faults_are_seen(fault: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@pytest.mark.parametrize("fault", [*FAULTS, "group", "panel"])
+@pytest.mark.parametrize("fault", [*FAULTS, "group"])
 def test_faults_of_rows_that_are_put_in_order_are_seen(fault: str, world: int) -> None:
     shape = Moe(
         40, 1032, 64, 2, 2, routing="uniform", activation="silu_and_mul", returns="ranks",

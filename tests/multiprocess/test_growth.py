@@ -50,8 +50,8 @@ def test_the_store_forgets_what_every_rank_has_read(accelerator: str, nodes: int
 FEW = 8
 
 
-def kept_after(shapes: int) -> tuple[list[int], float]:
-    """How much a rank keeps after calls of so many shapes, twice each, and the largest error."""
+def keep_few() -> list[Recent[Any, Any]]:
+    """What a rank keeps of shapes; of so few from now on, so that it soon forgets some."""
     world = mkernel.world()
     recents: list[Recent[Any, Any]] = [
         world.planned, world.checked, world._calls._agreement._agreed,
@@ -59,6 +59,12 @@ def kept_after(shapes: int) -> tuple[list[int], float]:
     ]  # fmt: skip
     for recent in recents:
         recent.most = FEW
+    return recents
+
+
+def kept_after(shapes: int) -> tuple[list[int], float]:
+    """How much a rank keeps after calls of so many shapes, twice each, and the largest error."""
+    world, recents = mkernel.world(), keep_few()
     wrong = 0.0
     for _ in range(2):
         for rows in range(1, shapes + 1):
@@ -122,11 +128,12 @@ def taken() -> tuple[int, int, int]:
 
 def many_shapes(shapes: int) -> tuple[list[str], list[tuple[int, int, int]]]:
     """Judge calls of all ops, first of the largest shape of each and then of so many others, ranks
-    apart by some milliseconds: what was wrong, and what was taken after a quarter and after all."""
+    apart by some milliseconds: what was wrong, and what was taken after half of them and after all."""
     ops: tuple[OpName, ...] = (
         "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "moe_dispatch_gemm",
         "ring_attention",
     )  # fmt: skip
+    keep_few()
     wrong, marks = [], []
     largest = [Judge(drawn(op, MOST.__getitem__)) for op in ops]
     for number, judge in enumerate((*largest, largest[0], *largest)):  # in even and in odd epochs
@@ -141,18 +148,18 @@ def many_shapes(shapes: int) -> tuple[list[str], list[tuple[int, int, int]]]:
         plans.add(str(case))
         seconds_apart(case, len(plans), 0.002)
         wrong += Judge(case)(len(plans))
-        if len(plans) in (shapes // 4, shapes):
+        if len(plans) in (shapes // 2, shapes):
             marks.append(taken())
     return wrong, marks
 
 
 @pytest.mark.parametrize("nic", [None, "cx7", "efa"])
 def test_any_number_of_shapes_shares_memory_and_signals(nic: str | None) -> None:
-    """2,000 of these shapes take more than 65,536 signals where each plan has its own."""
+    """No plan has signals or memory of its own, whether it is known or forgotten."""
     way: dict[str, Any] = {"nodes": 2, "ranks_per_node": 1, "nic": nic, "verbs": "soft"}
     if nic is None:
         way = {"ranks_per_node": 2}
-    found = mkernel.launch(many_shapes, 2000 if nic is None else 300, accelerator="ascend", **way)
+    found = mkernel.launch(many_shapes, 20 * FEW, accelerator="ascend", **way)
     for wrong, (some, all_of_them) in found:
         assert not wrong
         assert all_of_them == some

@@ -471,6 +471,7 @@ def grown(calls: int) -> tuple[int, int, int]:
     return taken, len(gc.get_objects()) - objects, sys.getallocatedblocks() - blocks
 
 
+@pytest.mark.slow
 def test_calls_leave_no_object_behind() -> None:
     ((taken, objects, blocks),) = mkernel.launch(
         grown, 10_000, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S

@@ -33,7 +33,9 @@ def main() -> int:
         return _told(merged, options.output)
     ranks = options.ranks or torch.cuda.device_count() or 3
     if options.calls:
-        calls = Many(options.accelerator, min(ranks, 2), options.calls, options.start)
+        calls = Many(
+            options.accelerator, min(ranks, 2), options.calls, options.start, graph=options.graph
+        )
         return _told(_result(many(calls).summary()), options.output)
     plan = Plan(
         options.seed, options.accelerator, options.seconds, options.life, ranks,
@@ -59,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "device's memory is not judged then",
     )
     parser.add_argument("--calls", type=int, help="instead so many calls of one small op")
+    parser.add_argument(
+        "--graph", action="store_true", help="with --calls: replayed by a CUDA graph"
+    )
     parser.add_argument("--start", type=int, default=0, help="with --calls: of earlier ones, as if")
     parser.add_argument(
         "--output", type=Path, help="a file for what came of it so far, written after every life"

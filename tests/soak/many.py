@@ -1,15 +1,20 @@
 """Very many calls of one small op in one world: neither its time may drift, nor its memory, nor the
 count of its calls.
 
-Every result is judged, by a reference in float64 that was computed before. The time of a call is CPU
-time of the process, so that others on the machine do not count; what they do to its caches makes it
-longer, never shorter. So the drift is the least of the last third of the blocks of calls against the
-least of the first third, and may be ``SLOWER``. What takes longer with each call makes the last third
-slower as a whole. Memory, counted things and epochs have the rules of :mod:`soak.flat`.
+Every result is judged, by a reference in float64 that was computed before. Calls come in rounds, whose
+results are compared on the device when all of a round are queued, so that calls follow each other as a
+user's do. Where a graph is replayed, it holds a round.
+
+On CPUs the time of a call is CPU time of the process, so that others on the machine do not count; what
+they do to its caches makes it longer, never shorter. So the drift is the least of the last third of the
+blocks of calls against the least of the first third. On GPUs, which nobody else uses meanwhile, it is
+time on the clock, and tenths are compared. It may be ``SLOWER``. Memory, counted things and epochs have
+the rules of :mod:`soak.flat`; replays are not counted by the host.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +33,7 @@ SLOWER = 1.25
 BLOCKS = 30
 WARM_CALLS = 40
 """Calls before the first sample."""
-_INPUTS = 16
+_ROUND = 16
 _M, _N, _K = 4, 8, 16
 _LIMIT = 1 / 64
 """Relative to the largest element: two roundings to bfloat16."""
@@ -39,23 +44,43 @@ PlantedDrift = Literal["wrong-once"]
 
 
 class Many(NamedTuple):
-    """So many calls on each rank. ``start``: how many the world is to have made before, as if."""
+    """So many calls on each rank. ``start``: how many the world is to have made before, as if.
+    ``graph``: they are replayed, in whole rounds. Blocks are
+    of equally many, at least ``calls`` in all."""
 
     accelerator: str
     ranks: int
     calls: int
     start: int = 0
     planted: PlantedDrift | None = None
+    graph: bool = False
+
+    @property
+    def each(self) -> int:
+        """Calls of a block."""
+        each = -(-self.calls // BLOCKS)
+        return -(-each // _ROUND) * _ROUND if self.graph else each
+
+    @property
+    def counted(self) -> int:
+        """Calls that the host has started when all are over: a graph's at its capture only."""
+        return self.start + WARM_CALLS + (_ROUND if self.graph else self.each * BLOCKS)
 
 
 @dataclass
 class Told:
-    """What one rank found: a sample and the CPU seconds of a call, block after block."""
+    """What one rank found: a sample and the seconds of a call, block after block."""
 
     samples: list[Sample] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    on_gpu: bool = False
+
+    @property
+    def drift(self) -> float:
+        """How many times as long a call takes at the end."""
+        return drift(self.wall_s, 10) if self.on_gpu else drift(self.cpu_s, 3)
 
 
 @dataclass
@@ -73,14 +98,12 @@ class Found:
             found += each.wrong
             found += [f"rank {rank}: {what}" for what in piled_up(each.samples)]
             found += [f"rank {rank}: {what}" for what in too_much(each.samples, ALLOWED)]
-            slower = drift(each.cpu_s)
-            if slower > SLOWER:
-                found.append(f"rank {rank}: calls take {slower:.2f} times as long at the end")
+            if each.drift > SLOWER:
+                found.append(f"rank {rank}: calls take {each.drift:.2f} times as long at the end")
         found += apart({rank: each.samples for rank, each in enumerate(self.told)})
         reached = {each.samples[-1].worlds["all"].number for each in self.told}
-        wanted = self.what.start + WARM_CALLS + self.what.calls // BLOCKS * BLOCKS
-        if reached != {wanted}:
-            found.append(f"the world's calls end at {sorted(reached)}, not at {wanted}")
+        if reached != {self.what.counted}:
+            found.append(f"the world's calls end at {sorted(reached)}, not at {self.what.counted}")
         return found
 
     def summary(self) -> dict[str, Any]:
@@ -88,11 +111,13 @@ class Found:
         return {
             "accelerator": self.what.accelerator,
             "ranks": self.what.ranks,
-            "calls": self.what.calls,
+            "mode": "graph" if self.what.graph else "eager",
+            "calls": self.what.each * BLOCKS,
             "begun_at_call": self.what.start,
-            "seconds": round(sum(self.told[0].wall_s) * (self.what.calls // BLOCKS)),
+            "seconds": round(sum(self.told[0].wall_s) * self.what.each),
+            "us_a_call": [round(1e6 * min(each.wall_s), 1) for each in self.told],
             "cpu_us_a_call": [round(1e6 * min(each.cpu_s), 1) for each in self.told],
-            "last_third_to_first": [round(drift(each.cpu_s), 3) for each in self.told],
+            "end_to_begin": [round(each.drift, 3) for each in self.told],
             "most_grown_bytes": [grown(each.samples) for each in self.told],
             "wrong": self.wrong,
         }
@@ -106,33 +131,31 @@ def many(what: Many) -> Found:
     return Found(what, told)
 
 
-def drift(seconds: Sequence[float]) -> float:
-    """The least of the last third as a multiple of the least of the first third."""
-    third = len(seconds) // 3
-    return min(seconds[-third:]) / min(seconds[:third])
+def drift(seconds: Sequence[float], parts: int) -> float:
+    """The least of the last part as a multiple of the least of the first one."""
+    part = len(seconds) // parts
+    return min(seconds[-part:]) / min(seconds[:part])
 
 
 def _calls(what: Many) -> Told:
+    gc.freeze()  # what was imported is none of the calls': each sample would look through it all
     world = mkernel.world()
     if what.start:
         start_at(world, what.start)
-    told = Told()
-    judged = _Judged(world, told)
-    for number in range(WARM_CALLS):
-        judged.call(number, number)
-    judged.tell()
+    told = Told(on_gpu=torch.device(world.accelerator.device).type == "cuda")
+    rounds = _Rounds(world, told)
+    rounds.make(WARM_CALLS)
+    if what.graph:
+        rounds.capture()
+        rounds.make(_ROUND)
     told.samples.append(_sample(what, world, 0))
-    each = what.calls // BLOCKS
     for block in range(BLOCKS):
         cpu, wall = time.process_time(), time.monotonic()
-        for number in range(each):
-            other = what.planted == "wrong-once" and (block, number) == (BLOCKS // 2, each // 2)
-            judged.call(number, number + other)
-        judged.tell()
+        rounds.make(what.each, what.planted if block == BLOCKS // 2 else None)
         world.synchronize()
-        told.cpu_s.append((time.process_time() - cpu) / each)
-        told.wall_s.append((time.monotonic() - wall) / each)
-        told.samples.append(_sample(what, world, (block + 1) * each, told.samples[0]))
+        told.cpu_s.append((time.process_time() - cpu) / what.each)
+        told.wall_s.append((time.monotonic() - wall) / what.each)
+        told.samples.append(_sample(what, world, (block + 1) * what.each, told.samples[0]))
     return told
 
 
@@ -143,49 +166,60 @@ def _sample(what: Many, world: World, calls: int, first: Sample | None = None) -
     return sample._replace(worlds={"all": made._replace(counted=made.counted + what.start)})
 
 
-class _Judged:
-    """Calls with fixed inputs in turn. Each is compared on the device, in the order of its stream; what
-    was wrong is known after a round of them, so that calls follow each other as a user's do."""
+class _Rounds:
+    """Calls with fixed inputs in turn, each into an output of its own."""
 
     def __init__(self, world: World, told: Told) -> None:
-        self._world, self._told = world, told
+        self._world, self._told, self._made = world, told, 0
         device = world.accelerator.device
-        self._given, self._truths, self._largest = [], [], []
-        for turn in range(_INPUTS):
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._given, truths = [], []
+        for turn in range(_ROUND):
             chance = torch.Generator().manual_seed(turn)
             a, b = (
                 [torch.randn(shape, generator=chance).bfloat16() for _ in range(world.size)]
                 for shape in ((_M, _K), (_K, _N))
             )
             self._given.append((a[world.rank].to(device), b[world.rank].to(device)))
-            truth = torch.stack([x.double() @ y.double() for x, y in zip(a, b, strict=True)]).sum(0)
-            self._truths.append(truth.to(device))
-            self._largest.append(float(truth.abs().max()))
-        self._out = torch.empty(_M, _N, dtype=torch.bfloat16, device=device)
-        self._gap = torch.empty(_M, _N, dtype=torch.float64, device=device)
-        self._errors = torch.empty(_INPUTS, dtype=torch.float64, device=device)
-        self._each_error = list(self._errors.unbind())
-        self._open: list[tuple[int, int]] = []
+            truths.append(
+                torch.stack([x.double() @ y.double() for x, y in zip(a, b, strict=True)]).sum(0)
+            )
+        self._largest = [float(truth.abs().max()) for truth in truths]
+        self._truths = torch.stack(truths).to(device)
+        self._outs = torch.empty(_ROUND, _M, _N, dtype=torch.bfloat16, device=device)
+        self._each_out = list(self._outs.unbind())
 
-    def call(self, number: int, judged_as: int) -> None:
-        """One with the inputs of a number; its result is compared with the truth of another, which is
-        the same unless a mistake is planted."""
-        a, b = self._given[number % _INPUTS]
-        fill(self._out)
-        mkernel.gemm_all_reduce(a, b, out=self._out)
-        torch.sub(self._out, self._truths[judged_as % _INPUTS], out=self._gap)
-        torch.amax(self._gap.abs_(), (0, 1), out=self._each_error[len(self._open)])
-        self._open.append((number, judged_as % _INPUTS))
-        if len(self._open) == _INPUTS:
-            self.tell()
+    def capture(self) -> None:
+        """Replay whole rounds from now on."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self._call(_ROUND)
+        self._graph = graph
 
-    def tell(self) -> None:
-        """Note which calls of this round were wrong."""
-        errors = self._errors.tolist()
-        for (number, judged_as), error in zip(self._open, errors, strict=False):
-            right = error < _LIMIT * self._largest[judged_as]  # a NaN is not
+    def make(self, calls: int, planted: PlantedDrift | None = None) -> None:
+        """So many, and note which were wrong. ``planted``: a mistake in the first round of them."""
+        for first in range(0, calls, _ROUND):
+            these = min(_ROUND, calls - first)
+            fill(self._outs)
+            if self._graph is not None and these == _ROUND:
+                self._graph.replay()
+            else:
+                self._call(these)
+            if planted == "wrong-once" and first == 0:
+                self._outs[these // 2] += 1
+            self._judge(these)
+
+    def _call(self, calls: int) -> None:
+        for (a, b), out in zip(self._given[:calls], self._each_out, strict=False):
+            mkernel.gemm_all_reduce(a, b, out=out)
+
+    def _judge(self, calls: int) -> None:
+        errors = (self._outs[:calls] - self._truths[:calls]).abs_().amax((1, 2)).tolist()
+        for number, error in enumerate(errors):
+            right = error < _LIMIT * self._largest[number]  # a NaN is not
             if not right and len(self._told.wrong) < _MOST_TOLD:
                 self._told.wrong.append(
-                    f"rank {self._world.rank}: call {number} is off by {error:.1e}"
+                    f"rank {self._world.rank}: call {self._made + number} is off by {error:.1e}"
                 )
-        self._open.clear()
+        self._made += calls

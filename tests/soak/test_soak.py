@@ -14,7 +14,7 @@ from soak.driver import Plan, Soaked, soak
 from soak.ended import Ended, judge
 from soak.flat import ALLOWED, LEAST, apart, growth, limits, piled_up, too_much
 from soak.life import WARM, Lived
-from soak.many import BLOCKS, SLOWER, WARM_CALLS, Many, drift, many
+from soak.many import BLOCKS, SLOWER, WARM_CALLS, Many, Told, drift, many
 from soak.report import Report, merge
 from soak.sample import Progress, Sample
 
@@ -211,6 +211,7 @@ def test_a_soak_that_was_stopped_before_its_end_is_wrong() -> None:
 EDGES = (1 << 32, 1 << 63)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
@@ -230,6 +231,16 @@ def test_one_wrong_result_of_many_is_caught() -> None:
 
 
 def test_calls_that_take_longer_with_time_are_found() -> None:
-    assert drift([1.0, 1.0, 2.0] * 3) == 1.0
+    assert drift([1.0, 1.0, 2.0] * 3, 3) == 1.0
     slower = [1.0 + turn / 30 for turn in range(BLOCKS)]  # twice as long at the end
-    assert drift(slower) > SLOWER
+    for on_gpu in (False, True):
+        told = Told(cpu_s=[1.0] * BLOCKS, wall_s=[1.0] * BLOCKS, on_gpu=on_gpu)
+        assert told.drift == 1.0
+        (told.wall_s if on_gpu else told.cpu_s)[:] = slower
+        assert told.drift > SLOWER
+
+
+def test_replays_are_whole_rounds_that_the_host_does_not_count() -> None:
+    assert Many("hopper", 2, 1_000_000, graph=True).each * BLOCKS == 1_000_320
+    assert Many("hopper", 2, 1_000_000, graph=True).counted == WARM_CALLS + 16
+    assert Many("hopper", 2, 1_000_000).counted == WARM_CALLS + 1_000_020

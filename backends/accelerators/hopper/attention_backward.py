@@ -4,12 +4,13 @@ Data flow:
   k, v (own) ──copy engines, a second stream──▶ slot of every peer's workspace, a flag behind
   q, out and its gradient, the log-sum-exp of all keys stay
   own k, v ──cuDNN──▶ parts of dq, dk, dv ──────────────────────────────────────────┐
-  wait for a peer's flag, its k, v ──cuDNN, a third stream──▶ a part of dq ─────────┤
-                                 └──▶ parts of dk, dv ──copy engines──▶ their owner │
-  wait for the flags of what came home; all of them ──one kernel, float32───────────┴▶ dq, dk, dv
+  wait for a peer's flag, its k, v, a lot of heads after another                    │
+             ──cuDNN, a third stream──▶ a part of dq ───────────────────────────────┤
+                                    └──▶ parts of dk, dv ──copy engines──▶ owner    │
+  lot by lot: wait for the flags of what came home; one kernel, float32 ────────────┴▶ dq, dk, dv
 
-Blocks of the third stream go before those of the own part. So gradients travel home while these run,
-and neither call's end leaves multiprocessors idle.
+Where the blocks of one call of the library leave multiprocessors idle at its end, those of the other
+stream's run. The last lot travels home while others are added up.
 
 What a call needs of a query beside its keys is of all keys (Dao et al., "FlashAttention", 2022):
 dS = e^(s - lse)·(dO vᵀ - dO·O). So parts are added up, in a fixed order: what this rank gives first,
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,7 +57,7 @@ from mkernel.backends.accelerators.hopper.schedule import AttentionBackwardSched
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import AttentionShape, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -68,6 +70,20 @@ class Given(NamedTuple):
     first: int = 0
 
 
+class Lot(NamedTuple):
+    """Heads of keys whose gradients travel at a time, and those of the queries that have them."""
+
+    keys: slice
+    queries: slice
+
+
+class Found(NamedTuple):
+    """What the own keys give, and each peer's in turn, a lot of heads after another."""
+
+    own: Gradients
+    parts: list[list[Gradients]]
+
+
 class AttentionBackwardExecutor:
     """The backward of ring attention, into ``grad_q``, ``grad_k``, ``grad_v``: one plan's calls in a
     world."""
@@ -76,11 +92,13 @@ class AttentionBackwardExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan, self._rank = context, plan, call.rank
-        self._blocks = _checked(plan).sum_blocks
+        how = _checked(plan)
+        self._blocks = how.sum_blocks
+        self._lots = lots(attention_shape(plan), how.lots)
         self._ring = AttentionRing(call, context)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
-        self._home = [self._came_home(step) for step in range(1, plan.world_size)]
+        self._home = [self._came_home(lot) for lot in self._lots]
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
@@ -106,14 +124,18 @@ class AttentionBackwardExecutor:
                 ring.push(call, world, stream)
                 for source in ring.sources:
                     ring.wait(world, source, stream)
-            found = [part(source) for source in (own, *ring.sources)]
+            parts = [[part(source, lot) for lot in self._lots] for source in ring.sources]
+            found = Found(part(own), parts)
             if exchanges:
-                for source, given in zip(ring.sources, found[1:], strict=True):
-                    self._send(world, source, self._packed(given), stream)
-        if exchanges:
-            self._await_home(world, stream)
+                for source, given in zip(ring.sources, parts, strict=True):
+                    for number, one in enumerate(given):
+                        self._send(world, source, number, self._packed(one), stream)
         there = world if exchanges else self._alone
-        self._sum(call, found, queries.sign, there, exchanges, stream)
+        for number in range(len(self._lots)):
+            if exchanges:
+                self._await_home(world, number, stream)
+            ends = exchanges and number + 1 == len(self._lots)
+            self._sum(call, number, found, queries.sign, there, ends, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -130,12 +152,12 @@ class AttentionBackwardExecutor:
         self,
         call: Call,
         own: Source,
-        part: Callable[[Source], Gradients],
+        part: Callable[..., Gradients],
         world: _hopper.DeviceWorld | None,
         stream: int,
-    ) -> list[Gradients]:
-        """What the parts give, the own one first. ``world``: the others' are waited for, and sent home;
-        None: they are taken as they lie."""
+    ) -> Found:
+        """What the parts give. ``world``: the others' are waited for, and sent home; None: they are
+        taken as they lie."""
         order = self._context.order
         travels = []  # whose memory is another's once the call is queued
         with ExitStack() as ends:
@@ -145,20 +167,27 @@ class AttentionBackwardExecutor:
                 beside = order.fork(stream)
                 ends.callback(order.join, stream)
                 self._ring.push(call, world, beside)
-            found = [part(own)]
+            found = Found(part(own), [])
             with on_stream(self._context.device, kernels):
                 for source in self._ring.sources:
                     if world is not None:
                         self._ring.wait(world, source, kernels)
-                    found.append(part(source))
-                    if world is not None:
-                        travels.append(self._packed(found[-1]))
-                        self._send(world, source, travels[-1], order.fork(kernels))
+                    found.parts.append([])
+                    for number, lot in enumerate(self._lots):
+                        found.parts[-1].append(part(source, lot))
+                        if world is not None:
+                            travels.append(self._packed(found.parts[-1][-1]))
+                            self._send(world, source, number, travels[-1], order.fork(kernels))
         return found
 
-    def _of_part(self, results: Results, scale: float, source: Source) -> Gradients:
+    def _of_part(
+        self, results: Results, scale: float, source: Source, lot: Lot | None = None
+    ) -> Gradients:
+        k, v = source.k, source.v
         causal = self._ring.causal and source.rank == self._rank
-        return gradients(results, source.k, source.v, source.first, causal, scale)
+        if lot is not None:
+            k, v, results = k[:, lot.keys], v[:, lot.keys], results.heads(lot.queries)
+        return gradients(results, k, v, source.first, causal, scale)
 
     def _packed(self, part: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of keys and values as they travel."""
@@ -168,9 +197,11 @@ class AttentionBackwardExecutor:
         self,
         world: _hopper.DeviceWorld,
         source: Source,
+        number: int,
         given: tuple[torch.Tensor, torch.Tensor],
         stream: int,
     ) -> None:
+        """A lot of heads, to the owner of the keys."""
         k, v = given
         native().push_gradients(
             self._context.device,
@@ -180,48 +211,64 @@ class AttentionBackwardExecutor:
             v.data_ptr(),
             k.nbytes,
             self._ring.keys,
+            self._place(self._lots[number]),
+            self._flag(number, self._rank),
             stream,
         )
 
-    def _came_home(self, step: int) -> Source:
-        """What the rank ``step`` after this one gives to the gradients of the own keys and values."""
-        world = self._plan.world_size
-        peer = (self._rank + step) % world
-        at = self._ring.keys.gradient_offset(world, self._rank, peer)
-        rows = self._ring.rows_seen(peer, self._rank)
-        k, v = (self._ring.lying(at + which, rows) for which in (0, self._ring.keys.bytes))
-        return Source(peer, k, v, 0)
+    def _place(self, lot: Lot) -> int:
+        """Of its gradients behind those of the first head."""
+        of_head = self._ring.keys.bytes // attention_shape(self._plan).kv_heads
+        return int(of_head * lot.keys.start)
 
-    def _await_home(self, world: _hopper.DeviceWorld, stream: int) -> None:
+    def _flag(self, number: int, source: int) -> int:
         made = native()
-        for came in self._home:
-            flag = made.GRADIENT_FLAGS + came.rank
-            made.await_part(self._context.device, world, came.rank, flag, stream)
+        return int(made.GRADIENT_FLAGS + number * made.MOST_RANKS + source)
+
+    def _came_home(self, lot: Lot) -> list[Source]:
+        """What the rank after this one gives to the gradients of the own keys and values, the one after
+        that, and so on."""
+        world, ring = self._plan.world_size, self._ring
+        found = []
+        for step in range(1, world):
+            peer = (self._rank + step) % world
+            at = ring.keys.gradient_offset(world, self._rank, peer) + self._place(lot)
+            rows, heads = ring.rows_seen(peer, self._rank), lot.keys.stop - lot.keys.start
+            k, v = (ring.lying(at + which, rows, heads) for which in (0, ring.keys.bytes))
+            found.append(Source(peer, k, v, 0))
+        return found
+
+    def _await_home(self, world: _hopper.DeviceWorld, number: int, stream: int) -> None:
+        made, device = native(), self._context.device
+        for came in self._home[number]:
+            made.await_part(device, world, came.rank, self._flag(number, came.rank), stream)
 
     def _sum(
         self,
         call: Call,
-        found: Sequence[Gradients],
+        number: int,
+        found: Found,
         sign: int,
         world: _hopper.DeviceWorld,
         ends: bool,
         stream: int,
     ) -> None:
-        """The gradients, of what the parts give, the own one first, and of what came home."""
-        made, shape, (own, *parts) = native(), attention_shape(self._plan), found
+        """The gradients of a lot's keys, and of the queries that have them."""
+        made, shape, lot = native(), attention_shape(self._plan), self._lots[number]
+        own = found.own
         of_q = [
-            Given(part.q, source.first)
-            for source, part in zip(self._ring.sources, parts, strict=True)
+            Given(parts[number].q, source.first)
+            for source, parts in zip(self._ring.sources, found.parts, strict=True)
         ]
-        of_k = [Given(came.k) for came in self._home]
-        of_v = [Given(came.v) for came in self._home]
+        of_k = [Given(came.k) for came in self._home[number]]
+        of_v = [Given(came.v) for came in self._home[number]]
         sums = made.Sums(
             [
-                _sum_of(call.tensors[name], [Given(first), *more], factor)
-                for name, first, more, factor in (
-                    ("grad_q", own.q, of_q, sign),
-                    ("grad_k", own.k, of_k, 1),
-                    ("grad_v", own.v, of_v, 1),
+                _sum_of(call.tensors[name][:, heads], [Given(first[:, heads]), *more], factor)
+                for name, heads, first, more, factor in (
+                    ("grad_q", lot.queries, own.q, of_q, sign),
+                    ("grad_k", lot.keys, own.k, of_k, 1),
+                    ("grad_v", lot.keys, own.v, of_v, 1),
                 )
             ],
             shape.batch,
@@ -229,6 +276,17 @@ class AttentionBackwardExecutor:
             self._plan.dtype == "float16",
         )
         made.sum_gradients(self._context.device, world, sums, self._blocks, ends, stream)
+
+
+def lots(shape: AttentionShape, count: int) -> list[Lot]:
+    """So many, or as many as there are heads of keys, of nearly the same size."""
+    heads, groups = shape.kv_heads, shape.heads // shape.kv_heads
+    cuts = [heads * each // count for each in range(count + 1)]
+    return [
+        Lot(slice(first, end), slice(first * groups, end * groups))
+        for first, end in pairwise(cuts)
+        if first < end
+    ]
 
 
 def _sum_of(out: torch.Tensor, given: Sequence[Given], factor: int) -> _hopper.Sum:
@@ -252,4 +310,7 @@ def _checked(plan: LaunchPlan) -> AttentionBackwardSchedule:
     if attention_shape(plan).documents:
         raise ArgumentError("plan.shape.documents", True, "False: it has no gradients of these")
     check_library(plan, how.library)
+    most = attention_shape(plan).kv_heads
+    if how.lots > most:
+        raise ArgumentError("plan.schedule.lots", how.lots, f"at most {most}, the heads of keys")
     return how

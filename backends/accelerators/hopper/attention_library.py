@@ -39,6 +39,10 @@ class Results(NamedTuple):
     lse: Tensor
     of_lse: Tensor | None
 
+    def heads(self, which: slice) -> Results:
+        """Of these heads."""
+        return Results(*(None if each is None else each[:, which] for each in self))  # type: ignore[arg-type]
+
     def rows(self, first: int) -> Results:
         """Of the queries from ``first`` on."""
         if not first:

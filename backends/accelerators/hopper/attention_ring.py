@@ -78,9 +78,10 @@ class AttentionRing:
         """What follows on ``stream`` reads what the source sent."""
         native().await_part(self._device, world, source.rank, source.rank, stream)
 
-    def lying(self, offset: int, rows: int) -> torch.Tensor:
-        """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of the own data area."""
-        return lying(self._plan, self._workspace, offset, rows)
+    def lying(self, offset: int, rows: int, heads: int | None = None) -> torch.Tensor:
+        """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of the own data area.
+        ``heads``: instead of Hkv."""
+        return lying(self._plan, self._workspace, offset, rows, heads)
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of [B, Hkv, rows, D] in the order in which those of the plan's tensors lie."""
@@ -102,13 +103,17 @@ class AttentionRing:
             yield Source(source, k[:, :, :seen], v[:, :, :seen], first)
 
 
-def lying(plan: LaunchPlan, workspace: int, offset: int, rows: int) -> torch.Tensor:
-    """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of a workspace's data."""
+def lying(
+    plan: LaunchPlan, workspace: int, offset: int, rows: int, heads: int | None = None
+) -> torch.Tensor:
+    """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of a workspace's data.
+    ``heads``: instead of Hkv."""
     shape, dtype = attention_shape(plan), getattr(torch, plan.dtype)
-    sizes = [shape.batch, shape.kv_heads, rows, shape.head_dim]
+    heads = shape.kv_heads if heads is None else heads
+    sizes = [shape.batch, heads, rows, shape.head_dim]
     if shape.layout == "positions":
-        sizes[1:3] = rows, shape.kv_heads
-    nbytes = shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
+        sizes[1:3] = rows, heads
+    nbytes = shape.batch * heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
     flat = bytes_at(workspace + native().DATA_OFFSET + offset, nbytes).view(dtype)
     return flat.view(sizes) if shape.layout == "heads" else flat.view(sizes).transpose(1, 2)
 

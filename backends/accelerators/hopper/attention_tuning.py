@@ -39,11 +39,12 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         chosen, times = _forward(plan, blocks, constants)
         found = found._replace(schedule=chosen)
         return found if times is None else found._replace(prediction=times)
-    how = AttentionBackwardSchedule(library="cudnn", sum_blocks=blocks)
+    most = min(2, attention_shape(plan).kv_heads)
+    ways = {lots: predicted_backward(plan, lots, constants) for lots in range(1, most + 1)}
+    lots = min(ways, key=lambda one: ways[one].pipelined_us)
+    how = AttentionBackwardSchedule(library="cudnn", lots=lots, sum_blocks=blocks)
     found = found._replace(schedule=how)
-    if constants is None:
-        return found
-    return found._replace(prediction=predicted_backward(plan, constants))
+    return found if constants is None else found._replace(prediction=ways[lots])
 
 
 def _forward(
@@ -141,18 +142,28 @@ def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants
     return prediction(compute, sent, max(compute, sent), constants.launch_us, constants)
 
 
-def predicted_backward(plan: CommonPart, constants: MachineConstants) -> Prediction:
-    """The same; gradients of a part travel when its call has ended and the copies before have, and sums
-    begin when the last ones are home."""
-    world = plan.world_size
-    own, part, merge, sent = _times(plan, _MACHINE.attention.backward, 2 * world + 2)
+def predicted_backward(
+    plan: CommonPart, lots: int, constants: MachineConstants | None
+) -> Prediction:
+    """The same. A call takes its share of a part, and call_us more than that where there are others.
+    A lot's gradients travel when its call has ended and the copies before have; it is added up when all
+    of it is home."""
+    world, calls = plan.world_size, _MACHINE.attention.backward
+    own, part, merge, sent = _times(plan, calls, 2 * world + 2)
+    part += (lots - 1) * calls.call_us
     compute, copies = own + (world - 1) * part, (world - 1) * sent
     last, home = 0.0, copies
     for peer in range(1, world):
-        last = max(last, peer * sent) + part
-        home = max(home, last) + sent
-    ended = (max(compute, home) if world > 1 else compute) + merge
-    return prediction(compute + merge, 2 * copies, ended, constants.launch_us, constants)
+        last = max(last, peer * sent)
+        for _ in range(lots):
+            last += part / lots
+            home = max(home, last) + sent / lots
+    # Blocks of either stream run as they come: the parts end last where the own part came first.
+    if world > 1:
+        home = max(home, compute + sent / lots)
+    ended = max(compute + merge, home + merge / lots)
+    launch = _MACHINE.constants if constants is None else constants
+    return prediction(compute + merge, 2 * copies, ended, launch.launch_us, launch)
 
 
 def library_of(shape: AttentionShape) -> AttentionLibrary:

@@ -13,10 +13,12 @@ HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED = ("between nodes", "experts between nodes")
+UNCLAIMED: tuple[str, ...] = ()
 """What is built and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
 attention also ``documents`` that are packed, worlds ``between nodes``, and long sequences in
 ``pieces``; of MoE ``experts between nodes``."""
+UNSEEN: tuple[str, ...] = ("promoted",)
+"""The same of kernels that have not run on a GPU: those that add e4m3 products up in float32."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
@@ -39,7 +41,7 @@ def ops() -> tuple[str, ...]:
 
 def claimed(what: str) -> bool:
     """Whether worlds run it."""
-    return what not in UNCLAIMED
+    return what not in (*UNCLAIMED, *UNSEEN)
 
 
 def documents() -> tuple[str, ...]:
@@ -66,8 +68,13 @@ def scale_modes() -> tuple[ScaleMode, ...]:
 
 
 def fused_scale_modes() -> tuple[ScaleMode, ...]:
-    """Scales of e4m3 operands that the kernels take."""
+    """Scales of e4m3 operands that the kernels take where they add with fewer bits."""
     return tuple(mode for mode in scale_modes() if mode != "block")
+
+
+def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
+    """The same where they add in float32."""
+    return scale_modes() if claimed("promoted") else ()
 
 
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:

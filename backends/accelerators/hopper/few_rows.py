@@ -1,9 +1,10 @@
-"""GEMM+AllReduce of few rows on one rank: one kernel (``kernels/few_rows.cuh``).
+"""The GEMM ops of few rows on one rank: one kernel (``kernels/few_rows.cuh``).
 
 Data flow of the views:
   pipelined     the kernel
-  sequential    the kernel in a world of one rank, then a collective of its product
-  compute_only  the kernel in a world of one rank
+  sequential    a collective of the own rows, then the kernel in a world of one rank; or, of the ops
+                that reduce, that kernel and then a collective of its product
+  compute_only  the kernel in a world of one rank, on rows, or into a product, of no meaning
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.gemm import Operands, pitches
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
+from mkernel.backends.accelerators.hopper.tuning import ELEMENT_BYTES
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
@@ -33,12 +36,14 @@ if TYPE_CHECKING:
 
 
 class FewRowsExecutor:
-    """GEMM+AllReduce of few rows, into ``out``: one plan's calls in a world."""
+    """A GEMM op of few rows, into ``out`` and, if there is one, ``gathered``: one plan's calls in a
+    world."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
+        self._gathers = plan.op == "all_gather_gemm"
         self._world = device_world(call, context)
         product, schedule = _product(plan), _schedule(plan)
         self._calls = made.FewRowsCalls(context.device, self._world, product, schedule)
@@ -50,27 +55,30 @@ class FewRowsExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan needs of symmetric memory, in any view. Unsupported."""
-        world = one_node(plan)
+        world, shape = one_node(plan), plan.gemm
         if world == 1:
             return Workspace((NO_DATA,))
         made = native()
         try:
-            made.check_few_rows(world, plan.gemm.n, _schedule(plan))
-        except ValueError as error:  # too much mail
-            shape = plan.gemm
-            raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
+            made.check_few_rows(world, shape.n, shape.k, _schedule(plan))
+        except ValueError as error:  # more than a brief call may send
+            what = f"[{shape.m}, {shape.n}], K {shape.k}"
+            raise Unsupported(f"{plan.op} of {what}: {error}") from None
         return Workspace((made.DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
         operands = Operands.of(call)
-        number = call_id(call)
-        if call.view == "compute_only":
-            self._alone.start(number, call.timeout_s, operands.tensors(), stream)
-        elif call.view == "sequential" and call.plan.world_size > 1:
-            self._product_then_collective(call, operands, stream)
+        if call.plan.world_size == 1:
+            if "gathered" in call.tensors:
+                call.tensors["gathered"].copy_(call.tensors["a"])
+            self._start(self._calls, call, operands, stream)
+        elif call.view == "pipelined":
+            self._pipelined(call, operands, stream)
+        elif self._gathers:
+            self._gather_then_product(call, operands, stream)
         else:
-            self._calls.start(number, call.timeout_s, operands.tensors(), stream)
+            self._product_then_sums(call, operands, stream)
         operands.deliver(call)
         normalise(call, stream)
 
@@ -87,22 +95,61 @@ class FewRowsExecutor:
             **pitches(self._plan, strides),
         )
 
-    def _product_then_collective(self, call: Call, operands: Operands, stream: int) -> None:
-        made, plan, context = native(), call.plan, self._context
-        shape = plan.gemm
+    def _pipelined(self, call: Call, operands: Operands, stream: int) -> None:
+        whole = call.tensors.get("gathered")
+        if whole is None:
+            self._start(self._calls, call, operands, stream)
+            return
+        written = writable(whole)
+        self._start(self._calls, call, operands, stream, gathered=written.data_ptr())
+        deliver(written, whole)
+
+    def _gather_then_product(self, call: Call, operands: Operands, stream: int) -> None:
+        own, shape = operands.a.contiguous(), self._plan.gemm
+        rows = own.new_empty((shape.m, shape.k))
+        if call.view == "sequential":
+            native().all_gather(
+                self._together(call), own.data_ptr(), own.nbytes, [rows.data_ptr()], stream
+            )
+        if "gathered" in call.tensors:
+            call.tensors["gathered"].copy_(rows)
+        self._start(self._alone, call, operands._replace(a=rows), stream)
+
+    def _product_then_sums(self, call: Call, operands: Operands, stream: int) -> None:
+        made, plan, shape = native(), self._plan, self._plan.gemm
         partial = operands.a.new_empty((shape.m, shape.n))
         alone = operands._replace(out=partial, bias=None)
-        self._alone.start(call_id(call), call.timeout_s, alone.tensors(), stream)
-        together = made.Collective(
-            self._world.of_call(call_id(call), call.timeout_s),
-            _staging(plan),
-            blocks=collective_blocks(context),
+        self._start(self._alone, call, alone, stream)
+        if call.view == "compute_only":
+            return
+        together, element = self._together(call), getattr(made.Element, plan.dtype)
+        source, out, elements = partial.data_ptr(), operands.out.data_ptr(), partial.numel()
+        row = {"bias": operands.bias_address, "columns": shape.n}
+        if plan.op == "gemm_reduce_scatter":
+            part = elements // plan.world_size
+            made.reduce_scatter(together, element, source, part, out, stream, **row)
+        else:
+            way = made.Way.one_shot
+            made.all_reduce(together, element, source, elements, [out], way, stream, **row)
+
+    @staticmethod
+    def _start(
+        calls: _hopper.FewRowsCalls,
+        call: Call,
+        operands: Operands,
+        stream: int,
+        gathered: int = 0,
+    ) -> None:
+        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, gathered)
+
+    def _together(self, call: Call) -> _hopper.Collective:
+        """The collective of the sequential view."""
+        context = self._context
+        world = self._world.of_call(call_id(call), call.timeout_s)
+        made: _hopper.Collective = native().Collective(
+            world, _staging(self._plan), blocks=collective_blocks(context)
         )
-        made.all_reduce(
-            together, getattr(made.Element, plan.dtype), partial.data_ptr(), partial.numel(),
-            [operands.out.data_ptr()], made.Way.one_shot, stream,
-            bias=operands.bias_address, columns=shape.n,
-        )  # fmt: skip
+        return made
 
 
 def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
@@ -112,8 +159,12 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
         raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
+    exchanges = native().FewRowsExchange
     made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
-        m=plan.gemm.m, splits=how.splits, unrounded=how.product == "float32"
+        m=plan.gemm.m,
+        splits=how.splits,
+        unrounded=how.product == "float32",
+        exchange=getattr(exchanges, plan.op),
     )
     return made
 
@@ -135,9 +186,13 @@ def _product(plan: LaunchPlan) -> _hopper.Product:
 
 def _staging(plan: LaunchPlan) -> int:
     """Bytes that the collective of the sequential view needs."""
-    made, elements = native(), plan.gemm.m * plan.gemm.n
-    element = getattr(made.Element, plan.dtype)
-    needed: int = made.all_reduce_staging(
-        plan.world_size, element, elements, made.Way.one_shot, False
-    )
+    made, world, shape = native(), plan.world_size, plan.gemm
+    element, elements = getattr(made.Element, plan.dtype), shape.m * shape.n
+    needed: int
+    if plan.op == "all_gather_gemm":
+        needed = made.all_gather_staging(world, shape.m // world * shape.k * ELEMENT_BYTES, False)
+    elif plan.op == "gemm_reduce_scatter":
+        needed = made.reduce_scatter_staging(world, element, elements // world)
+    else:
+        needed = made.all_reduce_staging(world, element, elements, made.Way.one_shot, False)
     return needed

@@ -38,7 +38,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
-from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan, ScaleMode
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -420,16 +420,11 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
 
 
 def _scaling(plan: LaunchPlan) -> _hopper.Scaling:
-    """Unsupported: scales by blocks."""
     made = native().Scaling
-    if plan.scales is None:
-        found = made.none
-    elif plan.scales.mode == "block":
-        raise Unsupported(f"the fused path of {plan.op} takes no scales by blocks")
-    else:
-        found = made.by_rows if plan.scales.mode == "row" else made.single
-    scaling: _hopper.Scaling = found
-    return scaling
+    by: dict[ScaleMode | None, _hopper.Scaling] = {
+        None: made.none, "tensor": made.single, "row": made.by_rows, "block": made.by_blocks,
+    }  # fmt: skip
+    return by[None if plan.scales is None else plan.scales.mode]
 
 
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:
@@ -443,8 +438,13 @@ def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> 
 def _product(
     plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName
 ) -> _hopper.Product:
-    """The plan's product, without tensors yet."""
+    """The plan's product, without tensors yet. ArgumentError: tiles that add with fewer bits than asked
+    for, or that are of e4m3 operands only."""
     made = native()
+    promotes = plan.scales is not None and not plan.scales.use_fast_accum
+    if promotes != (tiling == "promoted"):
+        legal = "'promoted'" if promotes else "another one: products are not added up in float32"
+        raise ArgumentError("plan.schedule.tiling", repr(tiling), legal)
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,

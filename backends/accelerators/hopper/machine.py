@@ -22,21 +22,31 @@ from mkernel.topology.model import Finite
 FILE = Path(__file__).with_name("machine.json")
 
 
+class Unaligned(Finite):
+    """What products take whose rows of K are no multiple of 128 bytes."""
+
+    tflops: float = Field(gt=0, description="of a block that waits for no operands")
+    lines_a_us: float = Field(gt=0, description="of L2, to all blocks together")
+    tile_us: dict[TilingName, float] = Field(description="start and end of a tile, by tiling")
+
+
 class Tilings(Sourced):
     """The menu of output tiles. ``clusters``: rows and columns of the output that a cluster of blocks,
-    one to ``block_rows``, computes at a time."""
+    one to ``block_rows``, computes at a time; ``promoted``: of e4m3 operands whose products are added
+    up in float32, and of no others."""
 
     block_rows: int = Field(ge=1)
     clusters: dict[TilingName, tuple[int, int]]
     narrow_below_waves: float = Field(ge=0, description="wide tiles for each multiprocessor")
     deep_up_to_waves: float = Field(ge=0)
     deep_from_k: int = Field(ge=0)
-    medium_from_gain: float | None = Field(
-        None, ge=0, description="predicted time of another tiling / of medium; None: never medium"
+    medium_from_gain: float = Field(
+        ge=0, description="predicted time of another tiling / of medium, from which on it is medium"
     )
     medium_cost: float = Field(
         ge=1, description="time of a column of a medium tile, in columns of a wide one"
     )
+    unaligned: Unaligned
     band: int = Field(ge=1, description="rows of clusters that share columns of B in L2")
 
 
@@ -114,7 +124,6 @@ class Experts(Sourced):
     )
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
-    panels: int = Field(ge=1, description="of columns, whose sums go home beside the next one")
 
 
 class AllReduce(Sourced):
@@ -138,7 +147,15 @@ class Scaled(Sourced):
 
     product: PathConstants
     unscaled: PathConstants = Field(description="products with one scale an operand")
-    fused: PathConstants | None = Field(None, description="the fused kernels; None: not measured")
+    fast: PathConstants | None = Field(
+        None, description="as product, added with fewer bits; None: not measured, as product"
+    )
+    fused: PathConstants | None = Field(
+        None, description="the fused kernels, which add with fewer bits; None: not measured"
+    )
+    promoted: PathConstants | None = Field(
+        None, description="the fused kernels that add up in float32; None: not measured"
+    )
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")

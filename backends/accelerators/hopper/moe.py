@@ -134,8 +134,6 @@ class _Moe:
         permuted: torch.Tensor | None = None,
         height: int = 0,
         gated: bool = False,
-        panel_counts: torch.Tensor | None = None,
-        panels: int = 1,
         **how: Any,
     ) -> _hopper.GroupedProduct:
         depth, width = w.shape[1:]
@@ -151,9 +149,6 @@ class _Moe:
             k=depth,
             height=height,
             gated=gated,
-            panel_counts=0 if panel_counts is None else panel_counts.data_ptr(),
-            weights=0 if panel_counts is None else call.tensors["topk_weights"].data_ptr(),
-            panels=panels,
             half=self._plan.dtype == "float16",
             n_major=self._plan.b_layout == "row",
             waits=self._exchanges(call),
@@ -171,8 +166,6 @@ class _Moe:
         *,
         wide: bool,
         by_rank: bool,
-        panels: int = 1,
-        panel_counts: torch.Tensor | None = None,
     ) -> _hopper.Home:
         made: _hopper.Home = native().Home(
             sizes=self._sizes,
@@ -181,8 +174,6 @@ class _Moe:
             weights=call.tensors["topk_weights"].data_ptr(),
             out=out.data_ptr(),
             width=out.shape[1],
-            panels=panels,
-            panel_counts=0 if panel_counts is None else panel_counts.data_ptr(),
             half=self._plan.dtype == "float16",
             wide=wide,
             by_rank=by_rank,
@@ -311,7 +302,7 @@ class GemmCombineExecutor(_Moe):
         if not by_rank:
             product = self._product(
                 call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
-                home=True, ends=True, panels=how.panels,
+                home=True, ends=True,
             )  # fmt: skip
             made.moe_grouped(device, world, product, stream)
             home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
@@ -329,17 +320,12 @@ class GemmCombineExecutor(_Moe):
         try:
             kind = getattr(torch, shape.partial_dtype)
             y = h.new_empty((len(h), shape.hidden), dtype=kind)
-            beside = how.panels > 1 and not wide and call.view == "pipelined"
-            counts = h.new_zeros(2 * how.panels, dtype=torch.int64) if beside else None
             product = self._product(
                 call, h, w2, how.blocks, out=y.data_ptr(), rows=len(h), tokens=False, deep=deep,
-                wide=wide, home=False, ends=False, panel_counts=counts, panels=how.panels,
+                wide=wide, home=False, ends=False,
             )  # fmt: skip
             made.moe_grouped(device, world, product, stream)
-            home = self._home(
-                call, y, written, how.sum_blocks, wide=wide, by_rank=True,
-                panels=how.panels, panel_counts=counts,
-            )  # fmt: skip
+            home = self._home(call, y, written, how.sum_blocks, wide=wide, by_rank=True)
             if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
                 forked = False
                 self._context.order.join(stream)

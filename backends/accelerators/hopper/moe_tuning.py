@@ -22,7 +22,6 @@ from mkernel.plan.model import (
     MoeShape,
     Prediction,
 )
-from mkernel.plan.pipeline import Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -57,7 +56,6 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             blocks=blocks,
             sum_blocks=sums,
             returns=found.pipeline.returns,
-            panels=panels(plan, found.pipeline.returns),
         )
     else:
         made = CombineSchedule(sum_blocks=sums)
@@ -108,15 +106,6 @@ def tiling(k: int) -> ExpertTiling:
     """Of many rows of so many elements."""
     least, most = machine().experts.deep_k
     return "deep" if least <= k <= most else "wide"
-
-
-def panels(plan: CommonPart, returns: Returns) -> int:
-    """Of columns, whose sums are made by warps of the product that have nothing else to do: where these
-    have time for it. Not between nodes, where sums leave when all of them are made."""
-    assert isinstance(plan.shape, GemmCombineShape)
-    narrow = plan.shape.partial_dtype == plan.dtype
-    beside = returns == "ranks" and narrow and plan.nodes == 1 and not reads_weights(plan)
-    return machine().experts.panels if beside else 1
 
 
 def early_tiles(plan: CommonPart, processors: int, prediction: Prediction | None) -> int:

@@ -14,6 +14,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     LibrarySchedule,
     ReducePartsSchedule,
     ScaledBy,
+    TilingName,
 )
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
@@ -41,13 +42,10 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of e4m3 operands runs. Parts are of as many rows as the caller wishes of a chunk."""
     plan, found = request.plan, by_rows(request, chunks=1)
     cores = found.pipeline.compute_blocks
-    rows = -(-plan.gemm.m // plan.world_size)
-    options = [_WHOLE]
+    options = ways(plan)
     if plan.world_size > 1 and request.chunk is not None:
-        options = [-(-rows // min(request.chunk, rows))]
-    elif plan.world_size > 1:
-        least = _MACHINE.scaled.least_rows
-        options += [chunks for chunks in _MACHINE.scaled.chunks if chunks * least <= rows]
+        rows = -(-plan.gemm.m // plan.world_size)
+        options = (-(-rows // min(request.chunk, rows)),)
     chunks, considered = choose(
         "parts",
         options,
@@ -65,11 +63,26 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     )
 
 
-def fused(plan: CommonPart, cores: int, constants: MachineConstants) -> Prediction | None:
-    """What the fused path of a plan takes; None: not measured. Such a path is never chosen."""
-    found = _MACHINE.scaled.fused
-    if found is None:
+def ways(plan: CommonPart) -> tuple[int, ...]:
+    """The numbers of parts of each rank that a call may run in; 0: one product, one collective."""
+    if plan.world_size == 1:
+        return (_WHOLE,)
+    rows, how = -(-plan.gemm.m // plan.world_size), _MACHINE.scaled
+    return (_WHOLE, *(chunks for chunks in how.chunks if chunks * how.least_rows <= rows))
+
+
+def fused(
+    plan: CommonPart, tiling: TilingName, cores: int, constants: MachineConstants
+) -> Prediction | None:
+    """What the fused path of a plan takes with such tiles. None: not measured, and never chosen."""
+    assert plan.scales is not None
+    how = _MACHINE.scaled
+    found = how.fused if plan.scales.use_fast_accum else how.promoted
+    columns = _MACHINE.tilings.clusters[tiling][1]
+    tiles = () if found is None else tuple(t for t in found.tiles if t.columns == columns)
+    if found is None or not tiles:
         return None
+    found = found.model_copy(update={"tiles": tiles})
     ours = paths.fused(
         plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, found, constants
     )
@@ -197,9 +210,11 @@ def _product_us(plan: CommonPart, rows: int, cores: int) -> float:
 def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
     assert plan.scales is not None
     how, mode = _MACHINE.scaled, plan.scales.mode
-    single = mode == "tensor" and not _of_all_ranks(plan, rows)
     longer = how.by_blocks if mode == "block" else 1.0
-    return longer * _multiplied_us(how.unscaled if single else how.product, plan, rows, cores)
+    product = (how.fast or how.product) if plan.scales.use_fast_accum else how.product
+    if mode == "tensor" and not _of_all_ranks(plan, rows):
+        product = how.unscaled
+    return longer * _multiplied_us(product, plan, rows, cores)
 
 
 def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:

@@ -11,7 +11,7 @@ from mkernel.plan.model import DtypeName
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.schedule import Schedule
 
-TilingName = Literal["wide", "medium", "deep", "narrow"]
+TilingName = Literal["wide", "medium", "deep", "narrow", "promoted"]
 ExpertTiling = Literal["wide", "deep"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
@@ -71,8 +71,8 @@ class ReduceSchedule(Schedule):
 
 
 class FewRowsSchedule(Schedule):
-    """How GEMM+AllReduce of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all,
-    take 128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
+    """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
+    128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
     travel."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
@@ -117,11 +117,13 @@ class AttentionInPiecesSchedule(Schedule):
 class AttentionBackwardSchedule(Schedule):
     """How the backward of ring attention runs. Keys and values travel as in :class:`AttentionSchedule`,
     and what each part gives to their gradients travels home, by copy engines; ``library`` computes what
-    the parts give, on the own keys beside the peers' parts, which come first where both could run. A
-    kernel of ``sum_blocks`` blocks adds the parts up."""
+    the parts give, on the own keys beside the peers' parts. Each of these is computed in ``lots`` of
+    heads, one after another, whose gradients travel as soon as they are there. A kernel of
+    ``sum_blocks`` blocks adds a lot's parts up."""
 
     kind: Literal["hopper.ring_attention_backward"] = "hopper.ring_attention_backward"
     library: AttentionLibrary
+    lots: int = Field(1, ge=1, le=2)
     sum_blocks: int = Field(ge=1)
 
     @property
@@ -217,12 +219,11 @@ class CombineSchedule(Schedule):
 class GemmCombineSchedule(Schedule):
     """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
     ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
-    rank are added there, and their sum goes home (``ranks``): in ``panels`` of columns, each while the
-    next one is multiplied. Other sums are made by kernels of ``sum_blocks`` blocks."""
+    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of
+    ``sum_blocks`` blocks."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
     tiling: ExpertTiling
     blocks: int = Field(ge=2, multiple_of=2)
     sum_blocks: int = Field(ge=1)
     returns: Returns
-    panels: int = Field(1, ge=1)

@@ -80,7 +80,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
-        made = few_rows(shape.m, shape.n, shape.k, plan.dtype, processors)
+        made = few_rows(plan.op, shape, plan.dtype, processors)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -105,15 +105,17 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     plan, cores = request.plan, found.pipeline.compute_blocks
     shape, world = plan.gemm, plan.world_size
     k = _up(shape.k, ELEMENT_BYTES)
-    made: Schedule
+    assert plan.scales is not None
+    tiles: TilingName | None = None if plan.scales.use_fast_accum else "promoted"
+    made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
-        made = gather(rows, shape.n, k, world, chunk, cores)
+        made = gather(rows, shape.n, k, world, chunk, cores, tiles)
     else:
-        made = reduce(plan.op, shape.m, shape.n, k, world, cores)
+        made = reduce(plan.op, shape.m, shape.n, k, world, cores, tiles=tiles)
     constants = request.constants
-    times = None if constants is None else scaled_tuning.fused(plan, cores, constants)
+    times = None if constants is None else scaled_tuning.fused(plan, made.tiling, cores, constants)
     return found._replace(schedule=made, prediction=times)
 
 
@@ -121,18 +123,38 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
     """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
     multiprocessors."""
     menu = _MACHINE.tilings
-    found = _tiling_but_medium(rows, owners, n, k, processors)
-    from_gain = menu.medium_from_gain
-    if found == "narrow" or from_gain is None or k % TILE_DEPTH:  # rows of K would share lines
-        return found
 
-    def columns_us(tiling: TilingName, column_us: float) -> float:
+    def clusters(tiling: TilingName) -> int:
         height, width = menu.clusters[tiling]
-        clusters = owners * _up(rows, height) * _up(n, width)
-        return _up(clusters, max(1, processors * TILE_ROWS // height)) * width * column_us
+        return owners * _up(rows, height) * _up(n, width)
 
-    gain = columns_us(found, 1.0) / columns_us("medium", menu.medium_cost)
-    return "medium" if gain >= from_gain else found
+    def columns(tiling: TilingName) -> int:
+        height, width = menu.clusters[tiling]
+        return _up(clusters(tiling), max(1, processors * TILE_ROWS // height)) * width
+
+    if k % TILE_DEPTH:
+        times = menu.unaligned.tile_us
+        return min(times, key=lambda each: _unaligned_us(each, clusters(each), k, processors))
+    found = _tiling_but_medium(rows, owners, n, k, processors)
+    gain = columns(found) / (columns("medium") * menu.medium_cost)
+    return "medium" if found != "narrow" and gain >= menu.medium_from_gain else found
+
+
+def _unaligned_us(tiling: TilingName, clusters: int, k: int, processors: int) -> float:
+    """A product whose rows of K share lines: each row of a box then touches two, and all blocks
+    together get so many from L2 in a time."""
+    how, (height, width) = _MACHINE.tilings.unaligned, CLUSTER_TILES[tiling]
+    blocks = height // TILE_ROWS  # of a cluster, which share the columns
+    lines = 2 * (TILE_ROWS + width // blocks)
+    step_us = gemm_tile_us(TILE_ROWS, width, TILE_DEPTH, how.tflops)
+
+    def wave_us(clusters: int) -> float:
+        loads_us = clusters * blocks * lines / how.lines_a_us
+        return how.tile_us[tiling] + _up(k, TILE_DEPTH) * max(step_us, loads_us)
+
+    places = max(1, processors // blocks)
+    whole, rest = divmod(clusters, places)
+    return whole * wave_us(places) + (wave_us(rest) if rest else 0.0)
 
 
 def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
@@ -146,9 +168,17 @@ def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) 
     return "wide"
 
 
-def gather(rows: int, n: int, k: int, world: int, chunk: int, processors: int) -> GatherSchedule:
-    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned."""
-    tiles = tiling(rows, world, n, k, processors)
+def gather(
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    chunk: int,
+    processors: int,
+    tiles: TilingName | None = None,
+) -> GatherSchedule:
+    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. ``tiles``: None: as is fastest."""
+    tiles = tiles or tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, FLAGS // world))
     engines, nbytes = _MACHINE.copies, rows * k * ELEMENT_BYTES
     within = engines.choose("local", nbytes)
@@ -281,12 +311,14 @@ def reduce(
     processors: int,
     nodes: int = 1,
     exchange: Exchange = "direct",
+    tiles: TilingName | None = None,
 ) -> ReduceSchedule:
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
-    so the last owners may have fewer, or none. Hierarchically panels are of one wave, since the sums
-    that leave a node wait for a panel of all its ranks."""
+    so the last owners may have fewer, or none. ``tiles``: None: as is fastest. Hierarchically panels
+    are of one wave, since the sums that leave a node wait for a panel of all its ranks."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
-    tiles = tiling(rows, world, n, k, processors)
+    whole = tiles or tiling(m, 1, n, k, processors)
+    tiles = tiles or tiling(rows, world, n, k, processors)
     height, width = CLUSTER_TILES[tiles]
     if op == "gemm_all_reduce":
         rows = _up(rows, height) * height
@@ -306,16 +338,17 @@ def reduce(
         by_outbox=spread.by_outbox,
         band=BAND,
         blocks=processors,
-        product_tiling=tiling(m, 1, n, k, processors),
+        product_tiling=whole,
         network_blocks=height // TILE_ROWS if nodes > 1 else 0,
         exchange=exchange,
     )
 
 
-def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRowsSchedule:
+def few_rows(op: str, shape: GemmShape, dtype: DtypeName, processors: int) -> FewRowsSchedule:
     """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place
-    at once: one more would wait for others to end. ``k`` is one rank's share."""
-    tiles, steps = _up(n, FEW_COLUMNS), _up(k, TILE_DEPTH)
+    at once: one more would wait for others to end. ``shape.k`` is one rank's share where sums travel.
+    Sums that do not are rounded once."""
+    tiles, steps = _up(shape.n, FEW_COLUMNS), _up(shape.k, TILE_DEPTH)
 
     def most_steps(splits: int) -> int:
         return _up(tiles, _clusters(processors, splits)) * _up(steps, splits)
@@ -325,7 +358,7 @@ def few_rows(m: int, n: int, k: int, dtype: DtypeName, processors: int) -> FewRo
     return FewRowsSchedule(
         splits=splits,
         blocks=splits * _clusters(processors, splits),
-        product=paths.partial_dtype(GemmShape(m=m, n=n, k=k), dtype),
+        product="float32" if op == "all_gather_gemm" else paths.partial_dtype(shape, dtype),
     )
 
 

@@ -48,11 +48,12 @@ def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
         "b_layouts": {"row", "column"},
         "pitched": {"a", "b"},
         "scale_modes": set(get_args(ScaleMode)),
-        "fused_scale_modes": set(claims.scale_modes),
+        "fused_scale_modes": {mode for mode in claims.scale_modes if mode != "block"},
+        "fused_float32_scale_modes": set(claims.scale_modes),
     }
     for field, names in legal.items():
         values = getattr(claims, field)
-        if not values and field not in ("pitched", "scale_modes", "fused_scale_modes"):
+        if not values and field != "pitched" and not field.endswith("scale_modes"):
             yield f"claims no {field}"
         if _repeated(values):
             yield f"{field} names something twice: {', '.join(values)}"

@@ -117,13 +117,17 @@ def scales(subject: AcceleratorSubject) -> None:
             for mode in claims.scale_modes
             for more in each
         ]
-        fused = {"path": "fused", "use_fast_accum": True}
-        cases += [
-            _scaled(subject, op, size, mode, _Scaled(out, {"m": 64 * size}, fused))
-            for op in ops
-            for mode in claims.fused_scale_modes
-            for out in results
-        ]
+        for fast, modes in (
+            (True, claims.fused_scale_modes),
+            (False, claims.fused_float32_scale_modes),
+        ):
+            fused = {"path": "fused", "use_fast_accum": fast}
+            cases += [
+                _scaled(subject, op, size, mode, _Scaled(out, {"m": 64 * size}, fused))
+                for op in ops
+                for mode in modes
+                for out in results
+            ]
         subject.judge(each_case, judge_calls, cases, 3, world=world)
 
 

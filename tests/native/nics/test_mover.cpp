@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -291,38 +292,44 @@ TEST(signals_come_after_their_bytes_and_copies_in_batches) {
     }
 }
 
-// What is on an emulated link is copied before it arrives, so that copies have time; signals still come as
-// the link brings the bytes.
-TEST(copies_go_ahead_of_arrivals_and_signals_do_not) {
+// Whether all is copied in half the time that an emulated link of so many Mb/s needs to bring it; signals come
+// as the link brings the bytes, in any case.
+bool copied_ahead(bool srd, int mbps) {
     constexpr std::uint32_t kPuts = 64;
     constexpr std::uint64_t kPiece = 64 * kKiB;
-    constexpr std::uint64_t kMs = 1'000'000;
-    const Setting rate("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", "100");
+    const Setting rate("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", std::to_string(mbps));
     const Setting latency("MKERNEL_SOFTVERBS_LATENCY_NS", "1000000");
     const Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "0");
-    constexpr std::uint64_t kLinkNs = kPiece * 8 * 10;  // of one
+    const std::uint64_t link_ns = kPiece * 8 * 1000 / static_cast<std::uint64_t>(mbps);  // of one
+    FakeMover& mover = fresh();
+    Couple pair(kPuts * kPiece, setup(srd));
+    fill(pair.one, 6);
+    const std::uint64_t start = monotonic_ns();
+    const auto place = [](std::uint32_t i) { return i * 37 % kPuts; };
+    for (std::uint32_t i = 0; i < kPuts; ++i) {
+        const std::uint64_t at = place(i) * kPiece;
+        CHECK(pair.one.put(kPiece, at, at, place(i)));
+    }
+    while (mover.copies < kPuts && monotonic_ns() - start < kPuts * link_ns / 2) {
+        std::this_thread::yield();
+    }
+    const bool ahead = mover.copies == kPuts;
+    for (std::uint32_t i = 0; i < kPuts; ++i) {
+        const std::uint64_t at = place(i) * kPiece;
+        CHECK(pair.other.wait(place(i), 1));
+        CHECK(monotonic_ns() - start >= (i + 1) * link_ns);
+        CHECK(std::memcmp(pair.one.contents + at, pair.other.contents + at, kPiece) == 0);
+    }
+    CHECK(mover.copies == kPuts);
+    CHECK(pair.one.session.flush(10));
+    return ahead;
+}
+
+// What is on an emulated link is copied before it arrives, so that copies have time. Copies that wait for
+// their bytes to arrive are never ahead, however slow the link is; a busy machine's are on a slower one.
+TEST(copies_go_ahead_of_arrivals_and_signals_do_not) {
     for (const bool srd : {false, true}) {
-        FakeMover& mover = fresh();
-        Couple pair(kPuts * kPiece, setup(srd));
-        fill(pair.one, 6);
-        const std::uint64_t start = monotonic_ns();
-        const auto place = [](std::uint32_t i) { return i * 37 % kPuts; };
-        for (std::uint32_t i = 0; i < kPuts; ++i) {
-            const std::uint64_t at = place(i) * kPiece;
-            CHECK(pair.one.put(kPiece, at, at, place(i)));
-        }
-        while (mover.copies < kPuts && monotonic_ns() - start < 10'000 * kMs) {
-            std::this_thread::yield();
-        }
-        CHECK(monotonic_ns() - start < kPuts * kLinkNs / 2);
-        for (std::uint32_t i = 0; i < kPuts; ++i) {
-            const std::uint64_t at = place(i) * kPiece;
-            CHECK(pair.other.wait(place(i), 1));
-            CHECK(monotonic_ns() - start >= (i + 1) * kLinkNs);
-            CHECK(std::memcmp(pair.one.contents + at, pair.other.contents + at, kPiece) == 0);
-        }
-        CHECK(mover.copies == kPuts);
-        CHECK(pair.one.session.flush(10));
+        CHECK(copied_ahead(srd, 100) || copied_ahead(srd, 25) || copied_ahead(srd, 6));
     }
 }
 

@@ -8,6 +8,7 @@ import pytest
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.conformance import planted
+from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.faults.altering import Honest
 from mkernel.conformance.kit import Kit
@@ -32,11 +33,12 @@ from mkernel.plan.schedule import Schedule
 def test_only_the_checks_own_judgement_counts(
     error: Exception | None, caught: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(subject: object) -> None:
+    def run(subject: AcceleratorSubject) -> None:
+        assert subject.first_find
         if error is not None:
             raise error
 
-    kit = Kit("a kit", None, (Check("shapes", "every shape", run),))
+    kit = Kit("a kit", AcceleratorSubject("streams"), (Check("shapes", "every shape", run),))
     monkeypatch.setattr(planted, "kit_for", lambda *arguments, **options: kit)
     (row,) = planted.judge_one("mkernel.conformance.faults:Fault", ["shapes"])
     assert row.caught == caught, row.message

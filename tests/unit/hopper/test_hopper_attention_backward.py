@@ -51,6 +51,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.cases.comparison import compare
+from mkernel.errors import ArgumentError
 from mkernel.ops.zigzag import zigzag_positions
 from mkernel.plan.model import LaunchPlan
 
@@ -84,22 +85,23 @@ class Sums(NamedTuple):
 class BackwardFabric(Fabric):
     """Also of gradients. ``kept``: how many of the parts that came home are added up; None: all."""
 
-    GRADIENT_FLAGS = 16
+    GRADIENT_FLAGS = MOST_RANKS = 16
     Given, Sum, Sums = Given, Sum, Sums
     kept: int | None = None
 
     def __init__(self, world: int) -> None:
         super().__init__(world)
-        self.home = {pair: threading.Event() for pair in self.flags}
+        self.home = {(*pair, lot): threading.Event() for pair in self.flags for lot in range(2)}
         self.orders: list[list[int]] = []
 
     def await_part(self, device: int, here: Here, source: int, flag: int, stream: int) -> None:
         if flag < self.GRADIENT_FLAGS:
             super().await_part(device, here, source, flag, stream)
             return
-        assert flag == self.GRADIENT_FLAGS + source
-        self._note(here, ("home", source), stream)
-        assert self.home[here.rank, source].wait(60)
+        lot, of = divmod(flag - self.GRADIENT_FLAGS, self.MOST_RANKS)
+        assert of == source
+        self._note(here, ("home", source, lot), stream)
+        assert self.home[here.rank, source, lot].wait(60)
 
     def push_gradients(
         self,
@@ -110,14 +112,18 @@ class BackwardFabric(Fabric):
         v: int,
         nbytes: int,
         keys: Any,
+        place: int,
+        flag: int,
         stream: int,
     ) -> None:
-        self._note(here, ("send", owner), stream)
-        at = here.workspaces[owner] + self.DATA_OFFSET
+        lot, of = divmod(flag - self.GRADIENT_FLAGS, self.MOST_RANKS)
+        assert of == here.rank
+        self._note(here, ("send", owner, lot), stream)
+        at = here.workspaces[owner] + self.DATA_OFFSET + place
         at += keys.gradient_offset(self.world, owner, here.rank)
         for number, source in enumerate((k, v)):
             ctypes.memmove(at + number * keys.bytes, source, nbytes)
-        self.home[owner, here.rank].set()
+        self.home[owner, here.rank, lot].set()
 
     def sum_gradients(
         self, device: int, here: Here, sums: Sums, blocks: int, ends: bool, stream: int
@@ -162,6 +168,11 @@ def planned(world: int, **changes: Any) -> LaunchPlan:
         HopperAccelerator(), OP, world, sizes_of(world, **changes), dtype="bfloat16",
         capabilities=claims.model_copy(update={"ops": (*capabilities.OPS, *capabilities.ATTENTION)}),
     )  # fmt: skip
+
+
+def scheduled(plan: LaunchPlan, **changes: Any) -> LaunchPlan:
+    how = plan.part(AttentionBackwardSchedule).model_copy(update=changes)
+    return plan.model_copy(update={"schedule": how})
 
 
 @pytest.fixture
@@ -258,7 +269,8 @@ def run(
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gradients(fabric: Any, world: int, causal: bool, layout: str) -> None:
     plan = planned(world, causal=causal, layout=layout, sequence=64 * world)
-    assert run(fabric(world), plan) == []
+    for lots in (1, 2):
+        assert run(fabric(world), scheduled(plan, lots=lots), calls=1) == []
 
 
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
@@ -269,18 +281,21 @@ def test_any_scale(fabric: Any, scale: float) -> None:
 @pytest.mark.parametrize("view", ["pipelined", "sequential"])
 def test_what_is_queued(fabric: Any, view: View) -> None:
     made = fabric(3)
-    plan = planned(3, causal=True, sequence=96)
+    plan = scheduled(planned(3, causal=True, sequence=96), lots=2)
     assert run(made, plan, view=view, calls=1) == []
     blocks = plan.part(AttentionBackwardSchedule).sum_blocks
-    ends = [(("home", 1), MAIN), (("home", 2), MAIN), (("sum", blocks, True), MAIN)]
+    ends = [
+        (("home", 1, 0), MAIN), (("home", 2, 0), MAIN), (("sum", blocks, False), MAIN),
+        (("home", 1, 1), MAIN), (("home", 2, 1), MAIN), (("sum", blocks, True), MAIN),
+    ]  # fmt: skip
+    two, one = ([(("send", to, lot), BESIDE) for lot in (0, 1)] for to in (2, 1))
     assert made.queued == {
         "sequential": [
-            ("push", MAIN), (("await", 2), MAIN), (("await", 1), MAIN), (("send", 2), MAIN),
-            (("send", 1), MAIN), *ends,
+            ("push", MAIN), (("await", 2), MAIN), (("await", 1), MAIN),
+            *((what, MAIN) for what, _ in (*two, *one)), *ends,
         ],
         "pipelined": [
-            ("push", BESIDE), (("await", 2), KERNELS), (("send", 2), BESIDE),
-            (("await", 1), KERNELS), (("send", 1), BESIDE), *ends,
+            ("push", BESIDE), (("await", 2), KERNELS), *two, (("await", 1), KERNELS), *one, *ends,
         ],
     }[view]  # fmt: skip
 
@@ -312,14 +327,17 @@ def test_what_travels_is_packed_before_its_copies_are_queued_and_kept_until_all_
 
     monkeypatch.setattr(attention_ring.AttentionRing, "packed", copied)
     monkeypatch.setattr(sys.modules[__name__], "Order", Noting)
-    assert run(made, planned(2), calls=1) == []
-    queued = [("fork", MAIN, 0), ("fork", KERNELS, 2), ("join", MAIN, 2), ("join", MAIN, 2)]
+    assert run(made, scheduled(planned(2), lots=2), calls=1) == []
+    queued = [
+        ("fork", MAIN, 0), ("fork", KERNELS, 2), ("fork", KERNELS, 4), ("join", MAIN, 4),
+        ("join", MAIN, 4),
+    ]  # fmt: skip
     assert list(told.values()) == [queued] * 2
 
 
 def test_compute_only_exchanges_nothing(fabric: Any) -> None:
     made = fabric(2)
-    plan = planned(2)
+    plan = scheduled(planned(2), lots=1)
     run(made, plan, view="compute_only", calls=1)
     blocks = plan.part(AttentionBackwardSchedule).sum_blocks
     assert made.queued == [(("sum", blocks, False), MAIN)] * 2, "of both ranks: each is alone"
@@ -359,11 +377,33 @@ def test_wrong_parts_are_seen(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert run(made, plan), fault
 
 
-def test_predicted_times_are_in_order() -> None:
+def test_gradients_travel_in_lots_where_that_takes_long() -> None:
+    """Of short sequences a further call costs more than it hides."""
     sizes: dict[str, Any] = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 128}
-    made = planned(2, **sizes, causal=True, sequence=16384).prediction
+    plans = {each: planned(2, **sizes, causal=True, sequence=each) for each in (256, 16384)}
+    lots = {n: plan.part(AttentionBackwardSchedule).lots for n, plan in plans.items()}
+    assert lots == {256: 1, 16384: 2}
+    made = plans[16384].prediction
     assert made is not None
     assert made.compute_us < made.pipelined_us < made.sequential_us
+    one = planned(2, **{**sizes, "heads": 1, "kv_heads": 1}, sequence=16384)
+    assert one.part(AttentionBackwardSchedule).lots == 1
+
+
+def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
+    one = planned(2, kv_heads=1)
+    assert executor_of(one) is AttentionBackwardExecutor
+    with pytest.raises(ArgumentError, match=r"lots = 2 .*at most 1"):
+        AttentionBackwardExecutor.workspace(scheduled(one, lots=2))
+
+
+def test_heads_are_cut_evenly() -> None:
+    for heads, groups, count, keys in ((8, 4, 2, [4, 4]), (3, 1, 2, [1, 2]), (5, 2, 1, [5])):
+        shape: Any = SimpleNamespace(kv_heads=heads, heads=heads * groups)
+        found = attention_backward.lots(shape, count)
+        assert [each.keys.stop - each.keys.start for each in found] == keys
+        assert [each.queries.stop for each in found] == [each.keys.stop * groups for each in found]
+        assert found[-1].keys.stop == heads
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal

@@ -66,6 +66,14 @@ def test_tokens_leave_with_their_ids_and_the_product_waits_for_neither(started: 
     assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
 
 
+@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+def test_kernels_are_loaded_before_one_waits_for_a_nic(started: Started, op: str) -> None:
+    run(called(planned(op)))
+    assert started.loaded_at == [0]
+    run(one_node.called(one_node.planned(op)))
+    assert started.loaded_at == [0]
+
+
 def test_sums_leave_behind_the_product(started: Started) -> None:
     plan = planned("moe_gemm_combine")
     assert plan.part(GemmCombineSchedule).returns == "ranks"
@@ -124,7 +132,7 @@ def test_a_place_is_left_for_what_lands_and_own_tokens_come_first(started: Start
     assert far.blocks == near.blocks - 2
     assert far.early_tiles > 4 * near.early_tiles
     several = planned("moe_gemm_combine", **MODEL, tokens=4096).part(GemmCombineSchedule)
-    assert (several.blocks, several.panels) == (far.blocks, 1)
+    assert several.blocks == far.blocks
 
 
 def test_what_is_copied_first_where_ranks_share_a_device(started: Started) -> None:

@@ -12,21 +12,28 @@ from mkernel.backends.accelerators.hopper import gemm, native, scaled_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, machine
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
-from mkernel.errors import BackendUnavailable
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherSchedule,
+    ReduceSchedule,
+    TilingName,
+)
+from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.plan.around import Around
 from mkernel.plan.model import LaunchPlan, Scales
+from mkernel.topology.cost import PathConstants
 
 every_op = pytest.mark.parametrize("op", OPS)
 
 
 def planned(
-    op: str, mode: Any = "row", fast: bool = True, m: int = 8192, **options: Any
-) -> LaunchPlan:
+    op: str, mode: Any = "row", fast: bool = True, m: int = 8192, *, float32: bool = False,
+    **options: Any,
+) -> LaunchPlan:  # fmt: skip
     claims = HopperAccelerator().capabilities().model_copy(
         update={
             "ops": OPS, "library_ops": OPS, "scale_modes": ("tensor", "row", "block"),
             "fused_scale_modes": ("tensor", "row"),
+            "fused_float32_scale_modes": ("tensor", "row", "block") if float32 else (),
         }
     )  # fmt: skip
     around = Around(scales=Scales(mode=mode, use_fast_accum=fast))
@@ -45,17 +52,25 @@ def made() -> Any:
         pytest.skip(f"this build has no kernels for Hopper: {error}")
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    """The fused path is known to take so many times what a library's product does."""
+def measured(monkeypatch: pytest.MonkeyPatch, times: float | None) -> None:
+    """The fused path is known to take so many times what a library's product does; None: not known."""
     product = machine().scaled.product
+    if times is None:
+        known(monkeypatch, None)
+        return
     tiles = tuple(
         tile.model_copy(update={"tflops_per_core": tile.tflops_per_core / times})
         for tile in product.tiles
     )
     fused = product.model_copy(update={"tiles": tiles, "exchange_us": 0.0})
-    scaled = machine().scaled.model_copy(update={"fused": fused})
-    known: HopperMachine = machine().model_copy(update={"scaled": scaled})
-    monkeypatch.setattr(scaled_tuning, "_MACHINE", known)
+    known(monkeypatch, fused)
+
+
+def known(monkeypatch: pytest.MonkeyPatch, fused: PathConstants | None) -> None:
+    """Of the fused path, whatever bits it adds with; of the library's products the usual."""
+    scaled = machine().scaled.model_copy(update={"fused": fused, "promoted": fused, "fast": None})
+    made: HopperMachine = machine().model_copy(update={"scaled": scaled})
+    monkeypatch.setattr(scaled_tuning, "_MACHINE", made)
 
 
 @pytest.mark.parametrize("mode", ["tensor", "row"])
@@ -64,7 +79,7 @@ def test_it_is_planned_where_it_is_asked_for(op: str, mode: str) -> None:
     plan = planned(op, mode, path="fused")
     kind = GatherSchedule if op == "all_gather_gemm" else ReduceSchedule
     assert (plan.path, type(plan.schedule)) == ("fused", kind)
-    assert plan.prediction is None
+    assert plan.prediction is not None
 
 
 @every_op
@@ -75,18 +90,44 @@ def test_it_is_not_planned_where_results_would_not_be_as_asked_for(op: str) -> N
     assert few.path == ("fused" if op == "all_gather_gemm" else "library")
 
 
+@pytest.mark.parametrize("mode", ["tensor", "row", "block"])
+@every_op
+def test_sums_in_float32_have_tiles_of_their_own(op: str, mode: str) -> None:
+    plan = planned(op, mode, fast=False, path="fused", float32=True)
+    assert isinstance(plan.schedule, GatherSchedule | ReduceSchedule)
+    assert (plan.path, plan.schedule.tiling) == ("fused", "promoted")
+    if isinstance(plan.schedule, ReduceSchedule):
+        assert plan.schedule.product_tiling == "promoted"
+    if mode != "block":
+        fast = planned(op, mode, path="fused", float32=True).schedule
+        assert isinstance(fast, GatherSchedule | ReduceSchedule)
+        assert fast.tiling != "promoted"
+
+
+@every_op
+def test_tiles_that_add_with_other_bits_are_refused(op: str, made: Any) -> None:
+    others: tuple[tuple[bool, TilingName], ...] = ((False, "wide"), (True, "promoted"))
+    for fast, tiling in others:
+        plan = planned(op, fast=fast, path="fused", float32=True, m=256)
+        assert isinstance(plan.schedule, GatherSchedule | ReduceSchedule)
+        gemm._product(plan, plan.schedule, plan.schedule.tiling)
+        with pytest.raises(ArgumentError, match=r"plan\.schedule\.tiling"):
+            gemm._product(plan, plan.schedule, tiling)
+
+
 @every_op
 def test_it_is_chosen_only_by_measured_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(times: float, **options: Any) -> LaunchPlan:
+    def chosen(times: float | None, **options: Any) -> LaunchPlan:
         measured(monkeypatch, times)
-        return planned(op, m=8192 + 64 * int(times * 10), **options)  # none that is cached
+        return planned(op, m=8192 + 512 * int((times or 3) * 10), **options)  # none that is cached
 
-    assert planned(op).path == "library"
+    assert chosen(None).path == "library"
     fused = chosen(0.5)
     assert fused.path == "fused"
     assert fused.prediction is not None
     assert chosen(2.0).path == "library"
     assert chosen(0.6, fast=False).path == "library"
+    assert chosen(0.4, fast=False, float32=True).path == "fused"
     assert chosen(0.7, path="library").path == "library"
 
 
@@ -101,8 +142,9 @@ def test_its_kernels_take_half_as_long_a_k(made: Any) -> None:
 
 
 def test_rows_and_their_scales_have_places_in_the_workspace(made: Any) -> None:
-    for mode, scales in (("row", 8192), ("tensor", 2)):
-        plan = planned("all_gather_gemm", mode, path="fused")
+    for mode, scales in (("row", 8192), ("tensor", 2), ("block", 8192 * 64)):
+        fast = mode != "block"
+        plan = planned("all_gather_gemm", mode, fast=fast, path="fused", float32=True)
         needed = gemm.AllGatherExecutor.workspace(plan).areas[0]
         assert needed == made.DATA_OFFSET + made.gathered_scales_at(8192 * 8192) + 4 * scales
     assert made.gathered_scales_at(129) == 256
@@ -126,3 +168,11 @@ def test_products_that_kernels_do_not_have_are_refused(made: Any) -> None:
         made.Product(**{**product, "k": 72})
     with pytest.raises(ValueError, match="n_major = 1; expected 0 of e4m3 operands"):
         made.Product(**{**product, "n_major": True})
+    with pytest.raises(ValueError, match=r"tiling = 0; expected promoted, with scales by blocks"):
+        made.Product(**{**product, "k": 128, "scaling": made.Scaling.by_blocks})
+    promoted = {**product, "tiling": made.Tiling.promoted}
+    made.Product(**promoted)
+    with pytest.raises(ValueError, match="k = 192; expected a multiple of 128"):
+        made.Product(**{**promoted, "k": 192, "scaling": made.Scaling.by_blocks})
+    with pytest.raises(ValueError, match="tiling = 4; expected another one than promoted"):
+        made.Product(**{**promoted, "scaling": made.Scaling.none})

@@ -24,7 +24,7 @@ from mkernel.backends.accelerators.hopper import (
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
+from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS, OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -195,7 +195,7 @@ def with_few_rows() -> AcceleratorCapabilities:
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
     few = FewRowsConstants(
-        most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
+        ops=OPS, most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
         egress_gbs=350,
     )  # fmt: skip
     constants = claims.constants.model_copy(update={"few_rows": few})
@@ -203,15 +203,15 @@ def with_few_rows() -> AcceleratorCapabilities:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("m", [8, 256])
-def test_no_field_of_few_rows_is_decoration(started: Started, m: int) -> None:
+@pytest.mark.parametrize("m", [8, 128])
+@pytest.mark.parametrize("op", OPS)
+def test_no_field_of_few_rows_is_decoration(started: Started, op: str, m: int) -> None:
     gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
     topology = devices.world(devices.node(gpus))
     world = WalkedWorld(HopperAccelerator(), topology, 2, with_few_rows())
-    usual = world.plan(
-        "gemm_all_reduce", {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused"
-    )
-    assert usual.part(FewRowsSchedule).product == ("float32" if m == 8 else "bfloat16")
+    usual = world.plan(op, {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused")
+    unrounded = m == 8 or op == "all_gather_gemm"
+    assert usual.part(FewRowsSchedule).product == ("float32" if unrounded else "bfloat16")
     assert decorations(usual, launches(started, world, usual)) == []
 
 

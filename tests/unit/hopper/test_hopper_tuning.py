@@ -8,8 +8,13 @@ import pytest
 
 from mkernel.backends.accelerators.hopper import native, tuning
 from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
+from mkernel.backends.accelerators.hopper.schedule import (
+    FewRowsSchedule,
+    GatherSchedule,
+    TilingName,
+)
 from mkernel.errors import BackendUnavailable
+from mkernel.plan.model import GemmShape
 
 PROCESSORS = 132
 
@@ -26,6 +31,12 @@ def by_copy_engines(
     return how.model_copy(update={"tiling": tiling, "chunk_rows": rows, **moved})
 
 
+def few(
+    m: int, n: int, k: int, op: str = "gemm_all_reduce", processors: int = PROCESSORS
+) -> FewRowsSchedule:
+    return tuning.few_rows(op, GemmShape(m=m, n=n, k=k), "bfloat16", processors)
+
+
 @pytest.mark.parametrize(
     ("n", "k", "splits", "blocks"),
     [
@@ -40,7 +51,7 @@ def by_copy_engines(
 def test_weights_of_few_rows_are_read_by_clusters_that_find_a_place(
     n: int, k: int, splits: int, blocks: int
 ) -> None:
-    how = tuning.few_rows(64, n, k, "bfloat16", PROCESSORS)
+    how = few(64, n, k)
     assert (how.splits, how.blocks) == (splits, blocks)
 
 
@@ -57,13 +68,18 @@ def test_clusters_find_a_place_however_multiprocessors_are_spread(
 
 
 def test_few_columns_are_cut_into_the_most_parts() -> None:
-    assert tuning.few_rows(64, 512, 8192, "bfloat16", PROCESSORS).splits == tuning.MOST_SPLITS
-    assert tuning.few_rows(64, 512, 8192, "bfloat16", 4).splits == 1
+    assert few(64, 512, 8192).splits == tuning.MOST_SPLITS
+    assert few(64, 512, 8192, processors=4).splits == 1
 
 
 def test_small_sums_of_few_rows_travel_unrounded() -> None:
-    assert tuning.few_rows(16, 4096, 512, "float16", PROCESSORS).product == "float32"
-    assert tuning.few_rows(17, 4096, 512, "float16", PROCESSORS).product == "float16"
+    assert few(16, 4096, 512).product == "float32"
+    assert few(17, 4096, 512).product == "bfloat16"
+    assert few(17, 4096, 512, op="gemm_reduce_scatter").product == "bfloat16"
+
+
+def test_sums_that_stay_are_rounded_once() -> None:
+    assert few(128, 4096, 512, op="all_gather_gemm").product == "float32"
 
 
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
@@ -73,17 +89,20 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
     assert tuning.tiling(2048, 4, 2048, 8192, PROCESSORS) == "wide"
 
 
-def test_medium_tiles_where_they_fill_the_last_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_medium_tiles_where_they_fill_the_last_wave() -> None:
     """144 clusters of wide tiles are 3 waves of 66; 192 of medium ones also, of three quarters."""
-    menu = tuning._MACHINE.tilings.model_copy(
-        update={"medium_from_gain": 1.05, "medium_cost": 1.05}
-    )
-    with_medium = tuning._MACHINE.model_copy(update={"tilings": menu})
-    monkeypatch.setattr(tuning, "_MACHINE", with_medium)
     assert tuning.tiling(2048, 2, 2184, 5120, PROCESSORS) == "medium"
     assert tuning.tiling(2048, 2, 2048, 5120, PROCESSORS) == "deep"  # 128: 2 waves
     assert tuning.tiling(8192, 2, 8192, 8192, PROCESSORS) == "wide"
     assert tuning.tiling(1024, 4, 1024, 4096, PROCESSORS) == "narrow"
+
+
+def test_rows_that_share_lines_are_not_for_narrow_tiles() -> None:
+    """Each row of a box then touches two lines, and narrow tiles load most of them."""
+    assert tuning.tiling(968, 1, 3016, 3792, PROCESSORS) == "medium"  # 64 clusters of 66
+    assert tuning.tiling(2456, 1, 3560, 9656, PROCESSORS) == "medium"  # 3 waves, as of wide ones
+    assert tuning.tiling(2048, 1, 9624, 1752, PROCESSORS) == "wide"
+    assert tuning.tiling(728, 1, 632, 6456, PROCESSORS) == "narrow"  # 30 tiles in all
 
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:

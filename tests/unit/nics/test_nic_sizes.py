@@ -49,6 +49,7 @@ def _available() -> int:
     return int(told["MemAvailable"].split()[0]) << 10
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_put_of_more_bytes_than_32_bits_count(backend: NicBackend) -> None:
     """Every 8 MiB of it are others."""

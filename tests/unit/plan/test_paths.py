@@ -14,7 +14,7 @@ from shipped import constants_of
 from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
-from mkernel.plan.model import GemmShape, LaunchPlan, first_difference
+from mkernel.plan.model import GemmShape, LaunchPlan, OpName, first_difference
 from mkernel.topology.cost import MachineConstants
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -265,8 +265,9 @@ FEW = {
 }  # fmt: skip
 
 
-def with_few_rows() -> MachineConstants:
-    return MachineConstants.model_validate(simple().model_dump() | {"few_rows": FEW})
+def with_few_rows(*ops: str) -> MachineConstants:
+    few = FEW | {"ops": ops or OPS}
+    return MachineConstants.model_validate(simple().model_dump() | {"few_rows": few})
 
 
 def test_few_rows_read_the_weights_and_exchange_once() -> None:
@@ -277,6 +278,22 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert fused.compute_us == pytest.approx(2 * 8192 * 4096 / 4e6)
     assert fused.comm_us == pytest.approx(3.0 + 64 * 8192 * 2 / 350e3)
     assert fused.fused_us == pytest.approx(4.0 + fused.compute_us + fused.comm_us)
+    scattered = few_rows_us("gemm_reduce_scatter", shape)
+    assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
+    gathered = few_rows_us("all_gather_gemm", shape)  # beside the weights
+    assert gathered == pytest.approx(4.0 + fused.compute_us + 3.0)
+
+
+def few_rows_us(op: OpName, shape: GemmShape) -> float:
+    both = paths.predict(op, shape, "bfloat16", 2, 132, 132, with_few_rows())
+    assert both is not None
+    return both[0].pipelined_us
+
+
+def test_few_rows_are_for_the_ops_that_the_constants_name() -> None:
+    shape, only = GemmShape(m=64, n=8192, k=1024), with_few_rows("gemm_all_reduce")
+    assert paths.few_rows("gemm_all_reduce", shape, "bfloat16", 2, only) is not None
+    assert paths.few_rows("all_gather_gemm", shape, "bfloat16", 2, only) is None
 
 
 @pytest.mark.parametrize(
@@ -286,7 +303,9 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
         ("gemm_all_reduce", 257, 8192, 2, False),
         ("gemm_all_reduce", 256, 8192, 8, False),  # too much to exchange at once
         ("gemm_all_reduce", 256, 8192, 1, True),
-        ("gemm_reduce_scatter", 256, 8192, 2, False),
+        ("gemm_reduce_scatter", 256, 8192, 8, True),  # each owner gets an eighth
+        ("all_gather_gemm", 128, 8192, 8, True),
+        ("all_gather_gemm", 136, 8192, 8, False),
     ],
 )
 def test_which_calls_are_of_few_rows(op: Any, m: int, n: int, world: int, few: bool) -> None:

@@ -109,9 +109,9 @@ __device__ inline void finish_call(const Workspace& workspace,
     move_on(control, epoch);
 }
 
-// Before the end: a kernel of several in one call tells every peer, by flag W + r there, that this rank has
-// written what it has for them. One thread of every block, after all the block's threads are done and
-// have fenced (`fence_system`); all ranks are on this node.
+// Before the end: a kernel of several in one call tells every peer of this node, by flag W + r there, that
+// this rank has written what it has for them. One thread of every block, after all the block's threads are
+// done and have fenced (`fence_system`).
 __device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoch) {
     if (workspace.world == 1) return;
     Control& control = workspace.control();
@@ -121,6 +121,7 @@ __device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoc
     transport::fence_system();
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
+        if (!workspace.near(peer)) continue;
         workspace.flags(peer)[workspace.world + workspace.rank].set_fenced(epoch);
     }
 }

@@ -145,20 +145,21 @@ void tell(const DeviceWorld& world, int peer, std::uint32_t flag, std::uint64_t 
 }
 
 void push_gradients(const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
-                    std::uint64_t bytes, const Keys& keys, std::uint64_t stream) {
+                    std::uint64_t bytes, const Keys& keys, std::uint64_t place, std::uint32_t flag,
+                    std::uint64_t stream) {
     const Workspace workspace = workspace_of(world);
-    if (owner < 0 || owner >= workspace.world || owner == workspace.rank || bytes > keys.bytes) {
-        throw std::invalid_argument(std::to_string(bytes) + " bytes of gradients for rank " +
-                                    std::to_string(owner) + "; at most " +
-                                    std::to_string(keys.bytes) + ", for a peer of rank " +
-                                    std::to_string(workspace.rank));
+    check_peer(workspace, owner, flag);
+    if (place > keys.bytes || bytes > keys.bytes - place) {
+        throw std::invalid_argument(std::to_string(bytes) + " bytes of gradients at " +
+                                    std::to_string(place) + " for rank " + std::to_string(owner) +
+                                    "; there are " + std::to_string(keys.bytes));
     }
     const cudaStream_t on = cuda::stream_at(stream);
-    char* const to =
-        workspace.data(owner) + gradient_offset(keys, workspace.world, owner, workspace.rank);
+    char* const to = workspace.data(owner) +
+                     gradient_offset(keys, workspace.world, owner, workspace.rank) + place;
     copy(to, of_k, bytes, owner, on);
     copy(to + keys.bytes, of_v, bytes, owner, on);
-    set_flag(workspace, owner, kGradientFlags + static_cast<std::uint32_t>(workspace.rank), on);
+    set_flag(workspace, owner, flag, on);
 }
 
 }  // namespace mkernel::hopper::attention

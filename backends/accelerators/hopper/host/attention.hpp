@@ -6,7 +6,8 @@
 //
 // Behind these a backward call has as many slots for what the peers give to the gradients of the own K and V:
 // of rank r + 1 first, then r + 2, the order in which they are added. A slot holds dK, then dV, of as many
-// positions as the peer sees, packed. Flag kGradientFlags + s says that both of rank s have come.
+// positions as the peer sees, some heads at a time, each lot packed. Flag kGradientFlags + l * kMaxRanks + s says
+// that lot l of both has come from rank s.
 //
 // Where keys and values travel in pieces, areas and flags are laid out by who plans them
 // (attention_pieces.py).
@@ -34,7 +35,7 @@ std::uint64_t gradient_offset(const Keys& keys, int world, int rank, int from);
 // Bytes of a workspace for `world` ranks. `gradients`: of a backward call.
 std::uint64_t workspace_bytes(const Keys& keys, int world, bool gradients);
 
-// Flag s says that keys and values of rank s have come, this one and s that its gradients have.
+// Flag s says that keys and values of rank s have come, this one and s that its first gradients have.
 inline constexpr std::uint32_t kGradientFlags = kMaxRanks;
 
 // Between nodes the data area is also what NICs write into, or is copied from staging memory that is laid
@@ -70,9 +71,10 @@ void push_piece(const DeviceWorld& world, int peer, std::uint64_t k, std::uint64
 // Copies the epoch into that flag of `peer`, which thereby knows that what comes before on `stream` is done.
 void tell(const DeviceWorld& world, int peer, std::uint32_t flag, std::uint64_t stream);
 
-// Copies `bytes` of dK, and of dV, into this rank's slot at `owner`, and the epoch into the flag behind them.
-// As above.
+// Copies `bytes` of dK, and of dV, to `place` of this rank's slot at `owner`, and the epoch into the flag behind
+// them. As above.
 void push_gradients(const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
-                    std::uint64_t bytes, const Keys& keys, std::uint64_t stream);
+                    std::uint64_t bytes, const Keys& keys, std::uint64_t place, std::uint32_t flag,
+                    std::uint64_t stream);
 
 }  // namespace mkernel::hopper::attention

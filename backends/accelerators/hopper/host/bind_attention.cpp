@@ -125,6 +125,7 @@ void bind_attention(py::module_& module) {
         .def(py::init(&sum), "given"_a, "out"_a, "strides"_a, "shape"_a, "factor"_a);
     py::class_<Sums>(module, "Sums").def(py::init(&sums), "sums"_a, "batch"_a, "width"_a, "half"_a);
     module.attr("GRADIENT_FLAGS") = attention::kGradientFlags;
+    module.attr("MOST_RANKS") = kMaxRanks;
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def(
@@ -187,12 +188,13 @@ void bind_attention(py::module_& module) {
     module.def(
         "push_gradients",
         [](int device, const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
-           std::uint64_t bytes, const Keys& keys, std::uint64_t stream) {
+           std::uint64_t bytes, const Keys& keys, std::uint64_t place, std::uint32_t flag,
+           std::uint64_t stream) {
             const cuda::DeviceScope scope(device);
-            attention::push_gradients(world, owner, of_k, of_v, bytes, keys, stream);
+            attention::push_gradients(world, owner, of_k, of_v, bytes, keys, place, flag, stream);
         },
-        "device"_a, "world"_a, "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "stream"_a,
-        released);
+        "device"_a, "world"_a, "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "place"_a,
+        "flag"_a, "stream"_a, released);
     module.def(
         "merge_parts",
         [](int device, const DeviceWorld& world, const Merge& merge, std::uint32_t blocks,

@@ -87,6 +87,13 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
     const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
     require(k >= 1 && k % step == 0, "k", k, "a positive multiple of " + std::to_string(step));
     require(scaling == Scaling::none || !n_major, "n_major", n_major, "0 of e4m3 operands");
+    const bool by_blocks = scaling == Scaling::by_blocks;
+    require(!by_blocks || k % kScaleBlock == 0, "k", k,
+            "a multiple of " + std::to_string(kScaleBlock) + ", with scales by blocks");
+    const bool promotes = tiling == Tiling::promoted;
+    require(promotes ? scaling != Scaling::none : !by_blocks, "tiling", static_cast<int>(tiling),
+            promotes ? "another one than promoted, of 16-bit operands"
+                     : "promoted, with scales by blocks");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
     return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
@@ -130,11 +137,11 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .hierarchical = hierarchical};
 }
 
-FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded) {
+FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange) {
     require(m >= 1 && m <= kMostFewRows, "m", m, "1 to " + std::to_string(kMostFewRows));
     require(splits >= 1 && splits <= kMostSplits, "splits", splits,
             "1 to " + std::to_string(kMostSplits));
-    return {m, splits, unrounded};
+    return {m, splits, unrounded, exchange};
 }
 
 void bind_network(py::module_& module) {
@@ -150,13 +157,15 @@ void bind_data(py::module_& module) {
         .value("wide", Tiling::wide)
         .value("medium", Tiling::medium)
         .value("deep", Tiling::deep)
-        .value("narrow", Tiling::narrow);
+        .value("narrow", Tiling::narrow)
+        .value("promoted", Tiling::promoted);
     py::class_<RowScales>(module, "RowScales")
         .def(py::init<std::uint64_t, std::uint64_t>(), "address"_a = 0, "bytes"_a = 0);
     py::enum_<Scaling>(module, "Scaling")
         .value("none", Scaling::none)
         .value("by_rows", Scaling::by_rows)
-        .value("single", Scaling::single);
+        .value("single", Scaling::single)
+        .value("by_blocks", Scaling::by_blocks);
     py::class_<DeviceWorld>(module, "DeviceWorld")
         .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
              "network"_a = py::none())
@@ -234,26 +243,33 @@ void bind_pipelined(py::module_& module) {
 }
 
 void bind_few_rows(py::module_& module) {
+    py::enum_<FewRowsExchange>(module, "FewRowsExchange")
+        .value("gemm_all_reduce", FewRowsExchange::all_reduce)
+        .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter)
+        .value("all_gather_gemm", FewRowsExchange::all_gather);
     py::class_<FewRowsSchedule>(module, "FewRowsSchedule")
-        .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a);
+        .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a,
+             "exchange"_a = FewRowsExchange::all_reduce);
     py::class_<FewRowsCalls>(module, "FewRowsCalls")
         .def(py::init<int, DeviceWorld, Product, FewRowsSchedule>(), "device"_a, "world"_a,
              "product"_a, "schedule"_a)
         .def(
             "start",
             [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
-               const GemmTensors& tensors,
-               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
-            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
+               const GemmTensors& tensors, std::uint64_t stream, std::uint64_t gathered) {
+                calls.start({number, timeout_s, tensors, stream}, gathered);
+            },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "gathered"_a = 0,
             py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
+    module.attr("MOST_GATHERED_ROWS") = kMostGatheredRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH") = kFewDepth;
     module.attr("MAIL_BYTES") = kMailBytes;
     module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
     module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);
-    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
+    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "k"_a, "schedule"_a);
 }
 
 // `function` with a device before its other arguments, which is the current one in it.

@@ -52,28 +52,25 @@ void bind_moe(py::module_& module) {
              "capacity"_a, "early"_a, "exchanges"_a);
     py::class_<GroupedProduct>(module, "GroupedProduct")
         .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
-                         Address b, Address out, Address panel_counts, Address weights, Word rows,
-                         Word n, Word k, Word height, Word panels, bool half, bool n_major,
-                         bool tokens, bool gated, bool wide, bool home, bool waits, bool ends,
-                         bool deep, Word blocks) {
-                 return GroupedProduct{sizes,        routing, a,       permuted, b,     out,
-                                       panel_counts, weights, rows,    n,        k,     height,
-                                       panels,       half,    n_major, tokens,   gated, wide,
-                                       home,         waits,   ends,    deep,     blocks};
+                         Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
+                         bool n_major, bool tokens, bool gated, bool wide, bool home, bool waits,
+                         bool ends, bool deep, Word blocks) {
+                 return GroupedProduct{sizes, routing, a,      permuted, b,       out,    rows,
+                                       n,     k,       height, half,     n_major, tokens, gated,
+                                       wide,  home,    waits,  ends,     deep,    blocks};
              }),
-             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a,
-             "panel_counts"_a, "weights"_a, "rows"_a, "n"_a, "k"_a, "height"_a, "panels"_a,
-             "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a, "home"_a, "waits"_a, "ends"_a,
-             "deep"_a, "blocks"_a);
+             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a, "rows"_a,
+             "n"_a, "k"_a, "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a,
+             "home"_a, "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
-                         Address out, Address panel_counts, Word width, Word panels, bool half,
-                         bool wide, bool by_rank, bool waits, Word blocks) {
-                 return Home{sizes,  routing, y,    weights, out,   panel_counts, width,
-                             panels, half,    wide, by_rank, waits, blocks};
+                         Address out, Word width, bool half, bool wide, bool by_rank, bool waits,
+                         Word blocks) {
+                 return Home{sizes, routing, y,       weights, out,   width,
+                             half,  wide,    by_rank, waits,   blocks};
              }),
-             py::kw_only(), "sizes"_a, "routing"_a, "y"_a, "weights"_a, "out"_a, "panel_counts"_a,
-             "width"_a, "panels"_a, "half"_a, "wide"_a, "by_rank"_a, "waits"_a, "blocks"_a);
+             py::kw_only(), "sizes"_a, "routing"_a, "y"_a, "weights"_a, "out"_a, "width"_a,
+             "half"_a, "wide"_a, "by_rank"_a, "waits"_a, "blocks"_a);
     py::enum_<Step>(module, "HomeStep")
         .value("send_rows", Step::send_rows)
         .value("sum_slots", Step::sum_slots)

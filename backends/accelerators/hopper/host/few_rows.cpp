@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
-#include "backends/accelerators/hopper/kernels/few_rows.cuh"
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/error.hpp"
 
@@ -16,8 +15,14 @@ namespace mkernel::hopper {
 
 namespace {
 
-std::uint64_t slot_bytes(int n, const FewRowsSchedule& schedule) {
-    const std::uint64_t elements = std::uint64_t{1} * schedule.m * n;
+// Rows of the `out` of one of `world` ranks.
+int rows_of(int world, const FewRowsSchedule& schedule) {
+    return schedule.m / (schedule.exchange == FewRowsExchange::reduce_scatter ? world : 1);
+}
+
+// What one rank mails another one.
+std::uint64_t slot_bytes(int world, int n, const FewRowsSchedule& schedule) {
+    const std::uint64_t elements = std::uint64_t{1} * rows_of(world, schedule) * n;
     return (elements * (schedule.unrounded ? sizeof(float) : kElementBytes) + 127) / 128 * 128;
 }
 
@@ -37,34 +42,60 @@ int few_rows_height(int m) {
     return kMostFewRows;
 }
 
-void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
-    const std::uint64_t needed = world * slot_bytes(n, schedule);
-    if (world > 1 && needed > kMailBytes) {
-        throw std::length_error("the ranks' sums are " + std::to_string(needed) +
-                                " bytes; a call of few rows may have " +
-                                std::to_string(kMailBytes));
+void check_few_rows(int world, int n, int k, const FewRowsSchedule& schedule) {
+    static_assert(kFewPieces * kMaxRanks <= kBriefFlags);
+    const bool gathers = schedule.exchange == FewRowsExchange::all_gather;
+    if (gathers && world > 1 && schedule.m > kMostGatheredRows) {
+        throw std::length_error("the ranks have " + std::to_string(schedule.m) +
+                                " rows; a call of few rows gathers at most " +
+                                std::to_string(kMostGatheredRows));
+    }
+    const std::uint64_t needed =
+        gathers ? kElementBytes * schedule.m * k : world * slot_bytes(world, n, schedule);
+    const std::uint64_t most = gathers ? kBriefBytes : kMailBytes;
+    if (world > 1 && needed > most) {
+        throw std::length_error(std::string("the ranks' ") + (gathers ? "rows" : "sums") + " are " +
+                                std::to_string(needed) + " bytes; a call of few rows may have " +
+                                std::to_string(most));
     }
 }
 
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              std::uint64_t stream) {
-    check_few_rows(static_cast<int>(world.workspaces.size()), product.n, schedule);
+              std::uint64_t gathered, std::uint64_t stream) {
+    const auto ranks = static_cast<int>(world.workspaces.size());
+    check_few_rows(ranks, product.n, product.k, schedule);
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};
     args.workspace = workspace_of(world);
     args.limits = limits_of(world);
-    args.a = tensor_map({.address = tensors.a,
-                         .width = static_cast<std::uint64_t>(product.k),
-                         .height = static_cast<std::uint64_t>(schedule.m),
-                         .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
-                        few_rows_height(schedule.m), product.half);
+    const auto rows_at = [&](std::uint64_t address, std::int64_t pitch) {
+        return tensor_map({.address = address,
+                           .width = static_cast<std::uint64_t>(product.k),
+                           .height = static_cast<std::uint64_t>(schedule.m),
+                           .pitch = static_cast<std::uint64_t>(pitch)},
+                          few_rows_height(schedule.m), product.half);
+    };
+    if (ranks > 1 && schedule.exchange == FewRowsExchange::all_gather) {
+        for (int parity = 0; parity < 2; ++parity) {
+            const char* const come = args.rows_at(args.workspace.rank, parity);
+            args.a[parity] = rows_at(reinterpret_cast<std::uint64_t>(come), 0);
+        }
+        args.own = reinterpret_cast<const char*>(tensors.a);
+        args.own_pitch = (tensors.a_pitch == 0 ? product.k : tensors.a_pitch) *
+                         static_cast<std::int64_t>(kElementBytes);
+        args.gathered = reinterpret_cast<char*>(gathered);
+    } else {
+        args.a[0] = rows_at(tensors.a, tensors.a_pitch);
+    }
     args.b = map_of_b(product);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     args.out = reinterpret_cast<void*>(tensors.out);
-    args.slot = slot_bytes(product.n, schedule);
+    args.slot = slot_bytes(ranks, product.n, schedule);
     args.m = schedule.m;
     args.n = product.n;
     args.k = product.k;
+    args.rows = rows_of(ranks, schedule);
+    args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
     args.trace = trace_of_calls;
     const auto launch = product.half ? &launch_few_rows<__half> : &launch_few_rows<__nv_bfloat16>;
@@ -76,12 +107,12 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
 FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)
     : device_(device), world_(std::move(world)), product_(product), schedule_(schedule) {}
 
-void FewRowsCalls::start(const CallOnce& call) {
+void FewRowsCalls::start(const CallOnce& call, std::uint64_t gathered) {
     const cuda::DeviceScope scope(device_);
     world_.call = call.number;
     world_.timeout_s = call.timeout_s;
     product_.tensors = call.tensors;
-    few_rows(world_, product_, schedule_, call.stream);
+    few_rows(world_, product_, schedule_, gathered, call.stream);
 }
 
 }  // namespace mkernel::hopper

@@ -1,4 +1,4 @@
-// GEMM+AllReduce of few rows as the host starts it (kernels/few_rows.cuh).
+// The GEMM ops of few rows as the host starts them (kernels/few_rows.cuh).
 #pragma once
 
 #include <cstdint>
@@ -6,22 +6,26 @@
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
 #include "backends/accelerators/hopper/host/pipelined.hpp"
+#include "backends/accelerators/hopper/kernels/few_rows.cuh"
 
 namespace mkernel::hopper {
 
 // How K is cut, and what travels. `unrounded`: sums of a rank travel in float32, else rounded to the result's type.
+// `m`: of all ranks, a multiple of their number unless all reduce.
 struct FewRowsSchedule {
     int m;
     int splits;
     bool unrounded;
+    FewRowsExchange exchange = FewRowsExchange::all_reduce;
 };
 
-// std::length_error where sums of `world` ranks are more mail than a call may have.
-void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
+// std::length_error where what the ranks send each other is more than a call may have.
+void check_few_rows(int world, int n, int k, const FewRowsSchedule& schedule);
 
-// Of a world of one rank, the product alone.
+// Of a world of one rank, the product alone, of all rows. `gathered`: where all ranks' rows of `a` are
+// copied to too, in a world of several that gathers; 0: nowhere.
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              std::uint64_t stream);
+              std::uint64_t gathered, std::uint64_t stream);
 
 // From now on calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
 // only in a build with MKERNEL_TRACE.
@@ -32,7 +36,7 @@ class FewRowsCalls {
   public:
     FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule);
 
-    void start(const CallOnce& call);
+    void start(const CallOnce& call, std::uint64_t gathered = 0);
 
   private:
     int device_;

@@ -27,6 +27,7 @@ constexpr std::size_t kAreaAlignment = 1024;
 int tile_columns(Tiling tiling) {
     switch (tiling) {
         case Tiling::narrow:
+        case Tiling::promoted:
             return 128;
         case Tiling::medium:
             return 192;
@@ -79,9 +80,14 @@ std::uint64_t tile_bytes(Tiling tiling) {
     return std::uint64_t{kTileRows} * tile_columns(tiling) * kElementBytes;
 }
 
+int blocks_of(int k, Scaling scaling) {
+    return scaling == Scaling::by_blocks ? k / kScaleBlock : 0;
+}
+
 // Of one rank's rows.
-std::size_t scales_of(int rows, Scaling scaling) {
-    return scaling == Scaling::by_rows ? static_cast<std::size_t>(rows) : 1;
+std::size_t scales_of(int rows, int k, Scaling scaling) {
+    if (scaling == Scaling::single) return 1;
+    return static_cast<std::size_t>(rows) * std::max(blocks_of(k, scaling), 1);
 }
 
 void check_one_node(const Workspace& workspace) {
@@ -95,6 +101,7 @@ OperandScales scales_of(const Product& product, std::uint64_t gathered_at = 0) {
     return {.own = reinterpret_cast<const float*>(product.tensors.a_scale),
             .of_columns = reinterpret_cast<const float*>(product.tensors.b_scale),
             .single = product.scaling == Scaling::single,
+            .blocks = blocks_of(product.k, product.scaling),
             .gathered_at = gathered_at};
 }
 
@@ -112,9 +119,10 @@ CUtensorMap map_of_b(const Product& product) {
                         .height = product.n_major ? k : n,
                         .pitch = static_cast<std::uint64_t>(product.tensors.b_pitch)};
     // Config::kBoxDepth, Config::kShareN
-    const bool medium = product.tiling == Tiling::medium;
-    const int depth = medium ? kTileDepth / 2 : kTileDepth;
-    return tensor_map(extent, product.n_major ? depth : medium ? 96 : 128, operands_of(product));
+    const int depth = product.tiling == Tiling::medium ? kTileDepth / 2 : kTileDepth;
+    const int blocks = cluster_rows(product.tiling) / kTileRows;
+    const int share = tile_columns(product.tiling) / blocks;
+    return tensor_map(extent, product.n_major ? depth : share, operands_of(product));
 }
 
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
@@ -124,7 +132,7 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
         static_cast<std::size_t>(world) * schedule.rows * k * operand_bytes(scaling);
     if (scaling == Scaling::none) return kDataOffset + rows;
     return kDataOffset + gathered_scales_at(rows) +
-           world * scales_of(schedule.rows, scaling) * sizeof(float);
+           world * scales_of(schedule.rows, k, scaling) * sizeof(float);
 }
 
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers) {
@@ -146,7 +154,7 @@ std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling
 
 RowScales row_scales(const Product& product, int rows) {
     if (product.scaling == Scaling::none) return {};
-    return {product.tensors.a_scale, scales_of(rows, product.scaling) * sizeof(float)};
+    return {product.tensors.a_scale, scales_of(rows, product.k, product.scaling) * sizeof(float)};
 }
 
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,

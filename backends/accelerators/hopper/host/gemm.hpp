@@ -22,8 +22,11 @@ struct GemmTensors {
     std::uint64_t a_scale = 0, b_scale = 0;  // of e4m3 operands, float32; else 0
 };
 
-// Which operands: of 16 bits; or e4m3 with scales [rows] and [n], or with one each.
-enum class Scaling : std::uint8_t { none, by_rows, single };
+// Which operands: of 16 bits; or e4m3 with scales [rows] and [n], with one each, or with one of each
+// kScaleBlock elements of a row of A, [rows, k / kScaleBlock], and square of B, [n / kScaleBlock rounded up,
+// k / kScaleBlock].
+enum class Scaling : std::uint8_t { none, by_rows, single, by_blocks };
+inline constexpr int kScaleBlock = 128;
 
 // C [.., n] = A [.., k] @ B (+ bias), with A and C row-major. B: [k, n], or [n, k] (`n_major` false).
 // The planner's choices: tile width, band, blocks.

@@ -168,10 +168,6 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     args.a = reinterpret_cast<const char*>(product.a);
     args.permuted = reinterpret_cast<char*>(product.permuted);
     args.out = reinterpret_cast<char*>(product.out);
-    args.panel_counts = reinterpret_cast<PanelCount*>(product.panel_counts);
-    args.weights = reinterpret_cast<const float*>(product.weights);
-    args.rows_offset = rows_offset(product.sizes, true);
-    args.panels = {product.n, product.panels};
     args.n = product.n;
     args.k = product.k;
     args.height = product.height;
@@ -204,8 +200,6 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .outbox_offset =
             outbox_offset(home.sizes, std::uint64_t{1} * home.width * (home.wide ? 4 : 2)),
         .width = home.width,
-        .panels = {home.width, home.panels},
-        .panel_counts = reinterpret_cast<const PanelCount*>(home.panel_counts),
         .half = home.half,
         .wide = home.wide,
         .waits = home.waits,

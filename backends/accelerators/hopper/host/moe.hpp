@@ -76,12 +76,12 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
 // Rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in the order of
 // rows first; 0: they are gathered. `rows`: that `out` has, and `a` where it has rows. `gated`: weights have
 // 2n columns. `home`: results go to the places of their rows, not to `out`. `wide`: they are float32.
-// `waits`: for other ranks, and send to them. `ends`, `panels`: see GroupedArgs. `panel_counts`: one PanelCount a
-// panel, zeros; 0: no sums are made, and `weights` are not used. `deep`: see GroupedVariant.
+// `waits`: for other ranks, and send to them. `ends`: see GroupedArgs. `deep`: see
+// GroupedVariant.
 struct GroupedProduct {
     Sizes sizes;
-    std::uint64_t routing, a, permuted, b, out, panel_counts, weights;
-    std::int32_t rows, n, k, height, panels;
+    std::uint64_t routing, a, permuted, b, out;
+    std::int32_t rows, n, k, height;
     bool half, n_major, tokens, gated, wide, home, waits, ends, deep;
     std::int32_t blocks;
 };
@@ -89,8 +89,8 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
 
 struct Home {
     Sizes sizes;
-    std::uint64_t routing, y, weights, out, panel_counts;
-    std::int32_t width, panels;
+    std::uint64_t routing, y, weights, out;
+    std::int32_t width;
     bool half, wide, by_rank, waits;
     std::int32_t blocks;
 };

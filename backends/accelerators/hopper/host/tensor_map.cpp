@@ -34,7 +34,7 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, Ele
     cuda::check(cuda::driver().tensor_map_encode_tiled(
                     &map, data_type(type), rank, reinterpret_cast<void*>(extent.address), sizes,
                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 [&] {
                     return "cuTensorMapEncodeTiled([" + std::to_string(extent.depth) + ", " +
                            std::to_string(extent.height) + ", " + std::to_string(extent.width) +

@@ -24,7 +24,7 @@
 // Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start
 // late; blocks start at once and publish small chunks.
 // Of e4m3 operands a tile's sums are multiplied by their scales in registers, before the bias is added and
-// before they are rounded. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace
+// before they are rounded; where scales are by blocks of K, each block's products before they are added up. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace
 // behind all rows (`gathered_scales_at`).
 #pragma once
 
@@ -32,18 +32,11 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
-
-// The scales of e4m3 operands. `single`: one of each rank's rows and one of b, else [rows] and [N].
-struct OperandScales {
-    const float* own;
-    const float* of_columns;
-    bool single;
-    std::uint64_t gathered_at;  // in the data area: what every rank has as `own`, by rank
-};
 
 struct AllGatherGemmArgs {
     CUtensorMap own;       // a [rows, K]
@@ -74,8 +67,8 @@ __host__ __device__ inline int slice_columns(int k, int slices) {
     return ((k + 63) / 64 + slices - 1) / slices * 64;
 }
 
-// Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major.
-enum class Tiling : std::uint8_t { wide, medium, deep, narrow };
+// Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major. `promoted`: of e4m3 operands.
+enum class Tiling : std::uint8_t { wide, medium, deep, narrow, promoted };
 struct GemmVariant {
     Tiling tiling;
     bool n_major_b;

@@ -85,21 +85,33 @@ struct RowChunk {
 // Where rank `at` has the scales of the rows of `source`.
 __device__ __forceinline__ float* gathered_scales(const AllGatherGemmArgs& args, int at,
                                                   int source) {
-    const int each = args.scales.single ? 1 : args.rows;
+    const std::int64_t each = args.scales.single ? 1 : args.scales.of_rows(args.rows);
     return reinterpret_cast<float*>(args.workspace.data(at) + args.scales.gathered_at) +
-           std::int64_t{source} * each;
+           source * each;
 }
 
-// The scales of a chunk's rows go to a peer, by plain stores that this thread has yet to publish.
-__device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, int peer, int chunk) {
+// The scales of a chunk's rows go to a peer, by plain stores that this thread has yet to publish, or, where
+// they are many, through the ring.
+__device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, PushRing& ring, int peer,
+                                            int chunk) {
+    const OperandScales& scales = args.scales;
     float* const to = gathered_scales(args, peer, args.workspace.rank);
-    if (args.scales.single) {
-        *to = *args.scales.own;
+    if (scales.single) {
+        *to = *scales.own;
         return;
     }
-    const int end = min((chunk + 1) * args.chunk_rows, args.rows);
+    const std::int64_t first = scales.of_rows(chunk * args.chunk_rows);
+    const std::int64_t end = scales.of_rows(min((chunk + 1) * args.chunk_rows, args.rows));
+    const std::uint64_t bytes = (end - first) * sizeof(float);
+    const auto places = reinterpret_cast<std::uintptr_t>(to + first) |
+                        reinterpret_cast<std::uintptr_t>(scales.own + first);
+    if (scales.blocks > 0 && (places | bytes) % 16 == 0) {
+        ring.copy(reinterpret_cast<char*>(to + first),
+                  reinterpret_cast<const char*>(scales.own + first), bytes, 0, 1);
+        return;
+    }
 #pragma unroll 16
-    for (int row = chunk * args.chunk_rows; row < end; ++row) to[row] = args.scales.own[row];
+    for (std::int64_t at = first; at < end; ++at) to[at] = scales.own[at];
 }
 
 // What a pushing block does instead of tiles: each pusher has stages of its own, takes chunks in turn and
@@ -116,7 +128,7 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushR
         const RowChunk chunk(args, workspace.rank, task % args.chunks, sizeof(In));
         ring.copy(workspace.data(peer) + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
                   1);
-        if constexpr (sizeof(In) == 1) push_scales(args, peer, task % args.chunks);
+        if constexpr (sizeof(In) == 1) push_scales(args, ring, peer, task % args.chunks);
         ring.complete();
         workspace.flags(peer)[chunk.flag].set(epoch);
     }
@@ -255,17 +267,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Multiplier<C, Element, kNMajorB, In> multiplier(shared);
             for_each_tile<C>(args, [&](int shard, int row, int column) {
-                const OperandScales& scales = args.scales;
-                if constexpr (kScaled) {
-                    multiplier.fetch_scales(scales.of_columns, column, args.n, scales.single);
-                }
-                multiplier.multiply(steps);
                 if constexpr (kScaled) {
                     const int rank = args.workspace.rank;
-                    const float* const of_rows =
-                        shard == rank ? scales.own : gathered_scales(args, rank, shard);
-                    multiplier.scale(of_rows + (scales.single ? 0 : row), args.rows - row,
-                                     scales.of_columns, scales.single);
+                    multiplier.multiply_scaled(
+                        steps, args.scales, args.rows - row, column, args.n, [&] {
+                            return (shard == rank ? args.scales.own
+                                                  : gathered_scales(args, rank, shard)) +
+                                   args.scales.of_rows(row);
+                        });
+                } else {
+                    multiplier.multiply(steps);
                 }
                 multiplier.add_bias(args.bias, column, args.n);
                 multiplier.write();
@@ -304,6 +315,9 @@ cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant va
             return start.template operator()<Deep>();
         case Tiling::narrow:
             return start.template operator()<Narrow>();
+        case Tiling::promoted:
+            if constexpr (!std::is_same_v<Element, In>)
+                return start.template operator()<Promoted>();
     }
     return cudaErrorInvalidValue;
 }

@@ -312,15 +312,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Multiplier<C, Element, kNMajorB, In> multiplier(shared);
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                const OperandScales& scales = args.scales;
-                if constexpr (sizeof(In) == 1) {
-                    multiplier.fetch_scales(scales.of_columns, tile.column, args.n, scales.single);
-                }
-                multiplier.multiply(args.is_given ? 0 : steps);
+                const int own_steps = args.is_given ? 0 : steps;
                 if constexpr (sizeof(In) == 1) {
                     const int row = tile.owner * args.rows + tile.row;
-                    multiplier.scale(scales.own + (scales.single ? 0 : row), args.m - row,
-                                     scales.of_columns, scales.single);
+                    multiplier.multiply_scaled(
+                        own_steps, args.scales, args.m - row, tile.column, args.n,
+                        [&] { return args.scales.own + args.scales.of_rows(row); });
+                } else {
+                    multiplier.multiply(own_steps);
                 }
                 const int parts = args.is_given + tile.parts;
                 for (int part = 0; part < parts; ++part) multiplier.add_tile();
@@ -357,6 +356,10 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
             return start.template operator()<MediumCarry>();
         case Tiling::narrow:
             return start.template operator()<NarrowCarry>();
+        case Tiling::promoted:
+            if constexpr (!std::is_same_v<Element, In>) {
+                return start.template operator()<PromotedCarry>();
+            }
     }
     return cudaErrorInvalidValue;
 }

@@ -99,10 +99,10 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
         : "l"(a), "l"(b), "r"(static_cast<std::uint32_t>(accumulate)), "n"(kNMajorB ? 1 : 0),     \
           "n"(kMMajorA ? 1 : 0))
 
-#define MKERNEL_WGMMA_192(type)                                                                   \
+#define MKERNEL_WGMMA_192(kind, transposed)                                                       \
     asm volatile(                                                                                 \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                              \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type                              \
+        "wgmma.mma_async.sync.aligned.m64n192" kind                                               \
         " {"                                                                                      \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                  \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "        \
@@ -110,7 +110,7 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "        \
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "        \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"          \
-        "}, %96, %97, p, 1, 1, %100, %99;\n}\n"                                                   \
+        "}, %96, %97, p, 1, 1" transposed ";\n}\n"                                                \
         : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24), MKERNEL_ACC8(32), \
           MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56), MKERNEL_ACC8(64),                 \
           MKERNEL_ACC8(72), MKERNEL_ACC8(80), MKERNEL_ACC8(88)                                    \
@@ -141,6 +141,7 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[8], std::uint64_t a, std::uint64_t b, bool accumulate) {
+    static_assert(sizeof(Element) == 2);
     if constexpr (std::is_same_v<Element, __half>) {
         MKERNEL_WGMMA_16("k16.f32.f16.f16", ", %12, %11");
     } else {
@@ -150,6 +151,7 @@ __device__ inline void wgmma(float (&d)[8], std::uint64_t a, std::uint64_t b, bo
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, bool accumulate) {
+    static_assert(sizeof(Element) == 2);
     if constexpr (std::is_same_v<Element, __half>) {
         MKERNEL_WGMMA_32("k16.f32.f16.f16", ", %20, %19");
     } else {
@@ -159,6 +161,7 @@ __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, b
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool accumulate) {
+    static_assert(sizeof(Element) == 2);
     if constexpr (std::is_same_v<Element, __half>) {
         MKERNEL_WGMMA_64("k16.f32.f16.f16", ", %36, %35");
     } else {
@@ -180,10 +183,13 @@ __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, b
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[96], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    if constexpr (std::is_same_v<Element, __half>) {
-        MKERNEL_WGMMA_192("f16");
+    if constexpr (std::is_same_v<Element, __nv_fp8_e4m3>) {
+        static_assert(!kNMajorB && !kMMajorA);
+        MKERNEL_WGMMA_192("k32.f32.e4m3.e4m3", "");
+    } else if constexpr (std::is_same_v<Element, __half>) {
+        MKERNEL_WGMMA_192("k16.f32.f16.f16", ", %100, %99");
     } else {
-        MKERNEL_WGMMA_192("bf16");
+        MKERNEL_WGMMA_192("k16.f32.bf16.bf16", ", %100, %99");
     }
 }
 

@@ -57,6 +57,7 @@ struct Config {
     static constexpr int kBoxDepth = kShareN % kSliceN == 0 ? kTileK : kTileK / kCluster;
     static constexpr int kSlices = kTileN / kSliceN;
     static constexpr int kAccumulators = kTileN / 2;  // floats a thread
+    static constexpr bool kPromotes = false;
 };
 // Shared memory goes to stages, which hide the latency of loads, or to slices, which let a finished
 // tile leave while the next is multiplied.
@@ -67,6 +68,14 @@ using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
 using WideCarry = Config<256, 2, 4, 4>;
 using MediumCarry = Config<192, 2, 3, 4>;
 using NarrowCarry = Config<128, 1, 4, 4>;
+// Of e4m3 operands, with sums of each step of K added up in float32 (Multiplier::multiply_promoted): those
+// take as many registers again, of which wider tiles have none left.
+struct Promoted : Config<128, 2, 4> {  // 5 stages
+    static constexpr bool kPromotes = true;
+};
+struct PromotedCarry : Config<128, 2, 4, 4> {
+    static constexpr bool kPromotes = true;
+};
 
 template <class C>
 struct Shared {
@@ -85,7 +94,9 @@ static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kS
               sizeof(Shared<Medium>) <= kSharedBytes &&
               sizeof(Shared<MediumCarry>) <= kSharedBytes &&
               sizeof(Shared<Narrow>) <= kSharedBytes && sizeof(Shared<WideCarry>) <= kSharedBytes &&
-              sizeof(Shared<NarrowCarry>) <= kSharedBytes);
+              sizeof(Shared<NarrowCarry>) <= kSharedBytes &&
+              sizeof(Shared<Promoted>) <= kSharedBytes &&
+              sizeof(Shared<PromotedCarry>) <= kSharedBytes);
 
 // A place in a ring of kSlots; `parity` is that of the phase to wait for.
 template <int kSlots>

@@ -8,6 +8,7 @@
 #include "backends/accelerators/hopper/ptx/vector.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
+#include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {
 
@@ -56,6 +57,32 @@ class Multiplier {
         if (steps > 0) release(before.slot);
     }
 
+    // The products of a tile of e4m3 operands from `column` of `columns` of the matrix on, times their scales.
+    // `of_rows()`: where those of the tile's first row lie once they are there, of `rows` rows from it on.
+    template <class OfRows>
+    __device__ __forceinline__ void multiply_scaled(int steps, const OperandScales& scales,
+                                                    int rows, int column, int columns,
+                                                    OfRows&& of_rows) {
+        if constexpr (C::kPromotes) {
+            if (scales.blocks > 0) {
+                const float* const of_a = of_rows();
+                const float* const of_b =
+                    scales.of_columns + std::int64_t{column / C::kTileN} * scales.blocks;
+                multiply_promoted(steps, [&](int step) {
+                    return block_scales(of_a, rows, of_b, scales.blocks, step);
+                });
+                return;
+            }
+        }
+        fetch_scales(scales.of_columns, column, columns, scales.single);
+        if constexpr (C::kPromotes) {
+            multiply_promoted(steps, [](int) { return float2{1, 1}; });
+        } else {
+            multiply(steps);
+        }
+        scale(of_rows(), rows, scales.of_columns, scales.single);
+    }
+
     // The first row of the tile that this warpgroup holds.
     __device__ int first_row() const { return group_ * 64; }
 
@@ -95,40 +122,6 @@ class Multiplier {
             __syncwarp();
             release(stage_.slot);
             stage_.next();
-        }
-    }
-
-    // Brings the scales of a tile's columns while it is multiplied. `of_columns`: of all `columns` columns
-    // of the matrix, those of the tile from `column` on; or one, which is not brought.
-    __device__ __forceinline__ void fetch_scales(const float* of_columns, int column, int columns,
-                                                 bool single) {
-        ptx::meet<kBarrier, kMultipliers * kWarpgroup>();  // the tile before is scaled
-        const int at = (static_cast<int>(threadIdx.x) - kWarpgroup) * 2;
-        if (single || at >= C::kTileN) return;
-        const bool there = column + at < columns;
-        ptx::copy_8_ahead(&shared_.scales[at], of_columns + (there ? column + at : 0), there);
-    }
-
-    // Multiplies by the scales of the operands. `of_rows`: of the first of the tile's `rows` rows that
-    // there are; or one of all. Columns': those that were fetched, or one.
-    __device__ __forceinline__ void scale(const float* of_rows, int rows, const float* of_columns,
-                                          bool single) {
-        const int first = row_ - lane_ % 16 + lane_ / 4;
-        const float above = ptx::load_arrived(of_rows + (single ? 0 : min(first, rows - 1)));
-        const float below = ptx::load_arrived(of_rows + (single ? 0 : min(first + 8, rows - 1)));
-        const float one = *of_columns;
-        ptx::wait_copies_ahead();
-        ptx::meet<kBarrier, kMultipliers * kWarpgroup>();
-        const float* const from = &shared_.scales[lane_ % 4 * 2];
-#pragma unroll
-        for (int block = 0; block < C::kTileN / 8; ++block) {
-            float2 two = *reinterpret_cast<const float2*>(from + block * 8);
-            if (single) two = {one, one};
-            float* const sum = &sum_[4 * block];
-            times(sum[0], two.x, above);
-            times(sum[1], two.y, above);
-            times(sum[2], two.x, below);
-            times(sum[3], two.y, below);
         }
     }
 
@@ -202,6 +195,88 @@ class Multiplier {
     }
 
   private:
+    // As `multiply`, of e4m3 operands, which matrix units add with fewer bits than float32 has: the products
+    // of a step are added up by themselves, and then to the tile's in float32. `factors(step)`: what those
+    // of the thread's rows above and below are multiplied by before.
+    template <class Factors>
+    __device__ __forceinline__ void multiply_promoted(int steps, Factors&& factors) {
+        float part[C::kAccumulators];
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; ++i) sum_[i] = part[i] = 0;
+        for (int step = 0; step < steps; ++step) {
+            shared_.full[stage_.slot].wait(stage_.parity);
+            const unsigned char* a = shared_.stages[stage_.slot] + group_ * 64 * kRowBytes;
+            const unsigned char* b = shared_.stages[stage_.slot] + C::kABytes;
+            std::uint64_t a_place = ptx::descriptor(a, 0, kAtomBytes);
+            std::uint64_t b_place = ptx::descriptor(b, 0, kAtomBytes);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kTileK; k += 16) {
+                ptx::wgmma<In, false>(part, a_place, b_place, k > 0);
+                a_place += 16 * kElementBytes >> 4;
+                b_place += 16 * kElementBytes >> 4;
+            }
+            ptx::wgmma_commit();
+            const float2 by = factors(step);
+            ptx::wgmma_wait<0>();
+            release(stage_.slot);
+            stage_.next();
+#pragma unroll
+            for (int i = 0; i < C::kAccumulators; i += 4) {
+                sum_[i] = fmaf(part[i], by.x, sum_[i]);
+                sum_[i + 1] = fmaf(part[i + 1], by.x, sum_[i + 1]);
+                sum_[i + 2] = fmaf(part[i + 2], by.y, sum_[i + 2]);
+                sum_[i + 3] = fmaf(part[i + 3], by.y, sum_[i + 3]);
+            }
+        }
+    }
+
+    // The scales by blocks of step `step` of K, for the thread's rows above and below. `of_rows`:
+    // [rows, blocks] from the tile's first row on; `of_columns`: [blocks], those of the tile's columns.
+    __device__ __forceinline__ float2 block_scales(const float* of_rows, int rows,
+                                                   const float* of_columns, int blocks,
+                                                   int step) const {
+        const int first = row_ - lane_ % 16 + lane_ / 4;
+        const float b = of_columns[step];
+        return {b * ptx::load_arrived(of_rows + std::int64_t{min(first, rows - 1)} * blocks + step),
+                b * ptx::load_arrived(of_rows + std::int64_t{min(first + 8, rows - 1)} * blocks +
+                                      step)};
+    }
+
+    // Brings the scales of a tile's columns while it is multiplied. `of_columns`: of all `columns` columns
+    // of the matrix, those of the tile from `column` on; or one, which is not brought.
+    __device__ __forceinline__ void fetch_scales(const float* of_columns, int column, int columns,
+                                                 bool single) {
+        ptx::meet<kBarrier, kMultipliers * kWarpgroup>();  // the tile before is scaled
+        const int at = (static_cast<int>(threadIdx.x) - kWarpgroup) * 2;
+        if (single || at >= C::kTileN) return;
+        const bool there = column + at < columns;
+        ptx::copy_8_ahead(&shared_.scales[at], of_columns + (there ? column + at : 0), there);
+    }
+
+    // Multiplies by the scales of the operands. `of_rows`: of the first of the tile's `rows` rows that
+    // there are; or one of all. Columns': those that were fetched, or one.
+    __device__ __forceinline__ void scale(const float* of_rows, int rows, const float* of_columns,
+                                          bool single) {
+        const int first = row_ - lane_ % 16 + lane_ / 4;
+        const float above = ptx::load_arrived(of_rows + (single ? 0 : min(first, rows - 1)));
+        const float below = ptx::load_arrived(of_rows + (single ? 0 : min(first + 8, rows - 1)));
+        const float one = *of_columns;
+        ptx::wait_copies_ahead();
+        ptx::meet<kBarrier, kMultipliers * kWarpgroup>();
+        const float* const from = &shared_.scales[lane_ % 4 * 2];
+#pragma unroll
+        for (int block = 0; block < C::kTileN / 8; ++block) {
+            float2 two = *reinterpret_cast<const float2*>(from + block * 8);
+            if (single) two = {one, one};
+            float* const sum = &sum_[4 * block];
+            times(sum[0], two.x, above);
+            times(sum[1], two.y, above);
+            times(sum[2], two.x, below);
+            times(sum[3], two.y, below);
+        }
+    }
+
     // Multiplies in place: of products that are moved ptxas would spill some.
     __device__ static void times(float& sum, float of_column, float of_row) {
         asm volatile("mul.f32 %0, %0, %1;\n\tmul.f32 %0, %0, %2;"

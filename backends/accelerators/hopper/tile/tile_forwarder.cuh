@@ -76,18 +76,16 @@ __device__ inline void tell_stored(Shared<C>& shared, std::uint32_t tiles) {
 }
 
 template <class C>
-__device__ inline bool has_stored(const Shared<C>& shared, std::uint32_t tiles) {
-    std::uint32_t stored;
-    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
-                 : "=r"(stored)
-                 : "r"(ptx::shared_address(&shared.stored))
-                 : "memory");
-    return stored >= tiles;
-}
-
-template <class C>
 __device__ inline void wait_stored(const Shared<C>& shared, std::uint32_t tiles) {
-    while (!has_stored(shared, tiles)) __nanosleep(100);
+    std::uint32_t stored = 0;
+    while (true) {
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                     : "=r"(stored)
+                     : "r"(ptx::shared_address(&shared.stored))
+                     : "memory");
+        if (stored >= tiles) break;
+        __nanosleep(100);
+    }
     ptx::fence_async_proxy();
 }
 

@@ -10,9 +10,6 @@
 //   weights ──loader, 3-D boxes──▶ stages
 //   stages ──multipliers──▶ slices ──storer's warp, boxes, the last few rows one by one──▶ `out`; or, with
 //        `home`, row by row ──▶ the place of that row in its rank's workspace: [tokens, top_k, N] there
-// With `panel_counts`, of rows that are ready: panel by panel of columns, `out` ──two warps of all blocks, beside
-//        the next panel's products──▶ weighted sums of a token's results here, in its rank's workspace
-//        (home.hpp, by rank); what is left, as of the last panel, are the next kernel's
 // Gated, weights are [K, 2N]: a tile has the gate's and the up columns of the same results, each half
 // its width, and what leaves is silu(gate) * up.
 // A tile has up to 256 rows of one expert. With more than 128 each block of the cluster has half of them
@@ -26,7 +23,6 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
-#include "backends/accelerators/hopper/kernels/moe/panels.cuh"
 #include "backends/accelerators/hopper/kernels/moe/tables.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -44,11 +40,7 @@ struct GroupedArgs {
     const char* a;   // own tokens [tokens, K]; of rows that are ready, none
     char* permuted;  // [rows, K], which is what `rows` describes; null: rows are ready, or gathered
     char* out;       // [rows, N]; unused with `home`
-    PanelCount* panel_counts;   // of each panel; null: no sums here
-    const float* weights;       // own, [tokens, top_k], for sums; all ranks' are in the workspace
-    std::uint64_t rows_offset;  // of sums that come home
     std::int32_t n, k;
-    Panels panels;        // where rows are ready and results 16-bit
     std::int32_t height;  // rows of `out` that have no place are zeroed, up to here; 0: none are
     bool waits;           // for tokens of other ranks
     bool home;

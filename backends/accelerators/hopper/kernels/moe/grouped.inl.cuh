@@ -3,7 +3,6 @@
 
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/kernels/moe/gather_rows.cuh"
-#include "backends/accelerators/hopper/kernels/moe/panel_sums.cuh"
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"
 #include "backends/accelerators/hopper/kernels/moe/permute_rows.cuh"
 #include "backends/accelerators/hopper/kernels/moe/store_rows.cuh"
@@ -25,7 +24,6 @@ template <class C, class Element, bool kNMajorB, bool kGathers, bool kGated, boo
 __global__ void __launch_bounds__(kBlockThreads, 1)
     grouped(const __grid_constant__ GroupedArgs args) {
     static_assert(!kWide || (!kGathers && !kGated));
-    constexpr bool kSums = !kGathers && !kGated && !kWide;
     constexpr int kWidth = kGated ? C::kTileN / 2 : C::kTileN;
     __shared__ std::uint32_t starts[kGathers ? kTileM : 1];
     Shared<C>& shared = shared_memory<C>();
@@ -39,7 +37,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             if (ptx::elect_one()) {
                 Cursor<C::kStages> cursor;
                 int known = -1;  // tiles up to it are there
-                for_each_part<kSums>(args, kWidth, [&](const Part& part) {
+                for_each_part(args, kWidth, [&](const Part& part) {
                     if (!kGathers && args.permuted != nullptr && part.number > known) {
                         wait_for_tile(args, waiter, epoch, part.number, part.tile);
                         known = part.number;
@@ -50,31 +48,25 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         } else if (warp == 1) {
             if constexpr (!kWide) {
                 RowStorer<C> storer(shared, args);
-                for_each_part<kSums>(
-                    args, kWidth, [&](const Part& part) { storer.part(part, kWidth / kSliceN); },
-                    [&](int panel) { storer.end_panel(panel); });
+                for_each_part(args, kWidth,
+                              [&](const Part& part) { storer.part(part, kWidth / kSliceN); });
                 if (args.height > 0) zero_rest(args);
                 storer.finish();
-                if (threadIdx.x % 32 == 0) tell_stored(shared, 1);
             }
         } else if constexpr (kGathers) {
             RowGatherer<C> gatherer(shared, args, starts, static_cast<int>(threadIdx.x) - 64);
-            for_each_part<kSums>(args, kWidth, [&](const Part& part) {
+            for_each_part(args, kWidth, [&](const Part& part) {
                 gatherer.tile(waiter, epoch, part.first, part.rows);
             });
             gatherer.finish();
         } else if (args.permuted != nullptr) {
             RowPermuter(args, waiter, epoch).run();
-        } else if constexpr (kSums) {
-            if (args.panel_counts != nullptr) {
-                PanelSummer<C, Element>(shared, args, waiter, epoch).run();
-            }
         }
     } else {
         ptx::more_registers<208>();
         Multiplier<C, Element, kNMajorB> multiplier(shared);
         const int steps = (args.k + kTileK - 1) / kTileK;
-        for_each_part<kSums>(args, kWidth, [&](const Part& part) {
+        for_each_part(args, kWidth, [&](const Part& part) {
             if (multiplier.first_row() < part.rows) {
                 multiplier.multiply(steps);
             } else {

@@ -45,23 +45,11 @@ __device__ std::uint64_t epoch_of(const HomeArgs& args) {
     return args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
 }
 
-// All threads of the block, last thing.
+// All threads of the block, last thing. Ranks of other nodes hear it by what is put to them.
 __device__ void tell(const HomeArgs& args, std::uint64_t epoch) {
     transport::fence_system();
     __syncthreads();
-    if (threadIdx.x != 0 || !args.waits) return;
-    const Workspace& workspace = args.workspace;
-    if (workspace.far() == 0) return tell_peers(workspace, epoch);
-    // Ranks of other nodes hear it by what is put to them.
-    transport::CallState& state = workspace.control().state;
-    transport::fence_system();
-    if (!state.is_last_block()) return;
-    state.blocks_done = 0;
-    transport::fence_system();
-    for (int peer = 0; peer < workspace.world; ++peer) {
-        if (peer == workspace.rank || !workspace.near(peer)) continue;
-        workspace.flags(peer)[workspace.world + workspace.rank].set_fenced(epoch);
-    }
+    if (threadIdx.x == 0 && args.waits) tell_peers(args.workspace, epoch);
 }
 __device__ void finish(const HomeArgs& args, std::uint64_t epoch) {
     __syncthreads();
@@ -174,26 +162,6 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
     tell(args, epoch);
 }
 
-// The same of what the product has not summed itself, panel by panel.
-template <class In>
-__global__ void __launch_bounds__(kThreads) sum_rest_kernel(const __grid_constant__ HomeArgs args) {
-    const std::uint64_t epoch = epoch_of(args);
-    wait_for_all(args, epoch, 0);
-    const RankSum<In> sum(args.workspace, args.tables, args.y, args.weights, args.weights_offset,
-                          args.rows_offset, args.width, args.waits);
-    const std::int64_t tokens = std::int64_t{args.tables.world} * args.tables.tokens;
-    const int each = args.panels.each();
-    for (int first = 0, panel = 0; first < args.width; first += each, ++panel) {
-        const auto claimed = static_cast<std::int64_t>(args.panel_counts[panel].claimed);
-        const std::int64_t done = min(claimed * kTokenGroup, tokens);
-        for_each_eight(tokens - done, min(each, args.width - first),
-                       [&](std::int64_t number, int column) {
-                           sum.send(static_cast<int>(done + number), first + column);
-                       });
-    }
-    tell(args, epoch);
-}
-
 template <class Out, class In>
 __global__ void __launch_bounds__(kThreads)
     sum_ranks_kernel(const __grid_constant__ HomeArgs args) {
@@ -257,9 +225,6 @@ void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) 
 void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
     void (*kernel)(HomeArgs) = sum_rows_kernel<float>;
     if (!args.wide) kernel = args.half ? sum_rows_kernel<__half> : sum_rows_kernel<__nv_bfloat16>;
-    if (args.panel_counts != nullptr) {  // results are 16-bit
-        kernel = args.half ? sum_rest_kernel<__half> : sum_rest_kernel<__nv_bfloat16>;
-    }
     start("launching the sum of rows", kernel, args, blocks, stream);
 }
 

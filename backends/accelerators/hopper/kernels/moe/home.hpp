@@ -18,7 +18,6 @@
 #include <cstdint>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
-#include "backends/accelerators/hopper/kernels/moe/panels.cuh"
 #include "backends/accelerators/hopper/kernels/moe/tables.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -35,11 +34,9 @@ struct HomeArgs {
     std::uint64_t rows_offset;     // of what comes home
     std::uint64_t outbox_offset;   // of what goes to other nodes
     std::int32_t width;
-    Panels panels;
-    const PanelCount* panel_counts;  // what sum_rows finds done; null: nothing
-    bool half;                       // float16, else bfloat16: y unless `wide`, and out
-    bool wide;                       // what travels is float32, and so is y of sum_rows
-    bool waits;                      // for other ranks; else nothing goes to them either
+    bool half;   // float16, else bfloat16: y unless `wide`, and out
+    bool wide;   // what travels is float32, and so is y of sum_rows
+    bool waits;  // for other ranks; else nothing goes to them either
 };
 
 // On `blocks` blocks of the current device's `stream`; may be captured. CudaError. Rows are multiples of 16

@@ -17,44 +17,33 @@ struct Part {
     bool shares;      // the blocks have the same columns, and load them for each other
 };
 
-// Calls body(part) for each of this block's, in order, and after_panel(panel). Both blocks of a cluster
-// have as many. `width`: columns of results that a tile has. Without kPanels there is one panel.
-template <bool kPanels, class Body, class After>
-__device__ __forceinline__ void for_each_part(const GroupedArgs& args, int width, Body&& body,
-                                              After&& after_panel) {
+// Calls body(part) for each of this block's, in order. Both blocks of a cluster have as many. `width`:
+// columns of results that a tile has.
+template <class Body>
+__device__ __forceinline__ void for_each_part(const GroupedArgs& args, int width, Body&& body) {
     const int block = static_cast<int>(blockIdx.x) % 2;
     const int clusters = static_cast<int>(gridDim.x) / 2;
-    const int all = (args.n + width - 1) / width;
-    const int each = kPanels ? args.panels.each() / width : all;
+    const int single = (args.n + width - 1) / width;
+    const int pairs = (single + 1) / 2;
     const Tile* const tiles = args.tables.tiles();
     int item = static_cast<int>(blockIdx.x) / 2;
     int before = 0;
-    for (int first = 0, panel = 0; first < all; first += each, ++panel) {
-        const int single = min(each, all - first);
-        const int pairs = (single + 1) / 2;
-        int number = 0;
-        for (Tile now = tiles[0]; now.expert >= 0; now = tiles[++number]) {
-            const bool shares = now.rows > kTileM;
-            const int items = shares ? single : pairs;
-            for (; item - before < items; item += clusters) {
-                const int at = item - before;
-                if (shares) {
-                    const int skipped = block * kTileM;
-                    body(Part{now, number, now.first + skipped, min(now.rows - skipped, kTileM),
-                              (first + at) * width, true});
-                } else {
-                    body(Part{now, number, now.first, now.rows, (first + 2 * at + block) * width,
-                              false});
-                }
+    int number = 0;
+    for (Tile now = tiles[0]; now.expert >= 0; now = tiles[++number]) {
+        const bool shares = now.rows > kTileM;
+        const int items = shares ? single : pairs;
+        for (; item - before < items; item += clusters) {
+            const int at = item - before;
+            if (shares) {
+                const int skipped = block * kTileM;
+                body(Part{now, number, now.first + skipped, min(now.rows - skipped, kTileM),
+                          at * width, true});
+            } else {
+                body(Part{now, number, now.first, now.rows, (2 * at + block) * width, false});
             }
-            before += items;
         }
-        after_panel(panel);
+        before += items;
     }
-}
-template <bool kPanels, class Body>
-__device__ __forceinline__ void for_each_part(const GroupedArgs& args, int width, Body&& body) {
-    for_each_part<kPanels>(args, width, body, [](int) {});
 }
 
 // One thread: the stages' boxes, of the weight and, with kBoxes, of A.

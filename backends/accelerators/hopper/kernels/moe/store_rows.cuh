@@ -58,13 +58,6 @@ class RowStorer {
         transport::fence_system();
     }
 
-    // After a panel's last part: says that it is stored, where somebody wants to know.
-    __device__ void end_panel(int panel) {
-        if (args_.panel_counts == nullptr) return;
-        finish();
-        if (lane_ == 0) args_.panel_counts[panel].stored.add(1);
-    }
-
   private:
     __device__ void store_rows(const Part& part, const unsigned char* slice, int column,
                                int first) const {
