@@ -12,6 +12,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/cuda/copy_list.hpp"
@@ -19,6 +20,7 @@
 #include "backends/cuda/driver.hpp"
 #include "backends/cuda/error.hpp"
 #include "backends/cuda/memory.hpp"
+#include "backends/cuda/submitter.hpp"
 
 namespace mkernel::cuda {
 namespace {
@@ -86,30 +88,15 @@ class Lanes {
     }
 
     std::uint64_t submit() {
-        const OutsideCapture outside;
-        const DeviceScope scope(device_);
-        const auto& copies = writes_.join();
-        for (std::size_t from = 0; from < copies.size();) {
-            std::size_t to = from;
-            std::size_t staged = 0;
-            while (to < copies.size() && staged < kStep) {
-                if (copies[to].staging != 0) staged += copies[to].bytes;
-                ++to;
-            }
-            run({copies.data() + from, to - from});
-            from = to;
-        }
+        submitter_.check();
         const std::uint64_t ticket = ++last_;
-        check(driver().stream_write_value(write_, reinterpret_cast<CUdeviceptr>(done_), ticket,
-                                          CU_STREAM_WRITE_VALUE_DEFAULT),
-              "cuStreamWriteValue64");
-        batches_.push_back({ticket, head_, std::move(fetches_)});
-        fetches_.clear();
-        writes_.clear();
+        submitter_.give({ticket, std::exchange(writes_, {})});
+        batches_.push_back({ticket, head_, std::exchange(fetches_, {})});
         return ticket;
     }
 
     bool done(std::uint64_t ticket) {
+        submitter_.check();
         const std::uint64_t ended = std::atomic_ref(*done_).load(std::memory_order_acquire);
         while (!batches_.empty() && batches_.front().ticket <= ended) {
             for (const Fetch& each : batches_.front().fetches) {
@@ -132,6 +119,7 @@ class Lanes {
 
     // Nothing that was handed over uses any memory any more.
     void wait() const {
+        submitter_.wait();
         const OutsideCapture outside;
         const DeviceScope scope(device_);
         check(cudaStreamSynchronize(read_), "cudaStreamSynchronize");
@@ -149,6 +137,32 @@ class Lanes {
         std::uint64_t staging_end;
         std::vector<Fetch> fetches;
     };
+
+    struct Submission {
+        std::uint64_t ticket = 0;
+        CopyList copies;
+    };
+
+    // ---- by the submitter's thread
+
+    void hand_over(Submission& batch) {
+        const OutsideCapture outside;
+        const DeviceScope scope(device_);
+        const auto& copies = batch.copies.join();
+        for (std::size_t from = 0; from < copies.size();) {
+            std::size_t to = from;
+            std::size_t staged = 0;
+            while (to < copies.size() && staged < kStep) {
+                if (copies[to].staging != 0) staged += copies[to].bytes;
+                ++to;
+            }
+            run({copies.data() + from, to - from});
+            from = to;
+        }
+        check(driver().stream_write_value(write_, reinterpret_cast<CUdeviceptr>(done_),
+                                          batch.ticket, CU_STREAM_WRITE_VALUE_DEFAULT),
+              "cuStreamWriteValue64");
+    }
 
     // Reads what is staged, then writes it, and what goes straight, in order.
     void run(std::span<const QueuedCopy> copies) {
@@ -233,9 +247,11 @@ class Lanes {
     CopyList writes_;
     std::vector<Fetch> fetches_;
     std::deque<Batch> batches_;
+    // The submitter's.
     std::vector<QueuedCopy> reads_;
     std::vector<CUdeviceptr> to_, from_;
     std::vector<std::size_t> bytes_;
+    Submitter<Submission> submitter_{[this](Submission& batch) { hand_over(batch); }};
 };
 
 // ---- the mover

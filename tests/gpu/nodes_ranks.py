@@ -112,28 +112,32 @@ def noticed(shapes: list[Shape], seed: int) -> str:
         return type(error).__name__
 
 
-def break_and_rebuild(port: int, nic: str, fault: str, shape: Shape) -> tuple[str, float, bool]:
-    """(kind of error, seconds until it was raised, whether the next world of these processes is right).
-    Rank 0's device has the fault, in the first of the two worlds."""
+def break_and_rebuild(
+    port: int, nic: str, fault: str | None, shape: Shape, timeout_s: float = 20, next_nic: str = ""
+) -> tuple[str, str, float, bool]:
+    """(kind of error, its message, seconds from a call to it, whether the next world of these processes
+    is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of the
+    second one, where it is another."""
     mkernel.finalize()
-    _join(port, nic, fault)
+    _join(port, nic, fault, timeout_s)
     start = time.monotonic()
     try:
         work = Work(shape)
         for turn in range(2_000):
             work.fill(turn)
+            start = time.monotonic()
             work.call()
             mkernel.synchronize()
-        raise AssertionError(f"{fault} went unnoticed")
+        raise AssertionError(f"{fault or nic} went unnoticed")
     except WorldError as error:
-        kind, seconds = type(error).__name__, time.monotonic() - start
+        kind, message, seconds = type(error).__name__, str(error), time.monotonic() - start
         mkernel.finalize(error)
     assert float(torch.ones(8, device="cuda").sum()) == 8
-    _join(port, nic, None)
-    return kind, seconds, not judged([shape], 3)
+    _join(port, next_nic or nic, None, timeout_s)
+    return kind, message, seconds, not judged([shape], 3)
 
 
-def _join(port: int, nic: str, fault: str | None) -> None:
+def _join(port: int, nic: str, fault: str | None, timeout_s: float) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:
@@ -143,7 +147,7 @@ def _join(port: int, nic: str, fault: str | None) -> None:
             accelerator="hopper",
             nic=nic,
             verbs="soft",
-            timeout_s=20,
+            timeout_s=timeout_s,
             stores=stores(port),
         )
     finally:

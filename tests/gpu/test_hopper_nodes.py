@@ -311,7 +311,7 @@ def test_a_nic_error_in_mid_kernel(nic: str, fault: str, monkeypatch: pytest.Mon
         nodes_ranks.break_and_rebuild, port, nic, fault, shape, nodes=2, ranks_per_node=1,
         accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
     )  # fmt: skip
-    for kind, seconds, goes_on in found:
+    for kind, _, seconds, goes_on in found:
         assert kind == "NicError"
         assert seconds < 15
         assert goes_on

@@ -3,21 +3,24 @@
 namespace mkernel::nics::softverbs {
 
 bool Cq::push(const Entry& entry) {
-    const std::uint64_t at = head.load(std::memory_order_relaxed);
-    if (at - tail.load(std::memory_order_acquire) >= entries.size()) {
+    if (filled - tail.load(std::memory_order_acquire) >= entries.size()) {
         overrun.store(true, std::memory_order_relaxed);
         return false;
     }
-    entries[at & (entries.size() - 1)] = entry;
+    entries[filled++ & (entries.size() - 1)] = entry;
+    return true;
+}
+
+void Cq::show() {
+    if (head.load(std::memory_order_relaxed) == filled) return;
     // seq_cst: ordered before the look at `armed`, as the poller arms before it looks again.
-    head.store(at + 1, std::memory_order_seq_cst);
+    head.store(filled, std::memory_order_seq_cst);
     if (channel != nullptr && armed.load(std::memory_order_seq_cst) &&
         armed.exchange(false, std::memory_order_acq_rel)) {
         ibv_cq* self = this;
         [[maybe_unused]] const ssize_t written =
             ::write(static_cast<Channel*>(channel)->write_end.get(), &self, sizeof(self));
     }
-    return true;
 }
 
 int Cq::poll(int count, ibv_wc* out) {

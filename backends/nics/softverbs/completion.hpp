@@ -44,9 +44,14 @@ struct Cq : ibv_cq {
     std::atomic<bool> overrun{false};
     std::mutex poll_lock;
     std::uint32_t users = 0;
+    std::uint64_t filled =
+        0;  // engine: entries ever added, of which pollers see those before `head`
 
     // Engine only; see Context::complete. False where the queue is full: it is then in error for good.
     bool push(const Entry& entry);
+    // Engine only: pollers see what was added. Once for several entries, since a word that two threads
+    // share costs more than they do.
+    void show();
     // Any thread.
     int poll(int count, ibv_wc* out);
     // Under the control lock: voids what belongs to a queue pair that goes away.

@@ -284,9 +284,15 @@ void Context::raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq) {
 
 bool Context::complete(ibv_cq* queue, const Cq::Entry& entry) {
     auto& to = *static_cast<Cq*>(queue);
+    if (unshown_.empty() || unshown_.back() != &to) unshown_.push_back(&to);
     if (to.overrun.load(std::memory_order_relaxed) || to.push(entry)) return true;
     raise_event(IBV_EVENT_CQ_ERR, nullptr, queue);
     return false;
+}
+
+void Context::show_completions() {
+    for (Cq* each : unshown_) each->show();
+    unshown_.clear();
 }
 
 Context::Struck Context::strike(Cq& queue, std::uint64_t now) {
@@ -323,6 +329,7 @@ bool Context::round(std::uint64_t& wake_at) {
     worked |= copies.poll(now);
     for (const auto& qp : qps) worked |= qp->step(now, wake_at);
     worked |= fabric.step(now, wake_at);
+    show_completions();
     copies.submit(now);
     if (copies.failed() && !failure_raised_) {
         failure_raised_ = true;

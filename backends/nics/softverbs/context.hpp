@@ -60,6 +60,9 @@ struct Context : verbs_context {
     void raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq);
     // Adds a completion. False where it overruns the queue, which is an event, once.
     bool complete(ibv_cq* queue, const Cq::Entry& entry);
+    // Pollers see all completions that were added: at the end of a round, and before a peer hears that what
+    // they tell of has been done.
+    void show_completions();
 
     void wake() { ring_doorbell(port.header()); }
 
@@ -131,6 +134,7 @@ struct Context : verbs_context {
     std::unordered_map<std::uint64_t, Remote> remotes_;  // by cookie
     std::vector<const Mr*> device_regions_;
     std::atomic<bool> has_device_regions_{false};
+    std::vector<Cq*> unshown_;     // queues with completions that nobody sees yet, in any number
     std::uint64_t worked_at_ = 0;  // engine
     std::vector<Unflushed> unflushed_;
     std::uint32_t offers_seen_ = 0;

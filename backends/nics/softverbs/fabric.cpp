@@ -75,7 +75,9 @@ bool Fabric::step(std::uint64_t now, std::uint64_t& wake_at) {
         worked |= settle();
         worked |= place(now, wake_at);
         for (auto& in : incoming_) {
-            if (in) worked |= retry_unready(*in, now, wake_at);
+            if (!in) continue;
+            worked |= retry_unready(*in, now, wake_at);
+            show_answers(*in);
         }
         for (auto& [cookie, out] : outgoing_) worked |= take_answers(*out);
     }
@@ -98,7 +100,10 @@ bool Fabric::step(std::uint64_t now, std::uint64_t& wake_at) {
         worked |= qp->flush();
     }
     for (auto& [cookie, out] : outgoing_) {
-        if (!mute) worked |= tell_abandoned(*out);
+        if (!mute) {
+            worked |= tell_abandoned(*out);
+            publish(*out);
+        }
         worked |= check_peer(*out, now, wake_at);
     }
     return worked;

@@ -71,7 +71,8 @@ class Fabric {
         std::vector<InFlight> window{kFlowWindow};
     };
     struct Arriving {
-        FlowPacket first;
+        std::uint64_t number = UINT64_MAX;  // UINT64_MAX: the place is free
+        FlowMessage message{};
         std::uint32_t taken = 0;        // bytes taken from the flow
         std::uint32_t outstanding = 0;  // placements still to do
         ibv_wc_status status = IBV_WC_SUCCESS;
@@ -83,10 +84,12 @@ class Fabric {
         PortAddress from;
         std::shared_ptr<RemotePort> sender;
         std::uint64_t tail = 0;
-        std::uint64_t answered = 0;
-        std::unordered_map<std::uint64_t, Arriving> messages;
-        std::vector<std::uint64_t> unready;  // messages that want a receive
+        std::uint64_t answered = 0, shown = 0;      // in the log, and of these known to the sender
+        std::vector<Arriving> window{kFlowWindow};  // as the sender's
+        std::vector<std::uint64_t> unready;         // messages that want a receive
         EarlyCopies early;
+
+        Arriving& place_of(std::uint64_t message) { return window[message % kFlowWindow]; }
     };
     struct Placement {
         Incoming* flow;
@@ -140,6 +143,7 @@ class Fabric {
     void finish(Incoming& in, std::uint64_t message, Arriving& arriving);
     bool retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);
     void reply(Incoming& in, std::uint64_t message, ibv_wc_status status);
+    void show_answers(Incoming& in);
     void drop(Incoming& in);
 
     Context& context_;

@@ -112,9 +112,10 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
             give_up(in, p.message);
             continue;
         }
-        Arriving& message = in.messages[p.message];
+        Arriving& message = in.place_of(p.message);
+        if (message.number != p.message) message = {.number = p.message};
         if (p.offset == 0) {
-            message.first = p;
+            message.message = p.whole();
             message.status = judge(in, p);
         }
         message.taken += p.length;
@@ -166,11 +167,10 @@ void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
 
 // The sender has abandoned a message, of which nothing or a part has come.
 void Fabric::give_up(Incoming& in, std::uint64_t number) {
-    const auto found = in.messages.find(number);
-    if (found == in.messages.end()) return reply(in, number, IBV_WC_REM_ABORT_ERR);
-    Arriving& message = found->second;
+    Arriving& message = in.place_of(number);
+    if (message.number != number) return reply(in, number, IBV_WC_REM_ABORT_ERR);
     message.status = IBV_WC_REM_ABORT_ERR;
-    message.first.total = message.taken;  // it ends here
+    message.message.total = message.taken;  // it ends here
     if (message.outstanding == 0) finish(in, number, message);
 }
 
@@ -210,10 +210,10 @@ bool Fabric::place(std::uint64_t now, std::uint64_t& wake_at) {
 bool Fabric::execute(Placement& placement, std::uint64_t now) {
     Incoming& in = *placement.flow;
     const FlowPacket& p = placement.packet;
-    Arriving& message = in.messages.at(p.message);
+    Arriving& message = in.place_of(p.message);
     if (message.status == IBV_WC_SUCCESS) {
         PayloadSource source{placement.payload.data(), 0};
-        if ((p.flags & kReference) != 0) {
+        if ((p.flags & kReference) != 0 && placement.batch == 0) {
             source = context_.find_payload(*in.sender, p.flags, p.ref_fd, p.ref_inode, p.ref_offset,
                                            p.length);
         }
@@ -247,38 +247,37 @@ bool Fabric::execute(Placement& placement, std::uint64_t now) {
 }
 
 void Fabric::end_placement(Incoming& in, std::uint64_t number) {
-    Arriving& message = in.messages.at(number);
-    if (--message.outstanding == 0 && message.taken == message.first.total) {
+    Arriving& message = in.place_of(number);
+    if (--message.outstanding == 0 && message.taken == message.message.total) {
         finish(in, number, message);
     }
 }
 
 // What waited for copies that are done, in the order in which it was placed.
 bool Fabric::settle() {
-    const auto still = std::ranges::stable_partition(
-        moving_, [this](const Moving& each) { return context_.copies.done(each.batch); });
-    const auto ended = static_cast<std::size_t>(still.begin() - moving_.begin());
-    for (std::size_t i = 0; i < ended; ++i) end_placement(*moving_[i].flow, moving_[i].message);
-    moving_.erase(moving_.begin(), still.begin());
-    return ended != 0;
+    return std::erase_if(moving_, [this](const Moving& each) {
+               if (!context_.copies.done(each.batch)) return false;
+               end_placement(*each.flow, each.message);
+               return true;
+           }) != 0;
 }
 
 // Every byte is placed: the receive and the answer.
 void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
-    const FlowPacket& p = message.first;
-    if (message.status == IBV_WC_SUCCESS && p.opcode == Opcode::write_imm) {
-        SrdQp* const qp = receiver(p.destination);
+    const FlowMessage& whole = message.message;
+    if (message.status == IBV_WC_SUCCESS && whole.opcode == Opcode::write_imm) {
+        SrdQp* const qp = receiver(whole.destination);
         if (qp == nullptr) {
             message.status = IBV_WC_REM_INV_RD_REQ_ERR;
         } else if (qp->rq_.empty()) {
             in.unready.push_back(number);
             return;
         } else {
-            qp->complete_receive(qp->rq_.take(), IBV_WC_SUCCESS, p);
+            qp->complete_receive(qp->rq_.take(), IBV_WC_SUCCESS, whole);
         }
     }
     reply(in, number, message.status);
-    in.messages.erase(number);
+    message.number = UINT64_MAX;
 }
 
 // Messages for which there was no receive, in the order in which they became whole.
@@ -288,10 +287,10 @@ bool Fabric::retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_
     std::vector<std::uint64_t> waiting;
     waiting.swap(in.unready);
     for (const std::uint64_t number : waiting) {
-        Arriving& message = in.messages.at(number);
+        Arriving& message = in.place_of(number);
         if (message.rnr_since == 0) message.rnr_since = now;
-        const std::uint64_t budget = (message.first.rnr_retry + 1u) * kRnrNs;
-        if (message.first.rnr_retry != 7 && now - message.rnr_since >= budget) {
+        const std::uint64_t budget = (message.message.rnr_retry + 1u) * kRnrNs;
+        if (message.message.rnr_retry != 7 && now - message.rnr_since >= budget) {
             message.status = IBV_WC_RNR_RETRY_EXC_ERR;
         }
         finish(in, number, message);
@@ -305,7 +304,15 @@ void Fabric::reply(Incoming& in, std::uint64_t message, ibv_wc_status status) {
     Flow& flow = context_.port.flow(in.index);
     flow.acks[in.answered % kFlowWindow].store((message << 8) | static_cast<std::uint64_t>(status),
                                                std::memory_order_relaxed);
-    flow.receiver.answered.store(++in.answered, std::memory_order_seq_cst);
+    ++in.answered;
+}
+
+// Once for all answers of a step.
+void Fabric::show_answers(Incoming& in) {
+    if (in.shown == in.answered) return;
+    in.shown = in.answered;
+    context_.show_completions();
+    context_.port.flow(in.index).receiver.answered.store(in.answered, std::memory_order_seq_cst);
     ring_doorbell(in.sender->header());
 }
 

@@ -69,6 +69,7 @@ bool Fabric::reach(Outgoing& out, std::uint64_t now) {
 
 void Fabric::close(Outgoing& out) {
     if (out.index != kMaxFlows) {
+        publish(out);
         std::uint64_t mine = out.word;
         out.remote->header().flows[out.index].compare_exchange_strong(
             mine, flow_word(out.word, FlowState::closed));
@@ -110,7 +111,6 @@ bool Fabric::send(SrdQp& qp, std::uint64_t now) {
         if (out.index != kMaxFlows && out.lost_at == 0) {
             const bool whole = transmit(qp, r, out, now);
             worked |= out.head != out.published;
-            publish(out);
             if (!whole) break;
         } else if (qp.cursor_ != 0) {
             break;
@@ -161,7 +161,6 @@ bool Fabric::tell_abandoned(Outgoing& out) {
         out.abandoned.pop_back();
         told = true;
     }
-    publish(out);
     return told;
 }
 
@@ -200,6 +199,7 @@ bool Fabric::give_up_held(SrdQp& qp, std::uint64_t now, std::uint64_t& wake_at) 
     return true;
 }
 
+// Once for all packets of a step: words that two engines share are dear.
 void Fabric::publish(Outgoing& out) {
     if (out.head == out.published) return;
     out.published = out.head;

@@ -19,6 +19,16 @@ inline constexpr std::uint32_t kFlowPayload = 8 * 1024;     // of one packet, th
 
 inline constexpr std::uint8_t kAbandoned = 16;  // the rest of the message does not come
 
+// What its receiver needs of a message, whichever packet came last.
+struct FlowMessage {
+    std::uint32_t total = 0;  // payload bytes
+    std::uint32_t imm = 0;    // network byte order
+    std::uint32_t source = 0;
+    std::uint32_t destination = 0;
+    Opcode opcode = Opcode::pad;
+    std::uint8_t rnr_retry = 7;
+};
+
 struct alignas(64) FlowPacket {
     std::uint64_t message = 0;  // number on its flow
     std::uint64_t arrival = 0;  // monotonic ns; see link.hpp
@@ -39,6 +49,10 @@ struct alignas(64) FlowPacket {
     std::uint8_t flags = 0;
     std::uint8_t rnr_retry = 7;
     std::uint8_t reserved[5] = {};
+
+    [[nodiscard]] FlowMessage whole() const {
+        return {total, imm, source, destination, opcode, rnr_retry};
+    }
 };
 static_assert(sizeof(FlowPacket) == 128);
 

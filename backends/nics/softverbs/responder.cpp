@@ -72,6 +72,7 @@ void Qp::copy_ahead(std::uint64_t head, std::uint64_t now) {
 }
 
 void Qp::publish_executed() {
+    context_.show_completions();
     auto& consumer = inbound().consumer;
     consumer.tail.store(tail_, std::memory_order_release);
     consumer.acked.store(executed_, std::memory_order_seq_cst);
@@ -79,6 +80,7 @@ void Qp::publish_executed() {
 }
 
 void Qp::refuse(ibv_wc_status at_requester, ibv_event_type event) {
+    context_.show_completions();
     auto& consumer = inbound().consumer;
     consumer.acked.store(executed_, std::memory_order_release);
     consumer.nak.store(((executed_ + 1) << 8) | static_cast<std::uint64_t>(at_requester),
@@ -108,6 +110,7 @@ bool Qp::have_receive(std::uint64_t now, std::uint64_t& wake_at) {
     rnr_count_ = std::min<std::uint64_t>(rnr_count_ + 1, 0xff);
     rnr_until_ = now + std::uint64_t{kRnrTimer[min_rnr_timer_]} * 10'000;
     wake_at = std::min(wake_at, rnr_until_);
+    context_.show_completions();
     auto& consumer = inbound().consumer;
     consumer.acked.store(executed_, std::memory_order_release);
     consumer.rnr.store(((executed_ + 1) << 8) | rnr_count_, std::memory_order_seq_cst);

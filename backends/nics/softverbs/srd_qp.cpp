@@ -219,16 +219,16 @@ void SrdQp::complete_send(std::uint64_t id, std::uint32_t bytes, ibv_wc_status s
     if (!context_.complete(qp_base.send_cq, entry)) enter_error();
 }
 
-void SrdQp::complete_receive(std::uint64_t id, ibv_wc_status status, const FlowPacket& p) {
+void SrdQp::complete_receive(std::uint64_t id, ibv_wc_status status, const FlowMessage& m) {
     Cq::Entry entry{};
     entry.wc.wr_id = id;
     entry.wc.status = status;
     entry.wc.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
-    entry.wc.byte_len = p.total;
+    entry.wc.byte_len = m.total;
     entry.wc.qp_num = qp_base.qp_num;
-    entry.wc.src_qp = p.source;
-    if (p.opcode == Opcode::write_imm) {
-        entry.wc.imm_data = p.imm;
+    entry.wc.src_qp = m.source;
+    if (m.opcode == Opcode::write_imm) {
+        entry.wc.imm_data = m.imm;
         entry.wc.wc_flags = IBV_WC_WITH_IMM;
     }
     entry.qp = this;

@@ -77,7 +77,7 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     }
     void complete_send(std::uint64_t wr_id, std::uint32_t bytes, ibv_wc_status status,
                        std::uint32_t vendor_err);
-    void complete_receive(std::uint64_t wr_id, ibv_wc_status status, const FlowPacket& packet);
+    void complete_receive(std::uint64_t wr_id, ibv_wc_status status, const FlowMessage& message);
 
     std::uint32_t queue_key = 0;
     std::uint8_t rnr_retry = 7;

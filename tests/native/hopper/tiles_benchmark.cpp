@@ -1,7 +1,8 @@
 // How long a reduction between two nodes takes on the software device, and into how many copies of a device its
 // tiles join: the puts of GEMM+ReduceScatter or GEMM+AllReduce of 8192 x 8192 x 7168, in the order and at the
 // times at which clusters of two H100 make them, through the real proxies and engines, by a mover that moves
-// nothing and takes the time that a GPU's copies take. Everything is slowed down, so that two cores suffice.
+// nothing and takes the time that a GPU's copies take. Everything is slowed down, so that two cores suffice, and with
+// it what proxies and engines themselves take goes to nothing: where there are five cores, 1 shows it.
 // Not a test. Usage: tiles_benchmark LIBRARY cx7|efa rs|ar computed|rows [slower]
 // computed, rows: in which order an owner's tiles are numbered. MKERNEL_SOFTVERBS_HOLD_NS is slowed down too.
 #include <sys/mman.h>
@@ -256,7 +257,7 @@ int main(int argc, char** argv) {
         const double now = static_cast<double>(monotonic_ns() - start) / slower;
         going = one.run(tiles, all_reduce, now);
         going = other.run(tiles, all_reduce, now) || going;
-        ::usleep(200);
+        ::usleep(static_cast<useconds_t>(slower / 5));
     }
     const auto& mover = TimedMover::get();
     std::printf("%s %s %s: %llu copies in %llu batches, %.0f KiB each; %.0f us\n", argv[2], argv[3],
