@@ -56,7 +56,7 @@ def _recorded(work: Work) -> Callable[[], torch.Tensor]:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work.fill(-1)
+        work.fill(1_000)
         work.call()  # plans and memory are made outside of the capture
     mkernel.synchronize()
     torch.cuda.current_stream().wait_stream(side)
@@ -69,27 +69,6 @@ def _recorded(work: Work) -> Callable[[], torch.Tensor]:
         return result
 
     return replay
-
-
-def reused_early(first: Shape, second: Shape, rounds: int, planted: bool) -> list[str]:
-    """Failures of the first of two calls that follow each other at once, where rank 1 does not wait for
-    rank 0, which is late, before it puts rows of the second one into the same memory. They land where
-    rank 0 reads last."""
-    rank = mkernel.world().rank
-    works = [Work(first), Work(second, seed=1)]
-    failures = []
-    for turn in range(rounds):
-        for work in works:
-            work.fill(turn)
-        mkernel.synchronize()
-        if planted and turn == 1 and rank == 1:
-            count_once_more(first.op, [0])
-        if rank == 0:
-            spin(LATE_S)
-        results = [work.call() for work in works]
-        mkernel.synchronize()
-        failures += works[0].failure(turn, results[0])
-    return failures
 
 
 def unflushed(shapes: Sequence[Shape], flush: bool) -> list[str]:

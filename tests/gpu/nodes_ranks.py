@@ -113,19 +113,18 @@ def noticed(shapes: list[Shape], seed: int) -> str:
 
 
 def break_and_rebuild(
-    port: int, nic: str, fault: str | None, shape: Shape, timeout_s: float = 20, next_nic: str = ""
+    port: int, nic: str, fault: str | None, shape: Shape, next_nic: str = ""
 ) -> tuple[str, str, float, bool]:
-    """(kind of error, its message, seconds from a call to it, whether the next world of these processes
-    is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of the
-    second one, where it is another."""
+    """(kind of error, its message, seconds until it was raised, whether the next world of these
+    processes is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of
+    the second one, where it is another."""
     mkernel.finalize()
-    _join(port, nic, fault, timeout_s)
+    _join(port, nic, fault)
     start = time.monotonic()
     try:
         work = Work(shape)
         for turn in range(2_000):
             work.fill(turn)
-            start = time.monotonic()
             work.call()
             mkernel.synchronize()
         raise AssertionError(f"{fault or nic} went unnoticed")
@@ -133,11 +132,11 @@ def break_and_rebuild(
         kind, message, seconds = type(error).__name__, str(error), time.monotonic() - start
         mkernel.finalize(error)
     assert float(torch.ones(8, device="cuda").sum()) == 8
-    _join(port, next_nic or nic, None, timeout_s)
+    _join(port, next_nic or nic, None)
     return kind, message, seconds, not judged([shape], 3)
 
 
-def _join(port: int, nic: str, fault: str | None, timeout_s: float) -> None:
+def _join(port: int, nic: str, fault: str | None) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:
@@ -147,7 +146,7 @@ def _join(port: int, nic: str, fault: str | None, timeout_s: float) -> None:
             accelerator="hopper",
             nic=nic,
             verbs="soft",
-            timeout_s=timeout_s,
+            timeout_s=20,
             stores=stores(port),
         )
     finally:
