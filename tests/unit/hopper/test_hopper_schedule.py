@@ -184,7 +184,7 @@ def test_no_field_of_e4m3_operands_is_decoration(
     around = Around(scales=Scales(mode=mode))  # type: ignore[arg-type]
     usual = world.plan(
         op, {"m": 256, "n": 1024, "k": 1024}, dtype="float8_e4m3fn", b_layout="column",
-        around=around, chunk=chunk,
+        around=around, chunk=chunk, path="library",
     )  # fmt: skip
     assert isinstance(usual.schedule, PartsSchedule if chunk else LibrarySchedule)
     assert decorations(usual, launches(started, world, usual)) == []

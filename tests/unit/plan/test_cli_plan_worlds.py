@@ -154,7 +154,7 @@ def test_constants_that_a_user_gives_are_of_the_users_chips(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("nodes", "wanted"), [(1, "hopper"), (2, "streams")])
-def test_attention_on_several_nodes_is_left_to_the_next(
+def test_what_runs_on_one_node_is_left_to_the_next_on_several(
     tmp_path: Path, nodes: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``hopper`` has it on one node; named alone, it says so."""
@@ -163,8 +163,8 @@ def test_attention_on_several_nodes_is_left_to_the_next(
 
     def planned(*flags: str) -> PlanReport:
         text = commands.run(
-            command, "ring_attention", "--json", "--topology", str(file), "--nodes", str(nodes),
-            "--ranks-per-node", "8", "--sequence", "8192", "--head-dim", "128", *flags,
+            command, "all_reduce", "--json", "--topology", str(file), "--nodes", str(nodes),
+            "--ranks-per-node", "8", "--m", "256", "--n", "8192", *flags,
         )  # fmt: skip
         return PlanReport.model_validate_json(text)
 
@@ -177,7 +177,7 @@ def test_attention_on_several_nodes_is_left_to_the_next(
         assert named.plan is not None
         return
     assert named.what_if is not None
-    told = ("accelerator 'hopper' runs ring_attention on one node, not on 2",)
+    told = ("accelerator 'hopper' runs all_reduce on one node, not on 2",)
     assert named.what_if.missing == told
 
 
