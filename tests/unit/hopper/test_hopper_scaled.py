@@ -363,7 +363,8 @@ FASTEST: dict[str, tuple[int, ...]] = {
     "gemm_reduce_scatter": (0, 0, 2, 1, 1),
     "gemm_all_reduce": (0, 0, 2, 2, 4),
 }
-"""Chunks of the library path's ways that were fastest on two H100, with scales by rows, within 2 %; 0: the whole."""
+"""Chunks of the library's ways that were fastest on two H100, with scales by rows, within 2 %; 0: the
+whole."""
 
 
 @every_op
