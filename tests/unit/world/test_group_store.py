@@ -30,7 +30,9 @@ def test_values_travel_sealed_through_torch() -> None:
     assert not theirs.check(["address", "other"])
     theirs.wait(["address"], timedelta(seconds=1))
     assert value[:16] not in bytes(raw.get("group/0/address"))
-    if hasattr(mine, "clone"):  # not before torch 2.9, and nothing asks for it there (world/groups.py)
+    if hasattr(
+        mine, "clone"
+    ):  # not before torch 2.9, and nothing asks for it there (world/groups.py)
         assert mine.clone() is not None
 
 
