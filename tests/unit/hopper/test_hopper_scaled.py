@@ -68,9 +68,11 @@ def planned(
 ) -> LaunchPlan:  # fmt: skip
     """``chunks``: parts of each rank's rows; 0: the whole; None: as planned. ``scaled_by``: products,
     which a kernel takes in the dtype of results."""
-    claims = HopperAccelerator().capabilities().model_copy(
-        update={"ops": OPS, "library_ops": OPS, "scale_modes": MODES}
-    )  # fmt: skip
+    of_a_build_with_kernels = {
+        "ops": OPS, "library_ops": OPS, "scale_modes": MODES, "fused_scale_modes": MODES[:-1],
+        "fused_float32_scale_modes": MODES,
+    }  # fmt: skip
+    claims = HopperAccelerator().capabilities().model_copy(update=of_a_build_with_kernels)
     around = Around(bias=bias, scales=Scales(mode=mode, use_fast_accum=fast))
     given = {"dtype": "float8_e4m3fn", "b_layout": "column", "capabilities": claims, **options}
     made = gpu_plan(
