@@ -119,7 +119,7 @@ def test_the_emulation_loses_what_devices_lose() -> None:
         (row["shape"]["k"], name): row["entries"][name]["error"]
         for row in report["rows"]
         if row["shape"]["op"] == "all_gather_gemm" and row["shape"]["m"] == 8192
-        for name in ("mkernel-fused", "nccl+cublas")
+        for name in ("mkernel", "nccl+cublas")
     }
     assert {k for k, _ in errors} == {4096, 8192}
     for (k, _), found in errors.items():
