@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from machine_file import write_section
 from pydantic import ValidationError
@@ -137,17 +138,20 @@ def scaled(tree: dict[str, object], where: tuple[object, ...], by: float) -> dic
     return found
 
 
-def fit(found: list[Sample], tree: dict[str, object]) -> dict[str, object]:
-    """Coordinate search from the given constants: each number times each step, while it helps."""
-
-    def rated(candidate: dict[str, object]) -> float:
-        return loss(found, MachineConstants.model_validate(candidate))
-
+def searched(
+    tree: dict[str, Any],
+    places: Callable[[dict[str, Any]], list[tuple[object, ...]]],
+    rated: Callable[[dict[str, Any]], float],
+    steps: Sequence[float],
+    rounds: int,
+) -> dict[str, Any]:
+    """Coordinate search from the given constants: the number in each of the places times each step,
+    while that lowers what ``rated`` says. ValidationError of it: no legal constants."""
     best = rated(tree)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         before = best
-        for where in variables(tree):
-            for by in STEPS:
+        for where in places(tree):
+            for by in steps:
                 candidate = scaled(tree, where, by)
                 try:
                     value = rated(candidate)
@@ -158,6 +162,15 @@ def fit(found: list[Sample], tree: dict[str, object]) -> dict[str, object]:
         if before - best < 1e-5:
             break
     return tree
+
+
+def fit(found: list[Sample], tree: dict[str, object]) -> dict[str, object]:
+    """The constants by which the samples are predicted best, near the given ones."""
+
+    def rated(candidate: dict[str, object]) -> float:
+        return loss(found, MachineConstants.model_validate(candidate))
+
+    return searched(tree, variables, rated, STEPS, ROUNDS)
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from machine_file import write_section
-from path_constants import STEPS, scaled
-from pydantic import ValidationError
+from path_constants import STEPS, searched
 
 from mkernel.backends.accelerators.hopper import scaled_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
@@ -168,8 +168,8 @@ def loss(found: list[Sample], choice: float = 10.0) -> float:
 
 
 def fit(found: list[Sample], tree: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Coordinate search from the given constants: each number times each step, while it helps. First
-    by the times alone, since a choice changes all at once."""
+    """The constants by which the samples are predicted best, near the given ones. First by the times
+    alone, since a choice changes all at once."""
     for choice in (0.0, 10.0):
         tree = _searched(found, tree, names, choice)
     use(Scaled.model_validate(tree))
@@ -183,22 +183,8 @@ def _searched(
         use(Scaled.model_validate(candidate))
         return loss(found, choice)
 
-    best = rated(tree)
     steps = (*STEPS, 0.97, 1.03, 0.99, 1.01)
-    for _ in range(ROUNDS):
-        before = best
-        for where in variables(tree, names):
-            for by in steps:
-                candidate = scaled(tree, where, by)
-                try:
-                    value = rated(candidate)
-                except ValidationError:  # a share above 1
-                    continue
-                if value < best:
-                    tree, best = candidate, value
-        if before - best < 1e-5:
-            break
-    return tree
+    return searched(tree, partial(variables, names=names), rated, steps, ROUNDS)
 
 
 def variables(tree: dict[str, Any], names: tuple[str, ...]) -> list[tuple[object, ...]]:

@@ -25,7 +25,6 @@ bfloat16, 3.5e-4 in float16. lse is float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -110,9 +109,7 @@ class AttentionExecutor:
             parts = self._beside(call, own, attended, world if exchanges else None, stream)
         else:
             if exchanges:
-                self._ring.push(call, world, stream)
-                for source in sources:
-                    self._ring.wait(world, source, stream)
+                self._ring.exchange(call, world, stream)
             parts = [attended(source) for source in (own, *sources)]
         there, out = world if exchanges else self._alone, call.tensors["out"]
         written = writable(out)
@@ -129,20 +126,10 @@ class AttentionExecutor:
     ) -> list[Seen]:
         """What the queries found in each part, the own one first; the others on the third stream.
         ``world``: whose flags are waited for there; None: parts are taken as they lie."""
-        order = self._context.order
-        with ExitStack() as ends:
-            kernels = order.fork_kernels(stream)
-            ends.callback(order.join_kernels, stream)
-            if world is not None:
-                beside = order.fork(stream)
-                ends.callback(order.join, stream)
-                self._ring.push(call, world, beside)
+        with self._ring.beside(call, world, stream) as kernels:
             parts = [attended(own)]
             with on_stream(self._context.device, kernels):
-                for source in self._ring.sources:
-                    if world is not None:
-                        self._ring.wait(world, source, kernels)
-                    parts.append(attended(source))
+                parts += [attended(source) for source in self._ring.arriving(world, kernels)]
         return parts
 
     def starter(

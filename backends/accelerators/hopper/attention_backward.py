@@ -24,7 +24,6 @@ once more. Equal calls give equal bits where the library's do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -121,9 +120,7 @@ class AttentionBackwardExecutor:
             found = self._beside(call, own, part, world if exchanges else None, stream)
         else:
             if exchanges:
-                ring.push(call, world, stream)
-                for source in ring.sources:
-                    ring.wait(world, source, stream)
+                ring.exchange(call, world, stream)
             parts = [[part(source, lot) for lot in self._lots] for source in ring.sources]
             found = Found(part(own), parts)
             if exchanges:
@@ -160,18 +157,10 @@ class AttentionBackwardExecutor:
         taken as they lie."""
         order = self._context.order
         travels = []  # whose memory is another's once the call is queued
-        with ExitStack() as ends:
-            kernels = order.fork_kernels(stream)
-            ends.callback(order.join_kernels, stream)
-            if world is not None:
-                beside = order.fork(stream)
-                ends.callback(order.join, stream)
-                self._ring.push(call, world, beside)
+        with self._ring.beside(call, world, stream) as kernels:
             found = Found(part(own), [])
             with on_stream(self._context.device, kernels):
-                for source in self._ring.sources:
-                    if world is not None:
-                        self._ring.wait(world, source, kernels)
+                for source in self._ring.arriving(world, kernels):
                     found.parts.append([])
                     for number, lot in enumerate(self._lots):
                         found.parts[-1].append(part(source, lot))

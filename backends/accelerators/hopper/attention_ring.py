@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class AttentionRing:
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         self._plan, self._rank, self._device = call.plan, call.rank, context.device
-        self._workspace = call.workspace
+        self._workspace, self._order = call.workspace, context.order
         shape = attention_shape(call.plan)
         self.causal, self.rows = shape.causal, shape.sequence // call.plan.world_size
         self.keys = ring_keys(call.plan)
@@ -77,6 +78,33 @@ class AttentionRing:
     def wait(self, world: _hopper.DeviceWorld, source: Source, stream: int) -> None:
         """What follows on ``stream`` reads what the source sent."""
         native().await_part(self._device, world, source.rank, source.rank, stream)
+
+    def exchange(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
+        """Send the own ones, and wait for those of every source."""
+        self.push(call, world, stream)
+        for source in self.sources:
+            self.wait(world, source, stream)
+
+    def arriving(self, world: _hopper.DeviceWorld | None, stream: int) -> Iterator[Source]:
+        """The sources, each when what follows on ``stream`` may read it; at once without ``world``."""
+        for source in self.sources:
+            if world is not None:
+                self.wait(world, source, stream)
+            yield source
+
+    @contextmanager
+    def beside(self, call: Call, world: _hopper.DeviceWorld | None, stream: int) -> Iterator[int]:
+        """The third stream, for others' parts, from what is on ``stream`` on; at the end that waits for
+        it. ``world``: the own keys and values travel meanwhile, on the second one; None: nothing
+        does."""
+        with ExitStack() as ends:
+            kernels = self._order.fork_kernels(stream)
+            ends.callback(self._order.join_kernels, stream)
+            if world is not None:
+                travelling = self._order.fork(stream)
+                ends.callback(self._order.join, stream)
+                self.push(call, world, travelling)
+            yield kernels
 
     def lying(self, offset: int, rows: int, heads: int | None = None) -> torch.Tensor:
         """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of the own data area.
