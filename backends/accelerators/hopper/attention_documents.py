@@ -46,18 +46,25 @@ class Documents:
         if shape.causal:  # of ranks, behind those of pieces
             table = torch.cat((table, table[:world] + table.flip(0)[:world]))
         self._longest = [length] * pieces + [shape.sequence // world] * (len(table) - pieces)
-        if bounds.device != device:
-            if torch.cuda.is_current_stream_capturing():
-                raise ArgumentError("cu_seqlens", "on the CPU", "on the device, in a CUDA graph")
+        if bounds.device != device and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError("cu_seqlens", "on the CPU", "on the device, in a CUDA graph")
+        if bounds.is_cpu:
             self._longest = table.diff(dim=1).amax(1).tolist()
+        if bounds.device != device:
             table = table.pin_memory().to(device, non_blocking=True)
         self._table = table
 
     def queries(self, source: Source) -> Bounds:
-        """In the own queries that see keys of that rank."""
-        if source.first:
-            return self._piece(2 * self._world - 1 - self._rank)
-        return self._of(self._rank)
+        """In the own queries that see keys of that rank.
+
+        Where no document has more than one query and heads are grouped, the library takes a group's
+        queries as one sequence, and then each document must have exactly one: it is told of two.
+        """
+        last = source.first > 0
+        at, longest = (
+            self._piece(2 * self._world - 1 - self._rank) if last else self._of(self._rank)
+        )
+        return Bounds(at, max(longest, 2))
 
     def keys(self, source: Source) -> Bounds:
         """In the keys of that rank, as far as they are seen."""

@@ -46,6 +46,8 @@ def various(
     assert of_k.diff().max() <= longest_k
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), math.inf)
     groups = q.shape[1] // k.shape[1]
+    if longest_q == 1 and groups > 1:  # torch swaps a group's heads and its one query
+        q.reshape(len(of_q) - 1, k.shape[1], groups, q.shape[2])
     for begin, end, first, last in zip(of_q, of_q[1:], of_k, of_k[1:], strict=False):
         if begin == end or first == last:
             continue
