@@ -14,7 +14,6 @@ from device_buffers import Buffer
 # Offsets in a workspace, as device/workspace.cuh lays it out.
 PEERS_WORDS = slice(512, 768)  # what peers finished and started
 FLAGS = slice(64 << 10, 1 << 20)
-DATA = 33 << 20
 BRIEF = 16 << 20  # bytes of slots up to which a call is brief
 DEADLINE_S = 20.0
 
@@ -34,7 +33,8 @@ class Ranks:
         from mkernel.backends.accelerators.hopper import _hopper
 
         everyone = range(self.world)
-        self.workspaces = [Buffer(rank, everyone, DATA + self.staging_bytes) for rank in everyone]
+        nbytes = _hopper.DATA_OFFSET + self.staging_bytes
+        self.workspaces = [Buffer(rank, everyone, nbytes) for rank in everyone]
         for workspace in self.workspaces:
             workspace.bytes()[:8].view(torch.int64).fill_(1)  # the epoch
         self.controls = [_hopper.ControlBlock() for _ in everyone]
