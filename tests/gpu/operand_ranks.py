@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from operand_forms import (
@@ -24,6 +25,8 @@ from operand_forms import (
 )
 
 import mkernel
+from mkernel.plan.model import LaunchPlan
+from mkernel.world.world import World
 
 
 def called(name: str) -> list[str]:
@@ -164,23 +167,39 @@ def several() -> list[float]:
     return [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
 
 
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The accelerators whose plans run."""
+    names: list[str] = []
+    run = World.run
+
+    def noted(world: World, plan: LaunchPlan, *arguments: Any, **options: Any) -> Any:
+        names.append(plan.accelerator)
+        return run(world, plan, *arguments, **options)
+
+    with mock.patch.object(World, "run", noted):
+        yield names
+
+
 def whole_model() -> dict[str, float]:
-    """Accelerators by op in a world that ``auto`` made, with the errors of their calls."""
+    """Accelerators by call in a world of several, with the errors of their calls: of one op in
+    bfloat16 and in float32, and of another one."""
     world, found = mkernel.world(), {}
     torch.manual_seed(3)
-    for step in range(3):
-        x = torch.randn(64 * world.size, 256).bfloat16().cuda()
-        w = torch.randn(256, 128).bfloat16().cuda()
-        y = mkernel.all_gather_gemm(x.chunk(world.size)[world.rank], w)
-        exact = x.double() @ w.double()
-        accelerator = world.engine("all_gather_gemm").backends.accelerator
-        found[f"{step} {accelerator}"] = float((y.double() - exact).norm() / exact.norm())
-        q = torch.randn(1, 4, 64 * world.size, 64).bfloat16().cuda()
+    for step in range(1, 4):  # of other sizes each, since calls of known plans run by themselves
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(64 * step * world.size, 256).to(dtype).cuda()
+            w = torch.randn(256, 128).to(dtype).cuda()
+            with recorded() as names:
+                y = mkernel.all_gather_gemm(x.chunk(world.size)[world.rank], w)
+            exact = x.double() @ w.double()
+            found[f"{step} {names[0]} {dtype}"] = float((y.double() - exact).norm() / exact.norm())
+        q = torch.randn(1, 4, 64 * step * world.size, 64).bfloat16().cuda()
         own = q.chunk(world.size, 2)[world.rank].contiguous()
-        out = mkernel.ring_attention(own, own, own)
+        with recorded() as names:
+            out = mkernel.ring_attention(own, own, own)
         exact = torch.nn.functional.scaled_dot_product_attention(*[q.double()] * 3)
         exact = exact.chunk(world.size, 2)[world.rank]
-        accelerator = world.engine("ring_attention").backends.accelerator
-        found[f"{step} {accelerator}"] = float((out.double() - exact).norm() / exact.norm())
+        found[f"{step} {names[0]} attention"] = float((out.double() - exact).norm() / exact.norm())
     mkernel.synchronize()
     return found

@@ -67,5 +67,9 @@ def test_a_world_runs_each_op_on_what_has_it() -> None:
     for found in mkernel.launch(
         operand_ranks.whole_model, ranks_per_node=2, accelerator="hopper,streams", timeout_s=100
     ):
-        assert {name.split()[1] for name in found} == {"hopper", "streams"}
+        assert {name.split(maxsplit=1)[1] for name in found} == {
+            "hopper torch.bfloat16",
+            "streams torch.float32",
+            "hopper attention",
+        }
         assert max(found.values()) <= 1e-2, found
