@@ -51,15 +51,13 @@ group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run
 tests() { # RANKS_PER_DEVICE
     export MKERNEL_RANKS_PER_DEVICE=$1
     logs=$(mktemp -d)
-    local here=tests/gpu memory="offered_and_leaves_nothing or killed_process_stays or leave_no_memory or does_not_grow"
-    group ops $here/test_hopper_ops.py &
-    group kit $here/test_gpu_conformance.py -n 6 &
-    group sanitizers $here/test_hopper_failures.py -k sanitizer &
-    group others $here -n 2 --ignore $here/test_hopper_ops.py --ignore $here/test_gpu_conformance.py \
-        --ignore $here/test_bench_on_gpus.py -k "not sanitizer and not ($memory)" &
+    local here=tests/gpu
+    group kit $here/test_gpu_conformance.py -n 6 -m "not alone" &
+    group others $here -n 8 --dist worksteal --ignore $here/test_gpu_conformance.py -m "not alone" &
     wait
-    group memory $here -k "$memory" # reads how much memory is free
-    [ "$1" != 1 ] || group bench $here/test_bench_on_gpus.py # times what runs alone
+    local apart=()
+    [ "$1" = 1 ] || apart=(--ignore $here/test_bench_on_gpus.py) # times GPUs that are not shared
+    group alone $here -m alone "${apart[@]}"
     [ ! -e "$logs/failed" ] || outcome=1
     rm -r "$logs"
     unset MKERNEL_RANKS_PER_DEVICE

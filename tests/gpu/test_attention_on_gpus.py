@@ -216,6 +216,7 @@ def test_faults_in_pieces_are_seen(world: int) -> None:
     assert seen == set(FAULTS_IN_PIECES)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
 @both
 @pieces

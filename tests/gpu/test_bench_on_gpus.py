@@ -15,7 +15,7 @@ from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.plan.model import OpName
 from mkernel.settings import load
 
-pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [needs_gpus(1), pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
 
 OPS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 EVERY: tuple[Mode, ...] = ("kernel", "eager", "graph", "first")

@@ -96,6 +96,7 @@ def test_many_chunks_a_block(world: int, which: str) -> None:
         assert made.wrong_ranks() == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("which", ["all_reduce-one_shot", "all_reduce-two_shot"])
 def test_more_than_4_gib(which: str) -> None:
     elements = (2 << 30) + 1000

@@ -51,6 +51,7 @@ def test_all_planted_faults_are_known() -> None:
     assert tuple(run("faults").stdout.split()) == FAULTS
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """By its check, and by that alone: the program says so by its exit code."""

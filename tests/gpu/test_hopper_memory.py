@@ -61,6 +61,7 @@ def test_it_exports_as_a_dmabuf() -> None:
         assert size >= nbytes
 
 
+@pytest.mark.alone
 def test_memory_of_a_killed_process_stays_until_its_peers_let_go() -> None:
     big = 1024 * MIB
     free = torch.cuda.mem_get_info(1)[0]
@@ -82,6 +83,7 @@ def test_memory_of_a_killed_process_stays_until_its_peers_let_go() -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.alone
 def test_closed_memory_is_not_offered_and_leaves_nothing() -> None:
     with ranks(2) as made:
         first = made[0].do("create", "warm", MIB)

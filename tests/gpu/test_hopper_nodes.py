@@ -64,7 +64,9 @@ direct = pytest.mark.skipif(
     reason="where processes take turns on a GPU, a copy of the mover at times does not end within 10 s "
     "while kernels run, and the emulated device then fails (DEVICE_FATAL); run it under MPS",
 )
-both = pytest.mark.parametrize("route", [pytest.param("direct", marks=direct), "staged"])
+both = pytest.mark.parametrize(
+    "route", [pytest.param("direct", marks=[direct, pytest.mark.alone]), "staged"]
+)
 """NICs read and write memory of the device, or of the host. Other tests take the usual one of an
 emulated NIC, which is staged."""
 
@@ -332,6 +334,7 @@ def test_an_arrival_that_is_counted_too_early_is_seen(
     assert any(found) == fault, found
 
 
+@pytest.mark.alone
 @direct
 def test_what_a_nic_wrote_is_flushed_before_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device holds back what it wrote into device memory until the flush; without one, results are

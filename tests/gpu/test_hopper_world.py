@@ -37,6 +37,7 @@ def test_ranks_that_share_a_device_are_told(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
 
+@pytest.mark.alone
 def test_worlds_in_turn_leave_no_memory() -> None:
     _store, port = host_store(2, 30)
     for free in mkernel.launch(
@@ -53,6 +54,7 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
+@pytest.mark.alone
 def test_memory_does_not_grow_with_the_shapes_met() -> None:
     """What the host keeps of shapes is that of the last 1024 to 2048."""
     for first, *later in mkernel.launch(

@@ -66,6 +66,7 @@ def test_many_puts_both_ways(nic: str) -> None:
     assert found == [2000] * 2
 
 
+@pytest.mark.alone
 @both
 def test_copies_pass_kernels_that_run(nic: str) -> None:
     found = subject(nic).run(mover_ranks.beside_a_busy_device, 2, 4 * MIB)

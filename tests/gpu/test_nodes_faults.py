@@ -54,6 +54,7 @@ def test_an_arrival_that_is_counted_once_too_often(
         assert not failures[1]
 
 
+@pytest.mark.alone
 @direct
 @nics
 @pytest.mark.parametrize("flush", [True, False], ids=["honest", "left out"])
