@@ -47,12 +47,13 @@ class PathConstants(Finite):
 
 
 class FewRowsConstants(Finite):
-    """GEMM ops of few rows by one kernel: weights are read, then sums are exchanged at once; or rows
-    are gathered while the first weights are read."""
+    """GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel: weights are read, then sums are
+    exchanged at once."""
 
-    ops: tuple[str, ...] = Field(("gemm_all_reduce",), description="that run it")
+    ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
+        ("gemm_all_reduce",), description="that run it"
+    )
     most_rows: int = Field(ge=1)
-    most_gathered_rows: int = Field(128, ge=1, description="the same of all-gathers")
     least_columns: int = Field(1, ge=1)
     most_bytes: int = Field(
         ge=1, description="that ranks send to one of them, and as its own count"

@@ -47,8 +47,7 @@ def few_rows(
     found = None if constants is None else constants.few_rows
     if found is None or op not in found.ops:
         return None
-    most = found.most_gathered_rows if op == "all_gather_gemm" else found.most_rows
-    if shape.m > min(most, found.most_rows) or shape.n < found.least_columns:
+    if shape.m > found.most_rows or shape.n < found.least_columns:
         return None
     come = world * _few_rows_bytes(op, shape, dtype, world)
     return found if world == 1 or come <= found.most_bytes else None
@@ -56,8 +55,6 @@ def few_rows(
 
 def _few_rows_bytes(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> int:
     """What one rank sends to another one."""
-    if op == "all_gather_gemm":
-        return shape.m // world * shape.k * DTYPE_BYTES[dtype]
     rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
     return rows * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
 
@@ -119,8 +116,7 @@ def predict(
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
     is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s of AllReduce and
-    (W-1)/W of that of ReduceScatter; AllGather's, (W-1)/W·M·K·s, hides behind weights but for its
-    latency.
+    (W-1)/W of that of ReduceScatter.
     """
     kernel, library = constants.fused, constants.library
     if kernel is None or library is None:
@@ -195,15 +191,11 @@ def fused(
 def _few_rows(
     op: OpName, shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants
 ) -> Times:
-    """T_c: N·K·s / weights_gbs. T_m: latency + what is sent / rate, once: behind it, or, of AllGather,
-    beside it but for the latency."""
+    """T_c: N·K·s / weights_gbs. T_m: latency + what is sent / rate, once, behind it."""
     compute = transfer_us(shape.n * shape.k * DTYPE_BYTES[dtype], few.weights_gbs, 0.0)
-    if world == 1:
-        return Times(compute, 0.0, compute)
     sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
-    comm = transfer_us(sent, few.egress_gbs, few.exchange_us)
-    hidden = min(compute, comm - few.exchange_us) if op == "all_gather_gemm" else 0.0
-    return Times(compute, comm, compute + comm - hidden)
+    comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
+    return Times(compute, comm, compute + comm)
 
 
 def _library(

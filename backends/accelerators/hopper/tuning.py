@@ -80,7 +80,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
     elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
-        made = few_rows(plan.op, shape, plan.dtype, processors)
+        made = few_rows(shape, plan.dtype, processors)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -344,10 +344,9 @@ def reduce(
     )
 
 
-def few_rows(op: str, shape: GemmShape, dtype: DtypeName, processors: int) -> FewRowsSchedule:
+def few_rows(shape: GemmShape, dtype: DtypeName, processors: int) -> FewRowsSchedule:
     """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place
-    at once: one more would wait for others to end. ``shape.k`` is one rank's share where sums travel.
-    Sums that do not are rounded once."""
+    at once: one more would wait for others to end. ``shape.k`` is one rank's share."""
     tiles, steps = _up(shape.n, FEW_COLUMNS), _up(shape.k, TILE_DEPTH)
 
     def most_steps(splits: int) -> int:
@@ -358,7 +357,7 @@ def few_rows(op: str, shape: GemmShape, dtype: DtypeName, processors: int) -> Fe
     return FewRowsSchedule(
         splits=splits,
         blocks=splits * _clusters(processors, splits),
-        product="float32" if op == "all_gather_gemm" else paths.partial_dtype(shape, dtype),
+        product=paths.partial_dtype(shape, dtype),
     )
 
 

@@ -31,10 +31,8 @@ def by_copy_engines(
     return how.model_copy(update={"tiling": tiling, "chunk_rows": rows, **moved})
 
 
-def few(
-    m: int, n: int, k: int, op: str = "gemm_all_reduce", processors: int = PROCESSORS
-) -> FewRowsSchedule:
-    return tuning.few_rows(op, GemmShape(m=m, n=n, k=k), "bfloat16", processors)
+def few(m: int, n: int, k: int, processors: int = PROCESSORS) -> FewRowsSchedule:
+    return tuning.few_rows(GemmShape(m=m, n=n, k=k), "bfloat16", processors)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +73,6 @@ def test_few_columns_are_cut_into_the_most_parts() -> None:
 def test_small_sums_of_few_rows_travel_unrounded() -> None:
     assert few(16, 4096, 512).product == "float32"
     assert few(17, 4096, 512).product == "bfloat16"
-    assert few(17, 4096, 512, op="gemm_reduce_scatter").product == "bfloat16"
-
-
-def test_sums_that_stay_are_rounded_once() -> None:
-    assert few(128, 4096, 512, op="all_gather_gemm").product == "float32"
 
 
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:

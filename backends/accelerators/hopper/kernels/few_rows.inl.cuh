@@ -14,8 +14,6 @@ namespace mkernel::hopper {
 // Two warpgroups multiply, 64 columns of the tile each; a thread of the third loads.
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
-// Of the third's other warps one looks after the epoch and the flags, and two push rows.
-inline constexpr int kFewPushers = 2 * kWarp;
 
 static_assert(kFewDepth == kTileK);
 
@@ -31,7 +29,6 @@ struct FewRows {
     alignas(1024) unsigned char stages[kStages][kStageBytes];
     ptx::Mbarrier full[kStages];
     ptx::Mbarrier empty[kStages];
-    ptx::Mbarrier gathered;  // all ranks' rows of a are there
     std::uint64_t epoch;
     BlockTrace<static_cast<int>(FewRowsMark::count)> trace;
 
@@ -61,102 +58,15 @@ __device__ __forceinline__ void multipliers_barrier() {
     asm volatile("bar.sync 1, %0;" ::"n"(kFewMultipliers) : "memory");
 }
 
-// One warp says that the epoch is in shared memory, and the pushers hear it.
-__device__ __forceinline__ void tell_epoch() {
-    asm volatile("bar.arrive 2, %0;" ::"n"(kFewPushers + kWarp) : "memory");
-}
-__device__ __forceinline__ void await_epoch() {
-    asm volatile("bar.sync 2, %0;" ::"n"(kFewPushers + kWarp) : "memory");
-}
-__device__ __forceinline__ void pushers_barrier() {
-    asm volatile("bar.sync 3, %0;" ::"n"(kFewPushers) : "memory");
-}
-
-// The pushers' threads copy vectors of 16 bytes [first, end), several under way: read(vector) ──▶
-// write(vector, words).
-template <class Read, class Write>
-__device__ __forceinline__ void copy_vectors(int first, int end, int step, Read&& read,
-                                             Write&& write) {
-    constexpr int kBatch = 8;
-    for (; first < end; first += step * kBatch) {
-        uint4 words[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (first + i * step < end) words[i] = read(first + i * step);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (first + i * step < end) write(first + i * step, words[i]);
-        }
-    }
-}
-
-// The pushers: own rows to every rank, this one too.
-__device__ __forceinline__ void push_few(const FewRowsArgs& args, std::uint64_t epoch, int pusher) {
-    const Workspace& workspace = args.workspace;
-    const int each = args.k / 8;  // vectors of a row
-    const int all = args.m / workspace.world * each;
-    for (int piece = static_cast<int>(blockIdx.x); piece < kFewPieces;
-         piece += static_cast<int>(gridDim.x)) {
-        copy_vectors(
-            all * piece / kFewPieces + pusher, all * (piece + 1) / kFewPieces, kFewPushers,
-            [&](int vector) {
-                return ptx::load_16(args.own + vector / each * args.own_pitch +
-                                    std::int64_t{vector % each} * 16);
-            },
-            [&](int vector, uint4 words) {
-                const std::int64_t at = std::int64_t{workspace.rank} * all + vector;
-                for (int step = 1; step <= workspace.world; ++step) {
-                    const int to = (workspace.rank + step) % workspace.world;
-                    ptx::store_16(args.rows_at(to, epoch) + at * 16, words);
-                }
-            });
-        pushers_barrier();
-        if (pusher < workspace.world) {
-            workspace.brief_flags(pusher)[piece * workspace.world + workspace.rank].set(epoch);
-        }
-    }
-}
-
-// A warp: until all ranks' rows have come.
-__device__ __forceinline__ void await_few(const FewRowsArgs& args, std::uint64_t epoch) {
-    const Workspace& workspace = args.workspace;
-    const auto waiter = waiter_of(workspace, args.limits, transport::Waiter::compute_kernel);
-    const auto world = static_cast<std::uint32_t>(workspace.world);
-    for (std::uint32_t flag = threadIdx.x % kWarp; flag < kFewPieces * world; flag += kWarp) {
-        if (!waiter.until(workspace.brief_flags(workspace.rank)[flag], epoch,
-                          {flag, flag % world, transport::kNoChunk})) {
-            break;
-        }
-    }
-    __syncwarp();
-}
-
-// The pushers, once all rows are there: a copy for the caller.
-__device__ __forceinline__ void copy_gathered(const FewRowsArgs& args, std::uint64_t epoch,
-                                              int pusher) {
-    const char* const rows = args.rows_at(args.workspace.rank, epoch);
-    const int blocks = static_cast<int>(gridDim.x);
-    copy_vectors(
-        static_cast<int>(blockIdx.x) * kFewPushers + pusher, args.m * (args.k / 8),
-        blocks * kFewPushers,
-        [&](int vector) { return ptx::load_16(rows + std::int64_t{vector} * 16); },
-        [&](int vector, uint4 words) {
-            ptx::store_16(args.gathered + std::int64_t{vector} * 16, words);
-        });
-}
-
-// `ahead`: weights of all stages come before the first rows, which are awaited.
 template <int kRows, bool kNMajorB>
 __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
                                          Cursor<FewRows<kRows>::kStages>& cursor,
-                                         const FewRowsArgs& args, int column, int first, int end,
-                                         bool ahead) {
+                                         const FewRowsArgs& args, int column, int first, int end) {
     using S = FewRows<kRows>;
-    const auto load_weights = [&](const Cursor<S::kStages>& at, int step) {
-        ptx::Mbarrier* full = &shared.full[at.slot];
-        unsigned char* stage = shared.stages[at.slot];
-        shared.empty[at.slot].wait(at.parity ^ 1);
+    for (int step = first; step < end; ++step, cursor.next()) {
+        ptx::Mbarrier* full = &shared.full[cursor.slot];
+        unsigned char* stage = shared.stages[cursor.slot];
+        shared.empty[cursor.slot].wait(cursor.parity ^ 1);
         full->expect(S::kStageBytes);
         if constexpr (kNMajorB) {
             ptx::load_box(stage, &args.b, full, column, step * kTileK);
@@ -164,19 +74,7 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
         } else {
             ptx::load_box(stage, &args.b, full, step * kTileK, column);
         }
-    };
-    int loaded = first;
-    if (ahead) {
-        Cursor<S::kStages> at = cursor;
-        for (; loaded < min(end, first + S::kStages); ++loaded, at.next()) load_weights(at, loaded);
-        shared.gathered.wait(0);
-        ptx::fence_async_proxy();
-    }
-    const CUtensorMap* const rows = &args.a[args.gathers() ? shared.epoch % 2 : 0];
-    for (int step = first; step < end; ++step, cursor.next()) {
-        if (step >= loaded) load_weights(cursor, step);
-        ptx::load_box(shared.stages[cursor.slot] + S::kWeightBytes, rows, &shared.full[cursor.slot],
-                      step * kTileK, 0);
+        ptx::load_box(stage + S::kWeightBytes, &args.a, full, step * kTileK, 0);
     }
 }
 
@@ -327,7 +225,7 @@ class FewExchange {
             auto* const kept = reinterpret_cast<uint4*>(at);
 #pragma unroll
             for (int i = 0; i < Vector::kWords; ++i) kept[i] = own.words[i];
-            for (int step = 1; step < args_.sources(); ++step) {
+            for (int step = 1; step < workspace.world; ++step) {
                 const int peer = (workspace.rank + step) % workspace.world;
                 if (!is_of(peer, vector)) continue;
                 char* const to = mail(peer, workspace.rank, epoch, vector);
@@ -339,14 +237,14 @@ class FewExchange {
 
     // Adds up what the ranks have, into `out`.
     __device__ void receive(const transport::DeviceWaiter& waiter, int tile) {
-        const int rank = args_.gathers() ? 0 : args_.workspace.rank;
+        const Workspace& workspace = args_.workspace;
         const std::uint64_t epoch = shared_.epoch;
         for (int first = share_.first + static_cast<int>(threadIdx.x); first < share_.end;
              first += kFewMultipliers * kBatch) {
             float sum[kBatch][8] = {};
-            for (int source = 0; source < args_.sources(); ++source) {
+            for (int source = 0; source < workspace.world; ++source) {
                 Vector vectors[kBatch];
-                if (source == rank) {
+                if (source == workspace.rank) {
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
                         const int vector = first + i * kFewMultipliers;
@@ -451,7 +349,6 @@ template <int kRows, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kFewThreads, 1)
     few_rows(const __grid_constant__ FewRowsArgs args) {
     using S = FewRows<kRows>;
-    constexpr bool kMayGather = kRows <= kMostGatheredRows;
     extern __shared__ __align__(1024) unsigned char memory[];
     S& shared = *reinterpret_cast<S*>(memory);
     const int splits = static_cast<int>(ptx::blocks_of_cluster());
@@ -469,7 +366,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             shared.full[stage].init(1);
             shared.empty[stage].init(kFewMultipliers / 32);
         }
-        shared.gathered.init(1);
         ptx::publish_barriers();
     }
     __syncthreads();
@@ -479,40 +375,16 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     ptx::wait_for_grid_before();
 
     if (!multiplies) {
-        ptx::fewer_registers<kMayGather ? 72 : 40>();
+        ptx::fewer_registers<40>();
         Cursor<S::kStages> cursor;
-        const int warp = static_cast<int>(threadIdx.x) / kWarp - kFewMultipliers / kWarp;
-        if (warp == 1) {  // the multipliers need the epoch behind the first barrier of the cluster
-            const bool leads = threadIdx.x % kWarp == 0;
-            const std::uint64_t epoch =
-                args.workspace.world == 1 ? 0 : args.workspace.control().state.epoch;
-            if (leads) shared.epoch = epoch;
-            __syncwarp();
-            if constexpr (kMayGather) {
-                if (args.gathers()) {
-                    tell_epoch();
-                    await_few(args, epoch);
-                    if (leads) shared.gathered.arrive();
-                }
-            }
-            if (leads && args.workspace.world > 1) finish_brief_call(args.workspace, epoch);
-        }
-        if constexpr (kMayGather) {
-            if (warp > 1 && args.gathers()) {
-                const int pusher = static_cast<int>(threadIdx.x) - kFewMultipliers - 2 * kWarp;
-                await_epoch();
-                push_few(args, shared.epoch, pusher);
-                if (args.gathered != nullptr) {
-                    shared.gathered.wait(0);
-                    copy_gathered(args, shared.epoch, pusher);
-                }
-            }
+        // By a warp that is idle; multipliers read it behind the first barrier of the cluster.
+        if (threadIdx.x == kFewMultipliers + kWarp) {
+            shared.epoch = epoch_of_brief_call(args.workspace);
         }
         __syncwarp();
         for (int tile = begin; tile < tiles; tile += clusters) {
             if (loads) {
-                load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end,
-                                          args.gathers() && tile == begin);
+                load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
                 if (tile + clusters >= tiles) ptx::let_next_grid_start();
                 shared.mark(FewRowsMark::loaded);
             }
@@ -522,14 +394,14 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         }
         return;
     }
-    ptx::more_registers<kMayGather ? 216 : 232>();
+    ptx::more_registers<232>();
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
     const bool marks = kTraced && threadIdx.x == 0;
     if (marks) shared.mark(FewRowsMark::free);
     // While the first weights are under way; threads beyond a whole tile's share send nothing.
     const int vectors = (args.m * kFewColumns / 8 + splits - 1) / splits;
-    if (args.sources() > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
+    if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
     if (marks) shared.mark(FewRowsMark::open);
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
