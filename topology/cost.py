@@ -60,6 +60,10 @@ class FewRowsConstants(Finite):
     )
     start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
     weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")
+    block_gbs: float = Field(gt=0, description="the same, of one block of it")
+    wave_us: float = Field(
+        ge=0, description="between a cluster's tiles: exchange, and the next weights' latency"
+    )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
 

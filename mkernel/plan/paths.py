@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from mkernel.plan.few_rows import cut
 from mkernel.plan.model import (
     DTYPE_BYTES,
     DtypeName,
@@ -115,7 +116,8 @@ def predict(
     same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
-    is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s of AllReduce and
+    is the time to read the weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one
+    exchange, (W-1)·M·N·s of AllReduce and
     (W-1)/W of that of ReduceScatter.
     """
     kernel, library = constants.fused, constants.library
@@ -154,7 +156,7 @@ def _fused(
 ) -> Times:
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
-        return _few_rows(op, shape, dtype, world, few)
+        return _few_rows(op, shape, dtype, world, cores, few)
     return fused(op, shape, dtype, dtype, world, cores, path, constants)
 
 
@@ -189,10 +191,10 @@ def fused(
 
 
 def _few_rows(
-    op: OpName, shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants
+    op: OpName, shape: GemmShape, dtype: DtypeName, world: int, cores: int, few: FewRowsConstants
 ) -> Times:
-    """T_c: N·K·s / weights_gbs. T_m: latency + what is sent / rate, once, behind it."""
-    compute = transfer_us(shape.n * shape.k * DTYPE_BYTES[dtype], few.weights_gbs, 0.0)
+    """T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once, behind it."""
+    compute = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few).total_us(few)
     sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
     comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
     return Times(compute, comm, compute + comm)

@@ -17,7 +17,6 @@ from survivors import judge_absence, judge_survivors
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
-from mkernel.topology.cost import FewRowsConstants
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -59,15 +58,8 @@ MIXED = [
 def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused path, and the kernel wherever it fits."""
     constants = machine().constants
-    few = FewRowsConstants(
-        ops=(OP, SCATTER),
-        most_rows=256,
-        most_bytes=16 << 20,
-        start_us=4,
-        weights_gbs=4000,
-        exchange_us=3,
-        egress_gbs=350,
-    )
+    assert constants.few_rows is not None
+    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
     file = tmp_path / "constants.json"
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))

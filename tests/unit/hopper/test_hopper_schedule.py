@@ -39,7 +39,6 @@ from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
-from mkernel.topology.cost import FewRowsConstants
 
 SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
@@ -194,10 +193,9 @@ def with_few_rows() -> AcceleratorCapabilities:
     """Claims of a machine whose constants have the kernel for few rows, wherever it fits."""
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
-    few = FewRowsConstants(
-        ops=("gemm_all_reduce", "gemm_reduce_scatter"), most_rows=256, most_bytes=16 << 20,
-        start_us=4, weights_gbs=4000, exchange_us=3, egress_gbs=350,
-    )  # fmt: skip
+    few = claims.constants.few_rows
+    assert few is not None
+    few = few.model_copy(update={"most_rows": 256, "least_columns": 1})
     constants = claims.constants.model_copy(update={"few_rows": few})
     return claims.model_copy(update={"constants": constants})
 

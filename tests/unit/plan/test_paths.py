@@ -261,7 +261,7 @@ def test_a_world_of_any_size_is_planned() -> None:
 
 FEW = {
     "most_rows": 256, "most_bytes": 1 << 24, "start_us": 4.0, "weights_gbs": 4000.0,
-    "exchange_us": 3.0, "egress_gbs": 350.0,
+    "block_gbs": 40.0, "wave_us": 5.0, "exchange_us": 3.0, "egress_gbs": 350.0,
 }  # fmt: skip
 
 
@@ -280,6 +280,14 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert fused.fused_us == pytest.approx(4.0 + fused.compute_us + fused.comm_us)
     scattered = few_rows_us("gemm_reduce_scatter", shape)
     assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
+
+
+def test_waves_of_few_rows_are_predicted() -> None:
+    """224 tiles are two waves of 132 blocks."""
+    shape = GemmShape(m=64, n=28672, k=1024)
+    both = paths.predict("gemm_all_reduce", shape, "bfloat16", 2, 132, 132, with_few_rows())
+    assert both is not None
+    assert both[0].compute_us == pytest.approx(2 * 28672 * 1024 / 4e6 + 5.0)
 
 
 def few_rows_us(op: OpName, shape: GemmShape) -> float:
