@@ -24,9 +24,12 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def few_rows() -> list[str]:
-    """GEMM+AllReduce by one kernel, of odd tiles and of whole ones."""
-    odd = Shape("gemm_all_reduce", 33, 1032, 520, path="fused")
-    return hopper_ranks.judged([odd, Shape("gemm_all_reduce", 16, 1024, 512, path="fused")], 0)
+    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them."""
+    shapes = [
+        Shape("gemm_all_reduce", m, n, k, path="fused")
+        for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
+    ]
+    return hopper_ranks.judged(shapes, 0)
 
 
 def medium() -> list[str]:

@@ -30,18 +30,21 @@ several = pytest.mark.parametrize(
     "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 DRAWS = 160
-# Each height of the kernel, whole and odd tiles, sums that travel in float32 and rounded.
+# Each height of the kernel, whole and odd tiles, one wave of them and two, sums that travel in float32
+# and rounded.
 SUMS = [
     Shape(OP, 1, 4096, 2048, layout="column"),
     Shape(OP, 16, 1032, 4096),
     Shape(OP, 33, 8192, 512, dtype="float16"),
     Shape(OP, 128, 5120, 1048, layout="column"),
     Shape(OP, 256, 7168, 264),
+    Shape(OP, 40, 17416, 264, layout="column"),  # a second wave of tiles
 ]
 SCATTERED = [
     Shape(SCATTER, 4, 4096, 2048, layout="column"),
     Shape(SCATTER, 36, 1032, 4096, dtype="float16", bias=True),
     Shape(SCATTER, 256, 7168, 264),
+    Shape(SCATTER, 20, 17416, 520),
 ]
 FEW = [*SUMS, *SCATTERED]
 MIXED = [
@@ -77,7 +80,7 @@ def drawn(chance: random.Random) -> Shape:
     """Any legal shape of up to 256 rows, for up to four ranks."""
     op = chance.choice((OP, SCATTER))
     m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
-    n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100)))
+    n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100, 2400)))
     k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
     return Shape(
         op,

@@ -147,6 +147,15 @@ __device__ __forceinline__ void write_few(FewRows<kRows>& shared, int group, int
     }
 }
 
+// The multipliers are done with their partial sums, and the loader's warp hears it: not __syncthreads,
+// which all threads must come to at one place of the program.
+__device__ __forceinline__ void free_stages() {
+    asm volatile("bar.arrive 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+}
+__device__ __forceinline__ void await_free_stages() {
+    asm volatile("bar.sync 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+}
+
 // 8 sums as they travel: rounded, 16 bytes; or not, 32.
 template <class Element, bool kUnrounded>
 struct Travelling {
@@ -390,7 +399,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             }
             __syncwarp();
             for (int barrier = 0; barrier < 2; ++barrier) ptx::cluster_barrier();
-            __syncthreads();
+            if (threadIdx.x < kFewMultipliers + kWarp) await_free_stages();
         }
         return;
     }
@@ -432,7 +441,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         }
         ptx::cluster_wait();
         ptx::fence_async_shared();
-        __syncthreads();  // loads into the stages may go on
+        free_stages();
     }
     if (marks) {
         shared.mark(FewRowsMark::ended);
