@@ -29,6 +29,18 @@ class Tile(Finite):
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
 
 
+class OneShot(Finite):
+    """Which partial results of an all-reduce go to every rank in one exchange, where others are added
+    up by their owners, whose sums travel in a second one."""
+
+    most_bytes: int = Field(ge=0, description="of partial results")
+    most_more_bytes: int = Field(ge=0, description="of them, times W - 2")
+
+    def takes(self, nbytes: int, world: int) -> bool:
+        """Partial results of so many bytes."""
+        return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
+
+
 class PathConstants(Finite):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
@@ -39,6 +51,7 @@ class PathConstants(Finite):
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
     unhidden_gather: float = Field(
         0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
     )

@@ -113,7 +113,8 @@ def predict(
 
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
-    same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
+    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``).
+    library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
     is the time to read the weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one
@@ -242,6 +243,10 @@ def _exchanges_us(
     if world == 1:
         return 0.0
     share = (world - 1) / world
+    if op == "gemm_all_reduce" and path.one_shot is not None:
+        nbytes = shape.m * shape.n * sent
+        if path.one_shot.takes(nbytes, world):
+            return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
     if op == "all_gather_gemm":
         return transfer_us(share * shape.m * shape.k * sent, path.egress_gbs, path.exchange_us)
     scattered = share * shape.m * shape.n

@@ -359,7 +359,7 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     normalises."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     brief = (
-        _MACHINE.all_reduce.brief(nbytes, world)
+        _MACHINE.one_shot.takes(nbytes, world)
         and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
     )
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
@@ -373,7 +373,7 @@ def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibraryS
     if whole:
         product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
     summed = op == "gemm_all_reduce" and not whole
-    way = _MACHINE.all_reduce.way(shape, product, world) if summed else None
+    way = _MACHINE.way(shape, product, world) if summed else None
     return LibrarySchedule(product=product, way=way)
 
 

@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, first_difference
-from mkernel.topology.cost import MachineConstants
+from mkernel.topology.cost import MachineConstants, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -280,6 +280,27 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert fused.fused_us == pytest.approx(4.0 + fused.compute_us + fused.comm_us)
     scattered = few_rows_us("gemm_reduce_scatter", shape)
     assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
+
+
+@pytest.mark.parametrize(("m", "world", "once"), [(64, 2, True), (64, 4, False), (512, 2, False)])
+def test_small_partial_results_travel_in_one_exchange(m: int, world: int, once: bool) -> None:
+    made = simple()
+    assert made.library is not None
+    few = OneShot(most_bytes=2 << 20, most_more_bytes=1 << 20)
+    brief = made.model_copy(update={"library": made.library.model_copy(update={"one_shot": few})})
+    shape = GemmShape(m=m, n=8192, k=1024)
+
+    def comm_us(constants: MachineConstants) -> float:
+        both = paths.predict("gemm_all_reduce", shape, "bfloat16", world, 132, 132, constants)
+        assert both is not None
+        return both[1].comm_us
+
+    nbytes = m * 8192 * 2
+    in_two = 2 * (5.0 + (world - 1) / world * nbytes / 100e3)
+    made = made.model_copy(update={"library": made.library.model_copy(update={"one_shot": None})})
+    assert comm_us(made) == pytest.approx(in_two)
+    expected = 5.0 + (world - 1) * nbytes / 100e3 if once else in_two
+    assert comm_us(brief) == pytest.approx(expected)
 
 
 def test_waves_of_few_rows_are_predicted() -> None:
