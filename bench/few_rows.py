@@ -32,7 +32,6 @@ import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
-from mkernel.topology.cost import FewRowsConstants
 from mkernel.world.world import World
 
 LAYERS = {
@@ -204,11 +203,9 @@ def with_few_rows(file: Path) -> None:
     constants = machine().constants
     if "MKERNEL_CONSTANTS" in os.environ:
         return
-    guessed = FewRowsConstants(
-        most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
-        egress_gbs=350,
-    )  # fmt: skip
-    file.write_text(constants.model_copy(update={"few_rows": guessed}).model_dump_json())
+    assert constants.few_rows is not None
+    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
+    file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     os.environ["MKERNEL_CONSTANTS"] = str(file)
 
 

@@ -29,6 +29,18 @@ class Tile(Finite):
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
 
 
+class OneShot(Finite):
+    """Which partial results of an all-reduce go to every rank in one exchange, where others are added
+    up by their owners, whose sums travel in a second one."""
+
+    most_bytes: int = Field(ge=0, description="of partial results")
+    most_more_bytes: int = Field(ge=0, description="of them, times W - 2")
+
+    def takes(self, nbytes: int, world: int) -> bool:
+        """Partial results of so many bytes."""
+        return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
+
+
 class PathConstants(Finite):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
@@ -39,6 +51,7 @@ class PathConstants(Finite):
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
     unhidden_gather: float = Field(
         0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
     )
@@ -47,18 +60,23 @@ class PathConstants(Finite):
 
 
 class FewRowsConstants(Finite):
-    """GEMM ops of few rows by one kernel: weights are read, then sums are exchanged at once; or rows
-    are gathered while the first weights are read."""
+    """GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel: weights are read, then sums are
+    exchanged at once."""
 
-    ops: tuple[str, ...] = Field(("gemm_all_reduce",), description="that run it")
+    ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
+        ("gemm_all_reduce",), description="that run it"
+    )
     most_rows: int = Field(ge=1)
-    most_gathered_rows: int = Field(128, ge=1, description="the same of all-gathers")
     least_columns: int = Field(1, ge=1)
     most_bytes: int = Field(
         ge=1, description="that ranks send to one of them, and as its own count"
     )
     start_us: float = Field(ge=0, description="launch, and what comes before and after the weights")
     weights_gbs: float = Field(gt=0, description="of device memory, as the kernel reads weights")
+    block_gbs: float = Field(gt=0, description="the same, of one block of it")
+    wave_us: float = Field(
+        ge=0, description="between a cluster's tiles: exchange, and the next weights' latency"
+    )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
 

@@ -9,7 +9,7 @@ Every rank holds the same bits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from mkernel.ops.around import EPS, Normed, as_rows, check_norm, norm_signatures
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.quantised import check_quantise, quantised_rows
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.untraced import untraced
 from mkernel.plan.around import Around, Norm
@@ -124,6 +125,7 @@ def all_reduce(
     residual: None = None,
     norm_weight: Tensor | None = None,
     eps: float = EPS,
+    quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
@@ -138,11 +140,42 @@ def all_reduce(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float = EPS,
+    quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_reduce(
+    x: Tensor,
+    *,
+    residual: None = None,
+    norm_weight: Tensor,
+    eps: float = EPS,
+    quantise: Literal["row"],
+    out: None = None,
+    out_dtype: None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_reduce(
+    x: Tensor,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float = EPS,
+    quantise: Literal["row"],
+    out: None = None,
+    out_dtype: None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def all_reduce(
@@ -151,11 +184,12 @@ def all_reduce(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = EPS,
+    quantise: Literal["row"] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """The sum over ranks of x, on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. What ranks
@@ -173,13 +207,19 @@ def all_reduce(
             is not written to. Only beside ``norm_weight``.
         norm_weight: [N] contiguous, in the dtype of x, the same on every rank.
         eps: added to the mean of squares; the same on every rank, above 0.
+        quantise: ``row``: the normalised rows in e4m3 (``torch.float8_e4m3fn``) with a float32 scale
+            each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
+            rounded to the dtype of ``x`` before, and quantised by torch behind the launch. Only
+            beside ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
         out: of the shape of x, contiguous, to write to; allocated where None. It may be x itself.
         out_dtype: of the result; default: that of ``out``, else that of x.
         chunk: rows a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
     Returns:
-        The sum, of the shape of x; with ``residual`` the normalised rows and the new residual.
+        The sum, of the shape of x; with ``residual`` the normalised rows and the new residual; with
+        ``quantise`` e4m3 rows and their scales [M, 1], or [B, S, 1], in the place of the normalised
+        ones.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
@@ -187,12 +227,16 @@ def all_reduce(
             was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    check_quantise(_OP, quantise, norm_weight, x=x, residual=residual, out=out, out_dtype=out_dtype)
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
         return _summed(x, out, out_dtype, chunk, group)
     normed, new = _normed(x, norm_weight, residual, float(eps), out, out_dtype, chunk, group)
-    return normed if residual is None else (normed, new)
+    rows = (normed,) if quantise is None else quantised_rows(normed)
+    if residual is None:
+        return rows if quantise else normed
+    return *rows, new
 
 
 def _summed(

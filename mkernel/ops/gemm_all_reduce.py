@@ -10,7 +10,7 @@ The order of the sum is fixed and it is rounded once, by its owner: every rank h
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from mkernel.ops import derivatives
 from mkernel.ops.around import EPS, Normed
 from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import seen_by_torch
+from mkernel.ops.quantised import check_quantise, quantised_rows
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.scaled_gemm import register_scaled, scaled_result
 from mkernel.ops.scales import scaled
@@ -43,6 +44,7 @@ def gemm_all_reduce(
     residual: None = None,
     norm_weight: Tensor | None = None,
     eps: float = EPS,
+    quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
@@ -62,11 +64,52 @@ def gemm_all_reduce(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float = EPS,
+    quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gemm_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: None = None,
+    norm_weight: Tensor,
+    eps: float = EPS,
+    quantise: Literal["row"],
+    out: None = None,
+    out_dtype: None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gemm_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float = EPS,
+    quantise: Literal["row"],
+    out: None = None,
+    out_dtype: None = None,
+    chunk: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def gemm_all_reduce(
@@ -80,11 +123,12 @@ def gemm_all_reduce(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = EPS,
+    quantise: Literal["row"] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """The sum over ranks of a @ b (+ bias), on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
@@ -118,6 +162,10 @@ def gemm_all_reduce(
             it is not written to. Only beside ``norm_weight``.
         norm_weight: [N] contiguous, in the dtype of ``a``, the same on every rank. Not beside scales.
         eps: added to the mean of squares; the same on every rank, above 0.
+        quantise: ``row``: the normalised rows in e4m3 (``torch.float8_e4m3fn``) with a float32 scale
+            each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
+            rounded to the dtype of ``a`` before, and quantised by torch behind the launch. Only
+            beside ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
         out: [M, N] contiguous to write to; allocated where None. In memory of :func:`mkernel.empty`
             kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
@@ -126,9 +174,10 @@ def gemm_all_reduce(
         group: names the world; None: the default one.
 
     Returns:
-        C [M, N], or [B, S, N]; with ``residual`` the normalised rows and the new residual. A DTensor
-        placed as the op takes it (a sharded along its last dimension, b along 0, the others
-        replicated) counts as its local part; the result is plain.
+        C [M, N], or [B, S, N]; with ``residual`` the normalised rows and the new residual; with
+        ``quantise`` e4m3 rows and their scales [M, 1], or [B, S, 1], in the place of the normalised
+        ones. A DTensor placed as the op takes it (a sharded along its last dimension, b along 0, the
+        others replicated) counts as its local part; the result is plain.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
@@ -137,6 +186,10 @@ def gemm_all_reduce(
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     given = scaled(a_scale, b_scale, use_fast_accum)
+    check_quantise(
+        OP.name, quantise, norm_weight,
+        a=a, b=b, bias=bias, residual=residual, out=out, out_dtype=out_dtype,
+    )  # fmt: skip
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
@@ -150,7 +203,10 @@ def gemm_all_reduce(
     normed, new = _normed(
         a, b, norm_weight, residual, bias, float(eps), out, out_dtype, chunk, group
     )
-    return normed if residual is None else (normed, new)
+    rows = (normed,) if quantise is None else quantised_rows(normed)
+    if residual is None:
+        return rows if quantise else normed
+    return *rows, new
 
 
 def _normed(

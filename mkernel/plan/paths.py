@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from mkernel.plan.few_rows import cut
 from mkernel.plan.model import (
     DTYPE_BYTES,
     DtypeName,
@@ -47,8 +48,7 @@ def few_rows(
     found = None if constants is None else constants.few_rows
     if found is None or op not in found.ops:
         return None
-    most = found.most_gathered_rows if op == "all_gather_gemm" else found.most_rows
-    if shape.m > min(most, found.most_rows) or shape.n < found.least_columns:
+    if shape.m > found.most_rows or shape.n < found.least_columns:
         return None
     come = world * _few_rows_bytes(op, shape, dtype, world)
     return found if world == 1 or come <= found.most_bytes else None
@@ -56,8 +56,6 @@ def few_rows(
 
 def _few_rows_bytes(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> int:
     """What one rank sends to another one."""
-    if op == "all_gather_gemm":
-        return shape.m // world * shape.k * DTYPE_BYTES[dtype]
     rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
     return rows * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
 
@@ -115,12 +113,13 @@ def predict(
 
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
-    same in each of two exchanges. library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
+    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``).
+    library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
-    is N·K·s / the rate at which weights are read, + T_m of one exchange, (W-1)·M·N·s of AllReduce and
-    (W-1)/W of that of ReduceScatter; AllGather's, (W-1)/W·M·K·s, hides behind weights but for its
-    latency.
+    is the time to read the weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one
+    exchange, (W-1)·M·N·s of AllReduce and
+    (W-1)/W of that of ReduceScatter.
     """
     kernel, library = constants.fused, constants.library
     if kernel is None or library is None:
@@ -158,7 +157,7 @@ def _fused(
 ) -> Times:
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
-        return _few_rows(op, shape, dtype, world, few)
+        return _few_rows(op, shape, dtype, world, cores, few)
     return fused(op, shape, dtype, dtype, world, cores, path, constants)
 
 
@@ -193,17 +192,13 @@ def fused(
 
 
 def _few_rows(
-    op: OpName, shape: GemmShape, dtype: DtypeName, world: int, few: FewRowsConstants
+    op: OpName, shape: GemmShape, dtype: DtypeName, world: int, cores: int, few: FewRowsConstants
 ) -> Times:
-    """T_c: N·K·s / weights_gbs. T_m: latency + what is sent / rate, once: behind it, or, of AllGather,
-    beside it but for the latency."""
-    compute = transfer_us(shape.n * shape.k * DTYPE_BYTES[dtype], few.weights_gbs, 0.0)
-    if world == 1:
-        return Times(compute, 0.0, compute)
+    """T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once, behind it."""
+    compute = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few).total_us(few)
     sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
-    comm = transfer_us(sent, few.egress_gbs, few.exchange_us)
-    hidden = min(compute, comm - few.exchange_us) if op == "all_gather_gemm" else 0.0
-    return Times(compute, comm, compute + comm - hidden)
+    comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
+    return Times(compute, comm, compute + comm)
 
 
 def _library(
@@ -248,6 +243,10 @@ def _exchanges_us(
     if world == 1:
         return 0.0
     share = (world - 1) / world
+    if op == "gemm_all_reduce" and path.one_shot is not None:
+        nbytes = shape.m * shape.n * sent
+        if path.one_shot.takes(nbytes, world):
+            return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
     if op == "all_gather_gemm":
         return transfer_us(share * shape.m * shape.k * sent, path.egress_gbs, path.exchange_us)
     scattered = share * shape.m * shape.n

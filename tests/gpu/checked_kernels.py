@@ -19,15 +19,17 @@ from moe_ranks import Moe
 import mkernel
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.topology.cost import FewRowsConstants
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def few_rows() -> list[str]:
-    """GEMM+AllReduce by one kernel, of odd tiles and of whole ones."""
-    odd = Shape("gemm_all_reduce", 33, 1032, 520, path="fused")
-    return hopper_ranks.judged([odd, Shape("gemm_all_reduce", 16, 1024, 512, path="fused")], 0)
+    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them."""
+    shapes = [
+        Shape("gemm_all_reduce", m, n, k, path="fused")
+        for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
+    ]
+    return hopper_ranks.judged(shapes, 0)
 
 
 def medium() -> list[str]:
@@ -80,11 +82,10 @@ def main(what: str) -> int:
 
 def _with_few_rows(file: Path) -> Path:
     """This machine's constants, with few rows left to their kernel wherever it takes them."""
-    few = FewRowsConstants(
-        most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
-        egress_gbs=350,
-    )  # fmt: skip
-    file.write_text(machine().constants.model_copy(update={"few_rows": few}).model_dump_json())
+    constants = machine().constants
+    assert constants.few_rows is not None
+    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
+    file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
 
 

@@ -84,22 +84,21 @@ class Work:
 
     def call(self) -> torch.Tensor:
         """The public op, into ``out``; what it does, where the path is not the setting's."""
-        result: torch.Tensor
         if self.shape.path is None:
-            result = self.public(out=self.out)
-        else:
-            done = self.problem.case.called(self.inputs, {"out": self.out}, {})
-            result = done.outputs["out"]
+            return self.public(out=self.out)
+        done = self.problem.case.called(self.inputs, {"out": self.out}, {})
+        result: torch.Tensor = done.outputs["out"]
         return result
 
-    def public(self, **options: Any) -> Any:
+    def public(self, **options: Any) -> torch.Tensor:
         """The public op."""
         a, b, shape = self.inputs["a"], self.inputs["b"], self.shape
         more = ("bias", "a_scale", "b_scale")
         options |= {name: self.inputs[name] for name in more if name in self.inputs}
         options |= {"chunk": shape.chunk} if shape.chunk else {}
         options |= {"use_fast_accum": True} if shape.fast else {}
-        return getattr(mkernel, self.shape.op)(a, b, **options)
+        result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
+        return result
 
     def error(self, turn: int, result: torch.Tensor | None = None) -> float:
         """The relative error of the whole output; infinite where it is not finite."""
@@ -314,28 +313,6 @@ def with_bias(shapes: Sequence[Shape]) -> list[str]:
         error = float((result - expected).norm() / expected.norm())
         if not error <= TOLERANCE[shape.dtype]:
             failures.append(f"rank {rank} {shape}: error {error:.1e}")
-    mkernel.synchronize()
-    return failures
-
-
-def gathered(shapes: Sequence[Shape], rounds: int) -> list[str]:
-    """Failures of all-gathers that also return the rows: in memory of their own, or of the caller."""
-    works, kept = [work_of(shape) for shape in shapes], []
-    for turn in range(rounds):
-        for work in works:
-            work.fill(turn)
-            given = work.inputs["a"].new_empty((work.shape.m, work.shape.k)) if turn % 2 else None
-            if turn % work.problem.world == work.problem.rank:
-                spin(LATE_S / 10)
-            result, rows = work.public(gathered=given, return_gathered=True)
-            kept.append((work, turn, result.clone(), rows.clone()))
-    failures = []
-    for work, turn, result, rows in kept:
-        failures += work.failure(turn, result, "gathered")
-        case, world = work.problem.case, work.problem.world
-        everyone = [case.inputs(rank, world, turn)["a"] for rank in range(world)]
-        if not torch.equal(rows, torch.cat(everyone)):
-            failures.append(f"{work.shape} turn {turn}: other rows were gathered")
     mkernel.synchronize()
     return failures
 

@@ -13,6 +13,7 @@ import torch
 import mkernel
 from mkernel.cases import case_of, poison
 from mkernel.cases.all_reduce import EPS
+from mkernel.ops.quantised import quantised_rows
 from mkernel.plan.model import DtypeName
 
 
@@ -98,6 +99,25 @@ def normed_products() -> list[str]:
         found = case.judge(outcome, world.rank, world.size, turn)
         if not case.passed(found):
             failures.append(f"rank {world.rank} turn {turn} {case}: {found}")
+    mkernel.synchronize()
+    return failures
+
+
+def quantised() -> list[str]:
+    """Failures of normalised sums in e4m3: the same as of the rows that the op gives without."""
+    world, failures = mkernel.world(), []
+    for turn, rows in enumerate((Rows(1, 4096, norm="residual"), Rows(700, 1032, norm="residual"))):
+        work = rows.work(turn)
+        plain, new = mkernel.all_reduce(eps=EPS, **work.given)  # type: ignore[call-overload]
+        found, scale, again = mkernel.all_reduce(eps=EPS, quantise="row", **work.given)  # type: ignore[call-overload]
+        wanted, scales = quantised_rows(plain.cpu())
+        right = (
+            torch.equal(found.view(torch.uint8).cpu(), wanted.view(torch.uint8))
+            and torch.equal(scale.cpu(), scales)
+            and torch.equal(again, new)
+        )
+        if not right:
+            failures.append(f"rank {world.rank} {rows}: other rows in e4m3 than the host's")
     mkernel.synchronize()
     return failures
 

@@ -96,3 +96,8 @@ def test_a_rank_killed_while_kernels_wait_for_it(world: int) -> None:
 @worlds
 def test_norms_behind_products(world: int) -> None:
     right(world, sum_ranks.normed_products)
+
+
+@worlds
+def test_rows_in_e4m3_are_those_of_the_host(world: int) -> None:
+    right(world, sum_ranks.quantised)

@@ -109,5 +109,6 @@ def judge_sanitized(tool: str, program: list[str], world: int, folder: Path) -> 
             process.wait()
     for process, log in zip(ranks, logs, strict=True):
         text = log.read_text()
-        assert process.returncode == 0, text[-3000:]
+        # What a tool says first tells most; then what the rank made of it.
+        assert process.returncode == 0, f"{text[:3000]}\n[..]\n{text[-2000:]}"
         assert "right" in text

@@ -1,10 +1,10 @@
-"""The GEMM ops of few rows on one rank: one kernel (``kernels/few_rows.cuh``).
+"""GEMM+AllReduce and GEMM+ReduceScatter of few rows on one rank: one kernel
+(``kernels/few_rows.cuh``).
 
 Data flow of the views:
   pipelined     the kernel
-  sequential    a collective of the own rows, then the kernel in a world of one rank; or, of the ops
-                that reduce, that kernel and then a collective of its product
-  compute_only  the kernel in a world of one rank, on rows, or into a product, of no meaning
+  sequential    the kernel in a world of one rank, then a collective of its product
+  compute_only  the kernel in a world of one rank, into a product that nobody reads
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.gemm import Operands, pitches
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise
-from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
-from mkernel.backends.accelerators.hopper.tuning import ELEMENT_BYTES
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
@@ -36,14 +34,12 @@ if TYPE_CHECKING:
 
 
 class FewRowsExecutor:
-    """A GEMM op of few rows, into ``out`` and, if there is one, ``gathered``: one plan's calls in a
-    world."""
+    """GEMM+AllReduce or GEMM+ReduceScatter of few rows, into ``out``: one plan's calls in a world."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
-        self._gathers = plan.op == "all_gather_gemm"
         self._world = device_world(call, context)
         product, schedule = _product(plan), _schedule(plan)
         self._calls = made.FewRowsCalls(context.device, self._world, product, schedule)
@@ -60,23 +56,16 @@ class FewRowsExecutor:
             return Workspace((NO_DATA,))
         made = native()
         try:
-            made.check_few_rows(world, shape.n, shape.k, _schedule(plan))
-        except ValueError as error:  # more than a brief call may send
-            what = f"[{shape.m}, {shape.n}], K {shape.k}"
-            raise Unsupported(f"{plan.op} of {what}: {error}") from None
+            made.check_few_rows(world, shape.n, _schedule(plan))
+        except ValueError as error:  # too much mail
+            raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         return Workspace((made.DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
         operands = Operands.of(call)
-        if call.plan.world_size == 1:
-            if "gathered" in call.tensors:
-                call.tensors["gathered"].copy_(call.tensors["a"])
+        if call.plan.world_size == 1 or call.view == "pipelined":
             self._start(self._calls, call, operands, stream)
-        elif call.view == "pipelined":
-            self._pipelined(call, operands, stream)
-        elif self._gathers:
-            self._gather_then_product(call, operands, stream)
         else:
             self._product_then_sums(call, operands, stream)
         operands.deliver(call)
@@ -94,26 +83,6 @@ class FewRowsExecutor:
             self._calls,
             **pitches(self._plan, strides),
         )
-
-    def _pipelined(self, call: Call, operands: Operands, stream: int) -> None:
-        whole = call.tensors.get("gathered")
-        if whole is None:
-            self._start(self._calls, call, operands, stream)
-            return
-        written = writable(whole)
-        self._start(self._calls, call, operands, stream, gathered=written.data_ptr())
-        deliver(written, whole)
-
-    def _gather_then_product(self, call: Call, operands: Operands, stream: int) -> None:
-        own, shape = operands.a.contiguous(), self._plan.gemm
-        rows = own.new_empty((shape.m, shape.k))
-        if call.view == "sequential":
-            native().all_gather(
-                self._together(call), own.data_ptr(), own.nbytes, [rows.data_ptr()], stream
-            )
-        if "gathered" in call.tensors:
-            call.tensors["gathered"].copy_(rows)
-        self._start(self._alone, call, operands._replace(a=rows), stream)
 
     def _product_then_sums(self, call: Call, operands: Operands, stream: int) -> None:
         made, plan, shape = native(), self._plan, self._plan.gemm
@@ -133,14 +102,8 @@ class FewRowsExecutor:
             made.all_reduce(together, element, source, elements, [out], way, stream, **row)
 
     @staticmethod
-    def _start(
-        calls: _hopper.FewRowsCalls,
-        call: Call,
-        operands: Operands,
-        stream: int,
-        gathered: int = 0,
-    ) -> None:
-        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, gathered)
+    def _start(calls: _hopper.FewRowsCalls, call: Call, operands: Operands, stream: int) -> None:
+        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream)
 
     def _together(self, call: Call) -> _hopper.Collective:
         """The collective of the sequential view."""
@@ -189,9 +152,7 @@ def _staging(plan: LaunchPlan) -> int:
     made, world, shape = native(), plan.world_size, plan.gemm
     element, elements = getattr(made.Element, plan.dtype), shape.m * shape.n
     needed: int
-    if plan.op == "all_gather_gemm":
-        needed = made.all_gather_staging(world, shape.m // world * shape.k * ELEMENT_BYTES, False)
-    elif plan.op == "gemm_reduce_scatter":
+    if plan.op == "gemm_reduce_scatter":
         needed = made.reduce_scatter_staging(world, element, elements // world)
     else:
         needed = made.all_reduce_staging(world, element, elements, made.Way.one_shot, False)

@@ -15,7 +15,7 @@ from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
-from mkernel.topology.cost import MachineConstants, PathConstants
+from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
 
@@ -126,22 +126,6 @@ class Experts(Sourced):
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
 
 
-class AllReduce(Sourced):
-    """When partial results go to every rank in one exchange."""
-
-    one_shot_bytes: int = Field(ge=0, description="of partial results, times W - 2")
-    one_shot_most: int = Field(ge=0, description="of them at all")
-
-    def way(self, shape: GemmShape, product: DtypeName, world: int) -> Way:
-        """How partial results of that dtype are added up on every rank."""
-        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
-        return "one_shot" if self.brief(nbytes, world) else "two_shot"
-
-    def brief(self, nbytes: int, world: int) -> bool:
-        """Whether all of so many bytes of a rank go to every rank at once."""
-        return nbytes <= self.one_shot_most and nbytes * (world - 2) <= self.one_shot_bytes
-
-
 class Scaled(Sourced):
     """Products of e4m3 operands by a library, and what is between them where rows travel in parts."""
 
@@ -204,12 +188,24 @@ class HopperMachine(ChipMachine):
     network: Network
     slicing: Slicing
     partials: Partials
-    all_reduce: AllReduce
     scaled: Scaled
     attention: Attention
     experts: Experts
     spreads: Spreads
     copies: Engines
+
+    def way(self, shape: GemmShape, product: DtypeName, world: int) -> Way:
+        """How partial results of that dtype are added up on every rank."""
+        nbytes = shape.m * shape.n * DTYPE_BYTES[product]
+        return "one_shot" if self.one_shot.takes(nbytes, world) else "two_shot"
+
+    @property
+    def one_shot(self) -> OneShot:
+        """Of our collectives, whoever calls them."""
+        library = self.constants.library
+        assert library is not None
+        assert library.one_shot is not None
+        return library.one_shot
 
 
 @cache

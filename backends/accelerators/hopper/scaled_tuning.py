@@ -105,7 +105,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
         return ReducePartsSchedule(**how, chunks=chunks, sum_blocks=blocks)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     product = product_dtype(plan)
-    way = _MACHINE.all_reduce.way(plan.gemm, product, plan.world_size) if summed else None
+    way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
     return LibrarySchedule(**how, way=way)
 
 

@@ -20,12 +20,13 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
+from mkernel.plan.few_rows import cut
 from mkernel.plan.model import DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import gemm_tile_us
+from mkernel.topology.cost import FewRowsConstants, gemm_tile_us
 
 FLAGS = 114_688
 """Flags of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
@@ -34,12 +35,7 @@ COPIED_CHUNKS = 16
 
 ELEMENT_BYTES = 2
 
-FEW_COLUMNS = 128
-"""Columns of a tile of few rows, and the most parts of its K; as in kernels/few_rows.cuh."""
-MOST_SPLITS = 8
 TILE_DEPTH = 64
-PARTS = 8
-"""Of a device (GPCs), at most."""
 
 MAIL_BYTES = 16 << 20
 """Of one call; as in device/workspace.cuh."""
@@ -79,8 +75,10 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         return _of_scaled(request, found)
     if plan.path == "library":
         made = library(plan.op, shape, plan.dtype, world)
-    elif plan.nodes == 1 and paths.few_rows(plan.op, shape, plan.dtype, world, request.constants):
-        made = few_rows(plan.op, shape, plan.dtype, processors)
+    elif plan.nodes == 1 and (
+        few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
+    ):
+        made = few_rows(shape, plan.dtype, processors, few)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -344,30 +342,16 @@ def reduce(
     )
 
 
-def few_rows(op: str, shape: GemmShape, dtype: DtypeName, processors: int) -> FewRowsSchedule:
-    """K is cut so that the block with most steps of K has fewest, by as many clusters as find a place
-    at once: one more would wait for others to end. ``shape.k`` is one rank's share where sums travel.
-    Sums that do not are rounded once."""
-    tiles, steps = _up(shape.n, FEW_COLUMNS), _up(shape.k, TILE_DEPTH)
-
-    def most_steps(splits: int) -> int:
-        return _up(tiles, _clusters(processors, splits)) * _up(steps, splits)
-
-    legal = range(1, min(MOST_SPLITS, steps, processors) + 1)
-    splits = min(legal, key=most_steps)
+def few_rows(
+    shape: GemmShape, dtype: DtypeName, processors: int, constants: FewRowsConstants
+) -> FewRowsSchedule:
+    """``shape.k`` is one rank's share."""
+    found = cut(shape.n, shape.k, ELEMENT_BYTES, processors, constants)
     return FewRowsSchedule(
-        splits=splits,
-        blocks=splits * _clusters(processors, splits),
-        product="float32" if op == "all_gather_gemm" else paths.partial_dtype(shape, dtype),
+        splits=found.splits,
+        blocks=found.splits * found.clusters,
+        product=paths.partial_dtype(shape, dtype),
     )
-
-
-def _clusters(processors: int, blocks: int) -> int:
-    """Clusters of so many blocks that find a place at once on any such device. A cluster is in one of
-    its parts, each of which has an even number of multiprocessors; which, differs from device to
-    device."""
-    unused = 2 * ((blocks - 1) // 2)
-    return max(1, (processors - PARTS * unused) // blocks)
 
 
 def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSchedule:
@@ -375,7 +359,7 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     normalises."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     brief = (
-        _MACHINE.all_reduce.brief(nbytes, world)
+        _MACHINE.one_shot.takes(nbytes, world)
         and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
     )
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
@@ -389,7 +373,7 @@ def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibraryS
     if whole:
         product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
     summed = op == "gemm_all_reduce" and not whole
-    way = _MACHINE.all_reduce.way(shape, product, world) if summed else None
+    way = _MACHINE.way(shape, product, world) if summed else None
     return LibrarySchedule(product=product, way=way)
 
 

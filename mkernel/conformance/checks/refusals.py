@@ -148,6 +148,10 @@ def _wrong_sum(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     yield "a residual without a norm", ArgumentError, lambda: call(x, residual=written)
     yield "a norm weight too short", ShapeError, lambda: call(x, norm_weight=weight[1:])
     yield "eps of 0", ArgumentError, lambda: call(x, norm_weight=weight, eps=0)
+    quantised = partial(mkernel.all_reduce, x, quantise="row")
+    yield "e4m3 rows without a norm", ArgumentError, quantised
+    normed = partial(quantised, norm_weight=weight)
+    yield "e4m3 rows into out", ArgumentError, lambda: normed(out=written)
     short = written[:-1].clone()
     yield "too few rows to add", ShapeError, lambda: call(x, norm_weight=weight, residual=short)
     for other in ("float16", "bfloat16", "float32", "float64"):

@@ -24,7 +24,7 @@ from mkernel.backends.accelerators.hopper import (
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS, OPS
+from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -38,8 +38,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan, Scales
-from mkernel.topology.cost import FewRowsConstants
+from mkernel.plan.model import LaunchPlan, OpName, Scales
 
 SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
@@ -194,25 +193,25 @@ def with_few_rows() -> AcceleratorCapabilities:
     """Claims of a machine whose constants have the kernel for few rows, wherever it fits."""
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
-    few = FewRowsConstants(
-        ops=OPS, most_rows=256, most_bytes=16 << 20, start_us=4, weights_gbs=4000, exchange_us=3,
-        egress_gbs=350,
-    )  # fmt: skip
+    few = claims.constants.few_rows
+    assert few is not None
+    few = few.model_copy(update={"most_rows": 256, "least_columns": 1})
     constants = claims.constants.model_copy(update={"few_rows": few})
     return claims.model_copy(update={"constants": constants})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("m", [8, 128])
-def test_no_field_of_few_rows_is_decoration(started: Started, m: int) -> None:
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_reduce_scatter"])
+@pytest.mark.parametrize(("m", "product"), [(8, "float32"), (256, "bfloat16")])
+def test_no_field_of_few_rows_is_decoration(
+    started: Started, op: OpName, m: int, product: str
+) -> None:
     gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
     topology = devices.world(devices.node(gpus))
     world = WalkedWorld(HopperAccelerator(), topology, 2, with_few_rows())
-    for op in OPS:
-        usual = world.plan(op, {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused")
-        unrounded = m == 8 or op == "all_gather_gemm"
-        assert usual.part(FewRowsSchedule).product == ("float32" if unrounded else "bfloat16")
-        assert decorations(usual, launches(started, world, usual)) == []
+    usual = world.plan(op, {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused")
+    assert usual.part(FewRowsSchedule).product == product
+    assert decorations(usual, launches(started, world, usual)) == []
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

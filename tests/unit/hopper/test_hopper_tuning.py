@@ -8,12 +8,10 @@ import pytest
 
 from mkernel.backends.accelerators.hopper import native, tuning
 from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
-from mkernel.backends.accelerators.hopper.schedule import (
-    FewRowsSchedule,
-    GatherSchedule,
-    TilingName,
-)
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
 from mkernel.errors import BackendUnavailable
+from mkernel.plan import few_rows
 from mkernel.plan.model import GemmShape
 
 PROCESSORS = 132
@@ -31,55 +29,13 @@ def by_copy_engines(
     return how.model_copy(update={"tiling": tiling, "chunk_rows": rows, **moved})
 
 
-def few(
-    m: int, n: int, k: int, op: str = "gemm_all_reduce", processors: int = PROCESSORS
-) -> FewRowsSchedule:
-    return tuning.few_rows(op, GemmShape(m=m, n=n, k=k), "bfloat16", processors)
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "splits", "blocks"),
-    [
-        (4096, 2048, 3, 114),  # 32 clusters of 4 do not find a place on every device
-        (8192, 4096, 2, 132),
-        (7168, 8192, 2, 132),
-        (5120, 8192, 5, 100),
-        (16384, 1024, 1, 132),
-        (512, 64, 1, 132),
-    ],
-)
-def test_weights_of_few_rows_are_read_by_clusters_that_find_a_place(
-    n: int, k: int, splits: int, blocks: int
-) -> None:
-    how = few(64, n, k)
-    assert (how.splits, how.blocks) == (splits, blocks)
-
-
-@pytest.mark.parametrize("blocks", range(1, tuning.MOST_SPLITS + 1))
-@pytest.mark.parametrize(
-    "parts", [(16,) * 6 + (18,) * 2, (18,) * 6 + (12,) * 2, (18,) * 7 + (6,)], ids=str
-)
-def test_clusters_find_a_place_however_multiprocessors_are_spread(
-    parts: tuple[int, ...], blocks: int
-) -> None:
-    assert sum(parts) == PROCESSORS
-    places = sum(part // blocks for part in parts)
-    assert tuning._clusters(PROCESSORS, blocks) <= places
-
-
-def test_few_columns_are_cut_into_the_most_parts() -> None:
-    assert few(64, 512, 8192).splits == tuning.MOST_SPLITS
-    assert few(64, 512, 8192, processors=4).splits == 1
-
-
 def test_small_sums_of_few_rows_travel_unrounded() -> None:
-    assert few(16, 4096, 512).product == "float32"
-    assert few(17, 4096, 512).product == "bfloat16"
-    assert few(17, 4096, 512, op="gemm_reduce_scatter").product == "bfloat16"
-
-
-def test_sums_that_stay_are_rounded_once() -> None:
-    assert few(128, 4096, 512, op="all_gather_gemm").product == "float32"
+    few = machine().constants.few_rows
+    assert few is not None
+    for m, product in ((16, "float32"), (17, "bfloat16")):
+        made = tuning.few_rows(GemmShape(m=m, n=4096, k=512), "bfloat16", PROCESSORS, few)
+        assert made.product == product
+        assert (made.splits, made.blocks) == (3, 114)
 
 
 def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
@@ -222,7 +178,7 @@ def test_the_workspace_holds_all_shards(made: Any) -> None:
 
 def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
-    few = (tuning.FEW_COLUMNS, tuning.MOST_SPLITS, tuning.TILE_DEPTH)
+    few = (few_rows.COLUMNS, few_rows.MOST_SPLITS, few_rows.DEPTH)
     assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH)
     assert (tuning.MAIL_BYTES, tuning.MOST_NORMED_COLUMNS) == (
         made.MAIL_BYTES,

@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, first_difference
-from mkernel.topology.cost import MachineConstants
+from mkernel.topology.cost import MachineConstants, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -261,12 +261,12 @@ def test_a_world_of_any_size_is_planned() -> None:
 
 FEW = {
     "most_rows": 256, "most_bytes": 1 << 24, "start_us": 4.0, "weights_gbs": 4000.0,
-    "exchange_us": 3.0, "egress_gbs": 350.0,
+    "block_gbs": 40.0, "wave_us": 5.0, "exchange_us": 3.0, "egress_gbs": 350.0,
 }  # fmt: skip
 
 
 def with_few_rows(*ops: str) -> MachineConstants:
-    few = FEW | {"ops": ops or OPS}
+    few = FEW | {"ops": ops or ("gemm_all_reduce", "gemm_reduce_scatter")}
     return MachineConstants.model_validate(simple().model_dump() | {"few_rows": few})
 
 
@@ -280,8 +280,35 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert fused.fused_us == pytest.approx(4.0 + fused.compute_us + fused.comm_us)
     scattered = few_rows_us("gemm_reduce_scatter", shape)
     assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
-    gathered = few_rows_us("all_gather_gemm", shape)  # beside the weights
-    assert gathered == pytest.approx(4.0 + fused.compute_us + 3.0)
+
+
+@pytest.mark.parametrize(("m", "world", "once"), [(64, 2, True), (64, 4, False), (512, 2, False)])
+def test_small_partial_results_travel_in_one_exchange(m: int, world: int, once: bool) -> None:
+    made = simple()
+    assert made.library is not None
+    few = OneShot(most_bytes=2 << 20, most_more_bytes=1 << 20)
+    brief = made.model_copy(update={"library": made.library.model_copy(update={"one_shot": few})})
+    shape = GemmShape(m=m, n=8192, k=1024)
+
+    def comm_us(constants: MachineConstants) -> float:
+        both = paths.predict("gemm_all_reduce", shape, "bfloat16", world, 132, 132, constants)
+        assert both is not None
+        return both[1].comm_us
+
+    nbytes = m * 8192 * 2
+    in_two = 2 * (5.0 + (world - 1) / world * nbytes / 100e3)
+    made = made.model_copy(update={"library": made.library.model_copy(update={"one_shot": None})})
+    assert comm_us(made) == pytest.approx(in_two)
+    expected = 5.0 + (world - 1) * nbytes / 100e3 if once else in_two
+    assert comm_us(brief) == pytest.approx(expected)
+
+
+def test_waves_of_few_rows_are_predicted() -> None:
+    """224 tiles are two waves of 132 blocks."""
+    shape = GemmShape(m=64, n=28672, k=1024)
+    both = paths.predict("gemm_all_reduce", shape, "bfloat16", 2, 132, 132, with_few_rows())
+    assert both is not None
+    assert both[0].compute_us == pytest.approx(2 * 28672 * 1024 / 4e6 + 5.0)
 
 
 def few_rows_us(op: OpName, shape: GemmShape) -> float:
@@ -293,7 +320,7 @@ def few_rows_us(op: OpName, shape: GemmShape) -> float:
 def test_few_rows_are_for_the_ops_that_the_constants_name() -> None:
     shape, only = GemmShape(m=64, n=8192, k=1024), with_few_rows("gemm_all_reduce")
     assert paths.few_rows("gemm_all_reduce", shape, "bfloat16", 2, only) is not None
-    assert paths.few_rows("all_gather_gemm", shape, "bfloat16", 2, only) is None
+    assert paths.few_rows("gemm_reduce_scatter", shape, "bfloat16", 2, only) is None
 
 
 @pytest.mark.parametrize(
@@ -304,8 +331,7 @@ def test_few_rows_are_for_the_ops_that_the_constants_name() -> None:
         ("gemm_all_reduce", 256, 8192, 8, False),  # too much to exchange at once
         ("gemm_all_reduce", 256, 8192, 1, True),
         ("gemm_reduce_scatter", 256, 8192, 8, True),  # each owner gets an eighth
-        ("all_gather_gemm", 128, 8192, 8, True),
-        ("all_gather_gemm", 136, 8192, 8, False),
+        ("all_gather_gemm", 128, 8192, 8, False),
     ],
 )
 def test_which_calls_are_of_few_rows(op: Any, m: int, n: int, world: int, few: bool) -> None:

@@ -245,8 +245,7 @@ void bind_pipelined(py::module_& module) {
 void bind_few_rows(py::module_& module) {
     py::enum_<FewRowsExchange>(module, "FewRowsExchange")
         .value("gemm_all_reduce", FewRowsExchange::all_reduce)
-        .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter)
-        .value("all_gather_gemm", FewRowsExchange::all_gather);
+        .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter);
     py::class_<FewRowsSchedule>(module, "FewRowsSchedule")
         .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a,
              "exchange"_a = FewRowsExchange::all_reduce);
@@ -256,20 +255,18 @@ void bind_few_rows(py::module_& module) {
         .def(
             "start",
             [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
-               const GemmTensors& tensors, std::uint64_t stream, std::uint64_t gathered) {
-                calls.start({number, timeout_s, tensors, stream}, gathered);
-            },
-            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "gathered"_a = 0,
+               const GemmTensors& tensors,
+               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
             py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
-    module.attr("MOST_GATHERED_ROWS") = kMostGatheredRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH") = kFewDepth;
     module.attr("MAIL_BYTES") = kMailBytes;
     module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
     module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);
-    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "k"_a, "schedule"_a);
+    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 
 // `function` with a device before its other arguments, which is the current one in it.

@@ -42,51 +42,28 @@ int few_rows_height(int m) {
     return kMostFewRows;
 }
 
-void check_few_rows(int world, int n, int k, const FewRowsSchedule& schedule) {
-    static_assert(kFewPieces * kMaxRanks <= kBriefFlags);
-    const bool gathers = schedule.exchange == FewRowsExchange::all_gather;
-    if (gathers && world > 1 && schedule.m > kMostGatheredRows) {
-        throw std::length_error("the ranks have " + std::to_string(schedule.m) +
-                                " rows; a call of few rows gathers at most " +
-                                std::to_string(kMostGatheredRows));
-    }
-    const std::uint64_t needed =
-        gathers ? kElementBytes * schedule.m * k : world * slot_bytes(world, n, schedule);
-    const std::uint64_t most = gathers ? kBriefBytes : kMailBytes;
-    if (world > 1 && needed > most) {
-        throw std::length_error(std::string("the ranks' ") + (gathers ? "rows" : "sums") + " are " +
-                                std::to_string(needed) + " bytes; a call of few rows may have " +
-                                std::to_string(most));
+void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
+    const std::uint64_t needed = world * slot_bytes(world, n, schedule);
+    if (world > 1 && needed > kMailBytes) {
+        throw std::length_error("the ranks' sums are " + std::to_string(needed) +
+                                " bytes; a call of few rows may have " +
+                                std::to_string(kMailBytes));
     }
 }
 
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              std::uint64_t gathered, std::uint64_t stream) {
+              std::uint64_t stream) {
     const auto ranks = static_cast<int>(world.workspaces.size());
-    check_few_rows(ranks, product.n, product.k, schedule);
+    check_few_rows(ranks, product.n, schedule);
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};
     args.workspace = workspace_of(world);
     args.limits = limits_of(world);
-    const auto rows_at = [&](std::uint64_t address, std::int64_t pitch) {
-        return tensor_map({.address = address,
-                           .width = static_cast<std::uint64_t>(product.k),
-                           .height = static_cast<std::uint64_t>(schedule.m),
-                           .pitch = static_cast<std::uint64_t>(pitch)},
-                          few_rows_height(schedule.m), product.half);
-    };
-    if (ranks > 1 && schedule.exchange == FewRowsExchange::all_gather) {
-        for (int parity = 0; parity < 2; ++parity) {
-            const char* const come = args.rows_at(args.workspace.rank, parity);
-            args.a[parity] = rows_at(reinterpret_cast<std::uint64_t>(come), 0);
-        }
-        args.own = reinterpret_cast<const char*>(tensors.a);
-        args.own_pitch = (tensors.a_pitch == 0 ? product.k : tensors.a_pitch) *
-                         static_cast<std::int64_t>(kElementBytes);
-        args.gathered = reinterpret_cast<char*>(gathered);
-    } else {
-        args.a[0] = rows_at(tensors.a, tensors.a_pitch);
-    }
+    args.a = tensor_map({.address = tensors.a,
+                         .width = static_cast<std::uint64_t>(product.k),
+                         .height = static_cast<std::uint64_t>(schedule.m),
+                         .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
+                        few_rows_height(schedule.m), product.half);
     args.b = map_of_b(product);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     args.out = reinterpret_cast<void*>(tensors.out);
@@ -107,12 +84,12 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
 FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)
     : device_(device), world_(std::move(world)), product_(product), schedule_(schedule) {}
 
-void FewRowsCalls::start(const CallOnce& call, std::uint64_t gathered) {
+void FewRowsCalls::start(const CallOnce& call) {
     const cuda::DeviceScope scope(device_);
     world_.call = call.number;
     world_.timeout_s = call.timeout_s;
     product_.tensors = call.tensors;
-    few_rows(world_, product_, schedule_, gathered, call.stream);
+    few_rows(world_, product_, schedule_, call.stream);
 }
 
 }  // namespace mkernel::hopper

@@ -1,4 +1,4 @@
-// The GEMM ops of few rows as the host starts them (kernels/few_rows.cuh).
+// The GEMM ops of few rows that reduce, as the host starts them (kernels/few_rows.cuh).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace mkernel::hopper {
 
 // How K is cut, and what travels. `unrounded`: sums of a rank travel in float32, else rounded to the result's type.
-// `m`: of all ranks, a multiple of their number unless all reduce.
+// `m`: rows of the product; of ReduceScatter a multiple of the number of ranks.
 struct FewRowsSchedule {
     int m;
     int splits;
@@ -20,12 +20,11 @@ struct FewRowsSchedule {
 };
 
 // std::length_error where what the ranks send each other is more than a call may have.
-void check_few_rows(int world, int n, int k, const FewRowsSchedule& schedule);
+void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
 
-// Of a world of one rank, the product alone, of all rows. `gathered`: where all ranks' rows of `a` are
-// copied to too, in a world of several that gathers; 0: nowhere.
+// Of a world of one rank, the product alone.
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              std::uint64_t gathered, std::uint64_t stream);
+              std::uint64_t stream);
 
 // From now on calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
 // only in a build with MKERNEL_TRACE.
@@ -36,7 +35,7 @@ class FewRowsCalls {
   public:
     FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule);
 
-    void start(const CallOnce& call, std::uint64_t gathered = 0);
+    void start(const CallOnce& call);
 
   private:
     int device_;

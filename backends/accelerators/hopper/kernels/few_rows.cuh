@@ -1,4 +1,5 @@
-// The GEMM ops of few rows, up to 256, gathered up to 128: reading the weights is what takes time, so all multiprocessors do.
+// GEMM+AllReduce and GEMM+ReduceScatter of few rows, up to 256: reading the weights is what takes time, so all
+// multiprocessors do.
 //
 // Weights are the rows of the product here: wgmma multiplies b^T [n, k] by a^T [k, m]. A tile is 128 columns of b
 // and all of m. The blocks of a cluster share a tile, each with its part of K, so that as many blocks
@@ -8,9 +9,6 @@
 //   AllReduce: its sums, rounded or not ──▶ the mail of every peer (device/mailbox.cuh)
 //   ReduceScatter: those of a rank's rows ──▶ that rank's mail
 //   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
-// AllGather comes before that, beside the first weights, and no mail behind:
-//   own rows of a ──two warps of each of the first kFewPieces blocks, a piece each──▶ memory of brief calls, every
-//   rank's; then flag piece * W + r there says so. Once a warp has seen all flags, the loader brings rows from there.
 // Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same on all ranks,
 // and always the same. Mail says itself that it has come, so nothing is raised or fenced behind it: it is one way
 // across the link.
@@ -18,8 +16,7 @@
 // The call is brief (device/call.cuh): each rank waits for all that its peers write into its memory.
 // All blocks read the epoch at their begin, and the last one that did moves it on.
 // No rank waits for ever: clusters take tiles in rising order and send before they wait, so the first tile that
-// is not done anywhere waits for none. Of AllGather the first kFewPieces blocks must run at once, as the blocks
-// of a kernel that come first do.
+// is not done anywhere waits for none.
 #pragma once
 
 #include <cuda.h>
@@ -32,17 +29,14 @@
 namespace mkernel::hopper {
 
 inline constexpr int kMostFewRows = 256;
-inline constexpr int kMostGatheredRows = 128;
 inline constexpr int kMostSplits = 8;  // of K: blocks of a cluster
 inline constexpr int kFewColumns = 128;
-inline constexpr int kFewDepth = 64;   // of K, of a stage
-inline constexpr int kFewPieces = 32;  // of a rank's rows of a, which blocks push
+inline constexpr int kFewDepth = 64;  // of K, of a stage
 
-enum class FewRowsExchange : std::uint8_t { all_reduce, reduce_scatter, all_gather };
+enum class FewRowsExchange : std::uint8_t { all_reduce, reduce_scatter };
 
 struct FewRowsArgs {
-    CUtensorMap a
-        [2];  // [m, k], boxes [rows of the kernel, 64]; gathered in calls of even and of odd epochs
+    CUtensorMap a;     // [m, k], boxes [rows of the kernel, 64]
     CUtensorMap b;     // boxes [128 of n, 64 of k], or N-major [64 of k, 64 of n]
     const void* bias;  // [n], or null
     void* out;         // [m, n]; of ReduceScatter [rows, n]
@@ -53,19 +47,7 @@ struct FewRowsArgs {
     int rows;  // of out
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
-    // AllGather in a world of several: own rows of a, bytes from one to the next; and where all go, or null.
-    const char* own;
-    std::int64_t own_pitch;
-    char* gathered;  // [m, k]
     Trace trace;
-
-    // Whether rows of a come from all ranks, and how many ranks' sums are added.
-    __host__ __device__ bool gathers() const { return own != nullptr; }
-    __host__ __device__ int sources() const { return gathers() ? 1 : workspace.world; }
-    // Where all ranks' rows of a lie on rank `at` in such a call.
-    __host__ __device__ char* rows_at(int at, std::uint64_t epoch) const {
-        return workspace.base[at] + kBriefOffset + epoch % 2 * kBriefBytes;
-    }
 };
 
 // What a block's trace tells, in order; of the first multiplier but for `loaded`, the loader's.

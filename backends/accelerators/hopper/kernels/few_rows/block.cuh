@@ -1,0 +1,67 @@
+// A block of the kernel of few_rows.cuh: its threads, their barriers, its shared memory, its part of a tile.
+#pragma once
+
+#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/few_rows.cuh"
+#include "backends/accelerators/hopper/ptx/wgmma.cuh"
+#include "backends/accelerators/hopper/tile/block.cuh"
+
+namespace mkernel::hopper {
+
+// Two warpgroups multiply, 64 columns of the tile each; a thread of the third loads.
+inline constexpr int kFewMultipliers = 2 * kWarpgroup;
+inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
+
+static_assert(kFewDepth == kTileK);
+
+template <int kRows>
+struct FewRows {
+    static constexpr int kWeightBytes = kFewColumns * kTileK * kElementBytes;
+    static constexpr int kStageBytes = kWeightBytes + kRows * kTileK * kElementBytes;
+    static constexpr int kStages = (kSharedBytes - 1024) / kStageBytes;
+    // Floats from one row of partial sums to the next: lanes that write rows and columns of a block of
+    // accumulators meet no bank twice.
+    static constexpr int kPitch = kFewColumns + 4;
+
+    alignas(1024) unsigned char stages[kStages][kStageBytes];
+    ptx::Mbarrier full[kStages];
+    ptx::Mbarrier empty[kStages];
+    std::uint64_t epoch;
+    BlockTrace<static_cast<int>(FewRowsMark::count)> trace;
+
+    __device__ void mark(FewRowsMark which) { trace.mark(static_cast<int>(which)); }
+
+    // Partial sums [kRows, kPitch]: where the stages were, once all of them were multiplied.
+    __device__ float* sums() { return reinterpret_cast<float*>(stages); }
+    static_assert(kRows * kPitch * sizeof(float) <= kStages * kStageBytes);
+};
+
+// Columns of a tile, and the part of it that this block adds up: vectors of 8 columns, row by row.
+struct FewShare {
+    int column;   // the tile's first
+    int vectors;  // a row of it
+    int first, end;
+
+    __device__ FewShare(const FewRowsArgs& args, int tile, int part, int splits)
+        : column(tile * kFewColumns), vectors(min(kFewColumns, args.n - column) / 8) {
+        const int all = args.m * vectors;
+        first = all * part / splits;
+        end = all * (part + 1) / splits;
+    }
+};
+
+// The multipliers' threads only.
+__device__ __forceinline__ void multipliers_barrier() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kFewMultipliers) : "memory");
+}
+
+// The multipliers are done with their partial sums, and the loader's warp hears it: not __syncthreads,
+// which all threads must come to at one place of the program.
+__device__ __forceinline__ void free_stages() {
+    asm volatile("bar.arrive 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+}
+__device__ __forceinline__ void await_free_stages() {
+    asm volatile("bar.sync 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
+}
+
+}  // namespace mkernel::hopper

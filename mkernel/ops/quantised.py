@@ -1,0 +1,58 @@
+"""Rows in e4m3 with a scale each, as the next product of e4m3 operands takes them.
+
+scale = max|row| / 448        quantised = row / scale, in float32, rounded to nearest
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mkernel.errors import ArgumentError
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in e4m3, and their scales.
+
+    Args:
+        rows: [.., N], in a floating-point dtype.
+
+    Returns:
+        [.., N] in ``torch.float8_e4m3fn``, and [.., 1] in float32, 1 where a row is all zeros,
+        or would have a scale of 0. An infinity or NaN is NaN in the result, so that it is not lost.
+    """
+    wide = rows.float()
+    scale = wide.abs().amax(-1, keepdim=True) / LARGEST
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    # A subnormal scale is rounded so far that a quotient may be beyond the largest.
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **given: object) -> None:
+    """ArgumentError: anything but None or ``row``; without a norm; beside ``out`` or a tensor whose
+    gradient would be lost.
+
+    Args:
+        given: tensors of the call by their names, ``out`` and ``out_dtype`` among them.
+    """
+    if quantise is None:
+        return
+    if quantise != "row":
+        raise ArgumentError("quantise", repr(quantise), "None or 'row'")
+    if norm_weight is None:
+        raise ArgumentError("quantise", repr(quantise), "None, without norm_weight")
+    for name in ("out", "out_dtype"):
+        if given.get(name) is not None:
+            raise ArgumentError(name, "given", "None, beside quantise: e4m3 rows are allocated")
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in (given | {"norm_weight": norm_weight}).items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ArgumentError(
+                name,
+                "a tensor that requires grad",
+                f"a tensor without gradient: call under torch.no_grad(), or pass {name}.detach()",
+                why=f"{op} has no backward where it quantises",
+            )

@@ -1,0 +1,200 @@
+"""Normalised sums in e4m3 with a scale a row: near the truth, the same everywhere, food for the next
+product, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import close, on_ranks, operand
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+import mkernel
+from mkernel.cases.base import TOLERANCE
+from mkernel.errors import ArgumentError, DtypeError
+from mkernel.ops.quantised import LARGEST, quantised_rows
+
+RANKS = 2
+M, K, N = 6, 16, 32
+EPS = 7.0  # far from nothing beside squares of about K
+LEAST = 2.0**-9
+"""The step of e4m3 numbers next to 0."""
+
+on_two = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+
+def off(quantised: Tensor, scale: Tensor, truth: Tensor, rounding: float = 0.0) -> str:
+    """What is wrong of rows in e4m3; empty where nothing is. An element is half a step off at most, a
+    sixteenth of itself or half of the least step; its row was rounded before by ``rounding`` of its
+    largest element."""
+    if quantised.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        return f"dtypes {quantised.dtype}, {scale.dtype}"
+    largest = truth.abs().amax(-1, keepdim=True)
+    if scale.shape != largest.shape:
+        return f"scales of shape {tuple(scale.shape)}"
+    wide = scale.double()
+    if ((wide * LARGEST - largest).abs() > (rounding + 1e-6) * largest).any():
+        return f"scales {scale}"
+    allowed = truth.abs() / 16 + wide * LEAST / 2 + (rounding + 1e-6) * largest
+    error = (quantised.double() * wide - truth).abs()
+    return "" if (error <= allowed).all() else f"off by {(error - allowed).max()}"
+
+
+def drawn() -> Tensor:
+    """Rows of very different sizes."""
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    return rows * torch.logspace(-6, 6, 64)[:, None]
+
+
+def test_rows_are_quantised_to_the_nearest() -> None:
+    rows = drawn()
+    assert off(*quantised_rows(rows), rows.double()) == ""
+
+
+def of_the_whole(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (rows.abs().max() / LARGEST).expand(len(rows), 1)
+    return (rows / scale).to(torch.float8_e4m3fn), scale
+
+
+def of_the_row_before(rows: Tensor) -> tuple[Tensor, Tensor]:
+    quantised, scale = quantised_rows(rows)
+    return quantised, scale.roll(1, 0)
+
+
+def toward_zero(rows: Tensor) -> tuple[Tensor, Tensor]:
+    quantised, scale = quantised_rows(rows)
+    bits = quantised.view(torch.uint8)
+    beyond = quantised.float().abs() > (rows / scale).abs()
+    return (bits - beyond.to(torch.uint8)).view(torch.float8_e4m3fn), scale
+
+
+def of_seven_eighths(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scale = rows.abs().amax(-1, keepdim=True) * (7 / 8) / LARGEST
+    return (rows / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("fault", [of_the_whole, of_the_row_before, toward_zero, of_seven_eighths])
+def test_planted_faults_are_seen(fault: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    rows = drawn()
+    assert off(*fault(rows), rows.double())
+
+
+def test_rows_of_zeros_and_of_what_is_not_finite() -> None:
+    rows = torch.zeros(4, 8)
+    rows[1, 3], rows[2, 3], rows[3, 3] = torch.inf, torch.nan, 1e-44  # the last is subnormal
+    quantised, scale = quantised_rows(rows)
+    assert scale[0].item() == 1
+    assert (quantised[0].float() == 0).all()
+    for row in (1, 2):
+        assert (quantised[row].float() * scale[row]).isnan().any()
+    assert quantised[3].float().isfinite().all()
+
+
+def alike(dtype: torch.dtype, lead: tuple[int, ...]) -> dict[str, Tensor]:
+    """What every rank gives alike."""
+    return {
+        "residual": operand("residual", 0, *lead, N, dtype=dtype) * 4,
+        "norm_weight": operand("weight", 0, N, dtype=dtype),
+    }
+
+
+def parts(op: str, dtype: torch.dtype, lead: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
+    """The operands of every rank."""
+    if op == "all_reduce":
+        return [(operand("x", rank, *lead, N, dtype=dtype),) for rank in range(RANKS)]
+    return [
+        (operand("a", rank, *lead, K, dtype=dtype), operand("b", rank, K, N, dtype=dtype))
+        for rank in range(RANKS)
+    ]
+
+
+def called(
+    op: str, dtype: torch.dtype, lead: tuple[int, ...], residual: bool, compiled: bool
+) -> list[int]:
+    """Judges a call; the bits of its results."""
+    given, everyone = alike(dtype, lead), parts(op, dtype, lead)
+    if not residual:
+        del given["residual"]
+    call = partial(getattr(mkernel, op), eps=EPS, quantise="row")
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = call(*everyone[mkernel.world().rank], **given)
+    quantised, scale = found[:2]
+    terms = [
+        each[0].double() @ each[1].double() if each[1:] else each[0].double() for each in everyone
+    ]
+    total = sum(terms, torch.zeros(()))
+    rounding = TOLERANCE[str(dtype).removeprefix("torch.")] * 4
+    if residual:
+        total = total + given["residual"].double()
+        close(found[2], total, rounding)
+    truth = rms_norm(total, (N,), given["norm_weight"].double(), EPS)
+    assert off(quantised, scale, truth, rounding) == ""
+    return [
+        *quantised.view(torch.uint8).flatten().tolist(),
+        *scale.view(torch.int32).flatten().tolist(),
+    ]
+
+
+class TestOnRanks:
+    pytestmark = on_two
+
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+    @pytest.mark.parametrize("lead", [(M,), (2, 3)], ids=["matrix", "activation"])
+    @pytest.mark.parametrize("op", ["all_reduce", "gemm_all_reduce"])
+    def test_a_norm_in_e4m3(
+        self, op: str, lead: tuple[int, ...], residual: bool, compiled: bool
+    ) -> None:
+        bits = on_ranks(called, op, torch.bfloat16, lead, residual, compiled, ranks=RANKS)
+        assert all(each == bits[0] for each in bits)
+
+    def test_the_next_product_takes_it(self) -> None:
+        on_ranks(fed, ranks=RANKS)
+
+    def test_what_is_wrong_is_refused_by_name(self) -> None:
+        on_ranks(refusals, ranks=RANKS)
+
+
+def fed() -> None:
+    """Rows and scales as the operand of a product whose other one is exact."""
+    (x,), given = (
+        parts("all_reduce", torch.bfloat16, (M,))[mkernel.world().rank],
+        alike(torch.bfloat16, (M,)),
+    )
+    quantised, scale, _ = mkernel.all_reduce(x, eps=EPS, quantise="row", **given)
+    weight = (torch.arange(N * 16).view(16, N) % 3 - 1).to(torch.float8_e4m3fn).t()
+    ones = torch.ones(1, 16)
+    found = mkernel.gemm_all_reduce(quantised, weight, a_scale=scale, b_scale=ones)
+    truth = RANKS * (quantised.double() * scale.double()) @ weight.double()
+    close(found, truth, TOLERANCE["bfloat16"] * 2)
+
+
+def refusals() -> None:
+    (x,), given = (
+        parts("all_reduce", torch.bfloat16, (M,))[mkernel.world().rank],
+        alike(torch.bfloat16, (M,)),
+    )
+    call: Any = partial(mkernel.all_reduce, x, quantise="row")
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("quantise = 'row' is not legal; expected None, without norm_weight", {}),
+        ("quantise = 'column'", {**given, "quantise": "column"}),
+        ("out = given", {**given, "out": torch.empty_like(x)}),
+        ("out_dtype = given", {**given, "out_dtype": torch.float32}),
+        (
+            "norm_weight = a tensor that requires grad",
+            {"norm_weight": given["norm_weight"].clone().requires_grad_()},
+        ),
+    ]
+    for words, options in wrong:
+        with pytest.raises(ArgumentError) as caught:
+            call(**options)
+        assert words in str(caught.value), str(caught.value)
+    with torch.no_grad():
+        call(norm_weight=given["norm_weight"].clone().requires_grad_())
+    with pytest.raises(DtypeError):
+        mkernel.all_reduce(x, out_dtype=torch.float8_e4m3fn)
