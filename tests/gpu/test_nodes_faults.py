@@ -24,7 +24,7 @@ EARLY = [
 ]
 
 
-def found(fn: Any, *arguments: Any, nic: str) -> list[list[str]]:
+def found(fn: Any, *arguments: Any, nic: str) -> Any:
     """The failures of each rank."""
     return mkernel.launch(
         fn, *arguments, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft",
@@ -46,12 +46,38 @@ def test_an_arrival_that_is_counted_once_too_often(
             "behind a replay a copy of the emulated NIC's mover did not end (hopper_notes.md)"
         )
     take(route, monkeypatch)
-    failures = found(nodes_faults_ranks.told_early, shape, 4, fault, graph, nic=nic)
+    _store, port = host_store(2, 30)
+    failures = found(nodes_faults_ranks.told_early, port, shape, 4, fault, graph, nic=nic)
     assert bool(failures[0]) == fault, failures
     if fault:
         assert len(failures[0]) == 3, "a call that was told early was right all the same"
     else:
         assert not failures[1]
+
+
+@nics
+@both
+@planted
+def test_memory_that_is_used_again_too_early(
+    fault: bool, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the next call lie there before those of a call were read."""
+    take(route, monkeypatch)
+    _store, port = host_store(2, 30)
+    failures = found(nodes_faults_ranks.reused_early, port, EARLY[0], fault, nic=nic)
+    assert len(failures[0]) == fault, failures
+
+
+@nics
+@both
+@planted
+def test_a_nic_that_tells_before_the_bytes_are_there(
+    fault: bool, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_LATE_NS", str(2_000_000_000 * fault))
+    for each in found(nodes_faults_ranks.of_each, EARLY, nic=nic):
+        assert [bool(failures) for failures in each] == [fault] * len(EARLY), each
 
 
 @pytest.mark.alone
