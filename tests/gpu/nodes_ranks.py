@@ -116,13 +116,18 @@ def noticed(shapes: list[Shape], seed: int) -> str:
 
 
 def break_and_rebuild(
-    port: int, nic: str, fault: str | None, shape: Shape, next_nic: str = ""
+    port: int,
+    nic: str,
+    fault: str | None,
+    shape: Shape,
+    next_nic: str = "",
+    timeout_s: float = 20,
 ) -> tuple[str, str, float, bool]:
     """(kind of error, its message, seconds until it was raised, whether the next world of these
     processes is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of
     the second one, where it is another."""
     mkernel.finalize()
-    _join(port, nic, fault)
+    _join(port, nic, fault, timeout_s)
     start = time.monotonic()
     try:
         work = Work(shape)
@@ -141,7 +146,7 @@ def break_and_rebuild(
     return kind, message, seconds, not judged([shape], 3)
 
 
-def _join(port: int, nic: str, fault: str | None) -> None:
+def _join(port: int, nic: str, fault: str | None, timeout_s: float = 20) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:
@@ -151,7 +156,7 @@ def _join(port: int, nic: str, fault: str | None) -> None:
             accelerator="hopper",
             nic=nic,
             verbs="soft",
-            timeout_s=20,
+            timeout_s=timeout_s,
             stores=stores(port),
         )
     finally:
