@@ -9,6 +9,19 @@ namespace mkernel::cuda {
 struct Driver {
     decltype(&cuGetErrorName) get_error_name;
     decltype(&cuDeviceGetAttribute) device_get_attribute;
+    decltype(&cuDeviceGet) device_get;
+    decltype(&cuCtxCreate) ctx_create;
+    decltype(&cuCtxPushCurrent) ctx_push_current;
+    decltype(&cuCtxPopCurrent) ctx_pop_current;
+    decltype(&cuCtxGetStreamPriorityRange) ctx_get_stream_priority_range;
+    decltype(&cuStreamCreateWithPriority) stream_create_with_priority;
+    decltype(&cuStreamQuery) stream_query;
+    decltype(&cuStreamWaitEvent) stream_wait_event;
+    decltype(&cuEventCreate) event_create;
+    decltype(&cuEventRecord) event_record;
+    decltype(&cuThreadExchangeStreamCaptureMode) thread_exchange_stream_capture_mode;
+    decltype(&cuMemHostAlloc) mem_host_alloc;
+    decltype(&cuMemcpyAsync) memcpy_async;
     decltype(&cuMemCreate) mem_create;
     decltype(&cuMemRelease) mem_release;
     decltype(&cuMemAddressReserve) mem_address_reserve;

@@ -1,6 +1,7 @@
 // The mover of this process's CUDA device: how an emulated NIC reaches its memory (transport/mover.hpp).
 //
-// Copies run on copy engines, on streams of their own, so they pass kernels that run. Copies inside one
+// Copies run on copy engines, on streams and in a context of their own (lanes.hpp), so they pass kernels that run,
+// whatever the rank asks the driver for meanwhile. Copies inside one
 // device would wait for multiprocessors: between ranks of one device bytes go through pinned host memory.
 // A batch ends with a word that the stream writes into host memory; asking after it costs no driver call.
 #pragma once

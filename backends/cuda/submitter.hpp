@@ -45,15 +45,6 @@ class Submitter {
     void check() const {
         if (failed_.load(std::memory_order_acquire)) std::rethrow_exception(error_);
     }
-    // All that was given before is submitted when this returns. Throws as check() does.
-    void wait() const {
-        const std::uint64_t given = given_.load(std::memory_order_relaxed);
-        for (std::uint64_t ended = 0;
-             (ended = submitted_.load(std::memory_order_acquire)) < given;) {
-            submitted_.wait(ended, std::memory_order_acquire);
-        }
-        check();
-    }
 
   private:
     // The next batch follows soon where there was one; a sleeping thread wakes up too late for it.
@@ -64,8 +55,6 @@ class Submitter {
             await(taken);
             if (stop_.load(std::memory_order_relaxed)) return;
             if (!failed_.load(std::memory_order_relaxed)) submit_next();
-            submitted_.fetch_add(1, std::memory_order_release);
-            submitted_.notify_all();
         }
     }
     void await(std::uint64_t taken) const {
@@ -94,7 +83,6 @@ class Submitter {
     std::mutex mutex_;
     std::deque<Batch> batches_;
     std::atomic<std::uint64_t> given_{0};
-    std::atomic<std::uint64_t> submitted_{0};
     std::atomic<bool> stop_{false};
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;  // written once, before `failed_`

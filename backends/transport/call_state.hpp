@@ -10,9 +10,24 @@
 namespace mkernel::transport {
 
 struct CallState {
+    static constexpr std::uint32_t kGivenUp = 1, kRecorded = 2;  // of `failed`
+
     std::uint64_t epoch;  // number of the running call; the owner sets it to 1 before the first
     std::uint32_t blocks_done;  // of the running call; back to 0 at its end
-    std::uint32_t failed;       // 1: a wait of this rank failed; all others give up at once
+    std::uint32_t failed;       // not 0: a wait of this rank failed; all others give up at once
+
+    // A wait gave up: `late`, since its own time was over, else because another had or the host wants it.
+    // True: its caller records why, as the first that was late. Another may have been here before it: of
+    // those that wait for room in a FIFO, one is late and stops the rest.
+    MKERNEL_HOST_DEVICE bool give_up(bool late) {
+        const std::uint32_t mine = late ? kGivenUp | kRecorded : kGivenUp;
+#ifdef __CUDA_ARCH__
+        const std::uint32_t before = atomicOr(&failed, mine);
+#else
+        const std::uint32_t before = shared(failed).fetch_or(mine);
+#endif
+        return late && (before & kRecorded) == 0;
+    }
 
 #ifdef __CUDACC__
     // One thread of every block, once, when the block is done with the call and its accesses are ordered

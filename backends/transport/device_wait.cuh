@@ -51,8 +51,9 @@ class DeviceWaiter {
     __device__ bool went_on(WaitResult result, std::uint64_t seen, std::uint64_t wanted,
                             Awaited what) const {
         if (result == WaitResult::ok) return true;
-        const bool first = atomicExch(&state_->failed, 1u) == 0;
-        if (first && result == WaitResult::timed_out) record(limits_, kernel_, seen, wanted, what);
+        if (state_->give_up(result == WaitResult::timed_out)) {
+            record(limits_, kernel_, seen, wanted, what);
+        }
         return false;
     }
 
@@ -79,13 +80,11 @@ class DeviceWaiter {
             if (now < look) continue;
             look = now + kHostLookNs;
             if (load_relaxed(&limits.host->abort) != 0) {
-                atomicExch(&state->failed, 1u);
+                state->give_up(false);
                 return false;
             }
             if (now - start > limits.timeout_ns) {
-                if (atomicExch(&state->failed, 1u) == 0) {
-                    record(limits, kernel, word->peek(), wanted, what);
-                }
+                if (state->give_up(true)) record(limits, kernel, word->peek(), wanted, what);
                 return false;
             }
         }

@@ -237,20 +237,27 @@ def other_bits(call: Callable[[], Tensors], times: int, first: Tensors | None = 
     return found
 
 
-def replayed(shapes: Sequence[Any], replays: int, mixed: bool) -> list[str]:
-    """Failures of a captured graph of all shapes' calls, with new inputs before every replay."""
-    works = [work_of(shape) for shape in shapes]
+def captured(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """A graph of these calls, and what they return in it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for work in works:
-            work.fill(0)
-            work.call()  # plans, workspaces and libraries are made outside of the capture
+        for call in calls:
+            call()  # plans, workspaces and libraries are made outside of the capture
     mkernel.synchronize()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [work.call() for work in works]
+        results = [call() for call in calls]
+    return graph, results
+
+
+def replayed(shapes: Sequence[Any], replays: int, mixed: bool) -> list[str]:
+    """Failures of a captured graph of all shapes' calls, with new inputs before every replay."""
+    works = [work_of(shape) for shape in shapes]
+    for work in works:
+        work.fill(0)
+    graph, results = captured([work.call for work in works])
     failures = []
     for turn in range(1, replays + 1):
         for work in works:

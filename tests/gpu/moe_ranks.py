@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hopper_ranks import LATE_S, other_bits, spin
+from hopper_ranks import LATE_S, captured, other_bits, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
@@ -255,16 +255,7 @@ def replayed(shapes: Sequence[Moe], replays: int) -> list[str]:
     """Failures of a captured graph of all shapes' calls, with another routing in every replay, and
     plain calls between."""
     works = [Work(shape) for shape in shapes]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for work in works:
-            work.call()
-    mkernel.synchronize()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [work.call() for work in works]
+    graph, results = captured([work.call for work in works])
     found = []
     for turn in range(1, replays + 1):
         for work, outputs in zip(works, results, strict=True):

@@ -9,76 +9,96 @@ there when those of the call before are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 
-import torch
-from hopper_ranks import LATE_S, Shape, Work, spin
+from hopper_ranks import LATE_S, Shape, Work, captured, spin
+from in_world import stores
 
 import mkernel
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.backends.transport import _transport
 
-FIRST_ARRIVAL = 32
-"""The words before say that ranks need nothing of a call any more: word r for rank r."""
-ARRIVALS = range(FIRST_ARRIVAL, FIRST_ARRIVAL + 1024)
+OVER_AT = 0
+"""The first word that says that a rank needs nothing of a call any more: rank 0, then the others."""
+ARRIVALS = range(32, 32 + 1024)
 """More than a test's shapes use, of every kind."""
 
 
-def count_once_more(op: str, words: Sequence[int]) -> None:
-    """Add 1 to each of these words of the own pad."""
+def count_more(op: str, words: Sequence[int], times: int) -> None:
+    """Add so much to each of these words of the own pad."""
     pad = mkernel.world().engine(op).heap.pad
     for word in words:
-        _transport.pad_add(pad, word, 1)
+        _transport.pad_add(pad, word, times)
 
 
-def told_early(shape: Shape, turns: int, planted: bool, graph: bool) -> list[str]:
+def told_early(port: int, shape: Shape, turns: int, planted: bool, graph: bool) -> list[str]:
     """Failures of calls on fresh inputs for which rank 1 is late, where rank 0 counts each arrival of
-    the first one twice; the calls are replays of one graph, or not."""
-    rank = mkernel.world().rank
+    the first one twice; the calls are replays of one graph, or not. Rank 0's later calls then end
+    before rank 1 begins them, so that what rank 0 read cannot be right."""
+    rank, (store, _) = mkernel.world().rank, stores(port)
     work = Work(shape)
-    call = _recorded(work) if graph else work.call
+    work.fill(turns)
+    recorded, results = captured([work.call]) if graph else (None, [])
     failures = []
     for turn in range(turns):
         work.fill(turn)
-        if rank == 1:
+        if rank == 1 and planted and turn > 0:
+            store.wait([f"call {turn} of rank 0"], timedelta(seconds=20))
+        elif rank == 1:
             spin(LATE_S)
-        result = call()
+        if recorded is not None:
+            recorded.replay()
+        result = results[0] if results else work.call()
         mkernel.synchronize()  # before what loads kernels or takes memory: see docs/softverbs.md
+        if rank == 0:
+            store.set(f"call {turn} of rank 0", "ended")
         failures += work.failure(turn, result)
         if planted and turn == 0 and rank == 0:
-            count_once_more(shape.op, ARRIVALS)
+            count_more(shape.op, [OVER_AT + 1, *ARRIVALS], 1)
     mkernel.synchronize()
     return failures
 
 
-def _recorded(work: Work) -> Callable[[], torch.Tensor]:
-    """One call's graph."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work.fill(1_000)
-        work.call()  # plans and memory are made outside of the capture
-    mkernel.synchronize()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def reused_early(port: int, shape: Shape, planted: bool) -> list[str]:
+    """Failures of rank 0's calls, for which it is late. Rank 1 counts what rank 0 tells it twice too
+    often, and so puts the rows of its third call where rank 0 has yet to read those of the second."""
+    rank, (store, _) = mkernel.world().rank, stores(port)
+    work, nic = Work(shape), mkernel.world().nic
+    assert nic is not None
+    failures = []
+    for turn in range(3):
+        work.fill(turn)
+        if rank == 0 and planted and turn == 1:
+            store.wait(["calls of rank 1"], timedelta(seconds=20))
+        elif rank == 0:
+            spin(LATE_S)
         result = work.call()
+        mkernel.synchronize()
+        if rank == 0:
+            failures += work.failure(turn, result)
+        elif planted and turn == 0:
+            count_more(shape.op, [OVER_AT, *ARRIVALS], 2)
+    if rank == 1:
+        assert nic.flush(10)
+        store.set("calls of rank 1", "ended")
+    mkernel.synchronize()
+    return failures
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
 
-    return replay
+def of_each(shapes: Sequence[Shape]) -> list[list[str]]:
+    """Failures of a call of each shape."""
+    found = []
+    for work in [Work(shape) for shape in shapes]:
+        work.fill(0)
+        result = work.call()
+        mkernel.synchronize()
+        found.append(work.failure(0, result))
+    return found
 
 
 def unflushed(shapes: Sequence[Shape], flush: bool) -> list[str]:
     """Failures on an emulated NIC that holds back what it wrote until a flush; it may be left out."""
     if not flush:
         DeviceMemory.flush = lambda self: 0  # type: ignore[method-assign]
-    failures = []
-    for work in [Work(shape) for shape in shapes]:
-        work.fill(0)
-        result = work.call()
-        mkernel.synchronize()
-        failures += work.failure(0, result)
-    return failures
+    return [text for failures in of_each(shapes) for text in failures]

@@ -18,6 +18,9 @@ from mkernel.errors import WorldError
 
 MASK = 0x5A
 FAULTS = "MKERNEL_SOFTVERBS_FAULTS"
+RANK_0_FIRST_S = 0.5
+"""Rank 1 begins so much later, where rank 0's device has a fault: a stalled device tells its own host
+nothing, and a peer finds out only by what it sends to it."""
 
 
 def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
@@ -113,18 +116,25 @@ def noticed(shapes: list[Shape], seed: int) -> str:
 
 
 def break_and_rebuild(
-    port: int, nic: str, fault: str | None, shape: Shape, next_nic: str = ""
+    port: int,
+    nic: str,
+    fault: str | None,
+    shape: Shape,
+    next_nic: str = "",
+    timeout_s: float = 20,
 ) -> tuple[str, str, float, bool]:
     """(kind of error, its message, seconds until it was raised, whether the next world of these
     processes is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of
     the second one, where it is another."""
     mkernel.finalize()
-    _join(port, nic, fault)
+    _join(port, nic, fault, timeout_s)
     start = time.monotonic()
     try:
         work = Work(shape)
         for turn in range(2_000):
             work.fill(turn)
+            if turn == 0 and os.environ["RANK"] == "1":
+                time.sleep(RANK_0_FIRST_S)
             work.call()
             mkernel.synchronize()
         raise AssertionError(f"{fault or nic} went unnoticed")
@@ -136,7 +146,7 @@ def break_and_rebuild(
     return kind, message, seconds, not judged([shape], 3)
 
 
-def _join(port: int, nic: str, fault: str | None) -> None:
+def _join(port: int, nic: str, fault: str | None, timeout_s: float = 20) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:
@@ -146,7 +156,7 @@ def _join(port: int, nic: str, fault: str | None) -> None:
             accelerator="hopper",
             nic=nic,
             verbs="soft",
-            timeout_s=20,
+            timeout_s=timeout_s,
             stores=stores(port),
         )
     finally:

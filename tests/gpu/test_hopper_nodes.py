@@ -308,7 +308,7 @@ def test_a_nic_error_in_mid_kernel(nic: str, fault: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "200")
     _store, port = host_store(2, 30)
-    shape = Shape("gemm_all_reduce", 1024, 512, 512)
+    shape = Shape("gemm_all_reduce", 2048, 1024, 512)  # more than 20 puts
     found = mkernel.launch(
         nodes_ranks.break_and_rebuild, port, nic, fault, shape, nodes=2, ranks_per_node=1,
         accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,

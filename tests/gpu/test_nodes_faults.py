@@ -24,7 +24,7 @@ EARLY = [
 ]
 
 
-def found(fn: Any, *arguments: Any, nic: str) -> list[list[str]]:
+def found(fn: Any, *arguments: Any, nic: str) -> Any:
     """The failures of each rank."""
     return mkernel.launch(
         fn, *arguments, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft",
@@ -41,17 +41,39 @@ def test_an_arrival_that_is_counted_once_too_often(
     shape: Shape, graph: bool, fault: bool, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its flag comes before the data, in every later call or replay, where the sender is late."""
-    if graph and route == "direct":
-        pytest.skip(
-            "behind a replay a copy of the emulated NIC's mover did not end (hopper_notes.md)"
-        )
     take(route, monkeypatch)
-    failures = found(nodes_faults_ranks.told_early, shape, 4, fault, graph, nic=nic)
+    _store, port = host_store(2, 30)
+    failures = found(nodes_faults_ranks.told_early, port, shape, 4, fault, graph, nic=nic)
     assert bool(failures[0]) == fault, failures
     if fault:
         assert len(failures[0]) == 3, "a call that was told early was right all the same"
     else:
         assert not failures[1]
+
+
+@nics
+@both
+@planted
+def test_memory_that_is_used_again_too_early(
+    fault: bool, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the next call lie there before those of a call were read."""
+    take(route, monkeypatch)
+    _store, port = host_store(2, 30)
+    failures = found(nodes_faults_ranks.reused_early, port, EARLY[0], fault, nic=nic)
+    assert len(failures[0]) == fault, failures
+
+
+@nics
+@both
+@planted
+def test_a_nic_that_tells_before_the_bytes_are_there(
+    fault: bool, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_LATE_NS", str(2_000_000_000 * fault))
+    for each in found(nodes_faults_ranks.of_each, EARLY, nic=nic):
+        assert [bool(failures) for failures in each] == [fault] * len(EARLY), each
 
 
 @pytest.mark.alone
@@ -63,6 +85,26 @@ def test_a_flush_that_is_left_out(flush: bool, nic: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("MKERNEL_SOFTVERBS_UNFLUSHED", "1")
     for failures in found(nodes_faults_ranks.unflushed, EARLY, flush, nic=nic):
         assert bool(failures) != flush
+
+
+@nics
+def test_a_fifo_that_stays_full(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's device does nothing more, and no NIC gives up within the deadline: many blocks wait for
+    room in a full FIFO, of which one is late first, and every rank hears of it."""
+    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "22")  # minutes
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "60000")
+    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__FIFO_SLOTS", "16")
+    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QUEUE_DEPTH", "16")
+    _store, port = host_store(2, 30)
+    shape = Shape("gemm_reduce_scatter", 8192, 4096, 512)  # 512 puts a rank
+    outcomes = mkernel.launch(
+        nodes_ranks.break_and_rebuild, port, nic, "stall@40", shape, nic, 4.0, nodes=2,
+        ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+    )  # fmt: skip
+    for kind, message, seconds, goes_on in outcomes:
+        assert kind == "Timeout", message
+        assert seconds < 12
+        assert goes_on
 
 
 @both

@@ -173,6 +173,7 @@ Config Config::from_environment() {
         env.number("MKERNEL_SOFTVERBS_MAX_MESSAGE", c.max_message, 1, 1u << 30));
     c.scramble = static_cast<std::uint8_t>(env.number("MKERNEL_SOFTVERBS_SCRAMBLE", 0, 0, 255));
     c.unflushed = env.flag("MKERNEL_SOFTVERBS_UNFLUSHED", c.unflushed);
+    c.late_ns = env.number("MKERNEL_SOFTVERBS_LATE_NS", c.late_ns, 0, 60 * kSecond);
     c.by_reference = env.flag("MKERNEL_SOFTVERBS_BY_REFERENCE", c.by_reference);
     c.relaxed = env.flag("MKERNEL_SOFTVERBS_RELAXED_ORDERING", c.relaxed);
     c.reorder = env.flag("MKERNEL_SOFTVERBS_REORDER", c.reorder);

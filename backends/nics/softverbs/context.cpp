@@ -181,7 +181,7 @@ void Context::withdraw(const Mr& mr) {
     std::erase(device_regions_, &mr);
     has_device_regions_ = !device_regions_.empty();
     copies.drain();
-    std::erase_if(unflushed_, [&mr](const Unflushed& each) { return each.rkey == mr.rkey; });
+    std::erase_if(unshown_bytes_, [&mr](const UnshownBytes& each) { return each.rkey == mr.rkey; });
     for (auto& [cookie, remote] : remotes_) tell(remote, mr, 0);
 }
 
@@ -223,7 +223,7 @@ std::vector<std::byte> Context::fetch(std::uint64_t address, std::size_t bytes) 
 Context::Placed Context::place(const Mr& mr, std::uint64_t address, const PayloadSource& from,
                                std::size_t bytes, DeviceCopies::Batch& batch, std::uint64_t due) {
     batch = 0;
-    const bool waits = mr.device && config.unflushed;
+    const bool waits = config.late_ns != 0 || (mr.device && config.unflushed);
     // What must be seen on the way passes through here; the rest is copied from memory to memory.
     std::vector<std::byte> payload;
     const std::byte* host = from.host;
@@ -232,7 +232,7 @@ Context::Placed Context::place(const Mr& mr, std::uint64_t address, const Payloa
         if (payload.size() != bytes) return Placed::busy;  // it failed: nothing ends any more
         host = payload.data();
     }
-    if (!mr.device) {
+    if (!mr.device && !waits) {
         place_bytes(config, address, host, bytes);
         return Placed::now;
     }
@@ -243,7 +243,8 @@ Context::Placed Context::place(const Mr& mr, std::uint64_t address, const Payloa
         host = payload.data();
     }
     if (waits) {
-        unflushed_.push_back({mr.rkey, address, std::move(payload)});
+        const std::uint64_t until = config.late_ns != 0 ? now_ns() + config.late_ns : UINT64_MAX;
+        unshown_bytes_.push_back({mr.rkey, address, std::move(payload), until});
         return Placed::now;
     }
     const std::uint64_t source =
@@ -257,21 +258,31 @@ Context::Placed Context::place(const Mr& mr, std::uint64_t address, const Payloa
 std::optional<DeviceCopies::Batch> Context::place_ahead(const Mr& mr, std::uint64_t address,
                                                         const PayloadSource& from,
                                                         std::size_t bytes, std::uint64_t arrival) {
-    const bool seen_on_the_way = config.unflushed || config.scramble != 0;
+    const bool seen_on_the_way = config.unflushed || config.late_ns != 0 || config.scramble != 0;
     if (!mr.device || from.device == 0 || seen_on_the_way) return std::nullopt;
     const std::uint64_t lead = link.lead(copies.waiting() + bytes);
     return copies.queue(address, from.device, bytes, arrival > lead ? arrival - lead : 1);
 }
 
 void Context::show_unflushed() {
-    for (const Unflushed& each : unflushed_) {
-        const auto source = reinterpret_cast<std::uint64_t>(each.bytes.data());
-        if (!copies.queue(each.address, source, each.bytes.size()) && copies.drain()) {
-            copies.queue(each.address, source, each.bytes.size());
+    if (config.unflushed) show_bytes(UINT64_MAX);
+}
+
+// Those that are due. What was deregistered meanwhile is left alone.
+void Context::show_bytes(std::uint64_t now) {
+    while (!unshown_bytes_.empty() && unshown_bytes_.front().until <= now) {
+        const UnshownBytes each = std::move(unshown_bytes_.front());
+        unshown_bytes_.pop_front();
+        const Mr* mr = regions.find(each.rkey);
+        if (mr == nullptr || !mr->contains(each.address, each.bytes.size())) continue;
+        if (mr->device) {
+            copies.copy(each.address, reinterpret_cast<std::uint64_t>(each.bytes.data()),
+                        each.bytes.size());
+        } else {
+            std::memcpy(reinterpret_cast<void*>(each.address), each.bytes.data(),
+                        each.bytes.size());
         }
     }
-    copies.drain();
-    unflushed_.clear();
 }
 
 void Context::raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq) {
@@ -327,6 +338,8 @@ bool Context::round(std::uint64_t& wake_at) {
     }
     bool worked = exchange_offers();
     worked |= copies.poll(now);
+    if (config.late_ns != 0) show_bytes(now);
+    if (!unshown_bytes_.empty()) wake_at = std::min(wake_at, unshown_bytes_.front().until);
     for (const auto& qp : qps) worked |= qp->step(now, wake_at);
     worked |= fabric.step(now, wake_at);
     show_completions();

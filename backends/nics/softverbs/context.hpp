@@ -125,18 +125,20 @@ struct Context : verbs_context {
     };
     void tell(Remote& remote, const Mr& mr, std::uint64_t length);
     bool flush(Remote& remote);
-    struct Unflushed {
+    struct UnshownBytes {
         std::uint32_t rkey;
         std::uint64_t address;
         std::vector<std::byte> bytes;
+        std::uint64_t until;  // UINT64_MAX: a flush
     };
+    void show_bytes(std::uint64_t now);
 
     std::unordered_map<std::uint64_t, Remote> remotes_;  // by cookie
     std::vector<const Mr*> device_regions_;
     std::atomic<bool> has_device_regions_{false};
     std::vector<Cq*> unshown_;     // queues with completions that nobody sees yet, in any number
     std::uint64_t worked_at_ = 0;  // engine
-    std::vector<Unflushed> unflushed_;
+    std::deque<UnshownBytes> unshown_bytes_;  // that have arrived, in their order
     std::uint32_t offers_seen_ = 0;
     bool told_all_ = true;         // no outbox holds anything
     bool failure_raised_ = false;  // of the mover

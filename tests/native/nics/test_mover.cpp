@@ -419,6 +419,28 @@ TEST(a_flush_that_is_left_out_is_seen) {
     }
 }
 
+// What a device tells of too early is not there with its signal; on an honest one it is.
+TEST(bytes_that_come_behind_their_signal_are_seen) {
+    for (const bool srd : {false, true}) {
+        for (const bool late : {false, true}) {
+            const Setting lateness("MKERNEL_SOFTVERBS_LATE_NS", late ? "200000000" : "0");
+            fresh();
+            Couple pair(kMiB, setup(srd));
+            fill(pair.one, 6);
+            std::memset(pair.other.contents, 0xee, kMiB);
+            const auto there = [&] {
+                return std::memcmp(pair.one.contents, pair.other.contents, 70'000) == 0;
+            };
+            CHECK(pair.one.put(70'000, 0, 0, 1));
+            CHECK(pair.other.wait(1, 1));
+            CHECK(there() != late);
+            const std::uint64_t limit = transport::monotonic_ns() + 20'000'000'000;
+            while (!there() && transport::monotonic_ns() < limit) sched_yield();
+            CHECK(there());
+        }
+    }
+}
+
 TEST(a_failed_flush_is_a_failure_of_the_session) {
     static transport::DeviceFlush broken{[](void*) { return -EIO; }, nullptr};
     fresh();

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "backends/transport/call_state.hpp"
 #include "backends/transport/fifo.hpp"
 #include "backends/transport/fifo_device.hpp"
 #include "backends/transport/republish.hpp"
@@ -387,6 +388,15 @@ TEST(a_ring_lies_in_pages_of_its_own) {
     CHECK(at(ring.pages) % page == 0 && ring.bytes % page == 0);
     CHECK(at(ring.slots) % 64 == 0 && at(ring.tail) >= at(ring.pages));
     CHECK(at(ring.slots + ring.capacity) <= at(ring.pages) + ring.bytes);
+}
+
+// Of many that wait for room one is late and stops the others, which may be heard of before it.
+TEST(the_first_that_is_late_records_why_whoever_gave_up_before) {
+    transport::CallState state{};
+    CHECK(!state.give_up(false));
+    CHECK(state.give_up(true));
+    CHECK(!state.give_up(true) && !state.give_up(false));
+    CHECK(state.failed != 0);
 }
 
 }  // namespace
