@@ -15,7 +15,7 @@ from mkernel.backends.accelerators.hopper.native import native
 pytestmark = [needs_gpus(1)]
 
 WIDTH = 128
-BITS = {"bfloat16": 9, "float16": 12}
+BITS = {"bfloat16": 8, "float16": 11}
 """A weight, and the result, are each rounded by at most 2^-BITS of themselves."""
 SMALLEST = {"bfloat16": 0.0, "float16": 2.0**-25}
 """What a weight is rounded by at most where it has fewer bits."""

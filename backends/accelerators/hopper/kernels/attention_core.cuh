@@ -2,8 +2,8 @@
 //
 // A tile is 128 queries of a head. One thread loads its queries and then, 128 at a time, the keys and values that they see, the last
 // ones first; two warpgroups have 64 queries each. A warpgroup starts the product of the queries with the next keys before the
-// weighted sum of the values before, and finds weights, in registers, while the latter is under way. The two
-// take turns at starting products, so that one's weights are found under the other's products.
+// weighted sum of the values before, and finds the largest scores while the latter is under way. The two take turns at
+// starting products, so that one's weights, in registers, are found under the other's products.
 //
 // After: Shah et al., "FlashAttention-3", 2024.
 #pragma once

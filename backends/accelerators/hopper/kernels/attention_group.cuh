@@ -89,12 +89,12 @@ class CoreGroup {
         release_keys();
         if (kCausal || (at + 1) * kCoreKeys > args_.keys) mask(tile.row, at);
         float by[2];
-        weigh<true>(by);
+        sum_[0] = sum_[1] = 0;
+        find_top<true>(by);
+        weigh(by);
 #pragma unroll
         for (float& each : out_) each = 0;
-        round();
-        if (at > 0) await_keys();
-        while (--at >= 0) step(q, at);
+        while (--at >= 0) step(q);
         await_values();
         ptx::wgmma_fence();
         start_sum();
@@ -104,8 +104,9 @@ class CoreGroup {
     }
 
     // The next keys, all of which all queries see, and the values before.
-    __device__ __forceinline__ void step(const unsigned char* q, int at) {
+    __device__ __forceinline__ void step(const unsigned char* q) {
         float by[2];
+        await_keys();
         take_turn();
         ptx::wgmma_fence();
         start_scores(q);
@@ -116,10 +117,7 @@ class CoreGroup {
         ptx::wgmma_wait<1>();
         ptx::hold(scores_);
         release_keys();
-        weigh<false>(by);
-        ptx::hold(scores_);
-        // The branches of this wait are what keeps ptxas from moving the weights behind the end of the sum.
-        if (at > 0) await_keys();
+        find_top<false>(by);
         ptx::wgmma_wait<0>();
         ptx::hold(out_);
         ptx::hold(scores_);
@@ -131,7 +129,7 @@ class CoreGroup {
             out_[i + 2] *= by[1];
             out_[i + 3] *= by[1];
         }
-        round();
+        weigh(by);
     }
 
     __device__ __forceinline__ void start_scores(const unsigned char* q) {
@@ -170,12 +168,12 @@ class CoreGroup {
         }
     }
 
-    // Scores become weights. `by`: what was summed up so far is multiplied by.
+    // The largest scores. `by`: what was summed up so far is multiplied by.
     template <bool kFirst>
-    __device__ __forceinline__ void weigh(float (&by)[2]) {
+    __device__ __forceinline__ void find_top(float (&by)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float* const scores = &scores_[2 * half];
+            const float* const scores = &scores_[2 * half];
             float even = kFirst ? scores[0] : fmaxf(top_[half], scores[0]);
             float odd = scores[1];
 #pragma unroll
@@ -186,10 +184,19 @@ class CoreGroup {
             float top = fmaxf(even, odd);
             top = fmaxf(top, __shfl_xor_sync(~0U, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0U, top, 2));
-            if constexpr (!kFirst) by[half] = power((top_[half] - top) * args_.scale_log2);
+            by[half] = kFirst ? 0 : power((top_[half] - top) * args_.scale_log2);
             top_[half] = top;
-            const float from = top * args_.scale_log2;
-            even = odd = 0;
+        }
+    }
+
+    // Scores become weights, and these are added to their sums times `by`.
+    __device__ __forceinline__ void weigh(const float (&by)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float* const scores = &scores_[2 * half];
+            const float from = top_[half] * args_.scale_log2;
+            float even = 0;
+            float odd = 0;
 #pragma unroll
             for (int i = 0; i < kScores; i += 4) {
                 scores[i] = power(fmaf(scores[i], args_.scale_log2, -from));
@@ -197,11 +204,8 @@ class CoreGroup {
                 even += scores[i];
                 odd += scores[i + 1];
             }
-            sum_[half] = kFirst ? even + odd : fmaf(sum_[half], by[half], even + odd);
+            sum_[half] = fmaf(sum_[half], by[half], even + odd);
         }
-    }
-
-    __device__ __forceinline__ void round() {
 #pragma unroll
         for (int i = 0; i < kScores / 2; ++i) {
             weights_[i] = ptx::pack<Element>(scores_[2 * i], scores_[2 * i + 1]);
