@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, replace
 
@@ -189,22 +188,21 @@ def test_that_the_judge_sees_faults(counters: torch.Tensor) -> None:
     """Another mask, another scale, a stale key, heads of keys that are exchanged, a row too few."""
     shape = Shape(1, 4, 2, 400, 400, causal=True)
     right = made(shape, 5)
-    fault = itertools.count()
 
-    def seen(given: Shape, tensors: Tensors) -> None:
+    def seen(fault: str, given: Shape, tensors: Tensors) -> None:
         attend(given, tensors, counters)
         found = replace(right, out=tensors.out, lse=tensors.lse)
-        assert wrong(shape, found) != "", f"fault {next(fault)}"
+        assert wrong(shape, found) != "", fault
 
     fresh = {"out": torch.full_like(right.out, torch.nan)}
-    seen(replace(shape, causal=False), replace(right, **fresh))
-    seen(replace(shape, scale=shape.scale * 1.01), replace(right, **fresh))
+    seen("mask", replace(shape, causal=False), replace(right, **fresh))
+    seen("scale", replace(shape, scale=shape.scale * 1.01), replace(right, **fresh))
     stale = right.k.clone()
     stale[:, 0, 17] = stale[:, 0, 18]
-    seen(shape, replace(right, k=stale, **fresh))
-    seen(shape, replace(right, v=right.v.flip(1), **fresh))
+    seen("stale key", shape, replace(right, k=stale, **fresh))
+    seen("heads", shape, replace(right, v=right.v.flip(1), **fresh))
     lse = torch.full_like(right.lse, torch.nan)
-    seen(replace(shape, queries=399, keys=399), replace(right, lse=lse, **fresh))
+    seen("rows", replace(shape, queries=399, keys=399), replace(right, lse=lse, **fresh))
 
 
 def test_what_it_does_not_take(counters: torch.Tensor) -> None:
