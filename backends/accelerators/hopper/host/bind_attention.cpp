@@ -5,10 +5,12 @@
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/accelerators/hopper/host/attention.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/kernels/attention_core.hpp"
 #include "backends/accelerators/hopper/kernels/attention_parts.hpp"
 #include "backends/cuda/device.hpp"
 
@@ -18,6 +20,7 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
+using attention::Core;
 using attention::Given;
 using attention::Keys;
 using attention::Merge;
@@ -95,6 +98,30 @@ Sums sums(const std::array<Sum, attention::kSums>& of, std::int32_t batch, std::
     return {{of[0], of[1], of[2]}, batch, width, half};
 }
 
+using RowsAt = std::pair<std::uint64_t, std::array<std::int64_t, 3>>;  // address, strides
+
+// `shape`: batch, heads, heads of keys, queries, keys.
+Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t counters,
+          const std::array<std::int32_t, 5>& shape, float scale, bool causal, bool half) {
+    const auto of = [&](int which) { return rows(tensors[which].first, tensors[which].second); };
+    Core made{};
+    made.q = of(0);
+    made.k = of(1);
+    made.v = of(2);
+    made.out = of(3);
+    made.lse = reinterpret_cast<float*>(lse);
+    made.counters = reinterpret_cast<std::uint32_t*>(counters);
+    made.batch = shape[0];
+    made.heads = shape[1];
+    made.kv_heads = shape[2];
+    made.queries = shape[3];
+    made.keys = shape[4];
+    made.scale = scale;
+    made.causal = causal;
+    made.half = half;
+    return made;
+}
+
 }  // namespace
 
 void bind_attention(py::module_& module) {
@@ -124,10 +151,20 @@ void bind_attention(py::module_& module) {
     py::class_<Sum>(module, "Sum")
         .def(py::init(&sum), "given"_a, "out"_a, "strides"_a, "shape"_a, "factor"_a);
     py::class_<Sums>(module, "Sums").def(py::init(&sums), "sums"_a, "batch"_a, "width"_a, "half"_a);
+    py::class_<Core>(module, "Core")
+        .def(py::init(&core), "tensors"_a, "lse"_a, "counters"_a, "shape"_a, "scale"_a, "causal"_a,
+             "half"_a);
     module.attr("GRADIENT_FLAGS") = attention::kGradientFlags;
     module.attr("MOST_RANKS") = kMaxRanks;
 
     const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "attend",
+        [](int device, const Core& core, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::attend(core, cuda::stream_at(stream));
+        },
+        "device"_a, "core"_a, "stream"_a, released);
     module.def(
         "push_keys",
         [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,

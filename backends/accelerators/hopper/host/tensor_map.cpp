@@ -44,4 +44,29 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, Ele
     return map;
 }
 
+CUtensorMap tensor_map(const RowsExtent& extent, std::uint32_t box_height, bool half) {
+    const auto size = [](std::int64_t of) { return static_cast<cuuint64_t>(of); };
+    const cuuint64_t sizes[4] = {size(extent.width), size(extent.rows), size(extent.heads),
+                                 size(extent.batch)};
+    const cuuint64_t strides[3] = {size(extent.row) * kElementBytes,
+                                   size(extent.head) * kElementBytes,
+                                   size(extent.batches) * kElementBytes};
+    const cuuint32_t box[4] = {kBoxBytes / kElementBytes, box_height, 1, 1};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    CUtensorMap map{};
+    const ElementType type = half ? ElementType::float16 : ElementType::bfloat16;
+    cuda::check(cuda::driver().tensor_map_encode_tiled(
+                    &map, data_type(type), 4, const_cast<void*>(extent.address), sizes, strides,
+                    box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                [&] {
+                    return "cuTensorMapEncodeTiled([" + std::to_string(extent.batch) + ", " +
+                           std::to_string(extent.heads) + ", " + std::to_string(extent.rows) +
+                           ", " + std::to_string(extent.width) + "], every " +
+                           std::to_string(extent.batches) + ", " + std::to_string(extent.head) +
+                           ", " + std::to_string(extent.row) + " elements)";
+                });
+    return map;
+}
+
 }  // namespace mkernel::hopper

@@ -1,4 +1,4 @@
-// Bulk tensor copies (TMA): boxes of a 2-D or 3-D tensor between global and shared memory.
+// Bulk tensor copies (TMA): boxes of a tensor of 2 to 4 dimensions between global and shared memory.
 //
 // Coordinates are elements, innermost first; what lies outside of the tensor is read as zero and not
 // written. Loads complete on an mbarrier (the whole box counts, outside or not); stores complete by
@@ -54,6 +54,24 @@ __device__ inline void load_box_to(std::uint16_t blocks, void* to, const CUtenso
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
+__device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done, int x, int y,
+                                int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
+__device__ inline void store_box(const CUtensorMap* map, const void* from, int x, int y, int z,
+                                 int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            map),
+        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
         : "memory");
 }
 
