@@ -43,6 +43,9 @@ class Ref {
     T fetch_add(T by, std::memory_order order = std::memory_order_seq_cst) const {
         return change(order, [=](std::uint64_t was) { return static_cast<T>(was + by); });
     }
+    T fetch_or(T bits, std::memory_order order = std::memory_order_seq_cst) const {
+        return change(order, [=](std::uint64_t was) { return static_cast<T>(was | bits); });
+    }
     T fetch_sub(T by, std::memory_order order = std::memory_order_seq_cst) const {
         return change(order, [=](std::uint64_t was) { return static_cast<T>(was - by); });
     }
