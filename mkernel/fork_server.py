@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from importlib.machinery import PathFinder
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
 import mkernel
@@ -16,7 +18,7 @@ need not each. Only such as start no threads."""
 
 def context() -> ForkServerContext:
     """For processes that start as its forks do: with all of mkernel, no threads, and the environment
-    of when it was started."""
+    of when it was started. Each calls :func:`leave_ctrl_c_to_parent` first."""
     made = multiprocessing.get_context("forkserver")
     # The server looks for modules in the working directory first (Python 3.11 and older even then when
     # this process does not). Where that has another mkernel, ranks import ours themselves.
@@ -24,4 +26,22 @@ def context() -> ForkServerContext:
     ours = not (there and there.origin) or os.path.samefile(there.origin, str(mkernel.__file__))
     homes = sorted(set(mkernel.HOMES.values()))
     made.set_forkserver_preload([*homes, *also_imported] if ours else [])
+    _start()
     return made
+
+
+def leave_ctrl_c_to_parent() -> None:
+    """Ignore Ctrl-C, which a terminal sends to all processes, as from the start of this one on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _start() -> None:
+    """Start the server. Its imports, which take seconds, and those of its forks are no place for a
+    KeyboardInterrupt: Ctrl-C is blocked there."""
+    resource_tracker.ensure_running()  # which would unblock it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

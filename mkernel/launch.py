@@ -356,10 +356,13 @@ def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
 
 def _rank_main(job: _Job, connection: Connection) -> None:
     """A rank process, from start to end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    fork_server.leave_ctrl_c_to_parent()
     Thread(_die_with, job.launcher, name="mkernel-die-with-launcher").start()
     _Channel.connection = connection
-    connection.send_bytes(pickle.dumps(("begun", None)))
+    try:
+        connection.send_bytes(pickle.dumps(("begun", None)))
+    except BrokenPipeError:  # the launcher was stopped as it started this process
+        return
     size = job.nodes * job.ranks_per_node
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     os.environ.clear()
@@ -376,7 +379,7 @@ def _rank_main(job: _Job, connection: Connection) -> None:
             TCPStore("127.0.0.1", job.port, timeout=timeout, wait_for_workers=False)
             for _ in range(2)
         ]
-        fn, args, kwargs = pickle.loads(job.work)
+        fn, args, kwargs = _unpacked(job.work)
         accelerator, nic, verbs = job.backends
         lifecycle.init(
             nodes=job.nodes,
@@ -407,6 +410,20 @@ def _rank_main(job: _Job, connection: Connection) -> None:
     with suppress(BrokenPipeError):
         connection.send_bytes(pickle.dumps(message))
     connection.close()
+
+
+def _unpacked(work: bytes) -> Any:
+    """What :func:`launch` was given, found again by name."""
+    try:
+        return pickle.loads(work)
+    except (AttributeError, ImportError) as error:
+        raise ArgumentError(
+            "fn",
+            "a function or an argument",
+            "what each rank finds as it imports the script: defined in a module, or in the script "
+            'above `if __name__ == "__main__":` and not under it',
+            why=str(error),
+        ) from error
 
 
 def _die_with(launcher: int) -> None:

@@ -67,11 +67,9 @@ def backends(
     else:
         name, *rest = names
         companions = tuple(rest)
-    if nodes == 1:
-        return Backends(name, None, None, companions)
-    if registry.accelerator(name).capabilities().process_group:
-        if nic not in (None, AUTO):
-            registry.nic(nic)  # it is not used, but a misspelt name is told
+    if nic not in (None, AUTO):
+        registry.nic(nic)  # where it is not used, a misspelt name is told all the same
+    if nodes == 1 or registry.accelerator(name).capabilities().process_group:
         return Backends(name, None, None, companions)
     return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
 

@@ -36,8 +36,8 @@ _IMPORTED_ONCE = (
 """What ranks of many tests use, and what they would import for seconds of CPU time each."""
 _PATIENCE_S = 120  # for what ends by itself, on a machine that is busy
 
-# Threads of OpenMP and of numpy's BLAS wait by spinning, which on a machine that runs tests side by side is
-# most of the CPU time of small products. Set before the libraries are loaded, for all that tests start too.
+# Threads of OpenMP and of numpy's BLAS wait by spinning, which is most of the CPU time of small
+# products where tests run side by side. Set before the libraries are loaded, for all that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

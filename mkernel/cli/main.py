@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from mkernel import __version__, headers
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import MkernelError, WorldError
+from mkernel.plan import ops
 from mkernel.printable import printable
 
 COMMANDS = ("run", "bench", "plan", "probe", "doctor", "conformance")
@@ -66,6 +67,9 @@ def _printable_usage() -> Iterator[None]:
         yield
     except _UsageError as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # its message is the help page
+            missing = getattr(getattr(error, "param", None), "name", None)
+            if missing == "op" and not error.message:
+                error.message = f"Name one of: {ops.named()}."
             error.message = printable(error.message, 400)
         raise
 

@@ -224,6 +224,8 @@ def _chosen(
     selection.require_op(named, backend.capabilities(), op)
     nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
     chosen = selection.backends(settings, nodes, accelerator=named, nic=nic, verbs=verbs)
+    if chosen.nic and chosen.verbs:
+        machine.usable_nic(chosen.nic, chosen.verbs)
     return chosen, nodes, ranks_per_node
 
 

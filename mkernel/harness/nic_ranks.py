@@ -364,7 +364,7 @@ def _serve(members: list[_Member], limit_s: float) -> None:
 
 
 def _rank_main(rank: int, size: int, work: bytes, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    fork_server.leave_ctrl_c_to_parent()
     message: tuple[str, Any]
     try:
         subject, body, arguments, environment = pickle.loads(work)

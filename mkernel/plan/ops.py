@@ -58,6 +58,12 @@ def forward(op: str) -> str:
     return _FORWARD.get(cast(OpName, op), op)
 
 
+def named() -> str:
+    """All ops with their aliases, for messages."""
+    short = {full: alias for alias, full in ALIASES.items()}
+    return ", ".join(f"{op} ({short[op]})" if op in short else op for op in (*OPS, *COMPANIONS))
+
+
 def canonical(name: str) -> OpName:
     """The op's canonical name, from it or an alias; ``-`` counts as ``_``, case does not matter.
 
@@ -68,9 +74,6 @@ def canonical(name: str) -> OpName:
     plain = ALIASES.get(plain, plain)
     if forward(plain) in (*OPS, *COMPANIONS):
         return cast(OpName, plain)
-    short = {full: alias for alias, full in ALIASES.items()}
-    every = (*OPS, *COMPANIONS)
-    legal = ", ".join(f"{op} ({short[op]})" if op in short else op for op in every)
     close = difflib.get_close_matches(plain, [*OPS, *ALIASES], n=1)
     why = f"did you mean {close[0]!r}?" if close else ""
-    raise UnknownOp("op", repr(name), f"one of: {legal}", why=why)
+    raise UnknownOp("op", repr(name), f"one of: {named()}", why=why)

@@ -46,10 +46,12 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
 
 def rendezvous(job: Started) -> tuple[Store, Store]:
     """Two clients of the job's store: requests of one client wait for each other, and the watchdog must
-    not. PeerFailure: there is no store."""
+    not. ArgumentError: the environment does not say where it is. PeerFailure: there is none."""
     if job.url is None:
         store = torch.distributed.HashStore()
         return store, store
+    if job.url == "env://":
+        _check_store(os.environ)
     try:
         one, two = (
             next(torch.distributed.rendezvous(job.url, job.rank, job.size))[0] for _ in range(2)
@@ -114,6 +116,18 @@ def _integer(environment: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ArgumentError(name, repr(text), "an integer, as the job's launcher sets it") from None
+
+
+def _check_store(environment: Mapping[str, str]) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise ArgumentError(
+                name, "nothing", "where rank 0 hosts the job's store, the same on all ranks; "
+                "torchrun sets MASTER_ADDR (a host) and MASTER_PORT"
+            )  # fmt: skip
+    port = _integer(environment, "MASTER_PORT", 0)
+    if not 0 < port < 1 << 16:
+        raise ArgumentError("MASTER_PORT", port, "a free port of rank 0's host, 1 to 65535")
 
 
 def _check_rank(name: str, rank: int, total: str, size: int) -> None:

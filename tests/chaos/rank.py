@@ -26,6 +26,7 @@ from chaos.planted import Planted, misbehave, spoil, write_late
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel import fork_server
 from mkernel.conformance.ranks import Judge, give_up_after
 from mkernel.errors import PlanMismatch, WorldError
 from mkernel.world import join, lifecycle
@@ -91,7 +92,7 @@ def live(
     """
     gc.freeze()  # what was imported stays: else whoever looks for what is left looks through it all
     tempfile.tempdir = folder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fork_server.leave_ctrl_c_to_parent()
     file = open(log, "a")  # noqa: SIM115 - it lives as long as the process
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)

@@ -275,6 +275,7 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        ([], ["Missing argument", "Name one of:", "(ag_gemm)", "ring_attention"]),
         (["conv"], ["UnknownOp", "conv", "all_gather_gemm"]),
         (["ag_gemm", "--tokens", "8"], ["--tokens", "all_gather_gemm takes m, n, k"]),
         (["ring_attention", "--m", "8"], ["--m", "ring_attention takes batch"]),
@@ -293,6 +294,8 @@ def refused(*arguments: str) -> str:
          ["sequence = 12", "zigzag"]),
         (["ag_gemm", "--accelerator", "tpu"], ["UnknownBackend", "accelerator", "tpu", "ascend"]),
         (["ag_gemm", *ASCEND, "--nic", "e1000"], ["UnknownBackend", "nic", "e1000", "cx7"]),
+        (["ag_gemm", *ASCEND, "--verbs", "absent.so"],
+         ["BackendUnavailable", "absent.so", "name an existing library, `soft` or `system`"]),
         (["ag_gemm", "--m", "2047"], ["ShapeError", "m = 2047", "2044", "2048"]),
         (["ag_gemm", *ASCEND, "--k", "1001"], ["ShapeError", "k = 1001", "1000", "1008"]),
         (["ag_gemm", "--n", "0"], ["n = 0"]),

@@ -187,9 +187,9 @@ def test_function_that_does_not_pickle_is_named() -> None:
 
 
 def test_unknown_backends_are_named() -> None:
-    for argument in ("accelerator", "nic"):
+    for nodes, argument in ((2, "accelerator"), (2, "nic"), (1, "nic")):
         with pytest.raises(mkernel.errors.UnknownBackend) as caught:
-            launch(where, 0, nodes=2, **{argument: "tpu"})
+            launch(where, 0, nodes=nodes, **{argument: "tpu"})
         assert caught.value.argument == argument
 
 
@@ -306,6 +306,47 @@ def test_a_script_that_ranks_cannot_import_is_told_why(
     assert f"ended while it imported {file}" in done.stderr.splitlines()[-1]
     assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
     assert "bootstrapping phase" not in done.stderr
+
+
+def test_a_function_that_ranks_do_not_find_is_told_so(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(
+        'import mkernel\nif __name__ == "__main__":\n    def step():\n        return 1\n'
+        "    mkernel.launch(step, ranks_per_node=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ArgumentError: fn = " in done.stderr.splitlines()[-1]
+    assert "attribute 'step'" in done.stderr.splitlines()[-1]
+    assert 'above `if __name__ == "__main__":` and not under it' in done.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_finds_no_rank_and_no_server_that_imports(tmp_path: Path) -> None:
+    """A terminal sends it to all processes, those too that have not begun."""
+    script = tmp_path / "stopped.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(map(_is_server, group_of(process.pid))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)  # it imports torch for longer
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=TOLD_S)
+    assert process.returncode == 130
+    assert said == ""
+    assert ends(process.pid)
+
+
+def _is_server(process: int) -> bool:
+    try:
+        return b"multiprocessing.forkserver" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_a_script_that_is_no_file_is_told_so() -> None:

@@ -15,7 +15,7 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.status import Status
 from mkernel.cli import bench
 from mkernel.cli.main import app
-from mkernel.errors import BackendUnavailable, Unsupported
+from mkernel.errors import BackendUnavailable, UnknownBackend, Unsupported
 from mkernel.settings import Settings
 from mkernel.topology.model import KindName, Nic
 from mkernel.world.identity import Backends
@@ -297,6 +297,13 @@ def test_what_is_named_is_taken(install: Install) -> None:
     assert selection.nic_and_verbs(Settings(verbs="soft")) == ("cx7", "soft")
     assert selection.nic_and_verbs(Settings(nic="efa", verbs="soft")) == ("efa", "soft")
     assert selection.nic_and_verbs(Settings(), "cx7") == ("cx7", "soft"), "it drives no EFA device"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("accelerator", ["ascend", "streams"])
+def test_a_misspelt_nic_is_told_where_none_is_used(accelerator: str, nodes: int) -> None:
+    with pytest.raises(UnknownBackend, match="'cx9' is not legal; expected one of: cx7, efa"):
+        selection.backends(Settings(), nodes, accelerator=accelerator, nic="cx9")
 
 
 def test_doctor_says_what_would_be_chosen_and_why(install: Install) -> None:

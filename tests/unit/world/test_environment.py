@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.world.environment import _FIRST_PORT, Started, first_host, started
+from mkernel.world.environment import _FIRST_PORT, Started, first_host, rendezvous, started
 
 SRUN = {
     "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": "gpu[03-07]",
@@ -68,3 +68,21 @@ def test_what_is_wrong_is_named(changes: dict[str, str], told: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         started({**SRUN, **changes})
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "told"),
+    [
+        ("", "29500", "MASTER_ADDR = nothing is not legal"),
+        ("localhost", "", "MASTER_PORT = nothing is not legal"),
+        ("localhost", "70000", "MASTER_PORT = 70000 is not legal"),
+        ("localhost", "http", "MASTER_PORT = 'http' is not legal"),
+    ],
+)
+def test_where_the_store_is_must_be_told(
+    address: str, port: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=told):
+        rendezvous(Started(0, 2, 2, "env://"))
