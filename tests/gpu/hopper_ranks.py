@@ -210,7 +210,6 @@ def repeated(shape: Shape, times: int) -> list[str]:
         if turn % work.problem.world == work.problem.rank:
             spin(LATE_S * (turn % 3) / 3)
         work.call()
-        mkernel.synchronize()  # before what loads kernels or takes memory: see docs/softverbs.md
         bits = work.out.view(torch.int16).to(torch.int64)
         weights = torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)
         sums.append(str(int((bits * weights).sum())))  # wraps, the same way every time

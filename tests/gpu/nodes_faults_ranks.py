@@ -9,9 +9,11 @@ there when those of the call before are.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 from hopper_ranks import LATE_S, Shape, Work, captured, spin
 from in_world import stores
 
@@ -50,7 +52,7 @@ def told_early(port: int, shape: Shape, turns: int, planted: bool, graph: bool) 
         if recorded is not None:
             recorded.replay()
         result = results[0] if results else work.call()
-        mkernel.synchronize()  # before what loads kernels or takes memory: see docs/softverbs.md
+        mkernel.synchronize()
         if rank == 0:
             store.set(f"call {turn} of rank 0", "ended")
         failures += work.failure(turn, result)
@@ -83,6 +85,25 @@ def reused_early(port: int, shape: Shape, planted: bool) -> list[str]:
         assert nic.flush(10)
         store.set("calls of rank 1", "ended")
     mkernel.synchronize()
+    return failures
+
+
+def asking_the_driver(shape: Shape, turns: int) -> list[str]:
+    """Failures of calls in whose middle the rank gives memory back, which waits for the running kernel,
+    which waits for the other rank's bytes: that rank is late."""
+    rank, size = mkernel.world().rank, mkernel.world().size
+    work, failures = Work(shape), []
+    for turn in range(turns):
+        work.fill(turn)
+        spare = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        del spare
+        if turn % size == rank:
+            time.sleep(5 * LATE_S)
+        result = work.call()
+        torch.cuda.empty_cache()
+        mkernel.synchronize()
+        failures += work.failure(turn, result)
     return failures
 
 

@@ -87,6 +87,17 @@ def test_a_flush_that_is_left_out(flush: bool, nic: str, monkeypatch: pytest.Mon
         assert bool(failures) != flush
 
 
+@direct
+@nics
+def test_a_rank_that_asks_its_driver_in_mid_kernel(
+    nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulated NIC's copies go on meanwhile."""
+    take("direct", monkeypatch)
+    for failures in found(nodes_faults_ranks.asking_the_driver, EARLY[0], 4, nic=nic):
+        assert not failures
+
+
 @nics
 def test_a_fifo_that_stays_full(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's device does nothing more, and no NIC gives up within the deadline: many blocks wait for

@@ -50,8 +50,9 @@ struct Config {
     bool unflushed =
         false;  // MKERNEL_SOFTVERBS_UNFLUSHED=1: what it writes into device memory shows
                 // when the accelerator's flush is called, and not before
-    std::uint64_t late_ns = 0;  // MKERNEL_SOFTVERBS_LATE_NS: a broken device: what it has told of is
-                                // in memory so much later; 0: an honest one
+    std::uint64_t late_ns =
+        0;                     // MKERNEL_SOFTVERBS_LATE_NS: a broken device: what it has told of is
+                               // in memory so much later; 0: an honest one
     bool by_reference = true;  // MKERNEL_SOFTVERBS_BY_REFERENCE=0: copy through the rings
 
     // RC.
