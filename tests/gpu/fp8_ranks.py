@@ -66,11 +66,12 @@ def gathered(shape: Shape) -> list[str]:
 
 
 def faulty(fault: str, shape: Shape) -> int:
-    """Wrong results of many calls with a planted fault."""
+    """Wrong results of many calls of the library path with a planted fault."""
     factor = products.ScaledFactor
-    usual, kept = factor.product, {}
+    usual, kept, met = factor.product, {}, set[str]()
 
     def product(self: Any, a: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        met.add("product")
         if fault == "scales of other rows":
             scale = scale.roll(1, 0)
         elif fault == "scales of the call before":
@@ -84,9 +85,11 @@ def faulty(fault: str, shape: Shape) -> int:
     wait = parts_exchange.Running.wait
     factor.product = product  # type: ignore[method-assign]
     if fault == "no wait":
-        parts_exchange.Running.wait = lambda *_: None  # type: ignore[method-assign]
+        parts_exchange.Running.wait = lambda *_: met.add("wait")  # type: ignore[method-assign]
     try:
-        return len(skewed([shape], 12, 3))
+        found = len(skewed([shape], 12, 3))
+        assert ("wait" if fault == "no wait" else "product") in met, "the calls took another path"
+        return found
     finally:
         factor.product = usual  # type: ignore[method-assign]
         parts_exchange.Running.wait = wait  # type: ignore[method-assign]
@@ -94,9 +97,11 @@ def faulty(fault: str, shape: Shape) -> int:
 
 def faulty_fused(fault: str, shape: Shape) -> int:
     """The same of the fused path: the scales that its kernel gets are wrong."""
-    usual, kept = gemm.Operands.of, dict[int, Any]()
+    usual, kept, met = gemm.Operands.of, dict[int, Any](), 0
 
     def of(call: Any) -> Any:
+        nonlocal met
+        met += 1
         found = usual(call)
         scale = found.a_scale
         if fault == "scales of other rows":
@@ -115,7 +120,9 @@ def faulty_fused(fault: str, shape: Shape) -> int:
 
     gemm.Operands.of = of  # type: ignore[method-assign, assignment]
     try:
-        return len(skewed([shape], 12, 3))
+        found = len(skewed([shape], 12, 3))
+        assert met == 12, f"{met} of 12 calls took this path"
+        return found
     finally:
         gemm.Operands.of = usual  # type: ignore[method-assign]
 

@@ -35,6 +35,11 @@ def scaled(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: A
     return Shape(op, m, n, k, dtype="float8_e4m3fn", layout="column", scales=scales, **given)
 
 
+def library(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
+    """The same by a library's products."""
+    return scaled(op, m, n, k, scales, path="library", **more)
+
+
 def fused(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
     """The same by our own kernels, which add with fewer bits."""
     return scaled(op, m, n, k, scales, path="fused", fast=True, **more)
@@ -98,13 +103,13 @@ EXACT_PROMOTED = [
 
 # In parts, of one product and one collective, and calls of other operands between.
 MIXED = [
-    scaled("all_gather_gemm", 2048, 512, 1024, chunk=512),
-    scaled("gemm_reduce_scatter", 2048, 768, 512, chunk=256),
-    scaled("gemm_all_reduce", 1000, 1024, 640, "block", chunk=128),
-    scaled("all_gather_gemm", 128, 256, 4096),
-    scaled("gemm_reduce_scatter", 256, 1024, 512, "tensor"),
+    library("all_gather_gemm", 2048, 512, 1024, chunk=512),
+    library("gemm_reduce_scatter", 2048, 768, 512, chunk=256),
+    library("gemm_all_reduce", 1000, 1024, 640, "block", chunk=128),
+    library("all_gather_gemm", 128, 256, 4096),
+    library("gemm_reduce_scatter", 256, 1024, 512, "tensor"),
     Shape("all_gather_gemm", 1024, 512, 1024),
-    scaled("gemm_all_reduce", 64, 1024, 512),
+    library("gemm_all_reduce", 64, 1024, 512),
     Shape("gemm_reduce_scatter", 1024, 1024, 512),
 ]
 
@@ -174,7 +179,7 @@ def test_every_bit_of_the_fused_path(world: int, shapes: list[Shape]) -> None:
 
 @several
 def test_large(world: int) -> None:
-    shapes = [scaled(op, 8192, 2048, 2048, mode) for op in OPS for mode in MODES]
+    shapes = [library(op, 8192, 2048, 2048, mode) for op in OPS for mode in MODES]
     found = mkernel.launch(
         fp8_ranks.planned, shapes, ranks_per_node=world, accelerator="hopper", timeout_s=30
     )
@@ -264,9 +269,9 @@ def test_survivors_of_the_fused_path(world: int, op: str) -> None:
 
 @several
 @pytest.mark.parametrize("mode", MODES)
-def test_gathered_rows(world: int, mode: ScaleMode) -> None:
+def test_gathered_rows_of_the_library_path(world: int, mode: ScaleMode) -> None:
     for chunk in (None, 96):
-        shape = scaled("all_gather_gemm", 256 * world, 512, 512, mode, chunk=chunk)
+        shape = library("all_gather_gemm", 256 * world, 512, 512, mode, chunk=chunk)
         right(world, fp8_ranks.gathered, shape)
 
 
@@ -291,9 +296,9 @@ def test_products_accumulate_as_torch_s_do(world: int) -> None:
         "a block of K without its scale",
     ],
 )
-def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
+def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, fault: str) -> None:
     mode: ScaleMode = "block" if "block" in fault else "row"
-    shape = scaled(op, 2048, 512, 1024, mode, chunk=1024 // world)
+    shape = library(op, 2048, 512, 1024, mode, chunk=1024 // world)
     found = mkernel.launch(
         fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
     )
@@ -302,11 +307,11 @@ def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
 
 @several
 @pytest.mark.parametrize("op", OPS)
-def test_an_absent_rank_is_a_timeout(world: int, op: str) -> None:
-    judge_absence("hopper", scaled(op, 2048, 512, 1024, chunk=512), world, 6)
+def test_the_library_path_without_an_absent_rank(world: int, op: str) -> None:
+    judge_absence("hopper", library(op, 2048, 512, 1024, chunk=512), world, 6)
 
 
 @several
 @pytest.mark.parametrize("op", OPS)
-def test_survivors_of_a_killed_rank(world: int, op: str) -> None:
-    judge_survivors("hopper", scaled(op, 2048, 512, 1024, chunk=512), world)
+def test_survivors_of_the_library_path(world: int, op: str) -> None:
+    judge_survivors("hopper", library(op, 2048, 512, 1024, chunk=512), world)
