@@ -14,15 +14,16 @@
 extern "C" {
 #endif
 
-#define MKERNEL_CALL_STARTER "mkernel.call_starter.2"
+#define MKERNEL_CALL_STARTER "mkernel.call_starter.3"
 
 typedef struct {
     uint64_t number;  /* of the call in its world; refused ones count */
     uint64_t epoch;   /* likewise; refused ones do not count */
     double timeout_s; /* of every wait of the call */
     uint64_t stream;  /* torch's current stream of the tensors' device; 0 where it has none */
-    const uint64_t* addresses; /* of a, b, bias, out; 0: there is no bias */
-    void* const* tensors;      /* the same as PyObject*, borrowed; None: there is no bias */
+    const uint64_t* addresses; /* of a, b, bias, out, a_scale, b_scale; 0: there is none */
+    void* const* tensors;      /* the same as PyObject*, borrowed; None: there is none. A single scale
+                                * may have any number of dimensions */
 } MkernelCall;
 
 typedef enum {

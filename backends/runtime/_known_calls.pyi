@@ -25,8 +25,11 @@ class KnownCalls:
         b: object,
         bias: object,
         out: object,
+        a_scale: object,
+        b_scale: object,
         out_dtype: object,
         chunk: object,
+        use_fast_accum: bool,
         /,
     ) -> Any: ...
     def learn(

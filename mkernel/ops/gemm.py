@@ -18,7 +18,7 @@ from mkernel.ops import around, validate
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scales import Scaled, check_scaled, scale_strides
+from mkernel.ops.scales import Scaled, as_matrix, check_scaled, scale_strides
 from mkernel.ops.sharded import local
 from mkernel.ops.untraced import untraced
 from mkernel.plan.around import Around, Norm
@@ -179,7 +179,8 @@ class GemmOp:
             if output is not None:
                 _check_output(name, output, sizes, width, output_dtype, dim, device)
         behind = plan.bias == "after" or (plan.norm is not None and plan.norm.step == "after")
-        flat = scaled is None or scaled.a.dim() == scaled.b.dim() == 2
+        single = scales is not None and scales.mode == "tensor"
+        flat = scaled is None or single or scaled.a.dim() == scaled.b.dim() == 2
         direct = a.dim() == 2 and flat and not plan.copies and not behind
         return Checked(plan, wanted, dim, lead, whole, direct)
 
@@ -210,7 +211,7 @@ class GemmOp:
             dim: of ``a``, along which ranks share rows.
             products: columns of all B that the gathered A is multiplied with.
             path: instead of the setting's.
-            signature: as :meth:`_known` gave it.
+            signature: as :meth:`known` gave it.
         """
         world = current(group)
         residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
@@ -270,7 +271,7 @@ class GemmOp:
         if norm is not None and launches_norm:
             given |= norm.given
         if scaled is not None:
-            given |= {"a_scale": scaled.a, "b_scale": scaled.b}
+            given |= {"a_scale": as_matrix(scaled.a), "b_scale": as_matrix(scaled.b)}
         given |= outputs
         if known.direct:
             record = world.run(plan, given, signature=signature, **execution)
@@ -305,7 +306,7 @@ class GemmOp:
                     return self.result(
                         a, b, bias, dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
                     )
-            found = self._known(a, b, bias, dim, out, out_dtype, chunk, group)
+            found = self.known(a, b, bias, dim, out, out_dtype, chunk, group)
             if isinstance(found, Tensor):
                 return found
         a, b, bias = self.local(a, b, bias, dim, group)
@@ -320,7 +321,7 @@ class GemmOp:
             return result if out is None else copied_to("out", out, result, dim)
         return self._called(a, b, bias, dim, out, out_dtype, chunk, group, found)
 
-    def _known(
+    def known(
         self,
         a: Tensor,
         b: Tensor,
@@ -330,13 +331,15 @@ class GemmOp:
         out_dtype: torch.dtype | None,
         chunk: int | None,
         group: Group,
+        scaled: Scaled | None = None,
     ) -> Any:
         """The output of a call like one before, started without Python. Else the signature under which
         such calls may be known from the next on; or None."""
         known = current(group).known
         if known is None or dim:
             return None
-        return known(self.name, a, b, bias, out, out_dtype, chunk)
+        a_scale, b_scale, fast = scaled or (None, None, False)
+        return known(self.name, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, fast)
 
     def _called(
         self,
@@ -395,7 +398,7 @@ class GemmOp:
                 with profiling.named(self.name):
                     return kernel(a, b, bias, group=group, **options)
             dim = self.dim_of(dims)
-            found = self._known(a, b, bias, dim, None, out_dtype, chunk, group)
+            found = self.known(a, b, bias, dim, None, out_dtype, chunk, group)
             if isinstance(found, Tensor):
                 return found
             return self._called(a, b, bias, dim, None, out_dtype, chunk, group, found)

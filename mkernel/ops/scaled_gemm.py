@@ -6,6 +6,8 @@ a tensor that requires grad is refused by its name.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,17 @@ def scaled_result(
 ) -> Tensor:
     """The output of one call, through torch's dispatcher where torch has to see it. ArgumentError: a
     tensor that requires grad; and what :meth:`GemmOp.call` raises."""
+    found: Any = None
+    if not torch.compiler.is_compiling():
+        if profiling.wanted():
+            with profiling.named(op.name):
+                return scaled_result(
+                    op, a, b, scaled, bias, dim,
+                    out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+                )  # fmt: skip
+        found = op.known(a, b, bias, dim, out, out_dtype, chunk, group, scaled)
+        if isinstance(found, Tensor):
+            return found
     a, b, bias = op.local(a, b, bias, dim, group)
     given = {"a": a, "b": b, "a_scale": scaled.a, "b_scale": scaled.b, "bias": bias, "out": out}
     refuse_gradients(op.name, **given)
@@ -53,7 +66,7 @@ def scaled_result(
             group=group_name(group),
         )
         return result if out is None else copied_to("out", out, result, dim)
-    return _called(op, a, b, scaled, bias, dim, out, out_dtype, chunk, group)
+    return _called(op, a, b, scaled, bias, dim, out, out_dtype, chunk, group, found)
 
 
 def _called(
@@ -67,13 +80,12 @@ def _called(
     out_dtype: torch.dtype | None,
     chunk: int | None,
     group: Group,
+    signature: bytes | None,
 ) -> Tensor:
-    if profiling.wanted():
-        with profiling.named(op.name):
-            return _called(op, a, b, scaled, bias, dim, out, out_dtype, chunk, group)
     done = op.call(
-        a, b, bias, scaled=scaled, dim=dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
-    )
+        a, b, bias, scaled=scaled, dim=dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+        signature=signature,
+    )  # fmt: skip
     result: Tensor = done.outputs["out"]
     return result
 
@@ -94,8 +106,16 @@ def register_scaled(op: GemmOp) -> None:
         group: str,
         **dims: int,
     ) -> Tensor:
-        scaled = Scaled(a_scale, b_scale, use_fast_accum)
-        return _called(op, a, b, scaled, bias, op.dim_of(dims), None, out_dtype, chunk, group)
+        if profiling.wanted():
+            options: dict[str, Any] = {"out_dtype": out_dtype, "chunk": chunk, **dims}
+            options["use_fast_accum"] = use_fast_accum
+            with profiling.named(op.name):
+                return kernel(a, b, a_scale, b_scale, bias, group=group, **options)
+        dim, scaled = op.dim_of(dims), Scaled(a_scale, b_scale, use_fast_accum)
+        found = op.known(a, b, bias, dim, None, out_dtype, chunk, group, scaled)
+        if isinstance(found, Tensor):
+            return found
+        return _called(op, a, b, scaled, bias, dim, None, out_dtype, chunk, group, found)
 
     def fake(
         a: Tensor,

@@ -110,7 +110,7 @@ def check_alike(a: Tensor, b: Sequence[Tensor], given: Sequence[Scaled], device:
 
 def as_matrix(scale: Tensor) -> Tensor:
     """One of two dimensions, whatever the shape of a single one is."""
-    return scale.view(1, 1) if scale.numel() == 1 else scale
+    return scale.view(1, 1) if scale.dim() != 2 and scale.numel() == 1 else scale
 
 
 def scale_of_rows(gathered: Tensor, rows: int) -> Tensor:

@@ -99,7 +99,19 @@ EXACT_PROMOTED = [
     promoted("gemm_all_reduce", 300, 272, 512, "block"),
     promoted("gemm_all_reduce", 4096, 2064, 384, "block", out_dtype="float16"),
 ]
-
+# Small ones, which the planner leaves to a library, and larger ones, which it does not.
+KNOWN = [
+    scaled("all_gather_gemm", 128, 512, 1024, fast=True),
+    scaled("all_gather_gemm", 128, 512, 1024, "block"),
+    scaled("gemm_reduce_scatter", 128, 512, 1024, "tensor", fast=True),
+    scaled("gemm_reduce_scatter", 128, 512, 1024, bias=True),
+    scaled("gemm_all_reduce", 64, 1024, 512),
+]
+KNOWN_FUSED = [
+    scaled("all_gather_gemm", 1024, 5120, 8192, fast=True),
+    scaled("gemm_reduce_scatter", 1024, 5120, 8192, fast=True),
+    scaled("gemm_reduce_scatter", 1024, 5120, 8192),
+]
 
 # In parts, of one product and one collective, and calls of other operands between.
 MIXED = [
@@ -199,6 +211,13 @@ by_any = pytest.mark.parametrize(
 @by_any
 def test_late_ranks_and_reused_memory(world: int, shapes: list[Shape]) -> None:
     right(world, hopper_ranks.skewed, shapes, 60, 2)
+
+
+@several
+@pytest.mark.parametrize("shapes", [KNOWN, KNOWN_FUSED], ids=["library", "fused"])
+def test_known_calls(world: int, shapes: list[Shape]) -> None:
+    """Native code starts those of the planner's choice."""
+    right(world, hopper_ranks.known, shapes, 16)
 
 
 @several

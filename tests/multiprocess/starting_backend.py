@@ -44,8 +44,8 @@ class NativeStarter(ctypes.Structure):
     ]
 
 
-NAME = b"mkernel.call_starter.2"
-NAMES = ("a", "b", "bias", "out")
+NAME = b"mkernel.call_starter.3"
+NAMES = ("a", "b", "bias", "out", "a_scale", "b_scale")
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -99,7 +99,8 @@ class Adding(Launch):
 
 
 class Starting(Queueing):
-    """Remembers which calls came by a starter. ``answer``: what starters do instead of a call."""
+    """Remembers which calls came by a starter. ``answer``: what starters do instead of a call;
+    ``stale``, a planted fault: they take the scales of rows of the call before."""
 
     name: ClassVar[str] = "starting"
 
@@ -108,6 +109,8 @@ class Starting(Queueing):
         self.started: list[Call] = []
         self.launches = Started()
         self.answer = QUEUED
+        self.stale = False
+        self._scale_before: Any = None
         self._kept: list[NativeStarter] = []
 
     def workspace(self, plan: LaunchPlan) -> Any:
@@ -136,6 +139,8 @@ class Starting(Queueing):
             addresses = [0 if one is None else one.data_ptr() for one in given.values()]
             assert [told.addresses[i] for i in range(len(NAMES))] == addresses
             tensors = {name: one for name, one in given.items() if one is not None}
+            if "a_scale" in tensors:
+                tensors |= self._scales(**{name: tensors[name] for name in NAMES[-2:]})
             call = replace(
                 template,
                 tensors=tensors,
@@ -150,3 +155,12 @@ class Starting(Queueing):
         made = NativeStarter(START(start), None, ALIGNMENT)
         self._kept.append(made)
         return Again(_capsule(ctypes.addressof(made), NAME, None), self.launches)
+
+    def _scales(self, a_scale: Any, b_scale: Any) -> dict[str, Any]:
+        """As a launch has them: a single one may come without dimensions."""
+        fresh, before = a_scale.clone(), self._scale_before
+        self._scale_before = fresh
+        if self.stale and before is not None:
+            a_scale = before
+        scales = {"a_scale": a_scale, "b_scale": b_scale}
+        return {name: each if each.dim() else each.view(1, 1) for name, each in scales.items()}

@@ -152,10 +152,8 @@ class AllGatherExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls into ``out`` alone. None: Python starts those of e4m3 operands."""
+        """Starts calls into ``out`` alone."""
         context = self._context
-        if self._plan.scales is not None:
-            return None
         found: object = native().gather_starter(
             context.device,
             context.order,
@@ -288,11 +286,8 @@ class ReduceExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls into an ``out`` that lies as this one. None: Python starts those of e4m3
-        operands."""
+        """Starts calls into an ``out`` that lies as this one."""
         context = self._context
-        if self._plan.scales is not None:
-            return None
         found: object = native().reduce_starter(
             context.device,
             context.order,

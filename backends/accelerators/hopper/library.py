@@ -26,7 +26,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned
-from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.products import multiply_by
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule, ScaledBy
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -74,7 +74,7 @@ class LibraryExecutor:
         if self._gathers:
             self._gather_then_product(call, stream)
         elif self._world_size == 1:
-            self._multiply(call.tensors["a"], call.tensors.get("a_scale"), call)
+            self._multiply_call(call.tensors["a"], call.tensors.get("a_scale"), call)
         else:
             self._product_then_sum(call, stream)
         normalise(call, stream)
@@ -82,17 +82,15 @@ class LibraryExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls without ``gathered``. None: Python starts those of e4m3 operands."""
+        """Starts calls without ``gathered``."""
         plan, context, made = self._plan, self._context, native()
-        if plan.scales is not None:
-            return None
         dtype = _torch_dtype(plan.dtype)
-        apart = self._product != dtype
-        whole = None  # what out is rounded from
-        if apart and (self._gathers or self._world_size == 1):
-            whole = _allocation((plan.gemm.m, plan.gemm.n), self._product, context.device)
+        height, width = scales_of_a_rank(plan)
+        scales = None  # where those of all rows are gathered
+        if height and self._gathers:
+            places = (plan.world_size * height, width)
+            scales = _allocation(places, torch.float32, context.device)
         scratch_dtype = dtype if self._gathers else self._product
-        scratch = _allocation(self._between, scratch_dtype, context.device)
         element = made.Element.bfloat16 if self._gathers else self._element
         outs: list[int] = []
         if self._way == made.Way.two_shot:
@@ -101,12 +99,9 @@ class LibraryExecutor:
             context.device,
             context.order,
             context.control_block,
-            torch.mm,
-            torch.addmm,
-            torch.add,
-            (self._product,) if apart else (),
-            whole,
-            scratch,
+            self._starters_product(),
+            _allocation(self._between, scratch_dtype, context.device),
+            scales,
             self._collective,
             element,
             self._way or made.Way.one_shot,
@@ -114,9 +109,25 @@ class LibraryExecutor:
             plan.gemm.m * plan.gemm.n,
             plan.gemm.n,
             plan.gemm.m // plan.world_size * plan.gemm.k * DTYPE_BYTES[plan.dtype],
+            height * width * DTYPE_BYTES["float32"],
             outs,
         )
         return found
+
+    def _starters_product(self) -> _hopper.LibraryProduct:
+        plan, made = self._plan, native()
+        if plan.scales is not None:
+            scaled: _hopper.LibraryProduct = made.scaled_product(self._multiply)
+            return scaled
+        apart = self._product != _torch_dtype(plan.dtype)
+        whole = None  # what out is rounded from
+        if apart and (self._gathers or self._world_size == 1):
+            whole = _allocation((plan.gemm.m, plan.gemm.n), self._product, self._context.device)
+        more = (self._product,) if apart else ()
+        plain: _hopper.LibraryProduct = made.torch_product(
+            torch.mm, torch.addmm, torch.add, more, whole
+        )
+        return plain
 
     def _together(self, call: Call) -> _hopper.Collective:
         together: _hopper.Collective = self._collective.of_call(call_id(call), call.timeout_s)
@@ -130,7 +141,7 @@ class LibraryExecutor:
             for kept, one in ((rows, mine), (scales, own)):
                 if kept is not None and one is not None:
                     kept.copy_(one)
-            self._multiply(mine, own, call)
+            self._multiply_call(mine, own, call)
             return
         outs: list[int] = []
         if rows is None:
@@ -141,7 +152,7 @@ class LibraryExecutor:
             scales = own.new_empty((self._world_size * len(own), own.shape[1]))
         if call.view != "compute_only":
             self._gather(call, mine, outs or [rows.data_ptr()], own, scales, stream)
-        self._multiply(rows, scales, call)
+        self._multiply_call(rows, scales, call)
 
     def _gather(
         self,
@@ -168,7 +179,8 @@ class LibraryExecutor:
     def _product_then_sum(self, call: Call, stream: int) -> None:
         tensors = call.tensors
         partial = tensors["a"].new_empty(self._between, dtype=self._product)
-        self._multiply_by(call)(tensors["a"], tensors.get("a_scale"), partial)
+        b, of_b = tensors["b"], tensors.get("b_scale")
+        self._multiply(tensors["a"], tensors.get("a_scale"), b, of_b, None, partial)
         if call.view == "compute_only":
             return
         made, together, element = native(), self._together(call), self._element
@@ -184,21 +196,31 @@ class LibraryExecutor:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
 
-    def _multiply_by(self, call: Call) -> Multiply:
-        return multiply_of(call, self._plan.part(LibrarySchedule), self._context)
+    def _multiply_call(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
+        tensors = call.tensors
+        bias = tensors["bias"] if self._plan.bias == "launch" else None
+        self._multiply(a, scale, tensors["b"], tensors.get("b_scale"), bias, tensors["out"])
 
-    def _multiply(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
-        """The call's ``out`` from a whole ``a``, rounded once."""
-        out, multiply = call.tensors["out"], self._multiply_by(call)
-        bias = call.tensors["bias"] if self._plan.bias == "launch" else None
+    def _multiply(
+        self,
+        a: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b: torch.Tensor,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """``out`` from a whole ``a``, rounded once."""
+        how = self._plan.part(LibrarySchedule)
+        multiply = multiply_by(b, b_scale, self._plan.scales, how, self._context)
         if self._product != out.dtype:
             whole = torch.empty(out.shape, dtype=self._product, device=out.device)
-            multiply(a, scale, whole)
+            multiply(a, a_scale, whole)
             out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
         elif bias is None:
-            multiply(a, scale, out)
+            multiply(a, a_scale, out)
         else:  # the library's epilogue adds it before it rounds
-            torch.addmm(bias, a, call.tensors["b"], out=out)
+            torch.addmm(bias, a, b, out=out)
 
 
 def _allocation(

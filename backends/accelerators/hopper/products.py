@@ -23,12 +23,23 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 def multiply_of(call: Call, how: ProductSchedule, context: DispatchContext) -> Multiply:
     """Products with a call's B."""
-    tensors, scales = call.tensors, call.plan.scales
-    if scales is None:
-        b = tensors["b"]
-        return lambda rows, scale, out: mm(rows, b, out)
+    return multiply_by(
+        call.tensors["b"], call.tensors.get("b_scale"), call.plan.scales, how, context
+    )
+
+
+def multiply_by(
+    b: torch.Tensor,
+    scale: torch.Tensor | None,
+    scales: Scales | None,
+    how: ProductSchedule,
+    context: DispatchContext,
+) -> Multiply:
+    """Products with a B and, where it has some, its scales."""
+    if scales is None or scale is None:
+        return lambda rows, _, out: mm(rows, b, out)
     one = context.one if how.scaled_by == "kernel" else None
-    return ScaledFactor(tensors["b"], tensors["b_scale"], scales, one).product
+    return ScaledFactor(b, scale, scales, one).product
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -66,7 +77,7 @@ class ScaledFactor:
             block_product(a, self._b, scale, self._scale, out)
             return
         of_b = self._scale
-        if self._scales.mode == "tensor" and len(scale) > 1:
+        if self._scales.mode == "tensor" and scale.numel() > 1:
             scale = scale.repeat_interleave(len(a) // len(scale), 0)
             of_b = of_b.expand(1, out.shape[1]).contiguous()
         of_a, fast = aligned(scale.reshape(-1, 1)), self._scales.use_fast_accum

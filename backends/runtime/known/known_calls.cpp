@@ -8,9 +8,10 @@ namespace mkernel::known {
 namespace {
 
 // Positions in `arguments`; tensors of a Signature in the same order.
-enum : int { kOp, kA, kB, kBias, kOut, kOutDtype, kChunk };
+enum : int { kOp, kA, kB, kBias, kOut, kAScale, kBScale, kOutDtype, kChunk, kFastAccum };
 constexpr int kNeeded = 2;  // tensors that every call has
-constexpr int kInputs = 3;
+constexpr int kOutput = kOut - kA;
+static_assert(kFastAccum + 1 == kArguments && kBScale - kA + 1 == kMostTensors);
 
 PyObject* interned(const char* text) {
     return PyUnicode_InternFromString(text);
@@ -97,6 +98,7 @@ Answer KnownCalls::sign(PyObject* const* arguments, Signature& signature, Tensor
     if (arguments[kOutDtype] != Py_None) {
         signature.out_dtype = reinterpret_cast<std::uintptr_t>(arguments[kOutDtype]);
     }
+    signature.use_fast_accum = arguments[kFastAccum] == Py_True ? 1 : 0;
     const Answer recorded = torch.records();
     if (recorded == Answer::raised) return Answer::raised;
     for (int i = 0; i < kMostTensors; ++i) {
@@ -136,10 +138,10 @@ PyObject* KnownCalls::call(PyObject* const* arguments) {
         if (!out) return nullptr;
         TensorSignature made{};
         std::uint64_t nbytes = 0;
-        const Answer read = torch.read(out.get(), false, made, tensors.addresses[kInputs], nbytes);
+        const Answer read = torch.read(out.get(), false, made, tensors.addresses[kOutput], nbytes);
         if (read == Answer::raised) return nullptr;
         if (read == Answer::no) return from_python();
-        tensors.objects[kInputs] = out.get();
+        tensors.objects[kOutput] = out.get();
     }
     for (const std::uint64_t address : tensors.addresses) {
         if (address % known.starter->alignment != 0) return from_python();

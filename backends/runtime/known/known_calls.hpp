@@ -38,6 +38,8 @@ struct WorldState {
     transport::SignalPad pad;
 };
 
+constexpr int kArguments = 10;  // of `KnownCalls::call`
+
 struct KnownCall {
     Reference capsule;                            // keeps `starter`
     const MkernelCallStarter* starter = nullptr;  // null: such calls go through Python
@@ -63,9 +65,10 @@ class KnownCalls {
     TorchView torch;
     WorldState world;
 
-    // `arguments`: op, a, b, bias or None, out or None, out_dtype or None, chunk or None. The output;
-    // None: make the call from Python; bytes: likewise, and `learn` may be told of it under this
-    // signature. Null with a Python exception.
+    // `arguments`: op, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, each but the first three
+    // perhaps None, and whether products may be added with fewer bits (bool). The output; None: make the
+    // call from Python; bytes: likewise, and `learn` may be told of it under this signature. Null with
+    // a Python exception.
     PyObject* call(PyObject* const* arguments);
 
     void learn(const Signature& signature, KnownCall call);

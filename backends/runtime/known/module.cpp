@@ -12,7 +12,7 @@ using namespace mkernel::known;
 namespace {
 
 // Of what `known.py` gives and asks; another number there is of another build.
-constexpr long kInterface = 4;
+constexpr long kInterface = 5;
 
 struct Object {
     PyObject head;
@@ -81,8 +81,8 @@ int clear(PyObject* self) {
 }
 
 PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 7) {
-        PyErr_Format(PyExc_TypeError, "a call has 7 arguments, not %zd", count);
+    if (count != kArguments) {
+        PyErr_Format(PyExc_TypeError, "a call has %d arguments, not %zd", kArguments, count);
         return nullptr;
     }
     return calls_of(self)->call(arguments);
@@ -149,9 +149,8 @@ PyObject* close(PyObject* self, PyObject*) {
 
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL,
-     "call(op, a, b, bias, out, out_dtype, chunk) -> the output; None: call from Python; bytes: "
-     "likewise, "
-     "and the call may be learned under this signature"},
+     "call(op, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, use_fast_accum) -> the output; "
+     "None: call from Python; bytes: likewise, and the call may be learned under this signature"},
     {"learn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&learn)),
      METH_VARARGS | METH_KEYWORDS,
      "learn(signature, starter, launches, key, allocate, arguments, counter): start such calls by "

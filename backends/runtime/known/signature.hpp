@@ -9,7 +9,7 @@
 namespace mkernel::known {
 
 constexpr int kMostDims = 4;
-constexpr int kMostTensors = 4;
+constexpr int kMostTensors = 6;
 constexpr std::size_t kMostNameBytes = 32;
 
 // All zero where the argument is None.
@@ -27,6 +27,7 @@ struct TensorSignature {
 struct Signature {
     char op[kMostNameBytes];
     std::uintptr_t out_dtype;  // identity of torch's object, which lives as long as torch
+    std::uint64_t use_fast_accum;
     TensorSignature tensors[kMostTensors];
 
     bool operator==(const Signature& other) const {
@@ -34,7 +35,7 @@ struct Signature {
     }
 };
 static_assert(sizeof(TensorSignature) == 8 * (2 * kMostDims + 2) + 16);
-static_assert(sizeof(Signature) == kMostNameBytes + 8 + kMostTensors * sizeof(TensorSignature));
+static_assert(sizeof(Signature) == kMostNameBytes + 16 + kMostTensors * sizeof(TensorSignature));
 
 struct SignatureHash {
     std::size_t operator()(const Signature& signature) const {

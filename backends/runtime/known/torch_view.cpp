@@ -15,9 +15,10 @@ Reference call(PyObject* function, PyObject* argument = nullptr) {
         PyObject_Vectorcall(function, arguments, argument == nullptr ? 0 : 1, nullptr));
 }
 
+// A single number has no dimension and no strides.
 bool dense(const DlTensor& tensor) {
-    return tensor.ndim >= 1 && tensor.ndim <= kMostDims && tensor.strides != nullptr &&
-           tensor.data != nullptr;
+    return tensor.ndim >= 0 && tensor.ndim <= kMostDims &&
+           (tensor.ndim == 0 || tensor.strides != nullptr) && tensor.data != nullptr;
 }
 
 }  // namespace

@@ -127,12 +127,23 @@ class Fabric:
         sums = self._sum(call.rank, element, src, elements, **row)
         ctypes.memmove(out[call.rank] if symmetric else out[0], sums.data_ptr(), elements * 2)
 
-    def library_starter(self, device: int, order: Any, control: Any, mm: Any, *how: Any) -> Any:
-        """What native code is to do: names of the starter's arguments and their values."""
-        assert (device, mm, *how[:2]) == (0, torch.mm, torch.addmm, torch.add)
-        names = ("addmm", "add", "more", "whole", "scratch", "together", "element", "way", "op",
-                 "elements", "columns", "shard_bytes", "outs")  # fmt: skip
-        return dict(zip(names, how, strict=True))
+    def torch_product(self, mm: Any, *how: Any) -> dict[str, Any]:
+        """What native code multiplies with: names of the arguments and their values."""
+        assert (mm, *how[:2]) == (torch.mm, torch.addmm, torch.add)
+        return dict(zip(("addmm", "add", "more", "whole"), how, strict=True))
+
+    def scaled_product(self, function: Any) -> dict[str, Any]:
+        """The same of operands with scales."""
+        return {"scaled": function}
+
+    def library_starter(
+        self, device: int, order: Any, control: Any, product: dict[str, Any], *how: Any
+    ) -> Any:
+        """What native code is to do, likewise."""
+        assert device == 0
+        names = ("scratch", "scales", "together", "element", "way", "op", "elements", "columns",
+                 "shard_bytes", "scale_bytes", "outs")  # fmt: skip
+        return product | dict(zip(names, how, strict=True))
 
     def _start(self, call: Any, *what: Any) -> None:
         *rest, stream = what
