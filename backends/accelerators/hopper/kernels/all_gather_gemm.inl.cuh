@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
     const bool by_nic =
         !kScaled && args.workspace.far() > 0;  // its storer then takes in what comes
-    switch (take_role()) {
+    switch (role_here()) {
         case Role::loader: {
             if (pushes) {
                 PushRing ring = ring_of(shared, 0);

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const bool by_nic = sources > 0 && args.workspace.far() > 0;
     const bool has_tiles = static_cast<int>(blockIdx.x) >= args.network_blocks;
 
-    switch (take_role()) {
+    switch (role_here()) {
         case Role::loader: {
             if (!has_tiles) break;
             Cursor<C::kStages> cursor;

@@ -154,18 +154,15 @@ __device__ inline void close_block() {
 // What one thread of each of the first warps does, and all of the second and third warpgroup's.
 enum class Role { loader, storer, sender, receiver, multiplier, idle };
 
-// Hands registers to the multipliers; once, by all threads.
-__device__ inline Role take_role() {
+// Of this thread. All roles share the block's 168 registers a thread: ptxas ignores setmaxnreg where the roles
+// meet again behind their branches, and multipliers have enough.
+__device__ inline Role role_here() {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (warp < kWarpgroup / kWarp) {
-        ptx::fewer_registers<64>();
-        if (!ptx::elect_one()) return Role::idle;
-        if (warp == 0) return Role::loader;  // not by a cast: ptxas must see which branch has what
-        if (warp == 1) return Role::storer;
-        return warp == 2 ? Role::sender : Role::receiver;
-    }
-    ptx::more_registers<216>();
-    return Role::multiplier;
+    if (warp >= kWarpgroup / kWarp) return Role::multiplier;
+    if (!ptx::elect_one()) return Role::idle;
+    if (warp == 0) return Role::loader;
+    if (warp == 1) return Role::storer;
+    return warp == 2 ? Role::sender : Role::receiver;
 }
 
 }  // namespace mkernel::hopper
