@@ -4,7 +4,7 @@ products stand-ins (``parts_fabric``)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -196,6 +196,83 @@ def test_a_kernel_scales_products(fabric: Any, op: str, mode: str, chunks: int) 
         how = made.part(ProductSchedule).model_copy(update=fields)
         with pytest.raises(ArgumentError, match=r"plan\.schedule\.scaled_by"):
             executor_of(made).workspace(made.model_copy(update={"schedule": how}))
+
+
+def started(
+    told: Mapping[str, Any], fabric: PartsFabric, given: Mapping[str, torch.Tensor]
+) -> None:
+    """A call as native code starts it (``host/bind_library_starter.cpp``), told so."""
+
+    def made(allocation: Any) -> torch.Tensor:
+        shape, strides, dtype = allocation[1]
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    multiply, bias, together = told["scaled"], given.get("bias"), told["together"]
+    of_b, out = (given["b"], given["b_scale"]), given["out"]
+    if fabric.world == 1:
+        multiply(given["a"], given["a_scale"], *of_b, bias, out)
+        return
+    between, columns = made(told["scratch"]), told["columns"]
+    if told["op"] == "all_gather_gemm":
+        scales = made(told["scales"])
+        beside = given["a_scale"].data_ptr(), told["scale_bytes"], scales.data_ptr()
+        rows = given["a"].data_ptr(), told["shard_bytes"], [between.data_ptr()]
+        fabric.all_gather(together, *rows, MAIN, *beside)
+        multiply(between, scales, *of_b, bias, out)
+        return
+    assert told["scales"] is None
+    multiply(given["a"], given["a_scale"], *of_b, None, between)
+    element, row = told["element"], {"bias": 0 if bias is None else bias.data_ptr()}
+    sent, to = between.data_ptr(), out.data_ptr()
+    row["columns"] = columns
+    if told["op"] == "gemm_reduce_scatter":
+        part = told["elements"] // fabric.world
+        fabric.reduce_scatter(together, element, sent, part, to, MAIN, **row)
+    else:
+        way = told["way"]
+        fabric.all_reduce(together, element, sent, told["elements"], [to], way, MAIN, **row)
+
+
+# A kernel scales what is rounded once, by rows.
+STARTED = [
+    *((mode, "library", bias) for mode in MODES for bias in (False, True)),
+    *((mode, "kernel", False) for mode in MODES[:-1]),
+]
+
+
+@pytest.mark.parametrize(("mode", "scaled_by", "bias"), STARTED)
+@pytest.mark.parametrize("world", [1, 2])
+@every_op
+def test_what_native_code_starts_is_the_same_call(
+    fabric: Any, op: str, world: int, mode: str, scaled_by: str, bias: bool
+) -> None:
+    """Single scales as callers may have them: without a dimension."""
+    stands = fabric(world)
+    made = planned(op, 16, 32, 128, world, mode, bias=bias, chunks=0, scaled_by=scaled_by)
+    of = case(made)
+    rows = 16 // world if op == "gemm_reduce_scatter" else 16
+
+    def start(rank: int) -> None:
+        call = Call(
+            plan=made, rank=rank, tensors={}, epoch=1, number=1, pad=0,
+            workspace=stands.workspace(rank), areas=(0,),
+            peers={p: PeerMemory(0, stands.workspace(p)) for p in range(world) if p != rank},
+            region=0, fifo=0, timeout_s=1.0,
+        )  # fmt: skip
+        order: Any = Order(stands.told[rank])
+        context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
+        told: Any = executor_of(made)(call, context).starter({}, {})
+        for turn in range(2):
+            given = of.inputs(rank, world, turn)
+            if mode == "tensor":
+                given |= {name: given[name].view(()) for name in ("a_scale", "b_scale")}
+            out = torch.full((rows, 32), torch.nan, dtype=torch.bfloat16)
+            started(told, stands, {**given, "out": out})
+            found = of.compared({"out": out}, rank, world, turn)
+            assert of.passed(found), f"rank {rank} call {turn}: {found}"
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(start, range(world)))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])
