@@ -46,9 +46,7 @@ def given(turn: int, mode: str = "row", rank: int | None = None) -> Given:
     """Operands and scales of one call: other ones in every turn."""
     rank = mkernel.world().rank if rank is None else rank
     chance = torch.Generator().manual_seed(100 * turn + rank)
-    a, b = (
-        torch.randn(rows, K, generator=chance).to(torch.float8_e4m3fn) for rows in (M, N)
-    )
+    a, b = (torch.randn(rows, K, generator=chance).to(torch.float8_e4m3fn) for rows in (M, N))
     of_a, of_b = (torch.rand(sizes, generator=chance) + 0.5 for sizes in SCALES[mode])
     return Given(a, b.t(), of_a, of_b.t().contiguous().t() if of_b.dim() else of_b)
 
