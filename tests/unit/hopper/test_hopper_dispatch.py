@@ -19,7 +19,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import BackendUnavailable
 from mkernel.plan.around import Around
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, Scales
 
 STARTS = (
     "push_rows", "all_gather_gemm", "gemm_reduce", "rendezvous", "copy", "reduce_scatter",
@@ -247,3 +247,16 @@ def test_the_launch_adds_a_bias(
     assert tensors.bias == call.tensors["bias"].data_ptr()
     call, tensors, _ = told_of(monkeypatch, plan, offset=1)
     assert tensors.bias not in (0, call.tensors["bias"].data_ptr())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls_of_e4m3_operands_are_started_with_their_scales(
+    queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    around = Around(scales=Scales(mode="row", use_fast_accum=True))
+    given: Any = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "b_layout": "column"}
+    plan = planned(op, 640, 256, 512, around=around, **given)
+    call, tensors, starter = told_of(monkeypatch, plan)
+    scales = tuple(call.tensors[name].data_ptr() for name in ("a_scale", "b_scale"))
+    assert (tensors.a_scale, tensors.b_scale) == scales
+    assert (starter["a_pitch"], starter["b_pitch"]) == (512, 512)

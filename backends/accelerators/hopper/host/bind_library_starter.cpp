@@ -229,8 +229,16 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
     if (!outs.empty() && outs.size() != static_cast<std::size_t>(together.workspace.world)) {
         throw py::value_error("outs: none, or one address a rank");
     }
-    LibraryPlan plan{together, element, way,         op == "all_gather_gemm", op == "gemm_reduce_scatter",
-                     elements, columns, shard_bytes, scale_bytes,             {}};
+    LibraryPlan plan{together,
+                     element,
+                     way,
+                     op == "all_gather_gemm",
+                     op == "gemm_reduce_scatter",
+                     elements,
+                     columns,
+                     shard_bytes,
+                     scale_bytes,
+                     {}};
     plan.outs.symmetric = !outs.empty();
     std::ranges::transform(outs, plan.outs.at,
                            [](std::uint64_t at) { return reinterpret_cast<void*>(at); });
