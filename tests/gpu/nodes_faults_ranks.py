@@ -52,6 +52,7 @@ def told_early(port: int, shape: Shape, turns: int, planted: bool, graph: bool) 
         if recorded is not None:
             recorded.replay()
         result = results[0] if results else work.call()
+        torch.cuda.synchronize()  # the world knows of no replays
         mkernel.synchronize()
         if rank == 0:
             store.set(f"call {turn} of rank 0", "ended")
