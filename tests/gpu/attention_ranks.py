@@ -19,11 +19,15 @@ from mkernel.backends.accelerators.hopper import (
     attention_merge,
     attention_ring,
     attention_tuning,
+    capabilities,
 )
 from mkernel.backends.accelerators.hopper.attention_documents import Bounds, Documents
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
 from mkernel.backends.accelerators.hopper.attention_ring import Source
-from mkernel.backends.accelerators.hopper.schedule import AttentionInPiecesSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    AttentionInPiecesSchedule,
+    AttentionSchedule,
+)
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import compare
 from mkernel.ops.zigzag import zigzag_positions
@@ -329,6 +333,19 @@ def _plan_pieces(rows: int) -> None:
     how = machine.attention.model_copy(update={"whole_bytes": 0, "pieces_bytes": 0, "slots": 2})
     attention_tuning._MACHINE = machine.model_copy(update={"attention": how})
     attention_tuning._FEWEST_ROWS = rows
+
+
+def by_core(judge: Callable[..., list[str]], *arguments: Any) -> list[str]:
+    """What ``judge`` finds where our own kernel computes attention of any length."""
+    machine = attention_tuning._MACHINE
+    how = machine.attention.model_copy(update={"core_rows": 1})
+    attention_tuning._MACHINE = machine.model_copy(update={"attention": how})
+    capabilities.UNCLAIMED = ()
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 256, "head_dim": 128, "causal": 0}
+    schedule = mkernel.plan("ring_attention", **sizes, dtype="bfloat16").schedule
+    assert isinstance(schedule, AttentionSchedule)
+    assert schedule.library == "mkernel"
+    return judge(*arguments)
 
 
 FAULTS_IN_PIECES = ("forgets", "slot not waited for", "early flag")

@@ -1,4 +1,4 @@
-"""Attention by one kernel on one GPU, used by no plan: right in float64, to what rounding explains."""
+"""Attention by one kernel on one GPU: right in float64, to what rounding explains."""
 
 from __future__ import annotations
 

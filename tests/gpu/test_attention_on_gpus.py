@@ -193,6 +193,25 @@ def test_a_document_that_begins_one_key_late_is_seen(world: int) -> None:
     assert all(launched(world, attention_ranks.faulty, shape, "boundary")), "on every rank"
 
 
+BY_CORE = [
+    Attention(1, 4, 4, 272, causal=True, width=128),
+    Attention(2, 4, 1, 128, width=128, lies="positions"),
+    Attention(1, 8, 2, 512, causal=True, width=128, dtype="float16", lies="positions"),
+    Attention(1, 8, 8, 4096, width=128),
+    Attention(1, 8, 2, 4096, causal=True, width=128),
+]
+
+
+@worlds
+def test_by_our_own_kernel(world: int) -> None:
+    right(world, attention_ranks.by_core, attention_ranks.judged, BY_CORE, 3)
+
+
+@worlds
+def test_graphs_by_our_own_kernel(world: int) -> None:
+    right(world, attention_ranks.by_core, attention_ranks.replayed, BY_CORE, 20)
+
+
 @worlds
 @pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
 @pieces

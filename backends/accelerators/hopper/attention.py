@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mkernel.backends.accelerators.hopper import attention_core
 from mkernel.backends.accelerators.hopper.attention_documents import Documents, attend_packed
 from mkernel.backends.accelerators.hopper.attention_library import Seen, attend, on_stream
 from mkernel.backends.accelerators.hopper.attention_merge import Merge
@@ -65,7 +66,9 @@ class AttentionExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
-        self._merge = Merge(context, _checked(plan).merge_blocks)
+        how = _checked(plan)
+        self._merge = Merge(context, how.merge_blocks)
+        self._core = how.library == "mkernel"
         self._packed = attention_shape(plan).documents
         self._ring = AttentionRing(call, context)
         self._world = device_world(call, context)
@@ -147,7 +150,8 @@ class AttentionExecutor:
             causal = self._ring.causal and source.rank == call.rank
             if documents is not None:
                 return attend_packed(q, source, documents, causal, scale)
-            return attend(q, source.k, source.v, source.first, causal, scale)
+            by = attention_core.attend if self._core else attend
+            return by(q, source.k, source.v, source.first, causal, scale)
 
         return found
 

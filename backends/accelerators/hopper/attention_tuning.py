@@ -12,6 +12,7 @@ from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, flags
 from mkernel.backends.accelerators.hopper.machine import CallTimes, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionBackwardSchedule,
+    AttentionCore,
     AttentionInPiecesSchedule,
     AttentionLibrary,
     AttentionSchedule,
@@ -53,7 +54,9 @@ def _forward(
     """In pieces where parts would take more memory than may be; between nodes always whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
     if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
-        library = library_of(attention_shape(plan))
+        shape, own_rows = attention_shape(plan), _MACHINE.attention.core_rows
+        core = core_takes(shape) and shape.sequence // plan.world_size >= own_rows
+        library = "mkernel" if core else library_of(shape)
         whole = AttentionSchedule(library=library, merge_blocks=blocks)
         return whole, None if constants is None else predicted(plan, constants)
     how = AttentionInPiecesSchedule(
@@ -171,9 +174,17 @@ def library_of(shape: AttentionShape) -> AttentionLibrary:
     return "flash" if shape.documents else "cudnn"
 
 
-def check_library(plan: CommonPart, library: AttentionLibrary) -> None:
+def core_takes(shape: AttentionShape) -> bool:
+    """Whether our own kernel computes such attention, and may: heads of 128, no packed documents."""
+    return shape.head_dim == 128 and not shape.documents and capabilities.claimed("attention core")
+
+
+def check_library(plan: CommonPart, library: AttentionLibrary | AttentionCore) -> None:
     """ArgumentError for a schedule's library that a call of the plan would not use."""
-    used = library_of(attention_shape(plan))
+    shape = attention_shape(plan)
+    if library == "mkernel" and core_takes(shape):
+        return
+    used = library_of(shape)
     if library != used:
         raise ArgumentError("plan.schedule.library", repr(library), repr(used))
 

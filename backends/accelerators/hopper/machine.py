@@ -111,6 +111,9 @@ class Attention(Sourced):
     whole_bytes: int = Field(ge=0, description="that parts take at most beside a call's tensors")
     pieces_bytes: int = Field(ge=0, description="the same of pieces, where parts would take more")
     slots: int = Field(ge=2, description="of pieces, for each peer")
+    core_rows: int = Field(
+        ge=1, description="of a rank from which on our own kernel computes attention, where it can"
+    )
 
 
 class Experts(Sourced):

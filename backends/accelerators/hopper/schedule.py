@@ -16,6 +16,8 @@ ExpertTiling = Literal["wide", "deep"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
 AttentionLibrary = Literal["cudnn", "flash"]
+AttentionCore = Literal["mkernel"]
+"""Our own kernel (kernels/attention_core.hpp)."""
 
 
 class GatherSchedule(Schedule):
@@ -82,12 +84,12 @@ class FewRowsSchedule(Schedule):
 
 
 class AttentionSchedule(Schedule):
-    """How ring attention runs. Each rank's keys and values travel whole, by copy engines; ``library``
-    computes attention on the own ones and, beside that, on each peer's as they come, the rank before
-    this one first; a kernel of ``merge_blocks`` blocks merges what was found."""
+    """How ring attention runs. Each rank's keys and values travel whole, by copy engines; ``library``,
+    or our own kernel, computes attention on the own ones and, beside that, on each peer's as they come,
+    the rank before this one first; a kernel of ``merge_blocks`` blocks merges what was found."""
 
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
-    library: AttentionLibrary
+    library: AttentionLibrary | AttentionCore
     merge_blocks: int = Field(ge=1)
 
     @property

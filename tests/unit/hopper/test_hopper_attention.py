@@ -680,3 +680,23 @@ def test_what_is_not_claimed_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> 
     assert "ring_attention_backward" not in claims.ops
     long = {"batch": 1, "heads": 16, "kv_heads": 4, "head_dim": 128, "sequence": 1 << 21}
     assert isinstance(planned(2, **long).schedule, AttentionSchedule)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "library"),
+    [
+        ({}, "mkernel"),
+        ({"causal": True, "kv_heads": 4}, "mkernel"),
+        ({"sequence": 2 * 8192 - 32}, "cudnn"),
+        ({"head_dim": 64}, "cudnn"),
+    ],
+)
+def test_our_own_kernel_computes_long_parts_of_heads_of_128(
+    sizes: Sizes, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = {"batch": 1, "head_dim": 128, "sequence": 2 * 8192, **sizes}
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+    assert planned(2, **long).part(AttentionSchedule).library == library
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))
+    another = {**long, "batch": 2}  # plans are kept
+    assert planned(2, **another).part(AttentionSchedule).library == "cudnn"
