@@ -24,7 +24,9 @@ def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
         or would have a scale of 0. An infinity or NaN is NaN in the result, so that it is not lost.
     """
     wide = rows.float()
-    scale = wide.abs().amax(-1, keepdim=True) / LARGEST
+    most = wide.abs().amax(-1, keepdim=True)
+    # On a GPU torch does not divide by a number, but multiplies by its reciprocal: other bits.
+    scale = most / torch.full_like(most, LARGEST)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     # A subnormal scale is rounded so far that a quotient may be beyond the largest.
     return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale

@@ -51,8 +51,8 @@ def e4m3() -> list[str]:
 
 def attention() -> list[str]:
     """Parts of a ring and their merges."""
-    whole = Attention(1, 4, 2, 272, causal=False)
-    return attention_ranks.judged([whole, Attention(1, 4, 2, 272, causal=True)], 0)
+    whole = Attention(1, 4, 2, 288, causal=False)
+    return attention_ranks.judged([whole, Attention(1, 4, 2, 288, causal=True)], 0)
 
 
 def experts() -> list[str]:

@@ -194,7 +194,7 @@ def test_a_document_that_begins_one_key_late_is_seen(world: int) -> None:
 
 
 BY_CORE = [
-    Attention(1, 4, 4, 272, causal=True, width=128),
+    Attention(1, 4, 4, 288, causal=True, width=128),
     Attention(2, 4, 1, 128, width=128, lies="positions"),
     Attention(1, 8, 2, 512, causal=True, width=128, dtype="float16", lies="positions"),
     Attention(1, 8, 8, 4096, width=128),

@@ -51,13 +51,13 @@ def test_all_planted_faults_are_known() -> None:
     assert tuple(run("faults").stdout.split()) == FAULTS
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """By its check, and by that alone: the program says so by its exit code."""
     told("check", fault)
 
 
+@pytest.mark.alone
 def test_figures() -> None:
     """What issue 20 asks of a GPU. A command that nobody announced is seen within a nap."""
     found = told("bench")
