@@ -145,6 +145,13 @@ class SkipsWaits(_Repeats):
         self._later = self.next(call, tensors=_elsewhere(call.tensors))
         return early
 
+    def close(self, timeout_s: float) -> bool:
+        """The world does not know of the later call, which uses its memory."""
+        begun = time.monotonic()
+        if self._later is not None and not self._later.wait(timeout_s):
+            return False
+        return self.inner.close(max(0.0, begun + timeout_s - time.monotonic()))
+
 
 class ReportsEarly(Honest):
     """Says after ``limit_s`` that a call with the input ``has`` has ended. What is not there by then

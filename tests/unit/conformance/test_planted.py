@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator
+from mkernel.backends.contracts.accelerator import Launch
 from mkernel.conformance import planted
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.faults.altering import Honest
+from mkernel.conformance.faults.launching import SkipsWaits
 from mkernel.conformance.kit import Kit
 from mkernel.errors import ShapeError, Unsupported
 from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
@@ -42,6 +44,21 @@ def test_only_the_checks_own_judgement_counts(
     monkeypatch.setattr(planted, "kit_for", lambda *arguments, **options: kit)
     (row,) = planted.judge_one("mkernel.conformance.faults:Fault", ["shapes"])
     assert row.caught == caught, row.message
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_call_that_the_world_does_not_know_ends_before_its_memory_goes(ends: bool) -> None:
+    asked = []
+
+    class Later(Launch):
+        def wait(self, timeout_s: float) -> bool:
+            asked.append(timeout_s)
+            return ends
+
+    fault = SkipsWaits()
+    fault._later = Later()
+    assert fault.close(0.5) is ends
+    assert asked == [0.5]
 
 
 def test_a_wrapper_schedules_as_what_it_wraps() -> None:
