@@ -419,6 +419,17 @@ TEST(a_flush_that_is_left_out_is_seen) {
     }
 }
 
+// Whether they are equal now, while the device may still write: a race that the fault plants, and that
+// ThreadSanitizer therefore does not look at.
+[[gnu::no_sanitize("thread")]] bool equal_now(const std::byte* one, const std::byte* other,
+                                              std::size_t bytes) {
+    const volatile std::byte* seen = other;
+    for (std::size_t i = 0; i < bytes; ++i) {
+        if (seen[i] != one[i]) return false;
+    }
+    return true;
+}
+
 // What a device tells of too early is not there with its signal; on an honest one it is.
 TEST(bytes_that_come_behind_their_signal_are_seen) {
     for (const bool srd : {false, true}) {
@@ -429,7 +440,7 @@ TEST(bytes_that_come_behind_their_signal_are_seen) {
             fill(pair.one, 6);
             std::memset(pair.other.contents, 0xee, kMiB);
             const auto there = [&] {
-                return std::memcmp(pair.one.contents, pair.other.contents, 70'000) == 0;
+                return equal_now(pair.one.contents, pair.other.contents, 70'000);
             };
             CHECK(pair.one.put(70'000, 0, 0, 1));
             CHECK(pair.other.wait(1, 1));

@@ -3,6 +3,7 @@ products stand-ins (``parts_fabric``)."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -126,8 +127,10 @@ def run(
     symmetric: bool = False,
     calls: int = 2,
     late: int | None = None,
+    behind: threading.Event | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Every rank's tensors after calls on fresh data, each checked against the oracle."""
+    """Every rank's tensors after calls on fresh data, each checked against the oracle. ``late``: a rank
+    that begins each call later than the others; ``behind``: a second after that is set."""
     world, shape, of = made.world_size, made.gemm, case(made)
     rows = shape.m // world if made.op == "gemm_reduce_scatter" else shape.m
     dtype = getattr(torch, made.out_dtype)
@@ -157,7 +160,8 @@ def run(
             context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
             executor = executor or executor_of(made)(call, context)
             if late == rank:
-                time.sleep(LATE_S)
+                assert behind is None or behind.wait(60)
+                time.sleep(LATE_S if behind is None else 1.0)
             executor.start(call, MAIN)
             assert order.open == 0
             everyone[rank] = {name: each.clone() for name, each in tensors.items()}
@@ -364,10 +368,10 @@ def test_compute_only_exchanges_nothing(fabric: Any, op: str, chunks: int) -> No
 def test_parts_that_nobody_awaits_are_wrong(
     fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = fabric(2)
-    monkeypatch.setattr(made, "await_part", lambda *_: None)
+    made, passed = fabric(2), threading.Event()
+    monkeypatch.setattr(made, "await_part", lambda *_: passed.set())
     with pytest.raises(AssertionError, match="rank 0 call"):
-        run(planned(op, 32, 32, 64, 2, chunks=1), made, calls=1, late=1)
+        run(planned(op, 32, 32, 64, 2, chunks=1), made, calls=1, late=1, behind=passed)
 
 
 @pytest.mark.parametrize("chunks", [0, 1])
