@@ -23,7 +23,7 @@ from mkernel.ops.around import EPS, Normed, as_rows, check_norm, norm_signatures
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch
-from mkernel.ops.quantised import check_quantise, quantised_rows
+from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.untraced import untraced
 from mkernel.plan.around import Around, Norm
@@ -233,10 +233,7 @@ def all_reduce(
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
         return _summed(x, out, out_dtype, chunk, group)
     normed, new = _normed(x, norm_weight, residual, float(eps), out, out_dtype, chunk, group)
-    rows = (normed,) if quantise is None else quantised_rows(normed)
-    if residual is None:
-        return rows if quantise else normed
-    return *rows, new
+    return results_of(normed, new, residual, quantise)
 
 
 def _summed(

@@ -20,7 +20,7 @@ from mkernel.ops import derivatives
 from mkernel.ops.around import EPS, Normed
 from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import seen_by_torch
-from mkernel.ops.quantised import check_quantise, quantised_rows
+from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.scaled_gemm import register_scaled, scaled_result
 from mkernel.ops.scales import scaled
@@ -203,10 +203,7 @@ def gemm_all_reduce(
     normed, new = _normed(
         a, b, norm_weight, residual, bias, float(eps), out, out_dtype, chunk, group
     )
-    rows = (normed,) if quantise is None else quantised_rows(normed)
-    if residual is None:
-        return rows if quantise else normed
-    return *rows, new
+    return results_of(normed, new, residual, quantise)
 
 
 def _normed(

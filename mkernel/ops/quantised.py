@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mkernel.errors import ArgumentError
+from mkernel.ops.scales import refuse_gradients
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -48,13 +49,14 @@ def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **give
     for name in ("out", "out_dtype"):
         if given.get(name) is not None:
             raise ArgumentError(name, "given", "None, beside quantise: e4m3 rows are allocated")
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in (given | {"norm_weight": norm_weight}).items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise ArgumentError(
-                name,
-                "a tensor that requires grad",
-                f"a tensor without gradient: call under torch.no_grad(), or pass {name}.detach()",
-                why=f"{op} has no backward where it quantises",
-            )
+    refuse_gradients(op, "where it quantises", norm_weight=norm_weight, **given)
+
+
+def results_of(
+    normed: Tensor, new: Tensor, residual: Tensor | None, quantise: str | None
+) -> Tensor | tuple[Tensor, ...]:
+    """What an op returns of normalised rows: in e4m3 with their scales where it quantises, and beside
+    a residual the new one."""
+    rows = (normed,) if quantise is None else quantised_rows(normed)
+    found = rows if residual is None else (*rows, new)
+    return found if len(found) > 1 else normed

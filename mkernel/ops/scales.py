@@ -84,8 +84,12 @@ def scale_strides(given: Scaled, dim: int) -> dict[str, Strides]:
     }
 
 
-def refuse_gradients(op: str, **tensors: object) -> None:
-    """ArgumentError for a tensor whose gradient would be lost: e4m3 calls have no backward."""
+def refuse_gradients(op: str, where: str = "for e4m3 operands", /, **tensors: object) -> None:
+    """ArgumentError for a tensor whose gradient would be lost: such calls have no backward.
+
+    Args:
+        where: the calls, in words.
+    """
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -94,7 +98,7 @@ def refuse_gradients(op: str, **tensors: object) -> None:
                 name,
                 "a tensor that requires grad",
                 f"a tensor without gradient: call under torch.no_grad(), or pass {name}.detach()",
-                why=f"{op} has no backward for e4m3 operands",
+                why=f"{op} has no backward {where}",
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import DEADLINE_S, stores
+from in_world import DEADLINE_S, knows_calls, stores
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,10 +27,7 @@ from mkernel.world.bootstrap import Bootstrap
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.usefixtures("leaves_nothing"),
-    pytest.mark.skipif(
-        not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
-        reason="this torch has no exchange table: every call goes through Python",
-    ),
+    knows_calls,
 ]
 
 BACKEND = "starting_backend:Starting"

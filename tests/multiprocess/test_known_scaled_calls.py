@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from in_world import DEADLINE_S
+from in_world import DEADLINE_S, knows_calls
 
 import mkernel
 from mkernel.backends.contracts.scaled import dequantised
@@ -16,10 +16,7 @@ from mkernel.errors import MkernelError
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.usefixtures("leaves_nothing"),
-    pytest.mark.skipif(
-        not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
-        reason="this torch has no exchange table: every call goes through Python",
-    ),
+    knows_calls,
 ]
 
 BACKEND = "starting_backend:Starting"

@@ -23,9 +23,6 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// Of a GEMM op's tensors; there may be no bias, and no scales.
-enum : int { kA, kB, kBias, kOut, kAScale, kBScale };
-
 py::handle tensor_of(const MkernelCall& call, int which) {
     return static_cast<PyObject*>(call.tensors[which]);
 }

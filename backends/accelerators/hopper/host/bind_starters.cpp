@@ -18,9 +18,6 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// Of a GEMM op's tensors; there may be no bias, and no scales.
-enum : int { kA, kB, kBias, kOut, kAScale, kBScale };
-
 // What lies so differs from call to call in its addresses alone.
 struct Pitches {
     std::int64_t a, b;

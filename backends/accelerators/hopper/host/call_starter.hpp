@@ -15,6 +15,9 @@
 
 namespace mkernel::hopper {
 
+// Of a GEMM op's tensors, in a call; there may be no bias, and no scales.
+enum : int { kA, kB, kBias, kOut, kAScale, kBScale };
+
 class CallStarter {
   public:
     // Python objects, which outlive it: the world's CallOrder and ControlBlock.
