@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
@@ -345,8 +346,9 @@ def two_streams(shapes: Sequence[Shape], rounds: int) -> list[str]:
     ]
 
 
-def absent(shape: Shape, victim: int, seconds: float) -> None:
-    """Reports (error type, seconds, message) of a call to which the victim does not come."""
+def absent(shape: Shape, victim: int, deadline_s: float) -> None:
+    """Reports (error type, seconds, message, sum of eight ones on the device) of a call to which the
+    victim does not come. ``deadline_s``: of the others' waits for it."""
     work = work_of(shape)
     work.fill(0)
     work.call()
@@ -354,8 +356,8 @@ def absent(shape: Shape, victim: int, seconds: float) -> None:
     world = mkernel.world()
     world.barrier()
     if world.rank == victim:
-        time.sleep(seconds)
-        return
+        world.barrier()  # nobody else comes to it: it ends when the world breaks
+    world.set_timeout(deadline_s)
     start = time.monotonic()
     try:
         work.fill(1)
@@ -421,7 +423,9 @@ def _join(rank: int, size: int, port: int, accelerator: str, nodes: int) -> None
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size)
     )
     stores = [TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2)]
-    mkernel.init(accelerator=accelerator, nodes=nodes, timeout_s=20, stores=(stores[0], stores[1]))
+    mkernel.init(
+        accelerator=accelerator, nodes=nodes, timeout_s=DEADLINE_S, stores=(stores[0], stores[1])
+    )
 
 
 if __name__ == "__main__":  # a rank under a tool that watches one process

@@ -85,7 +85,7 @@ def test_graphs(world: int) -> None:
 
 @several
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", SOME[0], world, absent_s=10.0)  # type: ignore[arg-type]
+    judge_absence("hopper", SOME[0], world)  # type: ignore[arg-type]
 
 
 @several

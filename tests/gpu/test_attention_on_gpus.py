@@ -143,7 +143,7 @@ def test_sizes_that_are_refused(world: int) -> None:
 
 @several
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", Attention(1, 4, 2, 128, causal=True), world, absent_s=10.0)
+    judge_absence("hopper", Attention(1, 4, 2, 128, causal=True), world)
 
 
 @several

@@ -167,7 +167,7 @@ def test_norms_behind_it(world: int) -> None:
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
     world: int, shape: Shape
 ) -> None:
-    judge_absence("hopper", shape, world, absent_s=10.0)
+    judge_absence("hopper", shape, world)
 
 
 @several

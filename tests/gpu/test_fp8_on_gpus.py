@@ -277,7 +277,7 @@ def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault:
 @several
 @pytest.mark.parametrize("op", OPS)
 def test_the_fused_path_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", fused(op, 2048, 512, 1024), world, 6)
+    judge_absence("hopper", fused(op, 2048, 512, 1024), world)
 
 
 @several
@@ -327,7 +327,7 @@ def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, faul
 @several
 @pytest.mark.parametrize("op", OPS)
 def test_the_library_path_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", library(op, 2048, 512, 1024, chunk=512), world, 6)
+    judge_absence("hopper", library(op, 2048, 512, 1024, chunk=512), world)
 
 
 @several

@@ -28,7 +28,7 @@ def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
     op: str, path: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKERNEL_PATH", path)
-    judge_absence("hopper", Shape(op, 1024, 512, 512), world, absent_s=10.0)
+    judge_absence("hopper", Shape(op, 1024, 512, 512), world)
 
 
 @several
