@@ -15,7 +15,8 @@ from mkernel.cases import case_of, compare
 from mkernel.cases.gemm import GemmCase
 
 ROUNDED = torch.finfo(torch.bfloat16)
-OVER = (570, 761, 842, 1897, 2546)
+OVER = {"all_gather_gemm": (594, 944, 967, 1071), "sums": (570, 761, 842, 1897)}
+"""Seeds of draws that are off by more than the tolerance of norms as they are rounded once."""
 
 
 def product(op: str, world: int, seed: int) -> GemmCase:
@@ -35,14 +36,15 @@ def just_above(limit: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
 def test_few_elements_of_a_product_may_be_rounded_once(op: str) -> None:
-    """One draw in 500 is off by more than the tolerance of norms, which no result can mend; one element
-    at the other number beside the truth is wrong in each."""
-    for seed in (*range(60), *OVER):
+    """No result is nearer to the truth, also where one rounding is more than the tolerance of norms, as in
+    one draw of 500; one element at the other number beside the truth is wrong in each."""
+    seeds = OVER.get(op, OVER["sums"])
+    for seed in (*range(60), *seeds):
         case = product(op, 1, seed)
         wanted = case.reference(0, 1, 0)["out"]
         got = wanted.to(torch.bfloat16)
         over = compare(got, wanted).error > case.tolerances()["out"]
-        assert over == (seed in OVER)
+        assert over == (seed in seeds)
         assert product_right(case, got, 0, 1, 0)
         sums = 1e-5 * (case.wide_a(0, 1, 0).abs() @ case.wide_b(0, 1, 0).abs())
         other = just_above(wanted + sums + half_step(wanted.abs() + sums, got.dtype))
