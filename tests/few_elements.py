@@ -1,7 +1,7 @@
 """Results of few elements, judged one by one by the most that their declared roundings make.
 
-Tolerances are of norms: of few elements all may be rounded by nearly half a step, as 2 of 400 draws of 16
-in bfloat16 were, computed so on a CPU.
+Tolerances are of norms: of few elements all may be rounded by nearly half a step, as those of 2 in 400
+draws of 16 in bfloat16 were, computed so on a CPU.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def judge_absence(
     nodes: int = 1,
     nic: str | None = None,
 ) -> None:
-    """The last rank stays away from a call until its world is broken. Every other rank raises Timeout at
-    its deadline and says who waited for what; its CUDA context works."""
+    """The last rank stays away from a call until its world is broken. Every other rank raises Timeout
+    at its deadline and says who waited for what; its CUDA context works."""
     victim = world - 1
     told: dict[int, Any] = {}
     with pytest.raises(Timeout):

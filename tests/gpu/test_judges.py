@@ -1,4 +1,4 @@
-"""The judges of these tests, which need no GPU: roundings pass, and what is more than these does not."""
+"""The judges of these tests, which need no GPU: roundings pass, what is more than these does not."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def just_above(limit: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
 def test_few_elements_of_a_product_may_be_rounded_once(op: str) -> None:
-    """No result is nearer to the truth, also where one rounding is more than the tolerance of norms, as in
-    one draw of 500; one element at the other number beside the truth is wrong in each."""
+    """No result is nearer to the truth, also where one rounding is more than the tolerance of norms, as
+    in one draw of 500. One element at the other number beside the truth is wrong in each."""
     seeds = OVER.get(op, OVER["sums"])
     for seed in (*range(60), *seeds):
         case = product(op, 1, seed)
