@@ -1,5 +1,6 @@
 """What a rank runs under a tool that watches one process, after ``hopper_ranks``: ``python
-checked_kernels.py WHAT TOOL``, in the world of the environment's ranks. Prints ``right`` where it is."""
+checked_kernels.py WHAT TOOL``, in the world of the environment's ranks. Prints ``right`` where it
+is."""
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ def attention() -> list[str]:
 
 
 def attention_by_flash() -> list[str]:
-    """The same by FlashAttention-2, for initcheck, which takes memory that a library has stored to by TMA
-    for uninitialised: it says so of cuDNN's results, and of torch's ``a @ b`` alone
-    (``test_initcheck_does_not_see_stores_of_libraries_by_tma``). It sees FlashAttention-2's stores, and
+    """The same by FlashAttention-2, for initcheck, which takes memory that a library has stored to by
+    TMA for uninitialised: it says so of cuDNN's results, and of torch's ``a @ b`` alone
+    (``test_initcheck_does_not_see_stores_of_libraries_by_tma``). It sees those of FlashAttention-2, and
     so judges our reads of the parts, their merges and flags; cuDNN's own kernels it does not judge."""
     with mock.patch.object(attention_op, "attend", _flash_attention):
         return attention()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from device_buffers import takes_ranks
+from in_world import TOLD_S
 
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
@@ -20,7 +21,7 @@ CHECKS = accelerator_checks()
 @functools.cache
 def subject(backend: str) -> AcceleratorSubject:
     """The backend, if it can run here, in one of its ways."""
-    judged = AcceleratorSubject(backend.partition("-")[0], True, 0)
+    judged = AcceleratorSubject(backend.partition("-")[0], True, 0, timeout_s=TOLD_S)
     judged.require_usable()
     assert judged.backend.device == "cuda"
     return judged

@@ -85,7 +85,9 @@ def _broken(subject: AcceleratorSubject, action: str, kind: str) -> None:
     for number, op in enumerate(ops[: 1 if subject.quick else None]):
         case = typical(subject, op, size)
         victim = 0 if number % 2 else size - 1
-        soon_s = subject.timeout_s / 2  # much for a busy machine, less than a wait that is told nothing
+        soon_s = (
+            subject.timeout_s / 2
+        )  # much for a busy machine, less than a wait that is told nothing
         within = (0.0, soon_s)
         if action == "absent":
             within = (0.7 * _ABSENT_S, _ABSENT_S + soon_s)
