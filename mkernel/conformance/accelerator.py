@@ -30,7 +30,7 @@ OPS = tuple(SHAPES)
 """Every op there is, the combine included."""
 
 WORLD_TIMEOUT_S = 20.0
-"""Deadline of the waits inside the kit's worlds, once they are there, where the subject has no other."""
+"""Deadline of the waits inside worlds, once they are there, where the subject has no other."""
 
 START_TIMEOUT_S = 120.0
 """Deadline of the waits while a world is made: how long a busy machine takes to start processes says
@@ -41,7 +41,7 @@ _OVERDUE_S = 60.0
 hangs cannot stop the kit."""
 
 
-def _bounded(timeout_s: float, port: int | None, fn: Callable[..., T], *args: Any) -> T:
+def bounded(timeout_s: float, port: int | None, fn: Callable[..., T], *args: Any) -> T:
     """In a world that is there: from now on its waits have ``timeout_s``. ``port``: where ranks meet to
     leave off at the first find; None: they do not."""
     give_up_after(timeout_s)
@@ -190,7 +190,7 @@ class AcceleratorSubject:
         of each wait in it, once it is there, instead of the subject's."""
         with meeting_place() if self.first_find else nullcontext() as port:
             return launch(
-                _bounded,
+                bounded,
                 self.timeout_s if timeout_s is None else timeout_s,
                 port,
                 fn,

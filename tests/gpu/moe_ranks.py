@@ -167,9 +167,11 @@ class Work:
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
     first; second products have wide tiles."""
-    mock.patch.object(moe_tuning, "permutes", return_value=True).start()  # the process ends with it
-    mock.patch.object(moe_tuning, "reads_weights", return_value=False).start()
-    return fn(*arguments)
+    with (
+        mock.patch.object(moe_tuning, "permutes", return_value=True),
+        mock.patch.object(moe_tuning, "reads_weights", return_value=False),
+    ):
+        return fn(*arguments)
 
 
 def judged(shapes: Sequence[Moe], seed: int) -> list[str]:

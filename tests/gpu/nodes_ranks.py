@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attention_ranks import Attention
 from hopper_ranks import Shape, Work, judged
-from in_world import arrivals, stores
+from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
 
 import mkernel
@@ -121,7 +121,7 @@ def break_and_rebuild(
     fault: str | None,
     shape: Shape,
     next_nic: str = "",
-    timeout_s: float = 20,
+    timeout_s: float = TOLD_S,
 ) -> tuple[str, str, float, bool]:
     """(kind of error, its message, seconds until it was raised, whether the next world of these
     processes is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of
@@ -146,7 +146,7 @@ def break_and_rebuild(
     return kind, message, seconds, not judged([shape], 3)
 
 
-def _join(port: int, nic: str, fault: str | None, timeout_s: float = 20) -> None:
+def _join(port: int, nic: str, fault: str | None, timeout_s: float = TOLD_S) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:

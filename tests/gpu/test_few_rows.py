@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import hopper_ranks
+import kept_ranks
 import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
@@ -57,21 +58,27 @@ MIXED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused path, and the kernel wherever it fits."""
+@pytest.fixture(scope="module")
+def constants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel takes whatever fits."""
     constants = machine().constants
     assert constants.few_rows is not None
     few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
-    file = tmp_path / "constants.json"
+    file = tmp_path_factory.mktemp("few_rows") / "constants.json"
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
-    monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def always(constants_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused path, and the kernel wherever it fits."""
+    monkeypatch.setenv("MKERNEL_CONSTANTS", str(constants_file))
     monkeypatch.setenv("MKERNEL_PATH", "fused")
 
 
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
-    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
@@ -128,8 +135,8 @@ def test_many_calls_in_the_queue(world: int) -> None:
 @several
 @pytest.mark.parametrize("shape", [SUMS[3], SCATTERED[2]], ids=str)
 def test_results_are_always_the_same_bits(world: int, shape: Shape) -> None:
-    ranks = mkernel.launch(
-        hopper_ranks.repeated, shape, 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    ranks = kept_ranks.run(
+        hopper_ranks.repeated, shape, 20, ranks_per_node=world, accelerator="hopper"
     )
     assert all(len(set(sums)) == 1 for sums in ranks)
     if shape.op == OP:

@@ -17,6 +17,7 @@ import pytest
 from attention_ranks import Attention
 from device_buffers import takes_ranks
 from hopper_ranks import OPS, Shape
+from in_world import TOLD_S
 from moe_ranks import Moe
 from survivors import judge_absence, judge_survivors
 
@@ -91,7 +92,7 @@ def right(fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1) ->
     """No rank found a failure."""
     found = mkernel.launch(
         fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator="hopper", nic=nic,
-        verbs="soft", timeout_s=30,
+        verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
@@ -107,7 +108,7 @@ def test_the_route_is_the_planned_one(
     shape = Shape(op, 512, 512, 512)
     found = mkernel.launch(
         nodes_ranks.staged, shape, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic,
-        verbs="soft", timeout_s=30,
+        verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for staged, host, device in found:
         assert staged == (route == "staged")
@@ -170,7 +171,7 @@ def test_results_are_always_the_same_bits(
     take(route, monkeypatch)
     found = mkernel.launch(
         hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=1,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for sums in found:
         assert len(set(sums)) == 1
@@ -190,7 +191,7 @@ def test_every_byte_of_another_node_came_through_the_nic(
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
     found = mkernel.launch(
         nodes_ranks.arrived, 256, 1024, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=30,
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for rank, (arrived, put, expected) in enumerate(found):
         node = rank // ranks
@@ -214,7 +215,7 @@ def test_the_bytes_over_the_rails_are_those_of_the_exchange(
     rows, k = 256, 1024
     found = mkernel.launch(
         nodes_ranks.arrived, rows, k, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=30,
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
     for rank, (arrived, put, _) in enumerate(found):
@@ -236,7 +237,7 @@ def test_the_sums_over_the_rails_are_those_of_the_exchange(
     rows, n = 512, 512
     found = mkernel.launch(
         nodes_ranks.scattered, rows, n, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=30,
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
     for failures, put in found:
@@ -278,7 +279,7 @@ def test_hierarchical_results_are_always_the_same_bits(
     monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
     found = mkernel.launch(
         hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=2,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for sums in found:
         assert len(set(sums)) == 1
@@ -307,15 +308,15 @@ def test_a_rank_killed_while_kernels_wait_for_it(
 def test_a_nic_error_in_mid_kernel(nic: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "200")
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     shape = Shape("gemm_all_reduce", 2048, 1024, 512)  # more than 20 puts
     found = mkernel.launch(
         nodes_ranks.break_and_rebuild, port, nic, fault, shape, nodes=2, ranks_per_node=1,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for kind, _, seconds, goes_on in found:
         assert kind == "NicError"
-        assert seconds < 15
+        assert seconds < TOLD_S / 2
         assert goes_on
 
 
@@ -396,7 +397,7 @@ def test_keys_cross_once_for_each_rank_of_another_node(
         monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
         found = mkernel.launch(
             nodes_ranks.attended, ATTENTION[2], nodes=2, ranks_per_node=1, accelerator="hopper",
-            nic=nic, verbs="soft", timeout_s=30,
+            nic=nic, verbs="soft", timeout_s=TOLD_S,
         )  # fmt: skip
         for failures, put, expected, on_host in found:
             assert bool(failures) == bool(mask)
@@ -468,7 +469,7 @@ def test_tokens_cross_once_for_each_rank_of_another_node(
         monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
         found = mkernel.launch(
             nodes_ranks.dispatched, shape, nodes=2, ranks_per_node=1, accelerator="hopper",
-            nic=nic, verbs="soft", timeout_s=30,
+            nic=nic, verbs="soft", timeout_s=TOLD_S,
         )  # fmt: skip
         for failures, put, expected in found:
             assert bool(failures) == bool(mask)

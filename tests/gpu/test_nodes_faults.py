@@ -10,6 +10,7 @@ import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
 from hopper_ranks import Shape
+from in_world import TOLD_S
 from test_hopper_nodes import both, direct, nics, take
 
 import mkernel
@@ -28,7 +29,7 @@ def found(fn: Any, *arguments: Any, nic: str) -> Any:
     """The failures of each rank."""
     return mkernel.launch(
         fn, *arguments, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft",
-        timeout_s=30,
+        timeout_s=TOLD_S,
     )  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def test_an_arrival_that_is_counted_once_too_often(
 ) -> None:
     """Its flag comes before the data, in every later call or replay, where the sender is late."""
     take(route, monkeypatch)
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     failures = found(nodes_faults_ranks.told_early, port, shape, 4, fault, graph, nic=nic)
     assert bool(failures[0]) == fault, failures
     if fault:
@@ -59,7 +60,7 @@ def test_memory_that_is_used_again_too_early(
 ) -> None:
     """Rows of the next call lie there before those of a call were read."""
     take(route, monkeypatch)
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     failures = found(nodes_faults_ranks.reused_early, port, EARLY[0], fault, nic=nic)
     assert len(failures[0]) == fault, failures
 
@@ -106,15 +107,15 @@ def test_a_fifo_that_stays_full(nic: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "60000")
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__FIFO_SLOTS", "16")
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QUEUE_DEPTH", "16")
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     shape = Shape("gemm_reduce_scatter", 8192, 4096, 512)  # 512 puts a rank
     outcomes = mkernel.launch(
         nodes_ranks.break_and_rebuild, port, nic, "stall@40", shape, nic, 4.0, nodes=2,
-        ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+        ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for kind, message, seconds, goes_on in outcomes:
         assert kind == "Timeout", message
-        assert seconds < 12
+        assert seconds < TOLD_S / 2
         assert goes_on
 
 
@@ -124,13 +125,13 @@ def test_a_peer_without_receives(route: str, monkeypatch: pytest.MonkeyPatch) ->
     RNR, and no more of it than was asked for."""
     take(route, monkeypatch)
     fault = "mkernel.conformance.nic_faults:MissingReceive"
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     outcomes = mkernel.launch(
         nodes_ranks.break_and_rebuild, port, fault, None, EARLY[1], "efa", nodes=2,
-        ranks_per_node=1, accelerator="hopper", nic="efa", verbs="soft", timeout_s=30,
+        ranks_per_node=1, accelerator="hopper", nic="efa", verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for kind, _, seconds, goes_on in outcomes:
         assert kind == "NicError"
-        assert seconds < 15
+        assert seconds < TOLD_S / 2
         assert goes_on
     assert any("RNR" in message for _, message, _, _ in outcomes)
