@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # How the committed figures of two GPUs are made: bench/measure.sh PART...
-#   tests    tests/gpu                                       gpu_tests.json
+#   tests    tests/gpu: pairs of GPUs side by side, what takes four, what wants all to itself
+#                                                            gpu_tests.json
 #   shared   tests/gpu with two ranks on each GPU            gpu_tests.json
 #   targets  target sizes, launches hidden and counted       hopper_targets_2.json, ..._launches.json
 #   layers   layers of models                                hopper_layers_2.json
@@ -51,10 +52,13 @@ group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run
 tests() { # RANKS_PER_DEVICE
     export MKERNEL_RANKS_PER_DEVICE=$1
     logs=$(mktemp -d)
-    local here=tests/gpu
-    group kit $here/test_gpu_conformance.py -n 6 -m "not alone" &
-    group others $here -n 8 --dist worksteal --ignore $here/test_gpu_conformance.py -m "not alone" &
-    wait
+    local here=tests/gpu gpus
+    gpus=$(nvidia-smi --list-gpus | wc -l)
+    # Processes take turns on a GPU: more than four workers a pair gain nothing. Consecutive tests of a
+    # worker share its kept ranks.
+    group beside $here -n $((gpus > 3 ? gpus / 2 * 4 : 4)) --dist worksteal \
+        --gpus-per-worker $((gpus > 1 ? 2 : 1)) -m "not alone and not wide"
+    [ "$gpus" -lt 4 ] || group wide $here -n 3 --dist worksteal -m "not alone and wide"
     local apart=()
     [ "$1" = 1 ] || apart=(--ignore $here/test_bench_on_gpus.py) # times GPUs that are not shared
     group alone $here -m alone "${apart[@]}"

@@ -18,8 +18,8 @@ def visible() -> list[str]:
 
 
 def share(worker: str, gpus: Sequence[str], each: int) -> list[str]:
-    """Those of a worker, ``gw0`` and so on: whole groups of ``each``, by turns. UsageError where there is
-    none."""
+    """Those of a worker, ``gw0`` and so on: whole groups of ``each``, by turns. UsageError where there
+    is none."""
     if not 1 <= each <= len(gpus):
         raise pytest.UsageError(f"--gpus-per-worker {each}: there are {len(gpus)} GPUs here")
     first = int(worker.removeprefix("gw")) % (len(gpus) // each) * each
