@@ -138,13 +138,14 @@ for part in "$@"; do
         export MKERNEL_SOFTVERBS_BANDWIDTH_MBPS=$rate MKERNEL_SOFTVERBS_LATENCY_NS=3000
         # SRD as a rail has it: packets overtake each other by its latency, one in a hundred comes twice.
         export MKERNEL_SOFTVERBS_HOLD_NS=3000 MKERNEL_SOFTVERBS_DUPLICATES=1
+        export MKERNEL_NIC_SETTINGS__GPUDIRECT=1 # an emulated NIC takes the staged route otherwise
         for nic in cx7 efa; do
             bench "${name}_$nic" ag_gemm,gemm_rs,gemm_ar --ranks 2 --nodes 2 --accelerator hopper \
                 --nic $nic --verbs soft --shapes $shapes --iterations 7 --warmup 2
         done
         unset MKERNEL_SOFTVERBS_BANDWIDTH_MBPS MKERNEL_SOFTVERBS_LATENCY_NS
         unset MKERNEL_SOFTVERBS_HOLD_NS MKERNEL_SOFTVERBS_DUPLICATES
-        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS
+        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS MKERNEL_NIC_SETTINGS__GPUDIRECT
         ;;
     whole)
         run python bench/whole_layers.py --write
