@@ -10,6 +10,7 @@ from pathlib import Path
 from mkernel.harness import gpu_tests
 
 ROOT = Path(__file__).parents[3]
+HELPERS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/gpu"))
 TESTS = """
 import pytest
 
@@ -34,7 +35,7 @@ def pytest_with_report(folder: Path, *arguments: str, **environment: str) -> gpu
     (folder / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--gpu-report", "found.json", *arguments],
-        cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+        cwd=folder, env={**os.environ, "PYTHONPATH": HELPERS, **environment}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = gpu_tests.read(folder / "found.json")
     assert found is not None, done.stdout + done.stderr
