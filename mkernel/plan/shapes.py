@@ -156,8 +156,8 @@ def takes(
     scales: Scales | None = None,
 ) -> bool:
     """Whether a backend that has the op takes calls of these sizes, as far as backends differ in it: in
-    attention, in scales, and in the dtype of products and sums. (All calls of experts go to one backend,
-    since they read each other's handles.) True of sizes that none takes: whoever plans them says why.
+    attention, in scales, and in the dtype of products and sums. Calls of experts all go to one backend,
+    since they read each other's handles. True of sizes that none takes: whoever plans them says why.
 
     ``dtype``: None where it is not known yet."""
     if scales is not None:
