@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.hopper.attention_core import core, counters_of
 from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing, Queries, ring_keys
-from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape, kernel_takes
+from mkernel.backends.accelerators.hopper.attention_tuning import kernel_takes
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
@@ -97,13 +97,4 @@ def _checked(plan: LaunchPlan) -> AttentionKernelSchedule:
     how = plan.part(AttentionKernelSchedule)
     if not kernel_takes(plan):
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.ring_attention'")
-    wanted = plan.world_size * -(
-        -attention_shape(plan).sequence // (plan.world_size * how.chunk_rows)
-    )
-    if wanted > native().MAX_FLAGS:
-        raise ArgumentError(
-            "plan.schedule.chunk_rows",
-            how.chunk_rows,
-            f"more: that takes {wanted} flags of {native().MAX_FLAGS}",
-        )
     return how

@@ -699,6 +699,7 @@ def test_our_own_kernel_computes_long_parts_of_heads_of_128(
     sizes: Sizes, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {"batch": 1, "head_dim": 128, "sequence": 2 * 8192, **sizes}
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "parts")
     monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     assert planned(2, **long).part(AttentionSchedule).library == library
     monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))

@@ -261,13 +261,12 @@ def test_a_wrong_part_is_seen(fabric: Any, monkeypatch: pytest.MonkeyPatch, faul
 
 
 def test_chunks_are_bytes_of_a_stretch(fabric: Any) -> None:
-    made = fabric(2)
-    plan = kernel(2, rows=1024)
-    how = AttentionKernelSchedule(chunk_rows=384, blocks=4)
-    assert run(made, plan.model_copy(update={"schedule": how}), calls=1) == []
-    assert made.chunk == 384 * 128 * 2
-    assert run(made, kernel(2, rows=1024, layout="positions"), calls=1) == []
-    assert made.chunk == 1024 * 2 * 128 * 2, "no more than there is"
+    made, few = fabric(2), {"batch": 1, "rows": 384}
+    how = AttentionKernelSchedule(chunk_rows=256, blocks=4)
+    assert run(made, kernel(2, **few).model_copy(update={"schedule": how}), calls=1) == []
+    assert made.chunk == 256 * 128 * 2
+    assert run(made, kernel(2, layout="positions", **few), calls=1) == []
+    assert made.chunk == 384 * 2 * 128 * 2, "no more than there is"
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -285,7 +284,7 @@ LONG: dict[str, Any] = {
     "changes",
     [
         {"head_dim": 64}, {"sequence": 2 * 8192 - 32}, {"causal": True, "sequence": 2 * 128 * 63},
-        {"sequence": 1 << 18}, {"world": 1}, {"documents": True},
+        {"sequence": 1 << 19}, {"world": 1}, {"documents": True},
     ],
 )  # fmt: skip
 def test_what_is_left_to_parts(changes: dict[str, Any]) -> None:
@@ -340,16 +339,13 @@ def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
     parts = plan.model_copy(update={"shape": plan.shape.model_copy(update={"head_dim": 64})})
     with pytest.raises(ArgumentError, match=r"plan\.schedule\.kind"):
         AttentionKernelExecutor.workspace(parts)
-    long = kernel(8, rows=128 * 20000, batch=1, heads=1, kv_heads=1)
-    small = long.model_copy(update={"schedule": AttentionKernelSchedule(chunk_rows=128, blocks=1)})
-    with pytest.raises(ArgumentError, match=r"chunk_rows .* flags of"):
-        AttentionKernelExecutor.workspace(small)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
 def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    started = Started(native.native())
+    started: Any = Started(native.native())
+    started.shares_device = lambda *_: False
     for module in (attention_core, attention_kernel, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
