@@ -50,12 +50,12 @@ class CoreLoader {
 
     // The step `at` of the keys that args has.
     __device__ void own_keys(const CoreTile& tile, int at) {
-        const auto of = [&](const CUtensorMap& map) {
-            return [&](unsigned char* to, ptx::Mbarrier* full, int column) {
-                ptx::load_box(to, &map, full, column, at * kCoreKeys, tile.kv_head, tile.batch);
+        const auto of = [&](const CUtensorMap* map) {
+            return [&, map](unsigned char* to, ptx::Mbarrier* full, int column) {
+                ptx::load_box(to, map, full, column, at * kCoreKeys, tile.kv_head, tile.batch);
             };
         };
-        keys(of(args_.k), of(args_.v));
+        keys(of(&args_.k), of(&args_.v));
     }
 
     // After `take` has found none, or of one that is not wanted. The last block leaves the counters as it
