@@ -126,10 +126,11 @@ def test_absent_is_not_wrong() -> None:
 
 
 def test_the_way_of_a_call_stands_beside_its_size() -> None:
-    by_parts = turns(140, 100, 150)
-    by_parts.way = "hopper.ring_attention"
-    assert row(mkernel=by_parts).entries["mkernel"].way == "hopper.ring_attention"
-    assert bench_report.size(row(mkernel=by_parts)) == f"{SHAPE.size}, hopper.ring_attention"
+    mine = {name: turns(100) for name in KINDS}
+    mine["mkernel"].way = "hopper.ring_attention"
+    made = figures.row(SHAPE, KINDS, [mine, mine], 2, "hopper")
+    assert made.entries["mkernel"].way == "hopper.ring_attention"
+    assert bench_report.size(made) == f"{SHAPE.size}, hopper.ring_attention"
     assert bench_report.size(row()) == SHAPE.size
 
 
