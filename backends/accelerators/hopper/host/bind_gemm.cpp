@@ -261,7 +261,7 @@ void bind_few_rows(py::module_& module) {
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
-    module.attr("FEW_DEPTH") = kFewDepth;
+    module.attr("FEW_DEPTH_BYTES") = kFewDepthBytes;
     module.attr("MAIL_BYTES") = kMailBytes;
     module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
     module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);

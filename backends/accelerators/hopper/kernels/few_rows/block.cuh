@@ -12,7 +12,7 @@ namespace mkernel::hopper {
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
 
-static_assert(kFewDepth == kTileK);
+static_assert(kFewDepthBytes == kTileK * kElementBytes);
 
 template <int kRows>
 struct FewRows {

@@ -42,9 +42,46 @@ struct Travelling {
     }
 };
 
+// The scales of 8 sums of a row: loaded while the sums are added up. Of operands that have some.
+template <bool kScaled>
+class FewScales {
+  public:
+    __device__ FewScales(const OperandScales& scales, int row, int column) {
+        if constexpr (kScaled) {
+            of_row_ = scales.own[scales.of_rows(row)];
+            if (scales.single) {
+                const float one = *scales.of_columns;
+                of_columns_[0] = of_columns_[1] = {one, one, one, one};
+            } else {
+                const auto* const at = reinterpret_cast<const float4*>(scales.of_columns + column);
+                of_columns_[0] = at[0];
+                of_columns_[1] = at[1];
+            }
+        }
+    }
+    __device__ void multiply(float (&sum)[8]) const {
+        if constexpr (kScaled) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float by[4] = {of_columns_[half].x, of_columns_[half].y, of_columns_[half].z,
+                                     of_columns_[half].w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sum[4 * half + i] *= by[i];
+                    sum[4 * half + i] *= of_row_;
+                }
+            }
+        }
+    }
+
+  private:
+    float of_row_;
+    float4 of_columns_[2];
+};
+
 // The block's share of a tile, from the cluster's partial sums on. All the multipliers' threads; each has
 // vectors of its own in every step, so what it writes in one it may read in the next.
-template <int kRows, class Element, bool kUnrounded>
+template <int kRows, class Element, class In, bool kUnrounded>
 class FewExchange {
   public:
     using Vector = Travelling<Element, kUnrounded>;
@@ -59,6 +96,7 @@ class FewExchange {
         for (int vector = share_.first + static_cast<int>(threadIdx.x); vector < share_.end;
              vector += kFewMultipliers) {
             float* const at = partial(vector);
+            FewScales<sizeof(In) == 1> scales(args_.scales, row_of(vector), share_.column + column_of(vector));
             float sum[8] = {};
             for (int first = 0; first < splits; first += kBatch) {
                 float4 parts[kBatch][2];
@@ -80,6 +118,7 @@ class FewExchange {
                     }
                 }
             }
+            scales.multiply(sum);
             Vector own;
             own.pack(sum);
             auto* const kept = reinterpret_cast<uint4*>(at);
