@@ -78,7 +78,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
-        made = few_rows(shape, plan.dtype, processors, few)
+        made = few_rows(shape, plan.dtype, processors, few, plan.norm is not None and world > 1)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -343,14 +343,20 @@ def reduce(
 
 
 def few_rows(
-    shape: GemmShape, dtype: DtypeName, processors: int, constants: FewRowsConstants
+    shape: GemmShape,
+    dtype: DtypeName,
+    processors: int,
+    constants: FewRowsConstants,
+    normed: bool = False,
 ) -> FewRowsSchedule:
-    """``shape.k`` is one rank's share."""
+    """``shape.k`` is one rank's share. ``normed``: rows of the sum are to be normalised; the kernel can
+    where it has all tiles at once."""
     found = cut(shape.n, shape.k, ELEMENT_BYTES, processors, constants)
     return FewRowsSchedule(
         splits=found.splits,
         blocks=found.splits * found.clusters,
         product=paths.partial_dtype(shape, dtype),
+        normalises=normed and constants.normalises and found.waves == 1,
     )
 
 
