@@ -82,6 +82,9 @@ class FewRowsConstants(Finite):
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    normalises: bool = Field(
+        False, description="the rows of a sum, instead of a kernel behind it, where it can"
+    )
 
 
 class LinkConstants(Finite):

@@ -75,12 +75,14 @@ class ReduceSchedule(Schedule):
 class FewRowsSchedule(Schedule):
     """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
     128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
-    travel."""
+    travel. ``normalises``: where rows of the sum are normalised, the kernel does that too, else another
+    one behind it."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
     splits: int = Field(ge=1)
     blocks: int = Field(ge=1)
     product: DtypeName
+    normalises: bool = False
 
 
 class AttentionSchedule(Schedule):

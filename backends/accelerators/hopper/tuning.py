@@ -78,7 +78,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
-        made = few_rows(shape, plan.dtype, plan.dtype, processors, few)
+        normed = plan.norm is not None and world > 1
+        made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -103,13 +104,13 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     plan, cores, constants = request.plan, found.pipeline.compute_blocks, request.constants
     shape, world = plan.gemm, plan.world_size
     assert plan.scales is not None
-    few = paths.few_scaled_rows(
-        plan.op, shape, plan.out_dtype, world, plan.scales, constants
-    )
+    few = paths.few_scaled_rows(plan.op, shape, plan.out_dtype, world, plan.scales, constants)
     if few is not None:
         assert constants is not None
         return found._replace(
-            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few),
+            schedule=few_rows(
+                shape, plan.dtype, plan.out_dtype, cores, few, plan.norm is not None and world > 1
+            ),
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)
@@ -356,13 +357,16 @@ def few_rows(
     out_dtype: DtypeName,
     processors: int,
     constants: FewRowsConstants,
+    normed: bool = False,
 ) -> FewRowsSchedule:
-    """``shape.k`` is one rank's share."""
+    """``shape.k`` is one rank's share. ``normed``: rows of the sum are to be normalised; the kernel can
+    where it has all tiles at once."""
     found = cut(shape.n, shape.k, DTYPE_BYTES[dtype], processors, constants)
     return FewRowsSchedule(
         splits=found.splits,
         blocks=found.splits * found.clusters,
         product=paths.partial_dtype(shape, out_dtype),
+        normalises=normed and constants.normalises and found.waves == 1,
     )
 
 

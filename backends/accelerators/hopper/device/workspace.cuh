@@ -44,6 +44,13 @@ static_assert(kFlags == (kLandedOffset - kFlagsOffset) / sizeof(transport::SetWo
 static_assert(kFlags * sizeof(transport::SetWord) <= kBriefOffset - kLandedOffset);
 
 inline constexpr int kEpochCopies = 16;
+inline constexpr int kRowShares = 8;
+
+// Whose blocks have summed their tiles of some rows (kernels/few_rows/norm.cuh); a line of its own, since many
+// blocks poll it.
+struct alignas(128) RowShare {
+    unsigned long long arrived;
+};
 
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
@@ -57,6 +64,7 @@ struct Control {
     // Rank r needs nothing of this rank's of that call any more; rank r's memory may be written in it.
     transport::SetWord finished[kMaxRanks];
     transport::SetWord started[kMaxRanks];
+    RowShare row_shares[kRowShares];
 };
 static_assert(sizeof(Control) <= kBriefFlagsOffset);
 
@@ -86,6 +94,10 @@ struct Workspace {
     }
     __host__ __device__ transport::SetWord* brief_flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);
+    }
+    // Data of a brief call.
+    __host__ __device__ char* brief(int of, std::uint64_t epoch) const {
+        return base[of] + kBriefOffset + epoch % 2 * kBriefBytes;
     }
     __host__ __device__ char* mail(int of, std::uint64_t epoch) const {
         return base[of] + kMailOffset + epoch % 2 * kMailBytes;

@@ -9,6 +9,7 @@
 //   AllReduce: its sums, rounded or not ──▶ the mail of every peer (device/mailbox.cuh)
 //   ReduceScatter: those of a rank's rows ──▶ that rank's mail
 //   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
+//   or, with a norm, + bias + residual, rounded ──▶ residual_out ──▶ normalised rows ──▶ out (few_rows/norm.cuh)
 // Of e4m3 operands a rank's sums are multiplied by its scales before they are rounded and before they travel.
 // Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same on all ranks,
 // and always the same. Mail says itself that it has come, so nothing is raised or fenced behind it: it is one way
@@ -25,13 +26,14 @@
 
 #include "backends/accelerators/hopper/device/trace.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/row_norm.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
 inline constexpr int kMostFewRows = 256;
-inline constexpr int kMostSplits = 8;  // of K: blocks of a cluster
+inline constexpr int kMostSplits = kRowShares;  // of K: blocks of a cluster
 inline constexpr int kFewColumns = 128;
 inline constexpr int kFewDepthBytes = 128;  // of a row of K, of a stage
 
@@ -50,6 +52,7 @@ struct FewRowsArgs {
     int rows;  // of out
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
+    RowNorm norm;    // of AllReduce, where there are as many clusters as tiles
     Trace trace;
 };
 

@@ -3,6 +3,7 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/exchange.cuh"
+#include "backends/accelerators/hopper/kernels/few_rows/norm.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/weights.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 
@@ -63,9 +64,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const bool marks = kTraced && threadIdx.x == 0;
     if (marks) shared.mark(FewRowsMark::free);
     // While the first weights are under way; threads beyond a whole tile's share send nothing.
-    const int vectors = (args.m * kFewColumns / 8 + splits - 1) / splits;
+    const int vectors = (args.m + splits - 1) / splits * (kFewColumns / 8);
     if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
     if (marks) shared.mark(FewRowsMark::open);
+    const bool normalises = args.norm.weight != nullptr;
+    if (normalises) fetch_ahead<Element>(args, FewShare(args, begin, part, splits));
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
         {
@@ -97,6 +100,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::fence_async_shared();
         free_stages();
     }
+    if (normalises) FewNorm<kRows, Element>(shared, args, begin, part, splits).run();
     if (marks) {
         shared.mark(FewRowsMark::ended);
         shared.trace.store(args.trace, shared.epoch);
@@ -125,7 +129,9 @@ cudaError_t start_few_rows(const FewRowsArgs& args, bool n_major, int splits, in
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = std::min(std::max(blocks / splits, 1), tiles) * splits;
+    const int clusters = std::min(std::max(blocks / splits, 1), tiles);
+    if (args.norm.weight != nullptr && clusters < tiles) return cudaErrorInvalidConfiguration;
+    config.gridDim = clusters * splits;
     config.blockDim = kFewThreads;
     config.dynamicSmemBytes = sizeof(FewRows<kRows>);
     config.stream = stream;

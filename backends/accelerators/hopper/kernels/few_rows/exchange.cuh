@@ -4,6 +4,7 @@
 #include "backends/accelerators/hopper/device/mailbox.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/block.cuh"
+#include "backends/accelerators/hopper/kernels/few_rows/scales.cuh"
 
 namespace mkernel::hopper {
 
@@ -42,41 +43,22 @@ struct Travelling {
     }
 };
 
-// The scales of 8 sums of a row: loaded while the sums are added up. Of operands that have some.
-template <bool kScaled>
-class FewScales {
-  public:
-    __device__ FewScales(const OperandScales& scales, int row, int column) {
-        if constexpr (kScaled) {
-            of_row_ = scales.own[scales.of_rows(row)];
-            if (scales.single) {
-                const float one = *scales.of_columns;
-                of_columns_[0] = of_columns_[1] = {one, one, one, one};
-            } else {
-                const auto* const at = reinterpret_cast<const float4*>(scales.of_columns + column);
-                of_columns_[0] = at[0];
-                of_columns_[1] = at[1];
-            }
-        }
-    }
-    __device__ void multiply(float (&sum)[8]) const {
-        if constexpr (kScaled) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float by[4] = {of_columns_[half].x, of_columns_[half].y, of_columns_[half].z,
-                                     of_columns_[half].w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sum[4 * half + i] *= by[i];
-                    sum[4 * half + i] *= of_row_;
-                }
-            }
-        }
-    }
+// 8 columns of a row that is to be normalised, and the sum of their squares, where partial sums were.
+template <class Element>
+struct NormedVector {
+    uint4 rounded;
+    float squares = 0;
 
-  private:
-    float of_row_;
-    float4 of_columns_[2];
+    __device__ explicit NormedVector(const float (&sum)[8]) : rounded(round_eight<Element>(sum)) {
+        float values[8] = {};
+        add_eight<Element>(values, rounded);
+#pragma unroll
+        for (const float each : values) squares += each * each;
+    }
+    __device__ void keep(float* at) const {
+        *reinterpret_cast<uint4*>(at) = rounded;
+        at[4] = squares;
+    }
 };
 
 // The block's share of a tile, from the cluster's partial sums on. All the multipliers' threads; each has
@@ -96,7 +78,8 @@ class FewExchange {
         for (int vector = share_.first + static_cast<int>(threadIdx.x); vector < share_.end;
              vector += kFewMultipliers) {
             float* const at = partial(vector);
-            FewScales<sizeof(In) == 1> scales(args_.scales, row_of(vector), share_.column + column_of(vector));
+            FewScales<sizeof(In) == 1> scales(args_.scales, row_of(vector),
+                                              share_.column + column_of(vector));
             float sum[8] = {};
             for (int first = 0; first < splits; first += kBatch) {
                 float4 parts[kBatch][2];
@@ -235,8 +218,19 @@ class FewExchange {
         if (bias != nullptr) {
             add_eight<Element>(whole, ptx::load_16(bias + share_.column + column_of(vector)));
         }
-        ptx::store_16(static_cast<Element*>(args_.out) + element(args_.workspace.rank, vector),
-                      round_eight<Element>(whole));
+        const std::uint64_t at = element(args_.workspace.rank, vector);
+        const RowNorm& norm = args_.norm;
+        if (norm.weight == nullptr) {
+            ptx::store_16(static_cast<Element*>(args_.out) + at, round_eight<Element>(whole));
+            return;
+        }
+        if (norm.residual != nullptr) {
+            const auto* const residual = static_cast<const Element*>(norm.residual);
+            add_eight<Element>(whole, ptx::load_16(residual + at));
+        }
+        const NormedVector<Element> kept(whole);
+        ptx::store_16(static_cast<Element*>(norm.residual_out) + at, kept.rounded);
+        kept.keep(partial(vector));
     }
 
     FewRows<kRows>& shared_;
