@@ -88,7 +88,9 @@ def _with_few_rows(file: Path) -> Path:
     """This machine's constants, with few rows left to their kernel wherever it takes them."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1, "float8": True})
+    few = constants.few_rows.model_copy(
+        update={"most_rows": 256, "least_columns": 1, "float8": True}
+    )
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
 

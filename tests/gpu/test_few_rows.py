@@ -73,7 +73,9 @@ def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused path, and the kernel wherever it fits."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1, "float8": True})
+    few = constants.few_rows.model_copy(
+        update={"most_rows": 256, "least_columns": 1, "float8": True}
+    )
     file = tmp_path / "constants.json"
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))
@@ -131,7 +133,12 @@ def test_sums_in_float32_are_another_kernels(world: int) -> None:
 @pytest.mark.parametrize("shape", [SCALED[0], SCALED[2]], ids=str)
 def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
     found = mkernel.launch(
-        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
+        fp8_ranks.faulty_fused,
+        fault,
+        shape,
+        ranks_per_node=world,
+        accelerator="hopper",
+        timeout_s=30,
     )
     assert all(wrong > 0 for wrong in found)
 

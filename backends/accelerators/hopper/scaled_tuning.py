@@ -23,7 +23,13 @@ from mkernel.plan.predict import prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import FewRowsConstants, MachineConstants, PathConstants, products, transfer_us
+from mkernel.topology.cost import (
+    FewRowsConstants,
+    MachineConstants,
+    PathConstants,
+    products,
+    transfer_us,
+)
 
 _MACHINE = machine()
 _WHOLE = 0

@@ -103,9 +103,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     plan, cores, constants = request.plan, found.pipeline.compute_blocks, request.constants
     shape, world = plan.gemm, plan.world_size
     assert plan.scales is not None
-    few = paths.few_scaled_rows(
-        plan.op, shape, plan.out_dtype, world, plan.scales, constants
-    )
+    few = paths.few_scaled_rows(plan.op, shape, plan.out_dtype, world, plan.scales, constants)
     if few is not None:
         assert constants is not None
         return found._replace(

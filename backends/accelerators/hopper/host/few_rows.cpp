@@ -66,7 +66,8 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     const auto ranks = static_cast<int>(world.workspaces.size());
     check_few_rows(ranks, product.n, schedule);
     if (product.scaling == Scaling::by_blocks) {
-        throw std::invalid_argument("few rows of e4m3 with scales by blocks; expected by rows, or one each");
+        throw std::invalid_argument(
+            "few rows of e4m3 with scales by blocks; expected by rows, or one each");
     }
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};
@@ -89,9 +90,9 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
     args.trace = trace_of_calls;
-    cuda::check(
-        launch_of(product)(args, product.n_major, schedule.splits, product.blocks, cuda::stream_at(stream)),
-        "launching few_rows");
+    cuda::check(launch_of(product)(args, product.n_major, schedule.splits, product.blocks,
+                                   cuda::stream_at(stream)),
+                "launching few_rows");
 }
 
 FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)

@@ -96,7 +96,8 @@ class FewExchange {
         for (int vector = share_.first + static_cast<int>(threadIdx.x); vector < share_.end;
              vector += kFewMultipliers) {
             float* const at = partial(vector);
-            FewScales<sizeof(In) == 1> scales(args_.scales, row_of(vector), share_.column + column_of(vector));
+            FewScales<sizeof(In) == 1> scales(args_.scales, row_of(vector),
+                                              share_.column + column_of(vector));
             float sum[8] = {};
             for (int first = 0; first < splits; first += kBatch) {
                 float4 parts[kBatch][2];

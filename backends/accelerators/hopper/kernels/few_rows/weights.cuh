@@ -17,7 +17,8 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
         full->expect(S::kStageBytes);
         if constexpr (kNMajorB) {
             ptx::load_box(stage, &args.b, full, column, step * kStepK<In>);
-            ptx::load_box(stage + S::kWeightBytes / 2, &args.b, full, column + 64, step * kStepK<In>);
+            ptx::load_box(stage + S::kWeightBytes / 2, &args.b, full, column + 64,
+                          step * kStepK<In>);
         } else {
             ptx::load_box(stage, &args.b, full, step * kStepK<In>, column);
         }
