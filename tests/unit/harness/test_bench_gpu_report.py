@@ -59,4 +59,9 @@ def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [each.counts["passed"] for each in found.runs] == [2, 2]
     assert found.runs[1].selection == ("test_some.py", "-k", "passes")
+    found = pytest_with_report(
+        tmp_path, "test_some.py", "-m", "not xfail", "--commit", "c" * 40
+    )  # what other marks choose is a run of its own
+    assert len(found.runs) == 3
+    assert found.runs[2].selection == ("test_some.py", "-m", "not xfail")
     assert found.runs[1].ranks_per_device == 2
