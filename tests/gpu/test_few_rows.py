@@ -15,6 +15,7 @@ import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
+from in_world import TOLD_S
 from survivors import judge_absence, judge_survivors
 
 import mkernel
@@ -141,7 +142,7 @@ def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
         shape,
         ranks_per_node=world,
         accelerator="hopper",
-        timeout_s=30,
+        timeout_s=TOLD_S,
     )
     assert all(wrong > 0 for wrong in found)
 

@@ -35,7 +35,8 @@ def pytest_with_report(folder: Path, *arguments: str, **environment: str) -> gpu
     (folder / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--gpu-report", "found.json", *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": HELPERS, **environment}, capture_output=True, text=True, check=False,
+        cwd=folder, env={**os.environ, "PYTHONPATH": HELPERS, **environment},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = gpu_tests.read(folder / "found.json")
     assert found is not None, done.stdout + done.stderr
