@@ -15,10 +15,8 @@ import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
-from in_world import TOLD_S
 from survivors import judge_absence, judge_survivors
 
-import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -136,13 +134,8 @@ def test_sums_in_float32_are_another_kernels(world: int) -> None:
 @pytest.mark.parametrize("fault", ["scales of other rows", "scales of the call before"])
 @pytest.mark.parametrize("shape", [SCALED[0], SCALED[2]], ids=str)
 def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
-    found = mkernel.launch(
-        fp8_ranks.faulty_fused,
-        fault,
-        shape,
-        ranks_per_node=world,
-        accelerator="hopper",
-        timeout_s=TOLD_S,
+    found = kept_ranks.run(
+        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert all(wrong > 0 for wrong in found)
 
