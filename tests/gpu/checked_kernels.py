@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attention_ranks
 import hopper_ranks
@@ -15,6 +16,7 @@ import moe_ranks
 from attention_ranks import Attention
 from hopper_ranks import Shape
 from moe_ranks import Moe
+from sum_ranks import NormedProduct
 
 import mkernel
 from mkernel.backends.accelerators.hopper import tuning
@@ -24,12 +26,14 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def few_rows() -> list[str]:
-    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them."""
-    shapes = [
+    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; with norms,
+    of several ranks in the kernel."""
+    shapes: list[Any] = [
         Shape("gemm_all_reduce", m, n, k, path="fused")
         for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
     ]
-    return hopper_ranks.judged(shapes, 0)
+    normed = [NormedProduct(33, 1032, 520), NormedProduct(3, 264, 4096, norm="alone")]
+    return hopper_ranks.judged([*shapes, *normed], 0)
 
 
 def medium() -> list[str]:
@@ -84,7 +88,8 @@ def _with_few_rows(file: Path) -> Path:
     """This machine's constants, with few rows left to their kernel wherever it takes them."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
+    everywhere = {"most_rows": 256, "least_columns": 1, "normalises": True}
+    few = constants.few_rows.model_copy(update=everywhere)
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
 

@@ -139,7 +139,9 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     at_once = _tiles(plan) * how.splits <= how.blocks
     if how.normalises and not (plan.norm is not None and plan.world_size > 1 and at_once):
         raise ArgumentError(
-            "plan.schedule.normalises", True, "False without a norm, or where not all tiles run at once"
+            "plan.schedule.normalises",
+            True,
+            "False without a norm, or where not all tiles run at once",
         )
     exchanges = native().FewRowsExchange
     made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
