@@ -66,6 +66,9 @@ class FewRowsConstants(Finite):
     ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
         ("gemm_all_reduce",), description="that run it"
     )
+    float8: bool = Field(
+        False, description="whether e4m3 operands do, where products are added with few bits"
+    )
     most_rows: int = Field(ge=1)
     least_columns: int = Field(1, ge=1)
     most_bytes: int = Field(

@@ -20,7 +20,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
-from mkernel.backends.accelerators.hopper.gemm import Operands, pitches
+from mkernel.backends.accelerators.hopper.gemm import Operands, pitches, scaling
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import RowNorm, normalise
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
@@ -93,12 +93,12 @@ class FewRowsExecutor:
 
     def _product_then_sums(self, call: Call, operands: Operands, stream: int) -> None:
         made, plan, shape = native(), self._plan, self._plan.gemm
-        partial = operands.a.new_empty((shape.m, shape.n))
+        partial = operands.out.new_empty((shape.m, shape.n))
         alone = operands._replace(out=partial, bias=None)
         self._start(self._alone, call, alone, stream)
         if call.view == "compute_only":
             return
-        together, element = self._together(call), getattr(made.Element, plan.dtype)
+        together, element = self._together(call), getattr(made.Element, plan.out_dtype)
         source, out, elements = partial.data_ptr(), operands.out.data_ptr(), partial.numel()
         row = {"bias": operands.bias_address, "columns": shape.n}
         if plan.op == "gemm_reduce_scatter":
@@ -132,8 +132,8 @@ class FewRowsExecutor:
 def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     """ArgumentError for a schedule that a call would not follow."""
     how = plan.part(FewRowsSchedule)
-    if how.product not in (plan.dtype, "float32"):
-        raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
+    if how.product not in (plan.out_dtype, "float32"):
+        raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
     at_once = _tiles(plan) * how.splits <= how.blocks
@@ -163,11 +163,12 @@ def _product(plan: LaunchPlan) -> _hopper.Product:
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
-        half=plan.dtype == "float16",
+        half=plan.out_dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=made.Tiling.narrow,
         band=1,
         blocks=plan.part(FewRowsSchedule).blocks,
+        scaling=scaling(plan),
     )
     return product
 
@@ -175,7 +176,7 @@ def _product(plan: LaunchPlan) -> _hopper.Product:
 def _staging(plan: LaunchPlan) -> int:
     """Bytes that the collective of the sequential view needs."""
     made, world, shape = native(), plan.world_size, plan.gemm
-    element, elements = getattr(made.Element, plan.dtype), shape.m * shape.n
+    element, elements = getattr(made.Element, plan.out_dtype), shape.m * shape.n
     needed: int
     if plan.op == "gemm_reduce_scatter":
         needed = made.reduce_scatter_staging(world, element, elements // world)

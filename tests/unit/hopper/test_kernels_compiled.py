@@ -15,6 +15,7 @@ SPILLED_BYTES = {
     "gemm_reduce_bf16": 8,
     "moe/grouped_bf16": 8,
     "few_rows_bf16": 48,
+    "few_rows_e4m3_bf16": 48,
     "all_gather_gemm_e4m3_bf16": 8,
     "gemm_reduce_e4m3_bf16": 32,
     "attention_core": 0,

@@ -14,7 +14,7 @@ inline constexpr int kFewMultipliers = 2 * kWarpgroup;
 inline constexpr int kFewFetchers = kFewMultipliers + 2 * kWarp;  // and above
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
 
-static_assert(kFewDepth == kTileK);
+static_assert(kFewDepthBytes == kTileK * kElementBytes);
 
 template <int kRows>
 struct FewRows {

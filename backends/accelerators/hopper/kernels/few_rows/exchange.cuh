@@ -60,9 +60,46 @@ struct NormedVector {
     }
 };
 
+// The scales of 8 sums of a row: loaded while the sums are added up. Of operands that have some.
+template <bool kScaled>
+class FewScales {
+  public:
+    __device__ void load(const OperandScales& scales, int row, int column) {
+        if constexpr (kScaled) {
+            of_row_ = scales.own[scales.of_rows(row)];
+            if (scales.single) {
+                const float one = *scales.of_columns;
+                of_columns_[0] = of_columns_[1] = {one, one, one, one};
+            } else {
+                const auto* const at = reinterpret_cast<const float4*>(scales.of_columns + column);
+                of_columns_[0] = at[0];
+                of_columns_[1] = at[1];
+            }
+        }
+    }
+    __device__ void multiply(float (&sum)[8]) const {
+        if constexpr (kScaled) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float by[4] = {of_columns_[half].x, of_columns_[half].y, of_columns_[half].z,
+                                     of_columns_[half].w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sum[4 * half + i] *= by[i];
+                    sum[4 * half + i] *= of_row_;
+                }
+            }
+        }
+    }
+
+  private:
+    float of_row_;
+    float4 of_columns_[2];
+};
+
 // The block's share of a tile, from the cluster's partial sums on. All the multipliers' threads; each has
 // vectors of its own in every step, so what it writes in one it may read in the next.
-template <int kRows, class Element, bool kUnrounded>
+template <int kRows, class Element, class In, bool kUnrounded>
 class FewExchange {
   public:
     using Vector = Travelling<Element, kUnrounded>;
@@ -74,12 +111,20 @@ class FewExchange {
     __device__ void send(int splits) {
         for (int first = share_.first + static_cast<int>(threadIdx.x); first < share_.end;
              first += kFewMultipliers * kAdded) {
+            FewScales<sizeof(In) == 1> scales[kAdded];
+#pragma unroll
+            for (int i = 0; i < kAdded; ++i) {
+                const int vector = first + i * kFewMultipliers;
+                if (vector >= share_.end) continue;
+                scales[i].load(args_.scales, row_of(vector), share_.column + column_of(vector));
+            }
             float sum[kAdded][8] = {};
             add_parts(first, splits, sum);
 #pragma unroll
             for (int i = 0; i < kAdded; ++i) {
                 const int vector = first + i * kFewMultipliers;
                 if (vector >= share_.end) continue;
+                scales[i].multiply(sum[i]);
                 Vector own;
                 own.pack(sum[i]);
                 auto* const kept = reinterpret_cast<uint4*>(partial(vector));
@@ -128,8 +173,8 @@ class FewExchange {
 
   private:
     static constexpr int kBatch = kUnrounded ? 2 : 4;  // vectors of a thread that are under way
-    // While partial sums are added up; of 256 rows registers are scarce.
-    static constexpr int kAdded = kRows > 128 ? 1 : kBatch;
+    // While partial sums are added up; registers are scarce with 256 rows, and with scales.
+    static constexpr int kAdded = kRows > 128 ? 1 : sizeof(In) == 1 ? 2 : kBatch;
     static constexpr int kSplitsAtOnce = kRows > 128 ? 4 : 2;
 
     // What the cluster's blocks have of this thread's vectors from `first` on, in the order of K.
@@ -175,7 +220,6 @@ class FewExchange {
             for (int i = 0; i < Vector::kWords; ++i) mailbox::send(to + 16 * i, own.words[i]);
         }
     }
-
 
     __device__ int row_of(int vector) const { return vector / share_.vectors; }
     // The row in that rank's `out`, if it has it there and adds it up: one of [0, rows).

@@ -42,8 +42,8 @@ class FewNorm {
           args_(args),
           share_(args, tile, part, splits),
           word_(&args.workspace.control().row_shares[part].arrived),
-          squares_(reinterpret_cast<float*>(
-              args.workspace.brief(args.workspace.rank, shared.epoch))),
+          squares_(
+              reinterpret_cast<float*>(args.workspace.brief(args.workspace.rank, shared.epoch))),
           tile_(tile),
           tiles_((args.n + kFewColumns - 1) / kFewColumns) {}
 
@@ -93,7 +93,8 @@ class FewNorm {
         for (int row = share_.first_row + static_cast<int>(threadIdx.x); row < share_.end_row;
              row += kFewMultipliers) {
             float sum = 0;
-            for (int vector = 0; vector < share_.vectors; ++vector) sum += sums(row)[vector * 8 + 4];
+            for (int vector = 0; vector < share_.vectors; ++vector)
+                sum += sums(row)[vector * 8 + 4];
             *squares(row, tile_) = sum;
         }
     }
