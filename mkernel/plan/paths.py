@@ -216,7 +216,8 @@ def of_few_rows(
     cores: int,
     few: FewRowsConstants,
 ) -> Times:
-    """The kernel for few rows. T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once, behind it."""
+    """The kernel for few rows. T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once,
+    behind it."""
     compute = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few).total_us(few)
     sent = (world - 1) * _few_rows_bytes(op, shape, out_dtype, world)
     comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0

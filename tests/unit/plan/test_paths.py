@@ -294,7 +294,8 @@ def test_few_rows_of_e4m3_are_half_the_weights_and_added_with_few_bits() -> None
         how = paths.few_scaled_rows("gemm_all_reduce", shape, "bfloat16", 2, scales, constants)
         return how is not None
 
-    assert found(takes, "row", True) and found(takes, "tensor", True)
+    assert found(takes, "row", True)
+    assert found(takes, "tensor", True)
     assert not found(made, "row", True)
     assert not found(takes, "row", False)
     assert not found(takes, "block", True)
