@@ -26,8 +26,8 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def few_rows() -> list[str]:
-    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; e4m3 too; with
-    norms, of several ranks in the kernel."""
+    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; e4m3 too;
+    with norms, of several ranks in the kernel."""
     shapes: list[Any] = [
         Shape("gemm_all_reduce", m, n, k, path="fused")
         for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
