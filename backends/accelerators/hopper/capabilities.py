@@ -9,7 +9,6 @@ from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
