@@ -396,10 +396,13 @@ def survive(
     shape: Shape,
     told: Any,
     accelerator: str,
+    environment: dict[str, str],
     nodes: int = 1,
 ) -> None:
     """A process of a world whose victim is killed while the others' devices wait for it; then a
-    smaller world in the surviving processes. Tells (rank, what happened)."""
+    smaller world in the surviving processes. Tells (rank, what happened). ``environment``: the test's
+    of now; the fork server's is older."""
+    os.environ.update(environment)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     _join(rank, size, ports[0], accelerator, nodes)
     work = work_of(shape)

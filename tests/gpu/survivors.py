@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 from contextlib import suppress
 from typing import Any
@@ -30,7 +31,7 @@ def judge_survivors(accelerator: str, shape: Any, world: int, nodes: int = 1) ->
     processes = [
         context.Process(
             target=hopper_ranks.survive,
-            args=(rank, world, VICTIM, ports, shape, told, accelerator, nodes),
+            args=(rank, world, VICTIM, ports, shape, told, accelerator, dict(os.environ), nodes),
             daemon=True,
         )
         for rank in range(world)
