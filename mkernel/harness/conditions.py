@@ -84,8 +84,8 @@ def _emulated_nic(report: Report) -> list[str]:
     routes = " and ".join(_ROUTES[each] for each in report.routes) or "not recorded"
     return [
         f"Emulated NIC: CPUs of this host carry what crosses nodes, at the rate that they were asked "
-        f"for ({settings}). Route: {routes}. It shows protocol and overlap, not GPUDirect. T_m, where no "
-        "library takes the NIC, is bytes by that rate."
+        f"for ({settings}). Route: {routes}. It shows protocol and overlap, not GPUDirect. T_m, where "
+        "no library takes the NIC, is bytes by that rate."
     ]
 
 

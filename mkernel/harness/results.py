@@ -58,6 +58,7 @@ class Entry(Model):
         seconds: a call; by iteration, by rank. Not of dropped turns.
         skew_us: of each timed turn, dropped ones too, how far apart the ranks started; empty where
             that is not known. dropped: turns in which it was too far.
+        way: which of several ways its calls take; empty: there is one.
         error: the worst rank's and turn's relative error; None: not finite, or there was none.
         figures: none unless it is right.
     """
@@ -65,6 +66,7 @@ class Entry(Model):
     kind: Kind
     state: Literal["right", "wrong", "absent", "failed"]
     why: str = ""
+    way: str = ""
     error: float | None = None
     limit: float = 0.0
     seconds: tuple[tuple[float, ...], ...] = ()

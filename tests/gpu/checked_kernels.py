@@ -29,12 +29,16 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def few_rows() -> list[str]:
-    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them."""
+    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; e4m3 too."""
     shapes = [
         Shape("gemm_all_reduce", m, n, k, path="fused")
         for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
     ]
-    return hopper_ranks.judged(shapes, 0)
+    scaled = [
+        Shape(op, 34, 1032, 528, "float8_e4m3fn", "column", "fused", "bfloat16", scales, fast=True)
+        for op, scales in (("gemm_all_reduce", "row"), ("gemm_reduce_scatter", "tensor"))
+    ]
+    return hopper_ranks.judged([*shapes, *scaled], 0)
 
 
 def medium() -> list[str]:
@@ -113,7 +117,9 @@ def _with_few_rows(file: Path) -> Path:
     """This machine's constants, with few rows left to their kernel wherever it takes them."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
+    few = constants.few_rows.model_copy(
+        update={"most_rows": 256, "least_columns": 1, "float8": True}
+    )
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
 

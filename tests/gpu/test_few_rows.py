@@ -4,9 +4,11 @@ same bits, in any timing, order and graph, between calls of other kernels."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import fp8_ranks
 import hopper_ranks
 import kept_ranks
 import pytest
@@ -17,7 +19,6 @@ from survivors import judge_absence, judge_survivors
 
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -47,7 +48,17 @@ SCATTERED = [
     Shape(SCATTER, 256, 7168, 264),
     Shape(SCATTER, 20, 17416, 520),
 ]
-FEW = [*SUMS, *SCATTERED]
+SCALED = [
+    Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, fast=True)
+    for op, m, n, k, out, scales in (
+        (OP, 16, 1032, 4096, "bfloat16", "row"),
+        (OP, 128, 5120, 1040, "float16", "tensor"),
+        (SCATTER, 64, 4096, 2048, "bfloat16", "row"),
+        (SCATTER, 256, 7168, 272, "float16", "row"),
+        (SCATTER, 36, 17416, 528, "bfloat16", "tensor"),
+    )
+]
+FEW = [*SUMS, *SCATTERED, *SCALED]
 MIXED = [
     *FEW,
     Shape(GATHER, 1024, 512, 1024),
@@ -63,7 +74,9 @@ def constants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernel takes whatever fits."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(update={"most_rows": 256, "least_columns": 1})
+    few = constants.few_rows.model_copy(
+        update={"most_rows": 256, "least_columns": 1, "float8": True}
+    )
     file = tmp_path_factory.mktemp("few_rows") / "constants.json"
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
@@ -89,29 +102,48 @@ def drawn(chance: random.Random) -> Shape:
     m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
     n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100, 2400)))
     k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
-    return Shape(
-        op,
-        m if op == OP else min(256, -(-m // 4) * 4),
-        n,
-        k,
-        chance.choice(("bfloat16", "float16")),
-        chance.choice(("row", "column")),
-        bias=chance.random() < 0.25,
-    )
-
-
-def planned() -> list[str]:
-    """Shapes here whose plan is another kernel's."""
-    plans = [
-        (shape, mkernel.plan(shape.op, m=shape.m, n=shape.n, k=shape.k, dtype=shape.dtype))
-        for shape in FEW
-    ]
-    return [f"{s}: {p.schedule}" for s, p in plans if not isinstance(p.schedule, FewRowsSchedule)]
+    m = m if op == OP else min(256, -(-m // 4) * 4)
+    out, bias = chance.choice(("bfloat16", "float16")), chance.random() < 0.25
+    if chance.random() < 0.3:
+        scales = chance.choice(("row", "tensor"))
+        k = -(-k // 16) * 16
+        return Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, True, bias)
+    return Shape(op, m, n, k, out, chance.choice(("row", "column")), bias=bias)
 
 
 @worlds
 def test_that_it_is_this_kernel(world: int) -> None:
-    right(world, planned)
+    kinds = kept_ranks.run(fp8_ranks.planned, FEW, ranks_per_node=world, accelerator="hopper")
+    for found in kinds:
+        assert found == ["hopper.few_rows"] * len(FEW)
+
+
+@worlds
+def test_every_bit_of_exact_sums(world: int) -> None:
+    right(world, fp8_ranks.exact, SCALED)
+
+
+@several
+def test_sums_in_float32_are_another_kernels(world: int) -> None:
+    """Which moves them into other registers now and then."""
+    exact = [replace(shape, fast=False) for shape in SCALED]
+    kinds = kept_ranks.run(fp8_ranks.planned, exact, ranks_per_node=world, accelerator="hopper")
+    assert not any("few_rows" in kind for found in kinds for kind in found)
+
+
+@several
+@pytest.mark.parametrize("fault", ["scales of other rows", "scales of the call before"])
+@pytest.mark.parametrize("shape", [SCALED[0], SCALED[2]], ids=str)
+def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
+    found = mkernel.launch(
+        fp8_ranks.faulty_fused,
+        fault,
+        shape,
+        ranks_per_node=world,
+        accelerator="hopper",
+        timeout_s=30,
+    )
+    assert all(wrong > 0 for wrong in found)
 
 
 @worlds

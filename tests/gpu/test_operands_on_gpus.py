@@ -63,7 +63,8 @@ def test_a_world_runs_each_op_on_what_has_it() -> None:
         operand_ranks.whole_model, ranks_per_node=2, accelerator="hopper,streams"
     ):
         assert {name.split(maxsplit=1)[1] for name in found} == {
-            "hopper product",
+            "hopper product of torch.bfloat16",
+            "streams product of torch.float32",
             "hopper torch.bfloat16",
             "streams torch.float32",
         }

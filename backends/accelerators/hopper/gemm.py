@@ -127,7 +127,7 @@ class AllGatherExecutor:
             return Workspace((NO_DATA,))
         made = native()
         needed: int = made.all_gather_gemm_bytes(
-            world, _gather(plan)[1], plan.gemm.k, _scaling(plan)
+            world, _gather(plan)[1], plan.gemm.k, scaling(plan)
         )
         if plan.nodes == 1:
             return Workspace((needed,))
@@ -411,7 +411,7 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
     }
 
 
-def _scaling(plan: LaunchPlan) -> _hopper.Scaling:
+def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     made = native().Scaling
     by: dict[ScaleMode | None, _hopper.Scaling] = {
         None: made.none, "tensor": made.single, "row": made.by_rows, "block": made.by_blocks,
@@ -445,6 +445,6 @@ def _product(
         tiling=getattr(made.Tiling, tiling),
         band=how.band,
         blocks=how.blocks,
-        scaling=_scaling(plan),
+        scaling=scaling(plan),
     )
     return product

@@ -4,6 +4,7 @@
 #include "backends/accelerators/hopper/device/mailbox.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/block.cuh"
+#include "backends/accelerators/hopper/kernels/few_rows/scales.cuh"
 
 namespace mkernel::hopper {
 
@@ -42,9 +43,27 @@ struct Travelling {
     }
 };
 
+// 8 columns of a row that is to be normalised, and the sum of their squares, where partial sums were.
+template <class Element>
+struct NormedVector {
+    uint4 rounded;
+    float squares = 0;
+
+    __device__ explicit NormedVector(const float (&sum)[8]) : rounded(round_eight<Element>(sum)) {
+        float values[8] = {};
+        add_eight<Element>(values, rounded);
+#pragma unroll
+        for (const float each : values) squares += each * each;
+    }
+    __device__ void keep(float* at) const {
+        *reinterpret_cast<uint4*>(at) = rounded;
+        at[4] = squares;
+    }
+};
+
 // The block's share of a tile, from the cluster's partial sums on. All the multipliers' threads; each has
 // vectors of its own in every step, so what it writes in one it may read in the next.
-template <int kRows, class Element, bool kUnrounded>
+template <int kRows, class Element, class In, bool kUnrounded>
 class FewExchange {
   public:
     using Vector = Travelling<Element, kUnrounded>;
@@ -59,6 +78,8 @@ class FewExchange {
         for (int vector = share_.first + static_cast<int>(threadIdx.x); vector < share_.end;
              vector += kFewMultipliers) {
             float* const at = partial(vector);
+            FewScales<sizeof(In) == 1> scales(args_.scales, row_of(vector),
+                                              share_.column + column_of(vector));
             float sum[8] = {};
             for (int first = 0; first < splits; first += kBatch) {
                 float4 parts[kBatch][2];
@@ -80,6 +101,7 @@ class FewExchange {
                     }
                 }
             }
+            scales.multiply(sum);
             Vector own;
             own.pack(sum);
             auto* const kept = reinterpret_cast<uint4*>(at);
@@ -196,8 +218,19 @@ class FewExchange {
         if (bias != nullptr) {
             add_eight<Element>(whole, ptx::load_16(bias + share_.column + column_of(vector)));
         }
-        ptx::store_16(static_cast<Element*>(args_.out) + element(args_.workspace.rank, vector),
-                      round_eight<Element>(whole));
+        const std::uint64_t at = element(args_.workspace.rank, vector);
+        const RowNorm& norm = args_.norm;
+        if (norm.weight == nullptr) {
+            ptx::store_16(static_cast<Element*>(args_.out) + at, round_eight<Element>(whole));
+            return;
+        }
+        if (norm.residual != nullptr) {
+            const auto* const residual = static_cast<const Element*>(norm.residual);
+            add_eight<Element>(whole, ptx::load_16(residual + at));
+        }
+        const NormedVector<Element> kept(whole);
+        ptx::store_16(static_cast<Element*>(norm.residual_out) + at, kept.rounded);
+        kept.keep(partial(vector));
     }
 
     FewRows<kRows>& shared_;
