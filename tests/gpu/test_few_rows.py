@@ -19,6 +19,7 @@ from hopper_ranks import Shape
 from sum_ranks import NormedProduct
 from survivors import judge_absence, judge_survivors
 
+import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
