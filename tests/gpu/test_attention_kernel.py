@@ -92,7 +92,7 @@ def test_faults_are_seen(world: int) -> None:
 
 @several
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", replace(MIXED[0], rows=512), world, absent_s=10.0)
+    judge_absence("hopper", replace(MIXED[0], rows=512), world)
 
 
 @several
