@@ -16,6 +16,14 @@ from test_attention_on_gpus import both, launched, right, several
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
 DRAWS = 60
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept ranks plan a size once, so these have processes of their own."""
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "kernel")
+
+
 MIXED = [
     Attention(1, 4, 4, 256, causal=True, way="kernel"),
     Attention(2, 4, 1, 128, lies="positions", way="kernel"),
