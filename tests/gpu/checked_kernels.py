@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import attention_ranks
@@ -18,6 +19,7 @@ import torch
 from attention_ranks import Attention
 from hopper_ranks import Shape
 from moe_ranks import Moe
+from sum_ranks import NormedProduct
 
 import mkernel
 from mkernel.backends.accelerators.hopper import attention as attention_op
@@ -29,16 +31,18 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 
 def few_rows() -> list[str]:
-    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; e4m3 too."""
-    shapes = [
+    """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; e4m3 too;
+    with norms, of several ranks in the kernel."""
+    shapes: list[Any] = [
         Shape("gemm_all_reduce", m, n, k, path="fused")
         for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
     ]
     scaled = [
-        Shape(op, 34, 1032, 528, "float8_e4m3fn", "column", "fused", "bfloat16", scales, fast=True)
+        Shape(op, 34, 1040, 528, "float8_e4m3fn", "column", "fused", "bfloat16", scales, fast=True)
         for op, scales in (("gemm_all_reduce", "row"), ("gemm_reduce_scatter", "tensor"))
     ]
-    return hopper_ranks.judged([*shapes, *scaled], 0)
+    normed = [NormedProduct(33, 1032, 520), NormedProduct(3, 264, 4096, norm="alone")]
+    return hopper_ranks.judged([*shapes, *scaled, *normed], 0)
 
 
 def medium() -> list[str]:
@@ -117,9 +121,8 @@ def _with_few_rows(file: Path) -> Path:
     """This machine's constants, with few rows left to their kernel wherever it takes them."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(
-        update={"most_rows": 256, "least_columns": 1, "float8": True}
-    )
+    everywhere = {"most_rows": 256, "least_columns": 1, "float8": True, "normalises": True}
+    few = constants.few_rows.model_copy(update=everywhere)
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
 

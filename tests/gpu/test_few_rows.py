@@ -11,10 +11,12 @@ from typing import Any, Final
 import fp8_ranks
 import hopper_ranks
 import kept_ranks
+import norm_ranks
 import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
+from sum_ranks import NormedProduct
 from survivors import judge_absence, judge_survivors
 
 import mkernel
@@ -51,14 +53,25 @@ SCATTERED = [
 SCALED = [
     Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, fast=True)
     for op, m, n, k, out, scales in (
-        (OP, 16, 1032, 4096, "bfloat16", "row"),
+        (OP, 16, 1040, 4096, "bfloat16", "row"),
         (OP, 128, 5120, 1040, "float16", "tensor"),
         (SCATTER, 64, 4096, 2048, "bfloat16", "row"),
         (SCATTER, 256, 7168, 272, "float16", "row"),
-        (SCATTER, 36, 17416, 528, "bfloat16", "tensor"),
+        (SCATTER, 36, 17424, 528, "bfloat16", "tensor"),
     )
 ]
 FEW = [*SUMS, *SCATTERED, *SCALED]
+# With norms in the kernel: each height, odd tiles, shares of one row and of none, eight parts of K.
+NORMED = [
+    NormedProduct(1, 4096, 2048, layout="column"),
+    NormedProduct(16, 1032, 4096, norm="alone"),
+    NormedProduct(33, 8192, 512, dtype="float16", bias=True),
+    NormedProduct(128, 5120, 1048, layout="column"),
+    NormedProduct(256, 7168, 264),
+    NormedProduct(3, 264, 8192, norm="alone", bias=True),
+    NormedProduct(64, 8192, 4096),
+]
+IN_TWO_WAVES = NormedProduct(40, 17416, 264, layout="column")  # behind the kernel
 MIXED = [
     *FEW,
     Shape(GATHER, 1024, 512, 1024),
@@ -71,12 +84,11 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def constants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel takes whatever fits."""
+    """The kernel takes whatever fits, with norms in it."""
     constants = machine().constants
     assert constants.few_rows is not None
-    few = constants.few_rows.model_copy(
-        update={"most_rows": 256, "least_columns": 1, "float8": True}
-    )
+    everywhere = {"most_rows": 256, "least_columns": 1, "float8": True, "normalises": True}
+    few = constants.few_rows.model_copy(update=everywhere)
     file = tmp_path_factory.mktemp("few_rows") / "constants.json"
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
@@ -106,7 +118,7 @@ def drawn(chance: random.Random) -> Shape:
     out, bias = chance.choice(("bfloat16", "float16")), chance.random() < 0.25
     if chance.random() < 0.3:
         scales = chance.choice(("row", "tensor"))
-        k = -(-k // 16) * 16
+        n, k = (-(-size // 16) * 16 for size in (n, k))
         return Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, True, bias)
     return Shape(op, m, n, k, out, chance.choice(("row", "column")), bias=bias)
 
@@ -135,13 +147,8 @@ def test_sums_in_float32_are_another_kernels(world: int) -> None:
 @pytest.mark.parametrize("fault", ["scales of other rows", "scales of the call before"])
 @pytest.mark.parametrize("shape", [SCALED[0], SCALED[2]], ids=str)
 def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
-    found = mkernel.launch(
-        fp8_ranks.faulty_fused,
-        fault,
-        shape,
-        ranks_per_node=world,
-        accelerator="hopper",
-        timeout_s=30,
+    found = kept_ranks.run(
+        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert all(wrong > 0 for wrong in found)
 
@@ -199,6 +206,77 @@ def test_bias_is_added_once(world: int) -> None:
 @worlds
 def test_norms_behind_it(world: int) -> None:
     right(world, sum_ranks.normed_products)
+
+
+def drawn_norm(chance: random.Random) -> NormedProduct:
+    """Any legal shape of up to 256 rows, with a norm."""
+    shape = drawn(chance)
+    while shape.scales is not None:
+        shape = drawn(chance)
+    return NormedProduct(
+        shape.m, shape.n, shape.k, shape.dtype, shape.layout,
+        chance.choice(("alone", "residual")), shape.bias,
+    )  # fmt: skip
+
+
+@several
+def test_norms_are_in_the_kernel_where_all_tiles_run_at_once(world: int) -> None:
+    right(world, norm_ranks.inside, NORMED, True)
+    right(world, norm_ranks.inside, [IN_TWO_WAVES], False)
+
+
+@several
+def test_random_shapes_with_norms(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    shapes = [*NORMED, IN_TWO_WAVES, *(drawn_norm(chance) for _ in range(DRAWS))]
+    right(world, hopper_ranks.judged, shapes, seed)
+
+
+@several
+def test_norms_with_late_ranks_and_other_calls(world: int) -> None:
+    right(world, hopper_ranks.skewed, [*NORMED, *MIXED], 60, 2)
+
+
+@several
+def test_norms_of_many_calls_in_the_queue(world: int) -> None:
+    right(world, hopper_ranks.queued, [*NORMED, *MIXED], 400, 3)
+
+
+@several
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
+def test_norms_in_graphs(world: int, mixed: bool) -> None:
+    right(world, hopper_ranks.replayed, [*NORMED, IN_TWO_WAVES], 60, mixed)
+
+
+@several
+@pytest.mark.parametrize("shape", [NORMED[3], NORMED[6]], ids=str)
+def test_normed_results_are_always_the_same_bits(world: int, shape: NormedProduct) -> None:
+    ranks = mkernel.launch(
+        norm_ranks.same_bits, shape, 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    )
+    assert len({bits for sums in ranks for bits in sums}) == 1
+
+
+@several
+@pytest.mark.parametrize("shape", [NORMED[3], NORMED[6]], ids=str)
+def test_norms_while_others_have_some_multiprocessors(world: int, shape: NormedProduct) -> None:
+    right(world, norm_ranks.crowded, shape, 20)
+
+
+@several
+def test_the_last_block_normalises_the_rows_of_those_that_left(world: int) -> None:
+    right(world, norm_ranks.planted, NORMED[3], norm_ranks.LEFT)
+
+
+@several
+def test_rows_that_are_said_to_be_whole_too_early_are_seen(world: int) -> None:
+    """A planted fault: one block more is counted than has come."""
+    found = mkernel.launch(
+        norm_ranks.planted, NORMED[3], 1, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    )
+    assert all(found)
 
 
 @several

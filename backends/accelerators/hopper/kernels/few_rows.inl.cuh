@@ -46,6 +46,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             shared.epoch = epoch_of_brief_call(args.workspace);
         }
         __syncwarp();
+        if (args.norm.weight != nullptr && threadIdx.x >= kFewFetchers) {
+            fetch_ahead<Element>(args, FewShare(args, begin, part, splits));
+        }
         for (int tile = begin; tile < tiles; tile += clusters) {
             if (loads) {
                 load_few<kRows, In, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
@@ -67,8 +70,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int vectors = (args.m + splits - 1) / splits * (kFewColumns / 8);
     if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
     if (marks) shared.mark(FewRowsMark::open);
-    const bool normalises = args.norm.weight != nullptr;
-    if (normalises) fetch_ahead<Element>(args, FewShare(args, begin, part, splits));
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
         {
@@ -100,7 +101,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::fence_async_shared();
         free_stages();
     }
-    if (normalises) FewNorm<kRows, Element>(shared, args, begin, part, splits).run();
+    if (args.norm.weight != nullptr) {
+        FewNorm<kRows, Element>(shared, args, begin, part, splits).run();
+    }
     if (marks) {
         shared.mark(FewRowsMark::ended);
         shared.trace.store(args.trace, shared.epoch);

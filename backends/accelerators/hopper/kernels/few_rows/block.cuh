@@ -8,8 +8,10 @@
 
 namespace mkernel::hopper {
 
-// Two warpgroups multiply, 64 columns of the tile each; a thread of the third loads.
+// Two warpgroups multiply, 64 columns of the tile each. Of the third a thread of the first warp loads, the second
+// reads the epoch, the others fetch ahead what a norm adds and multiplies with.
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
+inline constexpr int kFewFetchers = kFewMultipliers + 2 * kWarp;  // and above
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
 
 static_assert(kFewDepthBytes == kTileK * kElementBytes);

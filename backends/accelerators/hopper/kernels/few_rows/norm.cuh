@@ -16,15 +16,16 @@
 
 namespace mkernel::hopper {
 
-// Of the residual and the weights, while others come.
+// The residual and the norm's weight to L2, while the product's weights come. Threads from kFewFetchers on.
 template <class Element>
 __device__ __forceinline__ void fetch_ahead(const FewRowsArgs& args, const FewShare& share) {
     const auto* const weight = static_cast<const Element*>(args.norm.weight) + share.column;
     const auto* const residual = static_cast<const Element*>(args.norm.residual);
-    const auto thread = static_cast<int>(threadIdx.x);
+    const int thread = static_cast<int>(threadIdx.x) - kFewFetchers;
     if (thread < share.vectors) ptx::prefetch(weight + thread * 8);
     if (residual == nullptr) return;
-    for (int vector = share.first + thread; vector < share.end; vector += kFewMultipliers) {
+    for (int vector = share.first + thread; vector < share.end;
+         vector += kFewThreads - kFewFetchers) {
         const int row = vector / share.vectors;
         const int column = share.column + vector % share.vectors * 8;
         ptx::prefetch(residual + static_cast<std::uint64_t>(row) * args.n + column);

@@ -9,7 +9,7 @@ namespace mkernel::hopper {
 template <bool kScaled>
 class FewScales {
   public:
-    __device__ FewScales(const OperandScales& scales, int row, int column) {
+    __device__ void load(const OperandScales& scales, int row, int column) {
         if constexpr (kScaled) {
             of_row_ = scales.own[scales.of_rows(row)];
             if (scales.single) {
