@@ -13,6 +13,7 @@ from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     all_reduce,
+    capabilities,
     dispatch,
     few_rows,
     gather_parts,
@@ -24,7 +25,7 @@ from mkernel.backends.accelerators.hopper import (
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.capabilities import OPS, hierarchical_ops
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -262,6 +263,7 @@ def mapped(call: Call, context: DispatchContext) -> object:
 def test_no_field_is_decoration_between_nodes_of_several_ranks(
     started: Started, monkeypatch: pytest.MonkeyPatch, op: str, exchange: str
 ) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     monkeypatch.setattr(gemm, "device_world", mapped)
     world = two_nodes(False, ranks=2)
     usual = world.plan(op, SIZES, dtype="bfloat16", exchange=exchange)
@@ -275,14 +277,29 @@ def test_no_field_is_decoration_between_nodes_of_several_ranks(
     ("sizes", "exchange"), [((2048, 1024, 1024), "hierarchical"), ((512, 131072, 262144), "direct")]
 )
 def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
-    op: str, sizes: tuple[int, int, int], exchange: str
+    op: str, sizes: tuple[int, int, int], exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     m, n, k = sizes
     if exchange == "direct":  # what travels has few columns
         n, k = (n, 256) if op == "all_gather_gemm" else (256, k)
     found = two_nodes(True, ranks=2).plan(op, {"m": m, "n": n, "k": k}, dtype="bfloat16")
     assert found.schedule is not None
     assert found.schedule.model_dump()["exchange"] == exchange
+
+
+@pytest.mark.skipif("gemm_all_reduce" in hierarchical_ops(), reason="it is claimed")
+def test_a_hierarchical_all_reduce_is_refused_until_it_is_claimed(started: Started) -> None:
+    world = two_nodes(True, ranks=2)
+    usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16")
+    assert usual.schedule is not None
+    other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
+    with pytest.raises(ArgumentError, match=r"plan\.schedule\.exchange = 'hierarchical'"):
+        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": other}))
+    with pytest.raises(
+        Unsupported, match="not run the exchange 'hierarchical' of 'gemm_all_reduce"
+    ):
+        world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", exchange="hierarchical")
 
 
 @pytest.mark.parametrize("op", OPS)
