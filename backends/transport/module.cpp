@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/transport/fifo_bindings.hpp"
 #include "backends/transport/signal_pad.hpp"
 
 namespace py = pybind11;
@@ -33,7 +34,9 @@ SignalPad checked(std::uintptr_t address, std::uint32_t index) {
 
 PYBIND11_MODULE(_transport, module) {
     module.doc() =
-        "Signal pads in host memory (see signal_pad.hpp) and what their words hold (signal.hpp).";
+        "Signal pads in host memory (see signal_pad.hpp), what their words hold (signal.hpp), and "
+        "the "
+        "command FIFO (fifo.hpp).";
 
     py::enum_<AbortCode>(module, "AbortCode")
         .value("none", AbortCode::none)
@@ -157,4 +160,5 @@ PYBIND11_MODULE(_transport, module) {
             return py::make_tuple(code, pad.abort_record().diagnosis);
         },
         py::arg("address"));
+    bind_fifo(module);
 }

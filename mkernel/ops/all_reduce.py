@@ -55,7 +55,7 @@ def _check(
     validate.activation("x", x)
     validate.on_device("x", x, device)
     sizes = {"m": x.numel() // x.shape[-1], "n": x.shape[-1]}
-    claims = engine_for(world, _OP, sizes, None).claims
+    claims = engine_for(world, _OP, sizes, str(x.dtype).removeprefix("torch.")).claims
     dtype = validate.dtype_name("x.dtype", x.dtype, claims.dtypes)
     wanted = out_dtype or (out.dtype if out is not None else x.dtype)
     out_name = validate.dtype_name("out_dtype", wanted, claims.out_dtypes)

@@ -126,7 +126,8 @@ class GemmOp:
         validate.on_device("b", b, device)
         dim = validate.dimension(self.dim or "dim", dim, a)
         scales = None if scaled is None else check_scaled(a, b, scaled, device)
-        capabilities = engine_for(world, self.name, {}, None, scales).claims
+        given = str(a.dtype).removeprefix("torch.")
+        capabilities = engine_for(world, self.name, {}, given, scales).claims
         dtype = E4M3 if scales is not None else _dtype_of(a, b, capabilities)
         wanted = out_dtype or (out.dtype if out is not None else result_dtype(a))
         out_name = validate.dtype_name("out_dtype", wanted, capabilities.out_dtypes)

@@ -156,10 +156,16 @@ def takes(
     scales: Scales | None = None,
 ) -> bool:
     """Whether a backend that has the op takes calls of these sizes, as far as backends differ in it: in
-    attention, and in scales. True of sizes that none takes: whoever plans them says why."""
+    attention, in scales, and in the dtype of products and sums. Calls of experts all go to one backend,
+    since they read each other's handles. True of sizes that none takes: whoever plans them says why.
+
+    ``dtype``: None where it is not known yet."""
     if scales is not None:
         return scales.mode in capabilities.scale_modes
-    if SHAPES[forward(op)] is not AttentionShape:
+    kind = SHAPES[forward(op)]
+    if kind in (GemmShape, SumShape):
+        return dtype is None or dtype in capabilities.dtypes
+    if kind is not AttentionShape:
         return True
     try:
         shape = AttentionShape(**sizes)

@@ -50,7 +50,8 @@ def mkernel_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
         check=True,
         cwd=folder,
     )
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    limited = str(Path(__file__).with_name("limited_plugins"))
+    path = os.pathsep.join(filter(None, [str(site), limited, os.environ.get("PYTHONPATH")]))
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -80,11 +81,7 @@ def test_the_tiny_accelerator_passes_the_kit(mkernel_cli: Cli) -> None:
 
 def test_the_tiny_nic_passes_the_kit(mkernel_cli: Cli) -> None:
     found = outcomes(mkernel_cli("conformance", "--nic", "tinynic", "--quick", "--json", "-"))
-    assert [name for name, outcome in found.items() if outcome == "skipped"] == [
-        "fifo",
-        "churn",
-        "device-faults",
-    ]
+    assert [name for name, outcome in found.items() if outcome == "skipped"] == ["device-faults"]
 
 
 def test_ops_run_on_the_tiny_accelerator(mkernel_cli: Cli) -> None:
@@ -94,6 +91,15 @@ def test_ops_run_on_the_tiny_accelerator(mkernel_cli: Cli) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
+
+
+def test_the_kernels_of_one_push_into_the_fifo_of_the_other(mkernel_cli: Cli) -> None:
+    done = mkernel_cli(
+        "run", "all_gather_gemm", "--accelerator", "tiny", "--nic", "tinynic", "--verbs", "sockets",
+        "--nodes", "2", "--ranks-per-node", "2", "--m", "64", "--k", "64", "--n", "64",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"PASSED .*, 4 ranks, \d+ kB through the NIC", done.stdout)
 
 
 def test_an_op_that_it_lacks_is_refused_with_who_has_it(mkernel_cli: Cli) -> None:
@@ -106,10 +112,10 @@ def test_an_op_that_it_lacks_is_refused_with_who_has_it(mkernel_cli: Cli) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--accelerator", "tiny"], "accelerator 'tiny' has no path between nodes"),
+        (["--accelerator", "limited:OneNode"], "accelerator 'limited:OneNode' has no path between"),
         (
-            ["--accelerator", "ascend", "--nic", "tinynic", "--verbs", "sockets"],
-            "nic 'tinynic' takes puts from the host only",
+            ["--accelerator", "tiny", "--nic", "limited:HostOnly", "--verbs", "sockets"],
+            "nic 'limited:HostOnly' takes puts from the host only",
         ),
         (["--accelerator", "tinny"], "tiny"),
         (["--accelerator", "tiny_nic:TinyNic"], "derives from AcceleratorBackend"),

@@ -182,18 +182,19 @@ def recorded() -> Iterator[list[str]]:
 
 
 def whole_model() -> dict[str, float]:
-    """Accelerators by call in a world of several, with the errors of their calls: of a product, and of
-    attention in bfloat16 and in float32."""
+    """Accelerators by call in a world of several, with the errors of their calls: of a product and of
+    attention, in bfloat16 and in float32."""
     world, found = mkernel.world(), {}
     torch.manual_seed(3)
     for step in range(1, 4):  # of other sizes each, since calls of known plans run by themselves
-        x = torch.randn(64 * step * world.size, 256).bfloat16().cuda()
-        w = torch.randn(256, 128).bfloat16().cuda()
-        with recorded() as names:
-            y = mkernel.all_gather_gemm(x.chunk(world.size)[world.rank], w)
-        exact = x.double() @ w.double()
-        found[f"{step} {names[0]} product"] = float((y.double() - exact).norm() / exact.norm())
         for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(64 * step * world.size, 256).to(dtype).cuda()
+            w = torch.randn(256, 128).to(dtype).cuda()
+            with recorded() as names:
+                y = mkernel.all_gather_gemm(x.chunk(world.size)[world.rank], w)
+            exact = x.double() @ w.double()
+            error = float((y.double() - exact).norm() / exact.norm())
+            found[f"{step} {names[0]} product of {dtype}"] = error
             q = torch.randn(1, 4, 64 * step * world.size, 64).to(dtype).cuda()
             own = q.chunk(world.size, 2)[world.rank].contiguous()
             with recorded() as names:

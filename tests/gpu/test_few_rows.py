@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import fp8_ranks
 import hopper_ranks
+import kept_ranks
 import norm_ranks
 import pytest
 import sum_ranks
@@ -81,22 +82,28 @@ MIXED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused path, and the kernel wherever it fits, with norms in it."""
+@pytest.fixture(scope="module")
+def constants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel takes whatever fits."""
     constants = machine().constants
     assert constants.few_rows is not None
     everywhere = {"most_rows": 256, "least_columns": 1, "float8": True, "normalises": True}
     few = constants.few_rows.model_copy(update=everywhere)
-    file = tmp_path / "constants.json"
+    file = tmp_path_factory.mktemp("few_rows") / "constants.json"
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
-    monkeypatch.setenv("MKERNEL_CONSTANTS", str(file))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def always(constants_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused path, and the kernel wherever it fits."""
+    monkeypatch.setenv("MKERNEL_CONSTANTS", str(constants_file))
     monkeypatch.setenv("MKERNEL_PATH", "fused")
 
 
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
-    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
@@ -118,9 +125,7 @@ def drawn(chance: random.Random) -> Shape:
 
 @worlds
 def test_that_it_is_this_kernel(world: int) -> None:
-    kinds = mkernel.launch(
-        fp8_ranks.planned, FEW, ranks_per_node=world, accelerator="hopper", timeout_s=30
-    )
+    kinds = kept_ranks.run(fp8_ranks.planned, FEW, ranks_per_node=world, accelerator="hopper")
     for found in kinds:
         assert found == ["hopper.few_rows"] * len(FEW)
 
@@ -134,9 +139,7 @@ def test_every_bit_of_exact_sums(world: int) -> None:
 def test_sums_in_float32_are_another_kernels(world: int) -> None:
     """Which moves them into other registers now and then."""
     exact = [replace(shape, fast=False) for shape in SCALED]
-    kinds = mkernel.launch(
-        fp8_ranks.planned, exact, ranks_per_node=world, accelerator="hopper", timeout_s=30
-    )
+    kinds = kept_ranks.run(fp8_ranks.planned, exact, ranks_per_node=world, accelerator="hopper")
     assert not any("few_rows" in kind for found in kinds for kind in found)
 
 
@@ -176,8 +179,8 @@ def test_many_calls_in_the_queue(world: int) -> None:
 @several
 @pytest.mark.parametrize("shape", [SUMS[3], SCATTERED[2]], ids=str)
 def test_results_are_always_the_same_bits(world: int, shape: Shape) -> None:
-    ranks = mkernel.launch(
-        hopper_ranks.repeated, shape, 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    ranks = kept_ranks.run(
+        hopper_ranks.repeated, shape, 20, ranks_per_node=world, accelerator="hopper"
     )
     assert all(len(set(sums)) == 1 for sums in ranks)
     if shape.op == OP:
@@ -255,8 +258,8 @@ def test_norms_in_graphs(world: int, mixed: bool) -> None:
 @several
 @pytest.mark.parametrize("shape", [NORMED[3], NORMED[6]], ids=str)
 def test_normed_results_are_always_the_same_bits(world: int, shape: NormedProduct) -> None:
-    ranks = mkernel.launch(
-        norm_ranks.same_bits, shape, 20, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    ranks = kept_ranks.run(
+        norm_ranks.same_bits, shape, 20, ranks_per_node=world, accelerator="hopper"
     )
     assert len({bits for sums in ranks for bits in sums}) == 1
 
@@ -286,7 +289,7 @@ def test_rows_that_are_said_to_be_whole_too_early_are_seen(world: int) -> None:
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
     world: int, shape: Shape
 ) -> None:
-    judge_absence("hopper", shape, world, absent_s=10.0)
+    judge_absence("hopper", shape, world)
 
 
 @several

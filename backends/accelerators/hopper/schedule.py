@@ -100,6 +100,21 @@ class AttentionSchedule(Schedule):
         return True
 
 
+class AttentionKernelSchedule(Schedule):
+    """How ring attention runs as one kernel, of at most ``blocks`` blocks. Each rank's keys and values
+    travel by copy engines, ``chunk_rows`` rows at a time with a flag behind; the kernel takes the own
+    ones first and then each peer's as flags come, the rank before this one first."""
+
+    kind: Literal["hopper.ring_attention_kernel"] = "hopper.ring_attention_kernel"
+    chunk_rows: int = Field(ge=128, multiple_of=128)
+    blocks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
 class AttentionInPiecesSchedule(Schedule):
     """How ring attention of a long sequence runs. Some rows of queries come after others, at most
     ``piece_rows``; for each of these, keys and values of the peers travel again, in pieces of as many

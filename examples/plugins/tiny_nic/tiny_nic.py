@@ -1,25 +1,15 @@
 """The smallest NIC backend: puts over Unix sockets, between processes of one machine."""
 
-import ctypes
 import json
 import secrets
 import socket
 import struct
-import threading
 from contextlib import suppress
 
-from mkernel.backends.contracts.nic import (
-    NO_SIGNAL,
-    SELF,
-    LaneStatistics,
-    NicBackend,
-    NicCapabilities,
-    NicSession,
-    NicStatistics,
-)
+from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.transport import _transport
-from mkernel.errors import ArgumentError, BackendUnavailable, MkernelError, NicError
+from mkernel.backends.runtime.host_session import HostSession
+from mkernel.errors import BackendUnavailable
 from mkernel.topology.model import Nic
 
 HEADER = struct.Struct("<5Q")  # region, offset, bytes, signal, value
@@ -43,34 +33,20 @@ class TinyNic(NicBackend):
         known = [nic.name for nic in self.probe(verbs)]
         if names != known or lanes.schedule.queue_pairs != 1:
             raise BackendUnavailable(f"tinynic has {known} on {verbs!r}, once, not {names}")
-        return TinySession(lanes.rank)
+        return TinySession("tiny0", settings)
 
 
-class TinySession(NicSession):
-    def __init__(self, rank):
-        self._rank, self._secret = rank, secrets.token_hex(16)
+class TinySession(HostSession):
+    def __init__(self, port, settings):
+        super().__init__(port, settings)
+        self._secret = secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(b"\0" + self._secret[:8].encode())
         self._listener.listen(128)
-        self._to, self._sent, self._from, self._threads = {}, {}, [], []
-        self._regions, self._bound = {}, {}
-        self._sending, self._counting = threading.Lock(), threading.Lock()
-        self._count = dict.fromkeys(("puts", "put_bytes", "signals_sent", "signals_raised"), 0)
-        self._pad, self._failure, self._closed = 0, None, False
-
-    def capabilities(self):
-        return NicCapabilities(
-            ordered=True,
-            max_message_bytes=1 << 40,
-            max_inline_bytes=0,
-            immediate_data=True,
-            max_sge=1,
-            atomics=False,
-            dmabuf=False,
-        )
+        self._to, self._from = {}, []
 
     def address(self, peer):
-        self._sent[peer] = [0, 0]
+        self.expect(peer)
         return json.dumps(self._secret)
 
     def connect(self, peer, address):
@@ -81,7 +57,7 @@ class TinySession(NicSession):
         connection.sendall(secret.encode())
 
     def start(self, pad, cpus):
-        self._pad = pad
+        super().start(pad, cpus)
         self._listener.settimeout(TIMEOUT_S)
         while len(self._from) < len(self._to):
             connection, _ = self._listener.accept()
@@ -89,85 +65,34 @@ class TinySession(NicSession):
             if not read(connection, told) or told != self._secret.encode():
                 connection.close()  # a stranger
                 continue
-            thread = threading.Thread(target=self._receive, args=(connection,), daemon=True)
             self._from.append(connection)
-            self._threads.append(thread)
-            thread.start()
+            self.spawn(self._receive, connection)
 
-    def register(self, region, address, nbytes):
-        self._regions[region] = address, nbytes
-        return json.dumps(nbytes)
-
-    def bind(self, region, peer, key):
-        self._bound[region, peer] = json.loads(key)
-
-    @property
-    def fifo(self):
-        return 0  # puts come from the host, not from kernels
-
-    def put(self, peer, region, local, remote, nbytes, signal, value):
-        if self._closed or self._failure is not None:
-            raise self._failure or MkernelError("this session is closed")
-        if peer == SELF:  # a completion: the kernel has a copy of all that was sent
-            _transport.pad_add(self._pad, signal, value)
-            return
-        address, size = self._regions.get(region, (0, -1))
-        if local + nbytes > size or remote + nbytes > self._bound.get((region, peer), -1):
-            raise ArgumentError("put", (peer, region, local, remote, nbytes), "what is bound")
-        data = (ctypes.c_char * nbytes).from_address(address + local)
-        with self._sending:  # never held while receiving: two ranks may send at once
-            try:
-                self._to[peer].sendall(HEADER.pack(region, remote, nbytes, signal, value))
-                self._to[peer].sendall(data)
-            except OSError as error:
-                raise self._fail(peer, error) from error
-            self._count["puts"] += 1
-            self._count["put_bytes"] += nbytes
-            self._sent[peer][:] = self._sent[peer][0] + 1, self._sent[peer][1] + nbytes
-            self._count["signals_sent"] += signal != NO_SIGNAL
+    def send(self, peer, region, offset, data, signal, value):
+        self._to[peer].sendall(HEADER.pack(region, offset, len(data), signal, value))
+        self._to[peer].sendall(data)
 
     def _receive(self, connection):
         """One peer's puts, in order: the bytes, and only then the signal."""
         header = bytearray(HEADER.size)
         while read(connection, header):
             region, offset, nbytes, signal, value = HEADER.unpack(header)
-            address, size = self._regions.get(region, (0, 0))
-            if offset + nbytes > size:
-                self._fail(-1, ValueError(f"a put beyond region {region}"))
+            if not read(connection, self.landing(region, offset, nbytes)):
                 return
-            if not read(connection, (ctypes.c_char * nbytes).from_address(address + offset)):
-                return
-            if signal != NO_SIGNAL:
-                with self._counting:
-                    self._count["signals_raised"] += 1
-                _transport.pad_add(self._pad, signal, value)
+            self.arrived(signal, value)
 
-    def _fail(self, peer, error):
-        if self._failure is None:
-            self._failure = NicError(f"put to rank {peer}: {error}", status="SOCKET", peer=peer)
-            _transport.pad_abort(self._pad, _transport.AbortCode.nic_error)
-        return self._failure
-
-    def flush(self, timeout_s):
-        return self._failure is None  # the kernel has a copy of all that was sent
-
-    def statistics(self):
-        lanes = (LaneStatistics(to, "tiny0", *sent) for to, sent in self._sent.items())
-        return NicStatistics(**self._count, queue_depth=0, stalls=0, lanes=tuple(lanes))
-
-    def failure(self):
-        return self._failure
-
-    def close(self):
-        self._closed = True
-        every = [self._listener, *self._to.values(), *self._from]
-        for each in every:
+    def disconnect(self):
+        for each in self._sockets():
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in every:
+
+    def close(self):
+        super().close()
+        for each in self._sockets():
             each.close()
+
+    def _sockets(self):
+        return [self._listener, *self._to.values(), *self._from]
 
 
 def read(connection, target):

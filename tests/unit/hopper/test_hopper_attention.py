@@ -142,10 +142,11 @@ class Fabric:
         return Here(rank, tuple(workspaces))
 
     def push_keys(
-        self, device: int, here: Here, k: int, v: int, keys: Any, zigzag: bool, stream: int
-    ) -> None:
+        self, device: int, here: Here, k: int, v: int, keys: Any, zigzag: bool, chunk: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         self._note(here, "push", stream)
-        whole = self.nbytes
+        whole, self.chunk = self.nbytes, chunk
         for step in range(1, self.world):
             to = (here.rank + step) % self.world
             if not here.workspaces[to]:
@@ -609,10 +610,13 @@ class Started:
             self.told.append((name, *small, str(named)))
             return found(*given, **named) if name in made else None
 
-        made = ("Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums")
+        made = (
+            "Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums", "Core", "Ring",
+            "RingPart",
+        )  # fmt: skip
         starts = (
-            "push_keys", "push_piece", "tell", "await_part", "merge_parts", "push_gradients",
-            "sum_gradients",
+            "push_keys", "attend_ring", "push_piece", "tell", "await_part", "merge_parts",
+            "push_gradients", "sum_gradients",
         )  # fmt: skip
         return note if name in (*made, *starts) else found
 
@@ -695,6 +699,7 @@ def test_our_own_kernel_computes_long_parts_of_heads_of_128(
     sizes: Sizes, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {"batch": 1, "head_dim": 128, "sequence": 2 * 8192, **sizes}
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "parts")
     monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     assert planned(2, **long).part(AttentionSchedule).library == library
     monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))

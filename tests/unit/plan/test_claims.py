@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from plan_worlds import CAPABILITIES, explained
 
+from mkernel.backends import registry
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.plan.around import Around
 from mkernel.plan.model import E4M3, AttentionShape, Scales, first_difference
 from mkernel.plan.scales import BLOCK, scale_sizes
+from mkernel.plan.shapes import GEMMS, takes
 
 ATTENTION = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 48, "head_dim": 16}
 EXPERTS = {"tokens": 8, "hidden": 64, "features": 64, "experts": 4, "top_k": 1}
@@ -78,3 +80,18 @@ def test_a_list_differs_from_what_is_none() -> None:
     assert first_difference({"x": 3}, {"x": (1,)}, "") == ("x", 3, (1,))
     assert first_difference({"x": [1, 2]}, {"x": (1, 3)}, "") == ("x[1]", 2, 3)
     assert first_difference({"x": [1]}, {"x": (1,)}, "") is None
+
+
+@pytest.mark.parametrize("op", sorted({*GEMMS, "all_reduce"}))
+def test_an_accelerator_takes_products_and_sums_of_its_dtypes(op: str) -> None:
+    """In a world of several, what the first claims no dtype for runs on the next."""
+    hopper, streams = (registry.accelerator(name).capabilities() for name in ("hopper", "streams"))
+    for dtype, by_hopper in (("bfloat16", True), ("float32", False)):
+        assert takes(hopper, op, {}, 2, dtype) is by_hopper
+        assert takes(streams, op, {}, 2, dtype)
+    assert takes(hopper, op, {}, 2, None), "before the dtype is known"
+
+
+def test_experts_have_one_accelerator_whatever_their_dtype() -> None:
+    hopper = registry.accelerator("hopper").capabilities()
+    assert takes(hopper, "moe_dispatch_gemm", {}, 2, "float32")

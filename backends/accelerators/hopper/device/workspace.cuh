@@ -55,7 +55,9 @@ struct alignas(128) RowShare {
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
     transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
-    std::uint32_t reserved[28];
+    // Of attention's kernels (attention_core.hpp: counters), of which two may run at a time.
+    std::uint32_t counters[2][2];
+    std::uint32_t reserved[24];
     // The epoch again, for copy engines to copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
     std::uint64_t more_reserved[32];

@@ -116,7 +116,6 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
                                bool by_outbox, bool everywhere,
                                const std::vector<std::uint64_t>& outs, bool alone,
                                int network_blocks, bool hierarchical) {
-    require(!(hierarchical && everywhere), "hierarchical", 1, "0 where everywhere");
     require(network_blocks >= 0, "network_blocks", network_blocks, "0 or more");
     require_positive("m", m);
     require_positive("rows", rows);

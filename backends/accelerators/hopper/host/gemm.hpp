@@ -113,8 +113,8 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
 // perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
 // `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
 // exchange nothing. `network_blocks`: of the kernel, whole clusters, that tend the network, where there are
-// other nodes. `hierarchical`: between nodes, sums over a node go to each other node (device/rails.cuh);
-// not `everywhere`. `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
+// other nodes. `hierarchical`: between nodes, sums over a node go to each other node (device/rails.cuh).
+// `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
 struct ReduceSchedule {
     int m;
     int rows;
