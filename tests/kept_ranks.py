@@ -15,11 +15,13 @@ import pickle
 import queue
 import secrets
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -81,8 +83,19 @@ class _Ranks:
         """The ranks' results. Raises what the first one raised of its own, not of another's failure."""
         made, port = host_store(self.size, timeout_s)
         call = _Call(work, self.kind, timeout_s, port, secrets.token_hex(32))
-        self._store.set(f"call/{self._calls}", pickle.dumps(call))
-        self._calls += 1
+        with tempfile.NamedTemporaryFile() as file:  # a store takes no large values
+            pickle.dump(call, file)
+            file.flush()
+            self._store.set(f"call/{self._calls}", file.name)
+            self._calls += 1
+            found, failed = self._answers()
+        del made
+        if failed:
+            raise min(failed, key=lambda error: isinstance(error, PeerFailure))
+        return [found[rank] for rank in range(self.size)]
+
+    def _answers(self) -> tuple[dict[int, Any], list[BaseException]]:
+        """Each rank's result, and what was raised."""
         found: dict[int, Any] = {}
         failed: list[BaseException] = []
         until = time.monotonic() + OVERDUE_S
@@ -94,10 +107,7 @@ class _Ranks:
                 break
             if error is not None:
                 failed.append(error)
-        del made
-        if failed:
-            raise min(failed, key=lambda error: isinstance(error, PeerFailure))
-        return [found[rank] for rank in range(self.size)]
+        return found, failed
 
     def _next(self, until: float) -> tuple[int, Any]:
         try:
@@ -110,7 +120,8 @@ class _Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        self._store.set(f"call/{self._calls}", b"")
+        with suppress(RuntimeError):  # of the store
+            self._store.set(f"call/{self._calls}", "")
         self._thread.join(30)
         if self._thread.is_alive():
             for pid in self.pids.values():
@@ -186,10 +197,11 @@ def _serve(port: int) -> None:
     store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=_IDLE)
     report(os.getpid())
     number = 0
-    while given := store.get(f"call/{number}"):
+    while name := store.get(f"call/{number}").decode():
         number += 1
         try:
-            told: tuple[BaseException | None, Any] = (None, _called(pickle.loads(given)))
+            call = pickle.loads(Path(name).read_bytes())
+            told: tuple[BaseException | None, Any] = (None, _called(call))
         except BaseException as error:
             told = (_that_travels(error), None)
         report(told)

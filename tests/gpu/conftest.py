@@ -75,10 +75,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     found = provenance(config.rootpath, config.getoption("--commit"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found["hardware"] = {**found["hardware"], **devices(device)}
-    keyword = str(config.getoption("-k") or "")
+    chosen = [(flag, str(config.getoption(flag) or "")) for flag in ("-k", "-m")]
     gpu_tests.add(
         gpu_tests.TestRun(
-            selection=(*map(str, config.args), *(["-k", keyword] if keyword else [])),
+            selection=(*map(str, config.args), *(part for one in chosen if one[1] for part in one)),
             ranks_per_device=load().ranks_per_device,
             counts={outcome: len(stats[outcome]) for outcome in OUTCOMES if outcome in stats},
             skips=dict(Counter(_reason(report) for report in stats.get("skipped", ()))),

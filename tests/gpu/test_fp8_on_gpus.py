@@ -13,10 +13,8 @@ import kept_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import OPS, Shape
-from in_world import TOLD_S
 from survivors import judge_absence, judge_survivors
 
-import mkernel
 from mkernel.plan.model import ScaleMode
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -263,13 +261,8 @@ def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
 def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:
     by_blocks = "block" in fault
     shape = promoted(op, 2048, 512, 1024, "block") if by_blocks else fused(op, 2048, 512, 1024)
-    found = mkernel.launch(
-        fp8_ranks.faulty_fused,
-        fault,
-        shape,
-        ranks_per_node=world,
-        accelerator="hopper",
-        timeout_s=TOLD_S,
+    found = kept_ranks.run(
+        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
 
@@ -318,8 +311,8 @@ def test_products_accumulate_as_torch_s_do(world: int) -> None:
 def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, fault: str) -> None:
     mode: ScaleMode = "block" if "block" in fault else "row"
     shape = library(op, 2048, 512, 1024, mode, chunk=1024 // world)
-    found = mkernel.launch(
-        fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S
+    found = kept_ranks.run(
+        fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
 

@@ -36,6 +36,10 @@ def who(name: str = "") -> tuple[int, int, int, str | None]:
     return os.getpid(), world.rank, before, os.environ.get(name)
 
 
+def length(text: str) -> int:
+    return len(text)
+
+
 def fails(rank: int) -> None:
     if mkernel.world().rank == rank:
         raise LookupError("planned")
@@ -55,6 +59,10 @@ def test_calls_share_processes_and_no_world() -> None:
     )
     assert [each[0] for each in first] == [each[0] for each in again]
     assert kept_ranks.processes() == {each[0] for each in first}
+
+
+def test_large_arguments_come_through() -> None:
+    assert run(length, "x" * (40 << 20)) == [40 << 20] * 2
 
 
 def test_other_settings_and_sizes_have_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.accelerators.hopper.tuning import FLAGS
 from mkernel.errors import ArgumentError
+from mkernel.plan.decide import Alternative
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.ops import forward
 from mkernel.plan.predict import prediction
@@ -42,45 +43,57 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     cores = found.pipeline.compute_blocks
     constants = request.constants if plan.nodes == 1 else None
     if forward(plan.op) == plan.op:
-        chosen, times = _forward(plan, cores, constants)
-        found = found._replace(schedule=chosen)
+        (how, times), ways = _forward(plan, cores, constants)
+        found = found._replace(schedule=how, alternatives=(*found.alternatives, *ways))
         return found if times is None else found._replace(prediction=times)
     most = min(2, attention_shape(plan).kv_heads)
-    ways = {lots: predicted_backward(plan, lots, constants) for lots in range(1, most + 1)}
-    lots = min(ways, key=lambda one: ways[one].pipelined_us)
+    each = {lots: predicted_backward(plan, lots, constants) for lots in range(1, most + 1)}
+    lots = min(each, key=lambda one: each[one].pipelined_us)
     blocks = cores * _MACHINE.attention.merge_blocks_a_core
-    how = AttentionBackwardSchedule(library="cudnn", lots=lots, sum_blocks=blocks)
-    found = found._replace(schedule=how)
-    return found if constants is None else found._replace(prediction=ways[lots])
-
-
-def _forward(
-    plan: CommonPart, cores: int, constants: MachineConstants | None
-) -> tuple[AnyAttention, Prediction | None]:
-    """By one kernel or by parts, whichever is predicted to be sooner."""
-    wished = load_as(HopperSettings).attention
-    parts = _by_parts(plan, cores * _MACHINE.attention.merge_blocks_a_core, constants)
-    claimed = wished == "kernel" or capabilities.claimed("attention kernel")
-    if wished == "parts" or not claimed or not kernel_takes(plan):
-        return parts
-    how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores)
-    kernel = how, None if constants is None else predicted_kernel(plan, how.chunk_rows, constants)
-    if wished == "auto" and not _sooner(kernel[1], parts[1]):
-        return parts
-    return kernel
+    backward = AttentionBackwardSchedule(library="cudnn", lots=lots, sum_blocks=blocks)
+    found = found._replace(schedule=backward)
+    return found if constants is None else found._replace(prediction=each[lots])
 
 
 AnyAttention = AttentionSchedule | AttentionInPiecesSchedule | AttentionKernelSchedule
 
 
-def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
-    """Whether both are known, and the first is sooner."""
-    return one is not None and other is not None and one.pipelined_us < other.pipelined_us
+class _Way(NamedTuple):
+    """One of the ways in which the forward may run."""
+
+    schedule: AnyAttention
+    prediction: Prediction | None
+
+    @property
+    def time_us(self) -> float | None:
+        return None if self.prediction is None else self.prediction.pipelined_us
 
 
-def _by_parts(
-    plan: CommonPart, blocks: int, constants: MachineConstants | None
-) -> tuple[AttentionSchedule | AttentionInPiecesSchedule, Prediction | None]:
+def _forward(
+    plan: CommonPart, cores: int, constants: MachineConstants | None
+) -> tuple[_Way, tuple[Alternative, ...]]:
+    """By one kernel or by parts, whichever is predicted to be sooner; and both, where there are."""
+    wished = load_as(HopperSettings).attention
+    parts = _by_parts(plan, cores * _MACHINE.attention.merge_blocks_a_core, constants)
+    claimed = wished == "kernel" or capabilities.claimed("attention kernel")
+    if wished == "parts" or not claimed or not kernel_takes(plan):
+        return parts, ()
+    how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores)
+    times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants)
+    kernel = _Way(how, times)
+    sooner = (
+        kernel.time_us is not None and parts.time_us is not None and kernel.time_us < parts.time_us
+    )
+    chosen = kernel if wished == "kernel" or sooner else parts
+    return chosen, tuple(
+        Alternative(
+            decision="attention", option=name, predicted_us=way.time_us, chosen=way is chosen
+        )
+        for name, way in (("parts", parts), ("kernel", kernel))
+    )
+
+
+def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None) -> _Way:
     """In pieces where parts would take more memory than may be; between nodes always whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
     if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
@@ -88,11 +101,12 @@ def _by_parts(
         core = core_takes(shape) and shape.sequence // plan.world_size >= own_rows
         library = "mkernel" if core else library_of(shape)
         whole = AttentionSchedule(library=library, merge_blocks=blocks)
-        return whole, None if constants is None else predicted(plan, constants)
+        return _Way(whole, None if constants is None else predicted(plan, constants))
     how = AttentionInPiecesSchedule(
         library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=_MACHINE.attention.slots
     )
-    return how, None if constants is None else predicted_in_pieces(plan, rows, constants)
+    times = None if constants is None else predicted_in_pieces(plan, rows, constants)
+    return _Way(how, times)
 
 
 def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | None:

@@ -20,6 +20,7 @@ from plan_walk import WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     attention,
+    attention_core,
     attention_merge,
     attention_ring,
     capabilities,
@@ -442,6 +443,26 @@ def test_other_parts_have_a_stream_of_their_own(
     monkeypatch.setattr(attention, "attend", noted)
     run(made, planned(3, causal=True, sequence=96), view=view, calls=1)
     assert seen == {True: {MAIN}, False: {MAIN if view == "sequential" else KERNELS}}
+
+
+def test_calls_of_our_own_kernel_at_a_time_have_counters_of_their_own(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def noted(*given: Any) -> Seen:
+        *rest, counters = given
+        seen[given[4]].add(min(counters - place for place in made.places if counters >= place))
+        return attended(*rest)
+
+    made = fabric(3)
+    there = SimpleNamespace(COUNTERS_OFFSET=64, COUNTERS_BYTES=8)
+    monkeypatch.setattr(attention_core, "native", lambda: there)
+    monkeypatch.setattr(attention_core, "attend", noted)
+    plan = planned(3, causal=True, sequence=96, head_dim=128)
+    how = plan.part(AttentionSchedule).model_copy(update={"library": "mkernel"})
+    assert run(made, plan.model_copy(update={"schedule": how}), calls=1) == []
+    assert seen == {True: {64}, False: {72}}
 
 
 def test_compute_only_exchanges_nothing(fabric: Any) -> None:

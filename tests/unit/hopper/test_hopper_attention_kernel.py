@@ -53,6 +53,7 @@ from mkernel.errors import ArgumentError, Unsupported
 from mkernel.ops.zigzag import zigzag_positions
 from mkernel.plan import planner
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.request import Scheduled, ScheduleRequest
 
 
 @pytest.fixture(autouse=True)
@@ -320,6 +321,26 @@ def test_who_asks_for_it(
     monkeypatch.setattr(capabilities, "UNCLAIMED", () if claimed else ("attention kernel",))
     plan = planned(2, **LONG)
     assert isinstance(plan.schedule, AttentionKernelSchedule) == kernel
+
+
+def test_a_plan_says_what_either_way_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+    noted: list[Scheduled] = []
+
+    def schedule(request: ScheduleRequest) -> Scheduled:
+        noted.append(attention_tuning.schedule(request))
+        return noted[-1]
+
+    monkeypatch.setattr(HopperAccelerator, "schedule", staticmethod(schedule))
+    planned(2, **LONG)
+    parts, kernel = (each for each in noted[-1].alternatives if each.decision == "attention")
+    assert (parts.option, parts.chosen, kernel.option, kernel.chosen) == (
+        "parts", False, "kernel", True,
+    )  # fmt: skip
+    assert parts.predicted_us is not None
+    assert kernel.predicted_us is not None
+    assert 1000 < kernel.predicted_us < parts.predicted_us < 2500
 
 
 def test_a_slow_kernel_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
