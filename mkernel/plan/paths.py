@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -129,7 +130,8 @@ def predict(
 
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
-    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``).
+    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
+    what a call of few bytes does not wait at its end (``brief``).
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
@@ -265,15 +267,22 @@ def _exchanges_us(
     """``sent``, ``result``: bytes an element of what is added up, and of the sums."""
     if world == 1:
         return 0.0
-    share = (world - 1) / world
+
+    def exchange_us(nbytes: float) -> float:
+        return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
+
+    def saved_us(nbytes: float) -> float:
+        return 0.0 if path.brief is None else path.brief.saved_us(math.ceil(world * nbytes))
+
     if op == "gemm_all_reduce" and path.one_shot is not None:
-        nbytes = shape.m * shape.n * sent
-        if path.one_shot.takes(nbytes, world):
-            return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
+        whole = shape.m * shape.n * sent
+        if path.one_shot.takes(whole, world):
+            return exchange_us(whole) - saved_us(whole)
     if op == "all_gather_gemm":
-        return transfer_us(share * shape.m * shape.k * sent, path.egress_gbs, path.exchange_us)
-    scattered = share * shape.m * shape.n
-    time = transfer_us(scattered * sent, path.egress_gbs, path.exchange_us)
-    if op == "gemm_all_reduce":
-        time += transfer_us(scattered * result, path.egress_gbs, path.exchange_us)
-    return time
+        part = shape.m * shape.k * sent / world
+        return exchange_us(part) - saved_us(part)
+    part = shape.m * shape.n * sent / world
+    if op == "gemm_reduce_scatter":
+        return exchange_us(part) - saved_us(part)
+    sums = shape.m * shape.n * result / world
+    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums)

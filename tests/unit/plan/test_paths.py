@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales, first_difference
-from mkernel.topology.cost import MachineConstants, OneShot
+from mkernel.topology.cost import BriefCalls, MachineConstants, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -323,6 +323,26 @@ def test_small_partial_results_travel_in_one_exchange(m: int, world: int, once: 
     assert comm_us(made) == pytest.approx(in_two)
     expected = 5.0 + (world - 1) * nbytes / 100e3 if once else in_two
     assert comm_us(brief) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("op", "exchanges"), [("all_gather_gemm", 1), ("gemm_all_reduce", 2)])
+def test_calls_of_few_bytes_do_not_wait_at_their_end(op: OpName, exchanges: int) -> None:
+    """64 x 8192 elements of 16 bits come in each exchange of two ranks."""
+    made = simple()
+    assert made.library is not None
+    shape = GemmShape(m=64, n=8192, k=8192)
+
+    def comm_us(most_bytes: int) -> float:
+        brief = BriefCalls(most_bytes=most_bytes, less_us=2.0)
+        library = made.library.model_copy(update={"brief": brief})
+        both = paths.predict(
+            op, shape, "bfloat16", 2, 132, 132, made.model_copy(update={"library": library})
+        )
+        assert both is not None
+        return both[1].comm_us
+
+    nbytes = exchanges * (1 << 20)
+    assert comm_us(nbytes - 1) - comm_us(nbytes) == pytest.approx(2.0)
 
 
 def test_waves_of_few_rows_are_predicted() -> None:
