@@ -96,6 +96,12 @@ class FewRowsConstants(Finite):
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    block_sums_gbs: float | None = Field(
+        None,
+        gt=0,
+        description="sums that one block adds up, of its cluster's and of each peer's bytes; None: "
+        "faster than they travel",
+    )
     normalises: bool = Field(
         False, description="the rows of a sum, instead of a kernel behind it, where it can"
     )

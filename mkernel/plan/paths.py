@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from mkernel.plan.few_rows import cut
+from mkernel.plan.few_rows import COLUMNS, cut
 from mkernel.plan.model import (
     DTYPE_BYTES,
     DtypeName,
@@ -218,11 +218,21 @@ def of_few_rows(
     cores: int,
     few: FewRowsConstants,
 ) -> Times:
-    """The kernel for few rows. T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once,
-    behind it."""
-    compute = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few).total_us(few)
+    """The kernel for few rows. T_c: that of :func:`cut`. T_m, once, behind it: latency + what is sent /
+    rate, or what a block adds up / rate: its part of the rows of a tile for its cluster, and those
+    that it keeps for each peer."""
+    how = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few)
+    compute = how.total_us(few)
+    if world == 1:
+        return Times(compute, 0.0, compute)
     sent = (world - 1) * _few_rows_bytes(op, shape, out_dtype, world)
-    comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
+    comm = transfer_us(sent, few.egress_gbs, few.exchange_us)
+    if few.block_sums_gbs is not None:
+        row_bytes = COLUMNS * DTYPE_BYTES[partial_dtype(shape, out_dtype)]
+        rows = math.ceil(shape.m / how.splits)
+        kept = rows / world if op == "gemm_reduce_scatter" else rows
+        added = (rows + (world - 1) * kept) * row_bytes
+        comm = max(comm, transfer_us(added, few.block_sums_gbs, few.exchange_us))
     return Times(compute, comm, compute + comm)
 
 

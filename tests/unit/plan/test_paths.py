@@ -282,6 +282,19 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
 
 
+@pytest.mark.parametrize(("op", "kept"), [("gemm_all_reduce", 1), ("gemm_reduce_scatter", 0.5)])
+def test_sums_of_few_rows_take_as_long_as_a_block_adds_its_own(op: OpName, kept: float) -> None:
+    """Two parts of K: each of a tile's blocks has half of the rows, 128 columns of 2 bytes."""
+    made = with_few_rows()
+    assert made.few_rows is not None
+    slow = made.few_rows.model_copy(update={"block_sums_gbs": 2.0})
+    shape = GemmShape(m=64, n=8192, k=4096)
+    times = paths.of_few_rows(op, shape, "bfloat16", "bfloat16", 2, 132, slow)
+    assert times.comm == pytest.approx(3.0 + (1 + kept) * 32 * 256 / 2e3)
+    alone = paths.of_few_rows(op, shape, "bfloat16", "bfloat16", 1, 132, slow)
+    assert alone.comm == 0
+
+
 def test_few_rows_of_e4m3_are_half_the_weights_and_added_with_few_bits() -> None:
     made = with_few_rows()
     few = made.few_rows

@@ -261,7 +261,7 @@ std::uint64_t owned_elements(int world, std::uint64_t elements) {
 Chunking cut(std::uint64_t bytes, int world, std::uint32_t exchanges) {
     constexpr std::uint64_t kSmallest = 4u << 10;
     constexpr std::uint64_t kLargest = 64u << 10;
-    constexpr std::uint64_t kSpread = 512;  // two a block, or more
+    constexpr std::uint64_t kSpread = 128;
     const std::uint64_t most = kFlags / (static_cast<std::uint64_t>(world) * exchanges);
     const std::uint64_t chunk =
         round_up(std::max(std::clamp(bytes / kSpread, kSmallest, kLargest), bytes / most + 1), 512);
