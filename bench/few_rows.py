@@ -8,6 +8,7 @@ copies of the weights, 160 MB of them at least, so that each call reads its own 
 all-reduce of it, or NCCL's, without multicast; ``library``, ``fused``: mkernel's paths. With
 ``_norm``: and a residual and RMSNorm behind it, two kernels of torch; ``norm``: mkernel's call with
 these. ``splits_S``, for S in the variable SPLITS: the few-rows kernel without exchange, K cut into S.
+The variables ROWS, LAYERS and CONTENDERS name some of these: ``ROWS=1,64 LAYERS="8b o,70b o"``.
 """
 
 from __future__ import annotations
@@ -34,18 +35,27 @@ from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.world.world import World
 
-LAYERS = {
+ALL_LAYERS = {
     "8b o": (4096, 2048),
     "8b down": (4096, 7168),
     "70b o": (8192, 4096),
     "70b down": (8192, 14336),
     "deepseek-v3 o": (7168, 8192),
 }
-ROWS = (1, 16, 32, 64, 128, 256)
+LAYERS = (
+    {each: ALL_LAYERS[each] for each in os.environ["LAYERS"].split(",")}
+    if ("LAYERS" in os.environ)
+    else ALL_LAYERS
+)
+ROWS = tuple(int(each) for each in os.environ.get("ROWS", "1,16,32,64,128,256").split(","))
 COLD_BYTES = 160 << 20
 REPLAYS = 7
 PEERS = ("one_shot", "two_shot", "nccl")
-CONTENDERS = ("mm", *PEERS, "library", "fused", "norm", *(f"{peer}_norm" for peer in PEERS))
+CONTENDERS = tuple(
+    os.environ["CONTENDERS"].split(",")
+    if "CONTENDERS" in os.environ
+    else ("mm", *PEERS, "library", "fused", "norm", *(f"{peer}_norm" for peer in PEERS))
+)
 
 
 def graphed(calls: list[Callable[[], object]]) -> float:
@@ -142,8 +152,9 @@ def measured(splits: list[int]) -> list[dict[str, Any]]:
             for each in splits:
                 row[f"splits_{each}"] = graphed(_split_calls(each, a, weights, out))
             for ours, more in (("fused", ""), ("norm", "_norm")):
-                peer = min(row[name + more] for name in PEERS)
-                row["ratio" + more] = round(row[ours] / peer, 3)
+                peers = [row[peer + more] for peer in PEERS if peer + more in row]
+                if ours in row and peers:
+                    row["ratio" + more] = round(row[ours] / min(peers), 3)
             rows.append(row)
             if world.rank == 0:
                 shown = {key: value for key, value in row.items() if key != "schedule"}

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # How the committed figures of two GPUs are made: bench/measure.sh PART...
-#   tests    tests/gpu                                       gpu_tests.json
+#   tests    tests/gpu: pairs of GPUs side by side, what takes four, what wants all to itself
+#                                                            gpu_tests.json
 #   shared   tests/gpu with two ranks on each GPU            gpu_tests.json
 #   targets  target sizes, launches hidden and counted       hopper_targets_2.json, ..._launches.json
 #   layers   layers of models                                hopper_layers_2.json
@@ -51,10 +52,13 @@ group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run
 tests() { # RANKS_PER_DEVICE
     export MKERNEL_RANKS_PER_DEVICE=$1
     logs=$(mktemp -d)
-    local here=tests/gpu
-    group kit $here/test_gpu_conformance.py -n 6 -m "not alone" &
-    group others $here -n 8 --dist worksteal --ignore $here/test_gpu_conformance.py -m "not alone" &
-    wait
+    local here=tests/gpu gpus
+    gpus=$(nvidia-smi --list-gpus | wc -l)
+    # Processes take turns on a GPU: more than four workers a pair gain nothing. Consecutive tests of a
+    # worker share its kept ranks.
+    group beside $here -n $((gpus > 3 ? gpus / 2 * 4 : 4)) --dist worksteal \
+        --gpus-per-worker $((gpus > 1 ? 2 : 1)) -m "not alone and not wide"
+    [ "$gpus" -lt 4 ] || group wide $here -n 3 --dist worksteal -m "not alone and wide"
     local apart=()
     [ "$1" = 1 ] || apart=(--ignore $here/test_bench_on_gpus.py) # times GPUs that are not shared
     group alone $here -m alone "${apart[@]}"
@@ -134,13 +138,14 @@ for part in "$@"; do
         export MKERNEL_SOFTVERBS_BANDWIDTH_MBPS=$rate MKERNEL_SOFTVERBS_LATENCY_NS=3000
         # SRD as a rail has it: packets overtake each other by its latency, one in a hundred comes twice.
         export MKERNEL_SOFTVERBS_HOLD_NS=3000 MKERNEL_SOFTVERBS_DUPLICATES=1
+        export MKERNEL_NIC_SETTINGS__GPUDIRECT=1 # an emulated NIC takes the staged route otherwise
         for nic in cx7 efa; do
             bench "${name}_$nic" ag_gemm,gemm_rs,gemm_ar --ranks 2 --nodes 2 --accelerator hopper \
                 --nic $nic --verbs soft --shapes $shapes --iterations 7 --warmup 2
         done
         unset MKERNEL_SOFTVERBS_BANDWIDTH_MBPS MKERNEL_SOFTVERBS_LATENCY_NS
         unset MKERNEL_SOFTVERBS_HOLD_NS MKERNEL_SOFTVERBS_DUPLICATES
-        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS
+        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS MKERNEL_NIC_SETTINGS__GPUDIRECT
         ;;
     whole)
         run python bench/whole_layers.py --write

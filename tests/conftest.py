@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import kept_ranks
 import pytest
 
 from mkernel import fork_server
@@ -59,6 +60,11 @@ def pytest_configure() -> None:
     multiprocessing.current_process()._config["semprefix"] = f"{_SEMAPHORES}{os.getpid()}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionfinish() -> None:
+    """What was kept over tests ends with them."""
+    kept_ranks.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -132,7 +138,8 @@ def leaves_nothing() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        processes, memory = _rank_processes() - before[0], _shared_memory() - before[1]
+        processes = _rank_processes() - before[0] - kept_ranks.processes()
+        memory = _shared_memory() - before[1]
         if not (processes or memory) or time.monotonic() > deadline:
             break
         time.sleep(0.05)

@@ -66,6 +66,9 @@ class FewRowsConstants(Finite):
     ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
         ("gemm_all_reduce",), description="that run it"
     )
+    float8: bool = Field(
+        False, description="whether e4m3 operands do, where products are added with few bits"
+    )
     most_rows: int = Field(ge=1)
     least_columns: int = Field(1, ge=1)
     most_bytes: int = Field(
@@ -79,6 +82,9 @@ class FewRowsConstants(Finite):
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    normalises: bool = Field(
+        False, description="the rows of a sum, instead of a kernel behind it, where it can"
+    )
 
 
 class LinkConstants(Finite):

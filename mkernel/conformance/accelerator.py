@@ -30,7 +30,7 @@ OPS = tuple(SHAPES)
 """Every op there is, the combine included."""
 
 WORLD_TIMEOUT_S = 20.0
-"""Deadline of the waits inside the kit's worlds, once they are there."""
+"""Deadline of the waits inside worlds, once they are there, where the subject has no other."""
 
 START_TIMEOUT_S = 120.0
 """Deadline of the waits while a world is made: how long a busy machine takes to start processes says
@@ -41,7 +41,7 @@ _OVERDUE_S = 60.0
 hangs cannot stop the kit."""
 
 
-def _bounded(timeout_s: float, port: int | None, fn: Callable[..., T], *args: Any) -> T:
+def bounded(timeout_s: float, port: int | None, fn: Callable[..., T], *args: Any) -> T:
     """In a world that is there: from now on its waits have ``timeout_s``. ``port``: where ranks meet to
     leave off at the first find; None: they do not."""
     give_up_after(timeout_s)
@@ -60,12 +60,15 @@ class AcceleratorSubject:
         name: of the backend, as in the registry. quick: fewer shapes, worlds and repeats.
         seed: of the random draws; a failure's text names the case, so that it can be repeated.
         first_find: whether the cases behind the first that is wrong are left out, of each world.
+        timeout_s: deadline of the waits inside worlds, once they are there. What a failure must be told
+            within is half of it.
     """
 
     name: str
     quick: bool = False
     seed: int = 0
     first_find: bool = False
+    timeout_s: float = WORLD_TIMEOUT_S
 
     def require_usable(self) -> None:
         """UnknownBackend, BackendUnavailable."""
@@ -170,8 +173,12 @@ class AcceleratorSubject:
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
         """Two ranks of one node, and the largest; quickly the latter alone, which has both kinds of
-        paths where there are two."""
-        return (self.largest(),) if self.quick else tuple(dict.fromkeys(((1, 2), self.largest())))
+        paths where there are two. Where devices are too few for that, also two nodes of one rank, if
+        there is a path between nodes."""
+        found = [self.largest()] if self.quick else [(1, 2), self.largest()]
+        if self.between_nodes and self.largest()[0] == 1:
+            found.append((2, 1))
+        return tuple(dict.fromkeys(found))
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -180,15 +187,15 @@ class AcceleratorSubject:
         fn: Callable[..., T],
         *args: Any,
         world: tuple[int, int],
-        timeout_s: float = WORLD_TIMEOUT_S,
+        timeout_s: float | None = None,
         on_report: Callable[[int, Any], None] = lambda rank, payload: None,
     ) -> list[T]:
         """Run ``fn(*args)`` on every rank of a world of the backend; the ranks' results. ``timeout_s``:
-        of each wait in it, once it is there."""
+        of each wait in it, once it is there, instead of the subject's."""
         with meeting_place() if self.first_find else nullcontext() as port:
             return launch(
-                _bounded,
-                timeout_s,
+                bounded,
+                self.timeout_s if timeout_s is None else timeout_s,
                 port,
                 fn,
                 *args,

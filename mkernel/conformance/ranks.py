@@ -122,7 +122,8 @@ class Judge:
         self._older: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
-        """This rank's fresh inputs."""
+        """This rank's fresh inputs; with them something new begins."""
+        goes_on()
         world = mkernel.world()
         return moved(self.case.inputs(world.rank, world.size, iteration))
 
@@ -133,7 +134,6 @@ class Judge:
 
     def __call__(self, iteration: int, view: View = "pipelined") -> list[str]:
         """One call with fresh inputs; what is wrong with its results."""
-        goes_on()
         return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:

@@ -54,12 +54,18 @@ def cells(
     names = contenders(report)
     return [
         SHORT.get(row.shape.op, row.shape.op),
-        row.shape.size,
+        size(row),
         row.shape.name,
         *([row.mode] if _shows_modes(report) else []),
         *(cell(row.entries[name], unit) for name in names),
         *(_figures(row, verdicts, unit) if "mkernel" in names else ()),
     ]
+
+
+def size(row: Row) -> str:
+    """Its shape, with the way that mkernel's calls took, where there are several."""
+    mine = row.entries.get("mkernel")
+    return row.shape.size + (f", {mine.way}" if mine is not None and mine.way else "")
 
 
 _HEADINGS = {"/ sequential": "speed-up", "/ gemm": "T / gemm", "/ best peer": "T / best peer"}

@@ -93,6 +93,7 @@ def run(
         ranks=ranks,
         nodes=nodes,
         carrier=results[0].carrier,
+        routes=results[0].routes,
         accelerator=accelerator,
         spec=spec,
         provenance=found,

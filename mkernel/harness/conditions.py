@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from mkernel.harness.results import Report, Timing
+from mkernel.harness.results import Report, Route, Timing
 from mkernel.harness.spec import MODE_TEXT, Mode
 from mkernel.tabular import duration
 
+_ROUTES: dict[Route, str] = {
+    "direct": "direct, from accelerators' memory and into it",
+    "staged": "staged, by host memory at both ends",
+}
 _MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
@@ -77,10 +81,11 @@ def _emulated_nic(report: Report) -> list[str]:
     if not asked:
         return []
     settings = ", ".join(f"{name}={value}" for name, value in sorted(asked.items()))
+    routes = " and ".join(_ROUTES[each] for each in report.routes) or "not recorded"
     return [
         f"Emulated NIC: CPUs of this host carry what crosses nodes, at the rate that they were asked "
-        f"for ({settings}). It shows protocol and overlap, not GPUDirect. T_m, where no library takes "
-        "the NIC, is bytes by that rate."
+        f"for ({settings}). Route: {routes}. It shows protocol and overlap, not GPUDirect. T_m, where "
+        "no library takes the NIC, is bytes by that rate."
     ]
 
 

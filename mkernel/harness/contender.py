@@ -36,6 +36,11 @@ class Contender(ABC):
         """Why it cannot take part, or None."""
         return None
 
+    @classmethod
+    def way(cls, problem: Problem) -> str:
+        """Which of several ways the op's calls take; empty: there is one, or their times do not ask."""
+        return ""
+
     def promised(self) -> tuple[str, ...] | None:
         """Which of the op's outputs it returns and is judged by; None: all."""
         return None

@@ -149,6 +149,7 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
         skew_us=tuple(skews),
         dropped=len(seconds) - len(kept),
         why=why,
+        way=ranks[0].way,
     )
 
 

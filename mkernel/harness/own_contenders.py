@@ -46,6 +46,15 @@ class Mkernel(Contender):
         self._causal = bool(problem.case.sizes.get("causal"))
         self._group = group_name(None)
 
+    @classmethod
+    def way(cls, problem: Problem) -> str:
+        """Of ring attention, the kind of the plan's schedule."""
+        if problem.op != "ring_attention":
+            return ""
+        sizes: dict[str, Any] = dict(problem.case.sizes)
+        schedule = mkernel.plan(problem.op, dtype=problem.case.dtype, **sizes).schedule
+        return "" if schedule is None else schedule.kind
+
     def promised(self) -> tuple[str, ...] | None:
         return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 

@@ -24,6 +24,7 @@ from mkernel.harness.guard import Guard, Progress
 from mkernel.harness.inputs import opened
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.harness.protocol import HostStopwatch, Stopwatch, stopwatch
+from mkernel.harness.results import Route
 from mkernel.harness.spec import Benched, Job, Mode, size_text, sized_like
 from mkernel.harness.turns import Row, Turns
 from mkernel.harness.wire import wire_us
@@ -45,14 +46,15 @@ class RankResult:
         rows: by mode, in the order of the job's cases, by contender. timing: of each mode.
         platform: the accelerators of this host; empty for views, whose report says nothing of them.
         carrier: what carries bytes between nodes, or as a process group between any ranks; empty where
-            peers' memory is all that is written to. nic_bytes: put through the NIC by
-            views. wire_us: of each case, :func:`mkernel.harness.wire.wire_us`.
+            peers' memory is all that is written to. routes: of what crosses nodes by a NIC. nic_bytes:
+            put through the NIC by views. wire_us: of each case, :func:`mkernel.harness.wire.wire_us`.
     """
 
     rows: dict[Mode, list[dict[str, Turns]]] = field(default_factory=dict)
     timing: dict[Mode, dict[str, Any]] = field(default_factory=dict)
     platform: dict[str, Any] = field(default_factory=dict)
     carrier: str = ""
+    routes: tuple[Route, ...] = ()
     nic_bytes: int = 0
     wire_us: list[float | None] = field(default_factory=list)
 
@@ -92,7 +94,8 @@ def run(job: Job, port: int = 0) -> RankResult:
             None if plan is None or plan.op != case.op else wire_us(plan, world.map, world.rank)
             for plan, case in zip(plans, job.cases, strict=True)
         ]
-        result.carrier = _carrier([plan for plan in plans if plan is not None])
+        made_here = [plan for plan in plans if plan is not None]
+        result.carrier, result.routes = _carrier(made_here), _routes(made_here)
         return result
     finally:
         guard.close()
@@ -183,6 +186,15 @@ def _plans(job: Job) -> list[LaunchPlan | None]:
 def _carrier(plans: Sequence[LaunchPlan]) -> str:
     names = (name for plan in plans for name in (plan.nic, plan.carrier) if name)
     return " and ".join(dict.fromkeys(names))
+
+
+def _routes(plans: Sequence[LaunchPlan]) -> tuple[Route, ...]:
+    found: dict[Route, None] = {
+        "staged" if plan.routes.staged else "direct": None
+        for plan in plans
+        if plan.nodes > 1 and plan.nic is not None
+    }
+    return tuple(found)
 
 
 def _store(port: int, timeout_s: float) -> TCPStore:

@@ -23,6 +23,10 @@ FORMAT: Literal["mkernel-bench-1"] = "mkernel-bench-1"
 _MOST_FILE_BYTES = 4 << 20
 
 
+Route = Literal["direct", "staged"]
+"""NICs read and write accelerators' memory; or what crosses nodes rests in host memory on its way."""
+
+
 class Figures(Model):
     """Derived from a contender's times and those of the parts alone. Times in microseconds, of one
     call: the median over iterations of the slowest rank.
@@ -54,6 +58,7 @@ class Entry(Model):
         seconds: a call; by iteration, by rank. Not of dropped turns.
         skew_us: of each timed turn, dropped ones too, how far apart the ranks started; empty where
             that is not known. dropped: turns in which it was too far.
+        way: which of several ways its calls take; empty: there is one.
         error: the worst rank's and turn's relative error; None: not finite, or there was none.
         figures: none unless it is right.
     """
@@ -61,6 +66,7 @@ class Entry(Model):
     kind: Kind
     state: Literal["right", "wrong", "absent", "failed"]
     why: str = ""
+    way: str = ""
     error: float | None = None
     limit: float = 0.0
     seconds: tuple[tuple[float, ...], ...] = ()
@@ -148,6 +154,8 @@ class Report(Model):
         ranks: in all. nodes: emulated ones that they are on.
         carrier: what carries bytes between nodes, or as a process group between any ranks; empty where
             peers' memory is all that is written to.
+        routes: by which bytes cross nodes by a NIC; empty on one node, and in files from before it was
+            recorded.
         clock: of files from before there was ``timing``. timing: by mode.
         conditions: None in files from before it was recorded.
     """
@@ -157,6 +165,7 @@ class Report(Model):
     ranks: int
     nodes: int = 1
     carrier: str = ""
+    routes: tuple[Route, ...] = ()
     accelerator: str
     spec: BenchSpec
     provenance: dict[str, Any]

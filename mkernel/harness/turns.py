@@ -43,7 +43,8 @@ class Turns:
             CLOCK_MONOTONIC; empty where that is not known.
         checks: by output, all comparisons added up. limits: the largest errors that count as right; an
             output that is missing there must be equal.
-        absent: why it took no part. failed: what a peer raised; it left the row then.
+        way: which of several ways its calls take. absent: why it took no part. failed: what a peer
+            raised; it left the row then.
         parts: of a view, the wall seconds of each timed call's ``comm`` and ``compute``. digest: of the
             plan that it launched. traces: instruction records of its traced call, where the backend
             keeps them (of MoE two, the dispatch's and the combine's).
@@ -52,6 +53,7 @@ class Turns:
     seconds: list[float] = field(default_factory=list)
     checks: dict[str, Comparison] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
+    way: str = ""
     absent: str | None = None
     failed: str | None = None
     starts_ns: list[int] = field(default_factory=list)
@@ -136,6 +138,7 @@ class Row:
         try:
             with self._step(name, "setting up"):
                 self._entered[name] = work(self._mode, kind, self._problem, self._unseen)
+                found.way = kind.way(self._problem)
         except ContenderFailed as error:
             self._failed(name, error)
 

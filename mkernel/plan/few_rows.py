@@ -15,8 +15,8 @@ from typing import NamedTuple
 from mkernel.topology.cost import FewRowsConstants, transfer_us
 
 COLUMNS = 128
-DEPTH = 64
-"""Columns of a tile, and K of a step of it; as in hopper/kernels/few_rows.cuh."""
+DEPTH_BYTES = 128
+"""Columns of a tile, and of K in a step of it; as in hopper/kernels/few_rows.cuh."""
 MOST_SPLITS = 8
 """Parts of K, at most: blocks of a cluster."""
 PARTS = 8
@@ -41,12 +41,12 @@ def cut(n: int, k: int, itemsize: int, cores: int, few: FewRowsConstants) -> Cut
     """The fastest for weights [k, n] of ``itemsize`` bytes an element on ``cores`` cores; the fewest
     parts of several as fast. Weights come no faster than memory gives them, and than the block with
     most steps draws its own."""
-    tiles, steps = _up(n, COLUMNS), _up(k, DEPTH)
+    tiles, steps = _up(n, COLUMNS), _up(k * itemsize, DEPTH_BYTES)
 
     def cut_into(splits: int) -> Cut:
         clusters = places(cores, splits)
         waves = _up(tiles, clusters)
-        drawn = waves * _up(steps, splits) * COLUMNS * DEPTH * itemsize
+        drawn = waves * _up(steps, splits) * COLUMNS * DEPTH_BYTES
         weights = transfer_us(n * k * itemsize, few.weights_gbs, 0.0)
         return Cut(splits, clusters, waves, max(weights, transfer_us(drawn, few.block_gbs, 0.0)))
 

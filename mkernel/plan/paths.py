@@ -54,6 +54,20 @@ def few_rows(
     return found if world == 1 or come <= found.most_bytes else None
 
 
+def few_scaled_rows(
+    op: OpName,
+    shape: GemmShape,
+    out_dtype: DtypeName,
+    world: int,
+    scales: Scales,
+    constants: MachineConstants | None,
+) -> FewRowsConstants | None:
+    """The same of e4m3 operands, which that kernel adds with few bits and scales once a sum."""
+    found = few_rows(op, shape, out_dtype, world, constants)
+    takes = found is not None and found.float8 and scales.use_fast_accum and scales.mode != "block"
+    return found if takes else None
+
+
 def _few_rows_bytes(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> int:
     """What one rank sends to another one."""
     rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
@@ -82,11 +96,13 @@ def fuses_scaled(
     world: int,
     scales: Scales,
     modes: Collection[ScaleMode],
+    constants: MachineConstants | None = None,
 ) -> bool:
     """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take, which round
     results to 16 bits, where products are added with as many bits as ``scales`` asks for."""
     taken = scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
-    return taken and fusable(op, shape, out_dtype, world)
+    few = few_scaled_rows(op, shape, out_dtype, world, scales, constants)
+    return taken and (few is not None or fusable(op, shape, out_dtype, world))
 
 
 def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
@@ -157,7 +173,7 @@ def _fused(
 ) -> Times:
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
-        return _few_rows(op, shape, dtype, world, cores, few)
+        return of_few_rows(op, shape, dtype, dtype, world, cores, few)
     return fused(op, shape, dtype, dtype, world, cores, path, constants)
 
 
@@ -191,12 +207,19 @@ def fused(
     return Times(product.total_us, comm, whole(product))
 
 
-def _few_rows(
-    op: OpName, shape: GemmShape, dtype: DtypeName, world: int, cores: int, few: FewRowsConstants
+def of_few_rows(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    world: int,
+    cores: int,
+    few: FewRowsConstants,
 ) -> Times:
-    """T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once, behind it."""
+    """The kernel for few rows. T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once,
+    behind it."""
     compute = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few).total_us(few)
-    sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
+    sent = (world - 1) * _few_rows_bytes(op, shape, out_dtype, world)
     comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
     return Times(compute, comm, compute + comm)
 

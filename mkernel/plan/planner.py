@@ -314,7 +314,8 @@ def _planned(
         return common, schedule(request)
 
     common, found = scheduled(path)
-    if choice.path == "auto" and _fuses_scaled(choice, asked, len(where.placement)):
+    world = len(where.placement)
+    if choice.path == "auto" and _fuses_scaled(choice, asked, world, constants):
         rival = scheduled("fused")
         if _sooner(rival[1].prediction, found.prediction):
             path, (common, found) = "fused", rival
@@ -408,14 +409,16 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
     )
 
 
-def _fuses_scaled(choice: _Choice, asked: _Asked, world: int) -> bool:
+def _fuses_scaled(
+    choice: _Choice, asked: _Asked, world: int, constants: MachineConstants | None
+) -> bool:
     """Whether e4m3 operands have the fused path beside a library's."""
     scales, shape = asked.around.scales, asked.shape
     if scales is None or not choice.library or not isinstance(shape, GemmShape):
         return False
     claims = choice.claims
     modes = claims.fused_scale_modes if scales.use_fast_accum else claims.fused_float32_scale_modes
-    return paths.fuses_scaled(asked.op, shape, asked.out_dtype, world, scales, modes)
+    return paths.fuses_scaled(asked.op, shape, asked.out_dtype, world, scales, modes, constants)
 
 
 def _predicted(
@@ -430,7 +433,7 @@ def _predicted(
     if not choice.library or not isinstance(shape, GemmShape):
         return wanted, None
     if dtype == E4M3:  # the backend has times of its own
-        fused = choice.path == "fused" and _fuses_scaled(choice, asked, world)
+        fused = choice.path == "fused" and _fuses_scaled(choice, asked, world, constants)
         return ("fused" if fused else "library"), None
     if not paths.fusable(op, shape, dtype, world, constants):
         wanted = "library"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hopper_ranks
@@ -15,7 +16,9 @@ import mkernel
 from mkernel.backends.accelerators.hopper import (
     attention,
     attention_backward,
+    attention_core,
     attention_in_pieces,
+    attention_kernel,
     attention_merge,
     attention_ring,
     attention_tuning,
@@ -26,6 +29,7 @@ from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
 from mkernel.backends.accelerators.hopper.attention_ring import Source
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
+    AttentionKernelSchedule,
     AttentionSchedule,
 )
 from mkernel.cases import case_of, poison
@@ -39,7 +43,8 @@ INPUTS = ("q", "k", "v")
 @dataclass(frozen=True)
 class Attention:
     """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory. ``documents``: where those
-    begin that are packed into the sequence, and its end; told on ``told_on``."""
+    begin that are packed into the sequence, and its end; told on ``told_on``. ``way``: by which ring
+    attention runs, the same in all calls of a process."""
 
     batch: int
     heads: int
@@ -52,6 +57,7 @@ class Attention:
     scale: float | None = None
     documents: tuple[int, ...] | None = None
     told_on: str = "cuda"
+    way: str = "auto"
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -83,6 +89,7 @@ class Work:
         world = mkernel.world()
         self.rank, self.world = world.rank, world.size
         self.shape = shape
+        os.environ["MKERNEL_HOPPER_ATTENTION"] = shape.way
         sizes = {
             "batch": shape.batch,
             "heads": shape.heads,
@@ -97,6 +104,12 @@ class Work:
             self.bounds = torch.tensor(shape.documents, dtype=torch.int32, device=shape.told_on)
         if tensors is not None:
             options["tensors"] = {name: each.cuda() for name, each in tensors.items()}
+        if shape.way == "kernel" and world.size > 1:
+            plan = mkernel.plan(
+                "ring_attention", **sizes, dtype=shape.dtype,
+                **({} if shape.lies == "heads" else {"layout": shape.lies}),
+            )  # fmt: skip
+            assert isinstance(plan.schedule, AttentionKernelSchedule), plan.schedule
         self.case = case_of("ring_attention")(
             sizes, shape.dtype, shape.dtype, "row", seed=seed, options=options, device="cuda"
         )
@@ -442,6 +455,81 @@ class LateKeys(Documents):
         at = super().keys(source).at.clone()
         at[1:-1] = (at[1:-1] + 1).clamp(max=at[-1])
         return Bounds(at, int(at.diff().max()))
+
+
+def drawn_for_kernel(chance: random.Random) -> Attention:
+    """Any size of one kernel: from one step to a few tiles, more of them than a device has blocks."""
+    causal = chance.random() < 0.5
+    steps = chance.choice((1, 2, 3, chance.randint(4, 12)))
+    return replace(drawn(chance), rows=128 * steps * (2 if causal else 1), width=128, causal=causal,
+                   way="kernel")  # fmt: skip
+
+
+KERNEL_FAULTS = (
+    "seam", "one key late", "stale", "early flag", "skipped", "unmasked", "wrong head",
+)  # fmt: skip
+
+
+class FaultyKernel:
+    """The native module, whose kernel sees a step too few or too many at a seam of the zigzag, or each
+    key of a part one place late, leaves a part out, has no mask, or the keys of the next head; or whose
+    keys are those of before, or come behind their flags."""
+
+    def __init__(self, native: Any, fault: str, given: dict[str, torch.Tensor]) -> None:
+        self._native, self._fault = native, fault
+        old = fault == "stale"
+        self._sent = [
+            given[name].clone() if old else torch.zeros_like(given[name]) for name in "kv"
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def RingPart(self, source: int, first: int, keys: int) -> Any:
+        # Of a part that all queries see, the last step is not seen; of another one, a step more does.
+        if self._fault == "seam":
+            first, keys = (first - 128, keys) if first else (first, keys - 128)
+        return self._native.RingPart(source, first, keys)
+
+    def Core(self, tensors: Any, lse: int, counters: int, shape: Any, scale: float, causal: bool,
+             half: bool) -> Any:  # fmt: skip
+        if self._fault == "wrong head":
+            (at, strides) = tensors[1]
+            tensors = [tensors[0], (at + 2 * strides[1], strides), *tensors[2:]]
+            shape = (shape[0], shape[1], shape[2] - 1, *shape[3:])
+        return self._native.Core(tensors, lse, counters, shape, scale,
+                                 causal and self._fault != "unmasked", half)  # fmt: skip
+
+    def Ring(self, core: Any, parts: Any, slots: Any, *rest: Any) -> Any:
+        if self._fault == "one key late":
+            slots = (slots[0] + 2 * slots[1][2], slots[1])
+        parts = parts[1:] if self._fault == "skipped" else parts
+        return self._native.Ring(core, parts, slots, *rest)
+
+    def push_keys(self, device: int, world: Any, k: int, v: int, *rest: Any) -> None:
+        if self._fault in ("stale", "early flag"):
+            k, v = (each.data_ptr() for each in self._sent)
+        self._native.push_keys(device, world, k, v, *rest)
+
+
+def faulty_kernel(shape: Attention) -> dict[str, list[str]]:
+    """Failures with each fault of the one kernel, after a right call."""
+    native, found = attention_kernel.native, {}
+    modules = (attention_kernel, attention_core, attention_ring)
+    for turn, fault in enumerate(KERNEL_FAULTS):
+        work = Work(shape, turn)
+        before = work.failures(0, work.call())
+        assert not before, before
+        wrong = FaultyKernel(native(), fault, work.given)
+        for module in modules:
+            module.native = lambda wrong=wrong: wrong  # type: ignore[attr-defined]
+        work.fill(1)
+        result = work.call()
+        mkernel.synchronize()
+        found[fault] = work.failures(1, result)
+        for module in modules:
+            module.native = native  # type: ignore[attr-defined]
+    return found
 
 
 def faulty(shape: Attention, fault: str) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
 
+import kept_ranks
 import pytest
 import torch
+from device_buffers import gpus_of
+from gpu_shares import share, visible
 
 from mkernel.harness import gpu_tests
 from mkernel.harness.provenance import devices, provenance
@@ -22,7 +26,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--gpu-report", type=Path, metavar="FILE", help="add counts and skips of this run to FILE"
     )
+    group.addoption(
+        "--gpus-per-worker",
+        type=int,
+        metavar="N",
+        help="workers of xdist share the GPUs in groups of N; what needs more is skipped",
+    )
     group.addoption("--commit", help="of this tree, where there is no git to ask")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before CUDA starts."""
+    worker, each = (
+        os.environ.get("PYTEST_XDIST_WORKER"),
+        config.getoption("--gpus-per-worker", None),
+    )
+    if worker is not None and each is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share(worker, visible(), each))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes more than a pair of GPUs, before ``-m`` chooses."""
+    for item in items:
+        needs = (
+            gpus_of.get(mark.kwargs.get("reason", ""), 0) for mark in item.iter_markers("skipif")
+        )
+        if max(needs, default=0) > 2:
+            item.add_marker("wide")
+
+
+@pytest.fixture(autouse=True)
+def _by_itself(request: pytest.FixtureRequest) -> None:
+    """What wants the GPUs to itself finds no ranks there that are kept for others."""
+    if request.node.get_closest_marker("alone") is not None:
+        kept_ranks.close()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -37,10 +75,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     found = provenance(config.rootpath, config.getoption("--commit"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found["hardware"] = {**found["hardware"], **devices(device)}
-    keyword = str(config.getoption("-k") or "")
+    chosen = [(flag, str(config.getoption(flag) or "")) for flag in ("-k", "-m")]
     gpu_tests.add(
         gpu_tests.TestRun(
-            selection=(*map(str, config.args), *(["-k", keyword] if keyword else [])),
+            selection=(*map(str, config.args), *(part for one in chosen if one[1] for part in one)),
             ranks_per_device=load().ranks_per_device,
             counts={outcome: len(stats[outcome]) for outcome in OUTCOMES if outcome in stats},
             skips=dict(Counter(_reason(report) for report in stats.get("skipped", ()))),

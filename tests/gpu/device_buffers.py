@@ -12,11 +12,15 @@ import torch
 from mkernel.backends.cuda.memory import bytes_at
 from mkernel.settings import load
 
+gpus_of: dict[str, int] = {}
+"""How many GPUs a test needs, by the reason for which it may be skipped."""
+
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """Skips where there are fewer GPUs that reach each other."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     reason = f"needs {count} GPU(s) of compute capability 9.0; torch sees {found}"
+    gpus_of[reason] = count
     fits = found >= count and all(
         torch.cuda.get_device_capability(i)[0] == 9
         and all(torch.cuda.can_device_access_peer(i, j) for j in range(count) if j != i)

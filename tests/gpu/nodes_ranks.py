@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from attention_ranks import Attention
 from hopper_ranks import Shape, Work, judged
-from in_world import arrivals, stores
+from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
 
 import mkernel
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.errors import WorldError
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.pipeline import Exchange
 
 MASK = 0x5A
 FAULTS = "MKERNEL_SOFTVERBS_FAULTS"
@@ -39,19 +41,40 @@ def arrived(rows: int, k: int) -> tuple[list[str], int, int]:
     found = arrivals(whole, shards, MASK)
     assert world.nic.flush(5)
     ranks = world.identity.ranks_per_node
-    plan = mkernel.plan(
-        "ag_gemm", dtype="bfloat16", out_dtype="bfloat16", m=world.size * rows, n=64, k=k
-    )
-    exchange = plan.part(GatherSchedule).exchange
+    exchange = exchange_of(planned(Shape("all_gather_gemm", world.size * rows, 64, k)))
     assert world.settings.exchange in ("auto", exchange)
     far = world.size - ranks if exchange == "direct" else world.identity.nodes - 1
     return found, world.nic.statistics().put_bytes - before, far * rows * k * 2
 
 
-def scattered(rows: int, n: int) -> tuple[list[str], int]:
-    """Failures of a GEMM+ReduceScatter of whole tiles of ``rows`` rows an owner, and bytes that the NIC
-    put for it here."""
-    return _put(Work(Shape("gemm_reduce_scatter", mkernel.world().size * rows, n, 512)))
+def summed(op: str, rows: int, n: int) -> tuple[list[str], int, Exchange]:
+    """Failures of a reduction of whole tiles of ``rows`` rows an owner, bytes that the NIC put for it
+    here, and the plan's exchange."""
+    shape = Shape(op, mkernel.world().size * rows, n, 512)
+    return *_put(Work(shape)), exchange_of(planned(shape))
+
+
+def planned(shape: Shape, exchange: Exchange | None = None) -> LaunchPlan:
+    """Of the calls of a shape."""
+    return mkernel.plan(
+        shape.op, dtype=shape.dtype, out_dtype=shape.dtype, exchange=exchange,
+        m=shape.m, n=shape.n, k=shape.k,
+    )  # fmt: skip
+
+
+def exchange_of(plan: LaunchPlan) -> Exchange:
+    """Of a GEMM op."""
+    if plan.op == "all_gather_gemm":
+        return plan.part(GatherSchedule).exchange
+    return plan.part(ReduceSchedule).exchange
+
+
+def chosen(shape: Shape) -> tuple[list[str], int, Exchange, tuple[float, ...]]:
+    """Failures of a call, bytes that the NIC put for it here, the plan's exchange, and the predicted
+    times of both, in microseconds."""
+    predictions = [planned(shape, exchange).prediction for exchange in get_args(Exchange)]
+    times = tuple(each.pipelined_us for each in predictions if each is not None)
+    return *_put(Work(shape)), exchange_of(planned(shape)), times
 
 
 def dispatched(shape: Moe) -> tuple[list[str], int, int]:
@@ -100,10 +123,8 @@ def staged(shape: Shape) -> tuple[bool, int, int]:
     world = mkernel.world()
     assert world.nic is not None
     counts = world.nic.statistics()
-    plan = mkernel.plan(
-        shape.op, dtype=shape.dtype, out_dtype=shape.dtype, m=shape.m, n=shape.n, k=shape.k
-    )
-    return plan.routes.staged, counts.host_regions, counts.dmabuf_regions + counts.peermem_regions
+    device_regions = counts.dmabuf_regions + counts.peermem_regions
+    return planned(shape).routes.staged, counts.host_regions, device_regions
 
 
 def noticed(shapes: list[Shape], seed: int) -> str:
@@ -121,7 +142,7 @@ def break_and_rebuild(
     fault: str | None,
     shape: Shape,
     next_nic: str = "",
-    timeout_s: float = 20,
+    timeout_s: float = TOLD_S,
 ) -> tuple[str, str, float, bool]:
     """(kind of error, its message, seconds until it was raised, whether the next world of these
     processes is right). Rank 0's device has the fault, in the first of the two worlds. ``next_nic``: of
@@ -146,7 +167,7 @@ def break_and_rebuild(
     return kind, message, seconds, not judged([shape], 3)
 
 
-def _join(port: int, nic: str, fault: str | None, timeout_s: float = 20) -> None:
+def _join(port: int, nic: str, fault: str | None, timeout_s: float = TOLD_S) -> None:
     if fault is not None and os.environ["RANK"] == "0":
         os.environ[FAULTS] = fault
     try:

@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 import mkernel
 from mkernel.cases import case_of, poison
 from mkernel.cases.all_reduce import EPS
+from mkernel.cases.base import Case
 from mkernel.ops.quantised import quantised_rows
 from mkernel.plan.model import DtypeName
 
@@ -32,18 +33,47 @@ class Rows:
         """Its tensors on this rank."""
         return Work(self, seed)
 
+    def case(self, seed: int) -> Case:
+        """The op's case."""
+        options = {} if self.norm is None else {"norm": self.norm}
+        return case_of("all_reduce")(
+            {"m": self.m, "n": self.n}, self.dtype, self.dtype, "row", seed=seed, options=options,
+            device="cuda",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NormedProduct:
+    """GEMM+AllReduce of few rows, whose rows are normalised: ``alone``, or behind a ``residual``."""
+
+    m: int
+    n: int
+    k: int
+    dtype: DtypeName = "bfloat16"
+    layout: str = "row"
+    norm: str = "residual"
+    bias: bool = False
+    to: ClassVar[str] = "own"
+
+    def work(self, seed: int) -> Work:
+        """Its tensors on this rank."""
+        return ProductWork(self, seed)
+
+    def case(self, seed: int) -> Case:
+        """The op's case."""
+        return case_of("gemm_all_reduce")(
+            {"m": self.m, "n": self.n, "k": self.k}, self.dtype, self.dtype, self.layout, seed=seed,
+            options={"norm": self.norm, "bias": self.bias, "path": "fused"}, device="cuda",
+        )  # fmt: skip
+
 
 class Work:
     """The tensors of some rows on this rank, refilled in place for every turn."""
 
-    def __init__(self, rows: Rows, seed: int = 0) -> None:
+    def __init__(self, rows: Rows | NormedProduct, seed: int = 0) -> None:
         world = mkernel.world()
         self.rank, self.world, self.rows = world.rank, world.size, rows
-        options = {} if rows.norm is None else {"norm": rows.norm}
-        self.case = case_of("all_reduce")(
-            {"m": rows.m, "n": rows.n}, rows.dtype, rows.dtype, "row", seed=seed, options=options,
-            device="cuda",
-        )  # fmt: skip
+        self.case = rows.case(seed)
         self.given = self.case.inputs(self.rank, self.world, 0)
         self.problem = self  # of whom hopper_ranks asks for rank and world
         shape, dtype = self.case.results(self.world)["out"]
@@ -80,6 +110,18 @@ class Work:
             for name, each in found.items()
             if not each.error <= limits[name]
         ]
+
+
+class ProductWork(Work):
+    """The same of a product."""
+
+    def call(self) -> torch.Tensor:
+        """The op; both results of a norm with a residual, one below the other."""
+        done = self.case.called(self.given, {"out": self.out}, {})
+        self.plan = done.plan
+        names = ("out", "residual_out") if self.rows.norm == "residual" else ("out",)
+        self.found = torch.cat([done.outputs[name] for name in names])
+        return self.found
 
 
 def normed_products() -> list[str]:

@@ -7,14 +7,13 @@ import random
 from typing import Any
 
 import hopper_ranks
+import kept_ranks
 import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
 from sum_ranks import Rows
 from survivors import judge_absence, judge_survivors
-
-import mkernel
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -45,7 +44,7 @@ MIXED: list[Any] = [
 
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
-    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
@@ -69,9 +68,9 @@ def test_many_calls_in_the_queue(world: int) -> None:
 
 @several
 def test_results_are_the_same_bits_everywhere_and_always(world: int) -> None:
-    ranks = mkernel.launch(
+    ranks = kept_ranks.run(
         sum_ranks.same_bits, [each for each in SOME if each.to != "x"], 4, ranks_per_node=world,
-        accelerator="hopper", timeout_s=30,
+        accelerator="hopper"
     )  # fmt: skip
     assert all(each == ranks[0] for each in ranks)
     sums = ranks[0]
@@ -85,7 +84,7 @@ def test_graphs(world: int) -> None:
 
 @several
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", SOME[0], world, absent_s=10.0)  # type: ignore[arg-type]
+    judge_absence("hopper", SOME[0], world)  # type: ignore[arg-type]
 
 
 @several

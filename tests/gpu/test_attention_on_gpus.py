@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import attention_ranks
+import kept_ranks
 import pytest
 from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention, drawn
 from device_buffers import needs_gpus, takes_ranks
+from in_world import TOLD_S
 from survivors import judge_absence, judge_survivors
 
 import mkernel
@@ -51,13 +53,13 @@ MIXED = [
 
 def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> list[Any]:
     return mkernel.launch(
-        fn, *arguments, ranks_per_node=world, accelerator=accelerator, timeout_s=30
+        fn, *arguments, ranks_per_node=world, accelerator=accelerator, timeout_s=TOLD_S
     )
 
 
-def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
+def right(world: int, fn: Any, *arguments: Any, run: Any = kept_ranks.run) -> None:
     """No rank found a failure."""
-    found = launched(world, fn, *arguments, accelerator=accelerator)
+    found = run(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S)
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
@@ -143,7 +145,7 @@ def test_sizes_that_are_refused(world: int) -> None:
 
 @several
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", Attention(1, 4, 2, 128, causal=True), world, absent_s=10.0)
+    judge_absence("hopper", Attention(1, 4, 2, 128, causal=True), world)
 
 
 @several
@@ -204,25 +206,25 @@ BY_CORE = [
 
 @worlds
 def test_by_our_own_kernel(world: int) -> None:
-    right(world, attention_ranks.by_core, attention_ranks.judged, BY_CORE, 3)
+    right(world, attention_ranks.by_core, attention_ranks.judged, BY_CORE, 3, run=mkernel.launch)
 
 
 @worlds
 def test_graphs_by_our_own_kernel(world: int) -> None:
-    right(world, attention_ranks.by_core, attention_ranks.replayed, BY_CORE, 20)
+    right(world, attention_ranks.by_core, attention_ranks.replayed, BY_CORE, 20, run=mkernel.launch)
 
 
 @worlds
 @pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
 @pieces
 def test_in_pieces(world: int, late: bool) -> None:
-    right(world, attention_ranks.in_pieces, IN_PIECES, 64, 1, late)
+    right(world, attention_ranks.in_pieces, IN_PIECES, 64, 1, late, run=mkernel.launch)
 
 
 @several
 @pieces
 def test_a_graph_in_pieces(world: int) -> None:
-    right(world, attention_ranks.replayed_in_pieces, IN_PIECES, 64, 10)
+    right(world, attention_ranks.replayed_in_pieces, IN_PIECES, 64, 10, run=mkernel.launch)
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
@@ -269,7 +271,7 @@ def test_gradients_in_lots_of_heads(world: int) -> None:
     print(f"seed {seed}")
     shapes = [replace(drawn(chance), scale=None) for _ in range(16)]
     shapes.append(Attention(2, 6, 3, 96, width=64, causal=True, lies="positions"))
-    right(world, attention_ranks.trained_in_lots, shapes, seed)
+    right(world, attention_ranks.trained_in_lots, shapes, seed, run=mkernel.launch)
 
 
 @worlds

@@ -9,12 +9,12 @@ from typing import Any
 
 import fp8_ranks
 import hopper_ranks
+import kept_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import OPS, Shape
 from survivors import judge_absence, judge_survivors
 
-import mkernel
 from mkernel.plan.model import ScaleMode
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -128,7 +128,7 @@ MIXED = [
 
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
-    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
@@ -192,9 +192,7 @@ def test_every_bit_of_the_fused_path(world: int, shapes: list[Shape]) -> None:
 @several
 def test_large(world: int) -> None:
     shapes = [library(op, 8192, 2048, 2048, mode) for op in OPS for mode in MODES]
-    found = mkernel.launch(
-        fp8_ranks.planned, shapes, ranks_per_node=world, accelerator="hopper", timeout_s=30
-    )
+    found = kept_ranks.run(fp8_ranks.planned, shapes, ranks_per_node=world, accelerator="hopper")
     assert {kind for each in found for kind in each} == {
         "hopper.gather_parts",
         "hopper.reduce_parts",
@@ -236,8 +234,8 @@ def test_graphs(world: int, shapes: list[Shape], mixed: bool) -> None:
 @several
 @by_any
 def test_results_are_always_the_same_bits(world: int, shapes: list[Shape]) -> None:
-    for found in mkernel.launch(
-        fp8_ranks.bits, shapes, 12, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    for found in kept_ranks.run(
+        fp8_ranks.bits, shapes, 12, ranks_per_node=world, accelerator="hopper"
     ):
         assert found == [1] * len(shapes)
 
@@ -263,13 +261,8 @@ def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
 def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:
     by_blocks = "block" in fault
     shape = promoted(op, 2048, 512, 1024, "block") if by_blocks else fused(op, 2048, 512, 1024)
-    found = mkernel.launch(
-        fp8_ranks.faulty_fused,
-        fault,
-        shape,
-        ranks_per_node=world,
-        accelerator="hopper",
-        timeout_s=30,
+    found = kept_ranks.run(
+        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
 
@@ -277,7 +270,7 @@ def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault:
 @several
 @pytest.mark.parametrize("op", OPS)
 def test_the_fused_path_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", fused(op, 2048, 512, 1024), world, 6)
+    judge_absence("hopper", fused(op, 2048, 512, 1024), world)
 
 
 @several
@@ -297,8 +290,8 @@ def test_gathered_rows_of_the_library_path(world: int, mode: ScaleMode) -> None:
 @several
 def test_products_accumulate_as_torch_s_do(world: int) -> None:
     shape = scaled("all_gather_gemm", 1024 * world, 1024, 8192, "tensor", chunk=512)
-    for error, gap, fast_error, fast_gap in mkernel.launch(
-        fp8_ranks.fast, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    for error, gap, fast_error, fast_gap in kept_ranks.run(
+        fp8_ranks.fast, shape, ranks_per_node=world, accelerator="hopper"
     ):
         assert error < fast_error
         assert gap == fast_gap == 0
@@ -318,8 +311,8 @@ def test_products_accumulate_as_torch_s_do(world: int) -> None:
 def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, fault: str) -> None:
     mode: ScaleMode = "block" if "block" in fault else "row"
     shape = library(op, 2048, 512, 1024, mode, chunk=1024 // world)
-    found = mkernel.launch(
-        fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper", timeout_s=30
+    found = kept_ranks.run(
+        fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
 
@@ -327,7 +320,7 @@ def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, faul
 @several
 @pytest.mark.parametrize("op", OPS)
 def test_the_library_path_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", library(op, 2048, 512, 1024, chunk=512), world, 6)
+    judge_absence("hopper", library(op, 2048, 512, 1024, chunk=512), world)
 
 
 @several

@@ -17,14 +17,13 @@ import pytest
 from attention_ranks import Attention
 from device_buffers import takes_ranks
 from hopper_ranks import OPS, Shape
+from in_world import TOLD_S
 from moe_ranks import Moe
-from survivors import judge_absence, judge_survivors
+from survivors import judge_survivors
 
 import mkernel
 from mkernel.backends import registry
 from mkernel.backends.accelerators.hopper import capabilities
-from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
-from mkernel.launch import host_store
 from mkernel.settings import load
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
@@ -46,17 +45,6 @@ MIXED = [
     Shape("all_gather_gemm", 96, 64, 4096, dtype="float16"),
     Shape("gemm_all_reduce", 2048, 2048, 512),
 ]
-SHARED = [
-    Shape("all_gather_gemm", 1536, 512, 1024),
-    Shape("gemm_reduce_scatter", 2048, 768, 256),
-    Shape("gemm_all_reduce", 520, 1024, 320, layout="column"),
-    Shape("all_gather_gemm", 96, 64, 4096, dtype="float16"),
-    Shape("gemm_all_reduce", 2048, 2048, 512),
-    Shape("all_gather_gemm", 4096, 256, 2048),
-]
-"""Of 4 ranks."""
-
-
 SHARING = load().ranks_per_device
 TURNS = SHARING > 1 and not registry.accelerator("hopper").side_by_side(SHARING).usable
 direct = pytest.mark.skipif(
@@ -75,23 +63,11 @@ def take(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__GPUDIRECT", str(int(route == "direct")))
 
 
-exchanges = pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
-shared = pytest.mark.parametrize(
-    ("nodes", "ranks"),
-    [
-        pytest.param(2, 2, marks=takes_ranks(4)),
-        pytest.param(3, 2, marks=takes_ranks(6)),
-        pytest.param(2, 3, marks=takes_ranks(6)),
-    ],
-)
-"""Worlds whose nodes have several ranks, so that the exchanges differ."""
-
-
 def right(fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1) -> None:
     """No rank found a failure."""
     found = mkernel.launch(
         fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator="hopper", nic=nic,
-        verbs="soft", timeout_s=30,
+        verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
@@ -107,7 +83,7 @@ def test_the_route_is_the_planned_one(
     shape = Shape(op, 512, 512, 512)
     found = mkernel.launch(
         nodes_ranks.staged, shape, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic,
-        verbs="soft", timeout_s=30,
+        verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for staged, host, device in found:
         assert staged == (route == "staged")
@@ -170,7 +146,7 @@ def test_results_are_always_the_same_bits(
     take(route, monkeypatch)
     found = mkernel.launch(
         hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=1,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for sums in found:
         assert len(set(sums)) == 1
@@ -190,7 +166,7 @@ def test_every_byte_of_another_node_came_through_the_nic(
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
     found = mkernel.launch(
         nodes_ranks.arrived, 256, 1024, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=30,
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for rank, (arrived, put, expected) in enumerate(found):
         node = rank // ranks
@@ -198,140 +174,6 @@ def test_every_byte_of_another_node_came_through_the_nic(
             "intact" if other // ranks == node else "scrambled" for other in range(nodes * ranks)
         ]
         assert put == expected
-
-
-@nics
-@both
-@exchanges
-@shared
-def test_the_bytes_over_the_rails_are_those_of_the_exchange(
-    nodes: int, ranks: int, exchange: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row crosses once for each rank of another node, or once for the node; every reader gets it."""
-    take(route, monkeypatch)
-    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
-    rows, k = 256, 1024
-    found = mkernel.launch(
-        nodes_ranks.arrived, rows, k, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=30,
-    )  # fmt: skip
-    copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
-    for rank, (arrived, put, _) in enumerate(found):
-        assert arrived == [
-            "intact" if other // ranks == rank // ranks else "scrambled"
-            for other in range(nodes * ranks)
-        ]
-        assert put == copies * rows * k * 2
-
-
-@nics
-@exchanges
-@shared
-def test_the_sums_over_the_rails_are_those_of_the_exchange(
-    nodes: int, ranks: int, exchange: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank sends its part to each rank of another node, or its node's sum to one rank there."""
-    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
-    rows, n = 512, 512
-    found = mkernel.launch(
-        nodes_ranks.scattered, rows, n, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=30,
-    )  # fmt: skip
-    copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
-    for failures, put in found:
-        assert not failures
-        assert put == copies * rows * n * 2
-
-
-@nics
-@both
-@shared
-def test_hierarchical_random_shapes(
-    nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
-    right(
-        hopper_ranks.judged, random_shapes(nodes * ranks, HIERARCHICAL_OPS), 1,
-        nic=nic, nodes=nodes, ranks=ranks,
-    )  # fmt: skip
-
-
-@nics
-@pytest.mark.parametrize("way", ["skewed", "queued", "replayed"])
-@takes_ranks(4)
-def test_hierarchical_reuse_of_memory(way: str, nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late ranks, calls that the host does not wait for, and graphs, with shapes mixed."""
-    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
-    last: Any = True if way == "replayed" else 2
-    shapes = [shape for shape in SHARED if shape.op in HIERARCHICAL_OPS]
-    right(getattr(hopper_ranks, way), shapes, 30, last, nic=nic, nodes=2, ranks=2)
-
-
-@nics
-@takes_ranks(4)
-@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
-def test_hierarchical_results_are_always_the_same_bits(
-    op: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
-    found = mkernel.launch(
-        hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=2,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
-    )  # fmt: skip
-    for sums in found:
-        assert len(set(sums)) == 1
-
-
-@nics
-@ops
-def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(op: str, nic: str) -> None:
-    judge_absence("hopper", Shape(op, 1024, 512, 512), 2, absent_s=10.0, nodes=2, nic=nic)
-
-
-@nics
-@ops
-def test_a_rank_killed_while_kernels_wait_for_it(
-    op: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MKERNEL_NIC", nic)
-    monkeypatch.setenv("MKERNEL_VERBS", "soft")
-    judge_survivors("hopper", Shape(op, 1536, 512, 512), 2, nodes=2)
-
-
-@nics
-@pytest.mark.parametrize(
-    "fault", ["drop@20", "cut@20", "stall@20", "qp-error@20", "cq-overflow@20"]
-)
-def test_a_nic_error_in_mid_kernel(nic: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "200")
-    _store, port = host_store(2, 30)
-    shape = Shape("gemm_all_reduce", 2048, 1024, 512)  # more than 20 puts
-    found = mkernel.launch(
-        nodes_ranks.break_and_rebuild, port, nic, fault, shape, nodes=2, ranks_per_node=1,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
-    )  # fmt: skip
-    for kind, _, seconds, goes_on in found:
-        assert kind == "NicError"
-        assert seconds < 15
-        assert goes_on
-
-
-@pytest.mark.parametrize("fault", [False, True], ids=["honest", "miscounts"])
-def test_an_arrival_that_is_counted_too_early_is_seen(
-    fault: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between backend and device a library claims one message fewer of each put than it has."""
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "4096")  # every put has several
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", "400000")
-    name = "MiscountedImmediate" if fault else "HonestLibrary"
-    found = mkernel.launch(
-        nodes_ranks.noticed, 6 * MIXED[:2], 12, nodes=2, ranks_per_node=1, accelerator="hopper",
-        nic=f"mkernel.conformance.nic_faults:{name}", verbs="soft", timeout_s=10,
-    )  # fmt: skip
-    assert any(found) == fault, found
 
 
 @pytest.mark.alone
@@ -396,7 +238,7 @@ def test_keys_cross_once_for_each_rank_of_another_node(
         monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
         found = mkernel.launch(
             nodes_ranks.attended, ATTENTION[2], nodes=2, ranks_per_node=1, accelerator="hopper",
-            nic=nic, verbs="soft", timeout_s=30,
+            nic=nic, verbs="soft", timeout_s=TOLD_S,
         )  # fmt: skip
         for failures, put, expected, on_host in found:
             assert bool(failures) == bool(mask)
@@ -468,7 +310,7 @@ def test_tokens_cross_once_for_each_rank_of_another_node(
         monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
         found = mkernel.launch(
             nodes_ranks.dispatched, shape, nodes=2, ranks_per_node=1, accelerator="hopper",
-            nic=nic, verbs="soft", timeout_s=30,
+            nic=nic, verbs="soft", timeout_s=TOLD_S,
         )  # fmt: skip
         for failures, put, expected in found:
             assert bool(failures) == bool(mask)

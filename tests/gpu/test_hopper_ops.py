@@ -6,11 +6,10 @@ import random
 from typing import Any
 
 import hopper_ranks
+import kept_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import OPS, Shape
-
-import mkernel
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -49,7 +48,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
-    found = mkernel.launch(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=30)
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
@@ -106,9 +105,9 @@ def test_many_calls_in_the_queue(world: int) -> None:
 @several
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_always_the_same_bits(op: str, world: int) -> None:
-    ranks = mkernel.launch(
+    ranks = kept_ranks.run(
         hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 20, ranks_per_node=world,
-        accelerator="hopper", timeout_s=30,
+        accelerator="hopper"
     )  # fmt: skip
     for sums in ranks:
         assert len(set(sums)) == 1

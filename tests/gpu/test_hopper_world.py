@@ -8,6 +8,7 @@ import pytest
 import torch
 import world_ranks
 from device_buffers import needs_gpus, several, takes_ranks
+from in_world import TOLD_S
 
 import mkernel
 from mkernel.errors import MkernelError
@@ -19,7 +20,7 @@ pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 @several
 def test_tensors_of_every_rank_are_mapped_and_outlive_the_world(world: int) -> None:
     results = mkernel.launch(
-        world_ranks.symmetric, ranks_per_node=world, accelerator="hopper", timeout_s=30
+        world_ranks.symmetric, ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S
     )
     for rank, (device, found, total) in enumerate(results):
         assert device == rank % torch.cuda.device_count()
@@ -30,7 +31,7 @@ def test_tensors_of_every_rank_are_mapped_and_outlive_the_world(world: int) -> N
 @needs_gpus(2)
 def test_ranks_that_share_a_device_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKERNEL_RANKS_PER_DEVICE", raising=False)
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     with pytest.raises(MkernelError, match="a GPU of its own for each rank"):
         mkernel.launch(
             world_ranks.crowded, port, ranks_per_node=2, accelerator="hopper", timeout_s=20
@@ -39,9 +40,9 @@ def test_ranks_that_share_a_device_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.alone
 def test_worlds_in_turn_leave_no_memory() -> None:
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     for free in mkernel.launch(
-        world_ranks.rounds, port, ranks_per_node=2, accelerator="hopper", timeout_s=30
+        world_ranks.rounds, port, ranks_per_node=2, accelerator="hopper", timeout_s=TOLD_S
     ):
         assert min(free[1:]) >= free[0] - (64 << 20)
 
@@ -59,7 +60,7 @@ def test_memory_does_not_grow_with_the_shapes_met() -> None:
     """What the host keeps of shapes is that of the last 1024 to 2048."""
     for first, *later in mkernel.launch(
         world_ranks.after_shapes, (1000, 4000, 20_000), ranks_per_node=2, accelerator="hopper",
-        timeout_s=30,
+        timeout_s=TOLD_S,
     ):  # fmt: skip
         for device, host in later:
             assert device - first[0] <= 32 << 20

@@ -9,8 +9,10 @@ import nodes_faults_ranks
 import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
-from hopper_ranks import Shape
-from test_hopper_nodes import both, direct, nics, take
+from hopper_ranks import OPS, Shape
+from in_world import TOLD_S
+from survivors import judge_absence, judge_survivors
+from test_hopper_nodes import MIXED, both, direct, nics, take
 
 import mkernel
 from mkernel.launch import host_store
@@ -28,7 +30,7 @@ def found(fn: Any, *arguments: Any, nic: str) -> Any:
     """The failures of each rank."""
     return mkernel.launch(
         fn, *arguments, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft",
-        timeout_s=30,
+        timeout_s=TOLD_S,
     )  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def test_an_arrival_that_is_counted_once_too_often(
 ) -> None:
     """Its flag comes before the data, in every later call or replay, where the sender is late."""
     take(route, monkeypatch)
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     failures = found(nodes_faults_ranks.told_early, port, shape, 4, fault, graph, nic=nic)
     assert bool(failures[0]) == fault, failures
     if fault:
@@ -59,7 +61,7 @@ def test_memory_that_is_used_again_too_early(
 ) -> None:
     """Rows of the next call lie there before those of a call were read."""
     take(route, monkeypatch)
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     failures = found(nodes_faults_ranks.reused_early, port, EARLY[0], fault, nic=nic)
     assert len(failures[0]) == fault, failures
 
@@ -99,38 +101,114 @@ def test_a_rank_that_asks_its_driver_in_mid_kernel(
 
 
 @nics
-def test_a_fifo_that_stays_full(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_a_fifo_that_stays_full(nic: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's device does nothing more, and no NIC gives up within the deadline: many blocks wait for
     room in a full FIFO, of which one is late first, and every rank hears of it."""
+    take(route, monkeypatch)
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "22")  # minutes
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "60000")
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__FIFO_SLOTS", "16")
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QUEUE_DEPTH", "16")
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     shape = Shape("gemm_reduce_scatter", 8192, 4096, 512)  # 512 puts a rank
     outcomes = mkernel.launch(
         nodes_ranks.break_and_rebuild, port, nic, "stall@40", shape, nic, 4.0, nodes=2,
-        ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft", timeout_s=30,
+        ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
     )  # fmt: skip
     for kind, message, seconds, goes_on in outcomes:
         assert kind == "Timeout", message
-        assert seconds < 12
+        assert seconds < TOLD_S / 2
         assert goes_on
 
 
+@pytest.mark.parametrize(
+    ("nic", "fault"), [("cx7", "MissingReceiveOnRc"), ("efa", "MissingReceive")]
+)
 @both
-def test_a_peer_without_receives(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_receives(
+    route: str, nic: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Credits keep senders from it, so that a library beneath the backend must forget to post receives:
     RNR, and no more of it than was asked for."""
     take(route, monkeypatch)
-    fault = "mkernel.conformance.nic_faults:MissingReceive"
-    _store, port = host_store(2, 30)
+    _store, port = host_store(2, TOLD_S)
     outcomes = mkernel.launch(
-        nodes_ranks.break_and_rebuild, port, fault, None, EARLY[1], "efa", nodes=2,
-        ranks_per_node=1, accelerator="hopper", nic="efa", verbs="soft", timeout_s=30,
+        nodes_ranks.break_and_rebuild, port, f"mkernel.conformance.nic_faults:{fault}", None,
+        EARLY[1], nic, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft",
+        timeout_s=TOLD_S,
     )  # fmt: skip
     for kind, _, seconds, goes_on in outcomes:
         assert kind == "NicError"
-        assert seconds < 15
+        assert seconds < TOLD_S / 2
         assert goes_on
     assert any("RNR" in message for _, message, _, _ in outcomes)
+
+
+routes_of_failures = pytest.mark.parametrize(
+    ("op", "route"),
+    [
+        *((op, "staged") for op in OPS),
+        pytest.param("gemm_all_reduce", "direct", marks=[direct, pytest.mark.alone]),
+    ],
+)
+"""Of calls in whose middle something ends: the op that has all ways in it stands for the others where
+the NIC writes into device memory."""
+
+
+@nics
+@routes_of_failures
+def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
+    op: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    judge_absence("hopper", Shape(op, 1024, 512, 512), 2, nodes=2, nic=nic)
+
+
+@nics
+@routes_of_failures
+def test_a_rank_killed_while_kernels_wait_for_it(
+    op: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_NIC", nic)
+    monkeypatch.setenv("MKERNEL_VERBS", "soft")
+    judge_survivors("hopper", Shape(op, 1536, 512, 512), 2, nodes=2)
+
+
+@nics
+@both
+@pytest.mark.parametrize(
+    "fault", ["drop@20", "cut@20", "stall@20", "qp-error@20", "cq-overflow@20"]
+)
+def test_a_nic_error_in_mid_kernel(
+    nic: str, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS", "200")
+    _store, port = host_store(2, TOLD_S)
+    shape = Shape("gemm_all_reduce", 2048, 1024, 512)  # more than 20 puts
+    found = mkernel.launch(
+        nodes_ranks.break_and_rebuild, port, nic, fault, shape, nodes=2, ranks_per_node=1,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
+    )  # fmt: skip
+    for kind, _, seconds, goes_on in found:
+        assert kind == "NicError"
+        assert seconds < TOLD_S / 2
+        assert goes_on
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["honest", "miscounts"])
+def test_an_arrival_that_is_counted_too_early_is_seen(
+    fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between backend and device a library claims one message fewer of each put than it has."""
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "4096")  # every put has several
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", "400000")
+    name = "MiscountedImmediate" if fault else "HonestLibrary"
+    found = mkernel.launch(
+        nodes_ranks.noticed, 6 * MIXED[:2], 12, nodes=2, ranks_per_node=1, accelerator="hopper",
+        nic=f"mkernel.conformance.nic_faults:{name}", verbs="soft", timeout_s=10,
+    )  # fmt: skip
+    assert any(found) == fault, found

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import hopper_ranks
+import kept_ranks
 import pytest
 import streams_ranks
 import torch
 from device_buffers import needs_gpus, several, takes_ranks
 from hopper_ranks import OPS, Shape
+from in_world import TOLD_S
 from survivors import judge_absence, judge_survivors
 
 import mkernel
@@ -26,9 +28,7 @@ def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def ranks(world: int, function: Any, *arguments: Any) -> list[Any]:
-    return mkernel.launch(
-        function, *arguments, ranks_per_node=world, accelerator="streams", timeout_s=30
-    )
+    return kept_ranks.run(function, *arguments, ranks_per_node=world, accelerator="streams")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,10 @@ def test_two_streams(world: int) -> None:
 
 @several
 def test_without_waits_results_are_wrong(world: int) -> None:
-    found = ranks(world, streams_ranks.hasty, Shape("all_gather_gemm", 4096, 512, 4096), 12)
+    found = mkernel.launch(
+        streams_ranks.hasty, Shape("all_gather_gemm", 4096, 512, 4096), 12, ranks_per_node=world,
+        accelerator="streams", timeout_s=TOLD_S,
+    )  # fmt: skip
     assert sum(found) > 0
 
 
@@ -78,7 +81,7 @@ def test_symmetric_memory_lies_on_the_device(world: int) -> None:
 @pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("op", OPS)
 def test_an_absent_rank_is_a_time_out(op: str, world: int) -> None:
-    judge_absence("streams", Shape(op, 1024, 512, 512), world, absent_s=5.0)
+    judge_absence("streams", Shape(op, 1024, 512, 512), world)
 
 
 @several

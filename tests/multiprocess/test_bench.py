@@ -199,6 +199,7 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
         assert report is not None
         assert report.nodes == (2 if "--nodes" in where else 1)
         assert report.carrier == ("torch.distributed (gloo)" if "streams" in where else "cx7")
+        assert report.routes == (("direct",) if "cx7" in where else ())
         (row,) = report.rows
         assert row.best_peer in ("gloo+matmul", *PEERS.get(op, ()))
         assert row.to_best is not None

@@ -78,8 +78,8 @@ class SumExecutor:
     def _sum_rows(self, call: Call, stream: int) -> None:
         norm = RowNorm.of(call)
         x, out = aligned(call.tensors["x"]), writable(call.tensors["out"])
-        addresses: Mapping[str, Any] = {} if norm is None else norm.addresses
-        sums = _rows(call.plan, source=x.data_ptr(), out=out.data_ptr(), **addresses)
+        given = {} if norm is None else {"norm": norm.addresses()}
+        sums = _rows(call.plan, source=x.data_ptr(), out=out.data_ptr(), **given)
         world = self._alone if call.view == "compute_only" else self._world
         native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
         deliver(out, call.tensors["out"])

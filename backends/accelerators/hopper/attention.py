@@ -150,8 +150,12 @@ class AttentionExecutor:
             causal = self._ring.causal and source.rank == call.rank
             if documents is not None:
                 return attend_packed(q, source, documents, causal, scale)
-            by = attention_core.attend if self._core else attend
-            return by(q, source.k, source.v, source.first, causal, scale)
+            given = (q, source.k, source.v, source.first, causal, scale)
+            if not self._core:
+                return attend(*given)
+            # The own part and the others', which come one after another, may run at a time.
+            counters = attention_core.counters_of(call.workspace, source.rank != call.rank)
+            return attention_core.attend(*given, counters)
 
         return found
 

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.native import native
 
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float) -> Seen:
-    """As :func:`.attention_library.attend`, of heads of 128."""
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float, counters: int
+) -> Seen:
+    """As :func:`.attention_library.attend`, of heads of 128. ``counters``: see :func:`core`."""
     seeing = q[:, :, first:] if first else q
-    batch, heads, queries, _ = seeing.shape
     out = torch.empty_like(seeing)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    counters = torch.zeros(2, dtype=torch.int32, device=q.device)
-    core = native().Core(
-        [(each.data_ptr(), each.stride()[:3]) for each in (seeing, k, v, out)],
+    lse = torch.empty(seeing.shape[:3], dtype=torch.float32, device=q.device)
+    asked = core(seeing, k, v, out, lse, causal, scale, counters)
+    native().attend(q.device.index, asked, torch.cuda.current_stream(q.device).cuda_stream)
+    return Seen(out, lse, first)
+
+
+def core(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    counters: int,
+) -> _hopper.Core:  # fmt: skip
+    """Attention of q [B, Hq, R, 128] on k and v [B, Hkv, K, 128] into ``out``, like q, and ``lse``
+    [B, Hq, R], packed. ``counters``: address of two words that every launch leaves zero, as it found
+    them, after a failed wait too; launches at a time have their own (:func:`counters_of`)."""
+    made: _hopper.Core = native().Core(
+        [(each.data_ptr(), each.stride()[:3]) for each in (q, k, v, out)],
         lse.data_ptr(),
-        counters.data_ptr(),
-        (batch, heads, k.shape[1], queries, k.shape[2]),
+        counters,
+        (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
         scale,
         causal,
         q.dtype == torch.float16,
     )
-    native().attend(q.device.index, core, torch.cuda.current_stream(q.device).cuda_stream)
-    return Seen(out, lse, first)
+    return made
+
+
+def counters_of(workspace: int, which: int = 0) -> int:
+    """Those of a workspace, for the first or the second launch at a time of its call."""
+    made = native()
+    at: int = workspace + made.COUNTERS_OFFSET + which * made.COUNTERS_BYTES
+    return at

@@ -54,19 +54,22 @@ class AttentionRing:
         sources: the other ranks in the order in which they are consumed: the one before this first.
     """
 
-    def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+    def __init__(self, call: Call, context: DispatchContext, chunk_rows: int | None = None) -> None:
+        """``call``: any of them; what differs from call to call is not looked at. ``chunk_rows``: of a
+        rank, that travel at a time with a flag of their own; None: all."""
         self._plan, self._rank, self._device = call.plan, call.rank, context.device
         self._workspace, self._order = call.workspace, context.order
         shape = attention_shape(call.plan)
         self.causal, self.rows = shape.causal, shape.sequence // call.plan.world_size
         self.keys = ring_keys(call.plan)
+        self._chunk = self.keys.pitch // self.rows * min(chunk_rows or self.rows, self.rows)
         self.sources = tuple(self._sources())
 
     def push(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every peer, a flag behind; what other nodes send lands."""
+        """Send the own keys and values to every peer, a flag behind each chunk; what other nodes send
+        lands."""
         made, (k, v) = native(), (call.tensors[name].data_ptr() for name in "kv")
-        made.push_keys(self._device, world, k, v, self.keys, self.causal, stream)
+        made.push_keys(self._device, world, k, v, self.keys, self.causal, self._chunk, stream)
         if self._plan.nodes == 1:
             return
         made.put_keys(self._device, world, k, v, self.keys, stream)
@@ -76,7 +79,7 @@ class AttentionRing:
                 made.land_keys(self._device, world, source.rank, self.keys, stream)
 
     def wait(self, world: _hopper.DeviceWorld, source: Source, stream: int) -> None:
-        """What follows on ``stream`` reads what the source sent."""
+        """What follows on ``stream`` reads what the source sent, in one chunk."""
         native().await_part(self._device, world, source.rank, source.rank, stream)
 
     def exchange(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
@@ -93,6 +96,16 @@ class AttentionRing:
             yield source
 
     @contextmanager
+    def sending(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> Iterator[None]:
+        """The own keys and values travel meanwhile, on the second stream; at the end ``stream`` waits
+        for it."""
+        with ExitStack() as ends:
+            travelling = self._order.fork(stream)
+            ends.callback(self._order.join, stream)
+            self.push(call, world, travelling)
+            yield
+
+    @contextmanager
     def beside(self, call: Call, world: _hopper.DeviceWorld | None, stream: int) -> Iterator[int]:
         """The third stream, for others' parts, from what is on ``stream`` on; at the end that waits for
         it. ``world``: the own keys and values travel meanwhile, on the second one; None: nothing
@@ -101,9 +114,7 @@ class AttentionRing:
             kernels = self._order.fork_kernels(stream)
             ends.callback(self._order.join_kernels, stream)
             if world is not None:
-                travelling = self._order.fork(stream)
-                ends.callback(self._order.join, stream)
-                self.push(call, world, travelling)
+                ends.enter_context(self.sending(call, world, stream))
             yield kernels
 
     def lying(self, offset: int, rows: int, heads: int | None = None) -> torch.Tensor:

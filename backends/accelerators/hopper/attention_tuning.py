@@ -14,43 +14,86 @@ from mkernel.backends.accelerators.hopper.schedule import (
     AttentionBackwardSchedule,
     AttentionCore,
     AttentionInPiecesSchedule,
+    AttentionKernelSchedule,
     AttentionLibrary,
     AttentionSchedule,
 )
+from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.accelerators.hopper.tuning import FLAGS
 from mkernel.errors import ArgumentError
+from mkernel.plan.decide import Alternative
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.ops import forward
 from mkernel.plan.predict import prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows
+from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
 
 _MACHINE = machine()
 _FEWEST_ROWS = 64  # of a piece
+KERNEL_ROWS = 128
+"""Of a step of kernels/ring_attention.hpp."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of ring attention, or of its backward, runs. Keys and values travel whole, whatever
     chunk is wished."""
     found, plan = by_rows(request, chunks=1), request.plan
-    blocks = found.pipeline.compute_blocks * _MACHINE.attention.merge_blocks_a_core
+    cores = found.pipeline.compute_blocks
     constants = request.constants if plan.nodes == 1 else None
     if forward(plan.op) == plan.op:
-        chosen, times = _forward(plan, blocks, constants)
-        found = found._replace(schedule=chosen)
+        (how, times), ways = _forward(plan, cores, constants)
+        found = found._replace(schedule=how, alternatives=(*found.alternatives, *ways))
         return found if times is None else found._replace(prediction=times)
     most = min(2, attention_shape(plan).kv_heads)
-    ways = {lots: predicted_backward(plan, lots, constants) for lots in range(1, most + 1)}
-    lots = min(ways, key=lambda one: ways[one].pipelined_us)
-    how = AttentionBackwardSchedule(library="cudnn", lots=lots, sum_blocks=blocks)
-    found = found._replace(schedule=how)
-    return found if constants is None else found._replace(prediction=ways[lots])
+    each = {lots: predicted_backward(plan, lots, constants) for lots in range(1, most + 1)}
+    lots = min(each, key=lambda one: each[one].pipelined_us)
+    blocks = cores * _MACHINE.attention.merge_blocks_a_core
+    backward = AttentionBackwardSchedule(library="cudnn", lots=lots, sum_blocks=blocks)
+    found = found._replace(schedule=backward)
+    return found if constants is None else found._replace(prediction=each[lots])
+
+
+AnyAttention = AttentionSchedule | AttentionInPiecesSchedule | AttentionKernelSchedule
+
+
+class _Way(NamedTuple):
+    """One of the ways in which the forward may run."""
+
+    schedule: AnyAttention
+    prediction: Prediction | None
+
+    @property
+    def time_us(self) -> float | None:
+        return None if self.prediction is None else self.prediction.pipelined_us
 
 
 def _forward(
-    plan: CommonPart, blocks: int, constants: MachineConstants | None
-) -> tuple[AttentionSchedule | AttentionInPiecesSchedule, Prediction | None]:
+    plan: CommonPart, cores: int, constants: MachineConstants | None
+) -> tuple[_Way, tuple[Alternative, ...]]:
+    """By one kernel or by parts, whichever is predicted to be sooner; and both, where there are."""
+    wished = load_as(HopperSettings).attention
+    parts = _by_parts(plan, cores * _MACHINE.attention.merge_blocks_a_core, constants)
+    claimed = wished == "kernel" or capabilities.claimed("attention kernel")
+    if wished == "parts" or not claimed or not kernel_takes(plan):
+        return parts, ()
+    how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores)
+    times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants)
+    kernel = _Way(how, times)
+    sooner = (
+        kernel.time_us is not None and parts.time_us is not None and kernel.time_us < parts.time_us
+    )
+    chosen = kernel if wished == "kernel" or sooner else parts
+    return chosen, tuple(
+        Alternative(
+            decision="attention", option=name, predicted_us=way.time_us, chosen=way is chosen
+        )
+        for name, way in (("parts", parts), ("kernel", kernel))
+    )
+
+
+def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None) -> _Way:
     """In pieces where parts would take more memory than may be; between nodes always whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
     if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
@@ -58,11 +101,12 @@ def _forward(
         core = core_takes(shape) and shape.sequence // plan.world_size >= own_rows
         library = "mkernel" if core else library_of(shape)
         whole = AttentionSchedule(library=library, merge_blocks=blocks)
-        return whole, None if constants is None else predicted(plan, constants)
+        return _Way(whole, None if constants is None else predicted(plan, constants))
     how = AttentionInPiecesSchedule(
         library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=_MACHINE.attention.slots
     )
-    return how, None if constants is None else predicted_in_pieces(plan, rows, constants)
+    times = None if constants is None else predicted_in_pieces(plan, rows, constants)
+    return _Way(how, times)
 
 
 def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | None:
@@ -128,6 +172,34 @@ def predicted(plan: CommonPart, constants: MachineConstants) -> Prediction:
     return prediction(compute + merge, copies, ended, constants.launch_us, constants)
 
 
+def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConstants) -> Prediction:
+    """Each chunk comes in two copies with a flag behind; the last one is computed when it is there."""
+    shape, world = attention_shape(plan), plan.world_size
+    own, part, _, _ = _times(plan, _MACHINE.attention.kernel, 0)
+    rows = shape.sequence // world
+    chunk_rows = min(chunk_rows, rows)
+    nbytes = shape.batch * shape.kv_heads * chunk_rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
+    copies = (
+        (world - 1)
+        * -(-rows // chunk_rows)
+        * sum(
+            _MACHINE.copies.choose("put", nbytes, 0, flagged=flagged).microseconds
+            for flagged in (False, True)
+        )
+    )
+    part -= _MACHINE.attention.kernel.call_us
+    compute = own + (world - 1) * part
+    ended = max(compute, copies + part * chunk_rows / rows)
+    return prediction(compute, copies, ended, constants.launch_us, constants)
+
+
+def _chunk_rows(plan: CommonPart) -> int:
+    """Rows of the least that is worth a copy, whole steps of the kernel."""
+    shape = attention_shape(plan)
+    a_row = shape.batch * shape.kv_heads * shape.head_dim * DTYPE_BYTES[plan.dtype]
+    return -(-_MACHINE.attention.chunk_bytes // (a_row * KERNEL_ROWS)) * KERNEL_ROWS
+
+
 def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants) -> Prediction:
     """Calls and merges one after another; where copies take longer than these, as long as they take."""
     shape, how, world = attention_shape(plan), _MACHINE.attention, plan.world_size
@@ -177,6 +249,21 @@ def library_of(shape: AttentionShape) -> AttentionLibrary:
 def core_takes(shape: AttentionShape) -> bool:
     """Whether our own kernel computes such attention, and may: heads of 128, no packed documents."""
     return shape.head_dim == 128 and not shape.documents and capabilities.claimed("attention core")
+
+
+def kernel_takes(plan: CommonPart) -> bool:
+    """Whether one kernel computes all parts: heads of 128, no packed documents, several ranks of one
+    node, whose pieces of the sequence are whole steps and whose keys fit beside a call's tensors."""
+    shape, world = attention_shape(plan), plan.world_size
+    rows = shape.sequence // world
+    keys = 2 * shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
+    return (
+        shape.head_dim == 128
+        and not shape.documents
+        and plan.nodes == 1 < world
+        and rows % (KERNEL_ROWS * (2 if shape.causal else 1)) == 0
+        and (world - 1) * keys <= _MACHINE.attention.whole_bytes
+    )
 
 
 def check_library(plan: CommonPart, library: AttentionLibrary | AttentionCore) -> None:

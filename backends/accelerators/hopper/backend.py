@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
-    HIERARCHICAL_OPS,
     MOE,
     MOST_RANKS,
+    OPS,
     documents,
     fused_float32_scale_modes,
     fused_scale_modes,
@@ -173,7 +173,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 stream_ordered=True,
                 settles_puts=True,
                 library_ops=library_ops(),
-                hierarchical_ops=HIERARCHICAL_OPS,
+                hierarchical_ops=OPS,
                 one_node_ops=one_node_ops(),
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,

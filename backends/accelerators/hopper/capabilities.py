@@ -9,14 +9,14 @@ from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-HIERARCHICAL_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED: tuple[str, ...] = ()
+UNCLAIMED: tuple[str, ...] = ("attention kernel",)
 """What is built and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
 attention also ``documents`` that are packed, worlds ``between nodes``, long sequences in
-``pieces``, and our own kernel on parts, ``attention core``; of MoE ``experts between nodes``."""
+``pieces``, our own kernel on parts, ``attention core``, and in place of parts, ``attention kernel``; of
+MoE ``experts between nodes``."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)

@@ -9,6 +9,7 @@ from mkernel.backends.accelerators.hopper.all_reduce import SumExecutor
 from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
 from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
+from mkernel.backends.accelerators.hopper.attention_kernel import AttentionKernelExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
@@ -23,6 +24,7 @@ from mkernel.backends.accelerators.hopper.moe import (
 from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
+    AttentionKernelSchedule,
     FewRowsSchedule,
     PartsSchedule,
 )
@@ -81,4 +83,6 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
         return GatherPartsExecutor if gathers else ReducePartsExecutor
     if plan.op == "ring_attention" and isinstance(plan.schedule, AttentionInPiecesSchedule):
         return AttentionInPiecesExecutor
+    if plan.op == "ring_attention" and isinstance(plan.schedule, AttentionKernelSchedule):
+        return AttentionKernelExecutor
     return FewRowsExecutor if isinstance(plan.schedule, FewRowsSchedule) else FUSED[plan.op]

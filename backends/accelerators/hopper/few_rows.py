@@ -2,7 +2,7 @@
 (``kernels/few_rows.cuh``).
 
 Data flow of the views:
-  pipelined     the kernel
+  pipelined     the kernel, where the schedule says so with the norm of the rows, else one behind it
   sequential    the kernel in a world of one rank, then a collective of its product
   compute_only  the kernel in a world of one rank, into a product that nobody reads
 """
@@ -20,13 +20,14 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
-from mkernel.backends.accelerators.hopper.gemm import Operands, pitches
+from mkernel.backends.accelerators.hopper.gemm import Operands, pitches, scaling
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.norm import normalise
+from mkernel.backends.accelerators.hopper.norm import RowNorm, normalise
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan.few_rows import COLUMNS
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class FewRowsExecutor:
         """``call``: any of them; what differs from call to call is not looked at."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
+        self._normalises = plan.part(FewRowsSchedule).normalises
         self._world = device_world(call, context)
         product, schedule = _product(plan), _schedule(plan)
         self._calls = made.FewRowsCalls(context.device, self._world, product, schedule)
@@ -64,12 +66,17 @@ class FewRowsExecutor:
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
         operands = Operands.of(call)
-        if call.plan.world_size == 1 or call.view == "pipelined":
-            self._start(self._calls, call, operands, stream)
+        pipelined = call.plan.world_size == 1 or call.view == "pipelined"
+        norm = RowNorm.of(call) if pipelined and self._normalises else None
+        if pipelined:
+            self._start(self._calls, call, operands, stream, norm)
         else:
             self._product_then_sums(call, operands, stream)
         operands.deliver(call)
-        normalise(call, stream)
+        if norm is None:
+            normalise(call, stream)
+        else:
+            norm.deliver(call)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -86,12 +93,12 @@ class FewRowsExecutor:
 
     def _product_then_sums(self, call: Call, operands: Operands, stream: int) -> None:
         made, plan, shape = native(), self._plan, self._plan.gemm
-        partial = operands.a.new_empty((shape.m, shape.n))
+        partial = operands.out.new_empty((shape.m, shape.n))
         alone = operands._replace(out=partial, bias=None)
         self._start(self._alone, call, alone, stream)
         if call.view == "compute_only":
             return
-        together, element = self._together(call), getattr(made.Element, plan.dtype)
+        together, element = self._together(call), getattr(made.Element, plan.out_dtype)
         source, out, elements = partial.data_ptr(), operands.out.data_ptr(), partial.numel()
         row = {"bias": operands.bias_address, "columns": shape.n}
         if plan.op == "gemm_reduce_scatter":
@@ -102,8 +109,15 @@ class FewRowsExecutor:
             made.all_reduce(together, element, source, elements, [out], way, stream, **row)
 
     @staticmethod
-    def _start(calls: _hopper.FewRowsCalls, call: Call, operands: Operands, stream: int) -> None:
-        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream)
+    def _start(
+        calls: _hopper.FewRowsCalls,
+        call: Call,
+        operands: Operands,
+        stream: int,
+        norm: RowNorm | None = None,
+    ) -> None:
+        more = {} if norm is None else {"norm": norm.addresses()}
+        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, **more)
 
     def _together(self, call: Call) -> _hopper.Collective:
         """The collective of the sequential view."""
@@ -118,10 +132,17 @@ class FewRowsExecutor:
 def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     """ArgumentError for a schedule that a call would not follow."""
     how = plan.part(FewRowsSchedule)
-    if how.product not in (plan.dtype, "float32"):
-        raise ArgumentError("plan.schedule.product", how.product, f"{plan.dtype} or float32")
+    if how.product not in (plan.out_dtype, "float32"):
+        raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
+    at_once = _tiles(plan) * how.splits <= how.blocks
+    if how.normalises and not (plan.norm is not None and plan.world_size > 1 and at_once):
+        raise ArgumentError(
+            "plan.schedule.normalises",
+            True,
+            "False without a norm, or where not all tiles run at once",
+        )
     exchanges = native().FewRowsExchange
     made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
         m=plan.gemm.m,
@@ -132,17 +153,22 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     return made
 
 
+def _tiles(plan: LaunchPlan) -> int:
+    return -(-plan.gemm.n // COLUMNS)
+
+
 def _product(plan: LaunchPlan) -> _hopper.Product:
     """The plan's product, without tensors yet. Neither tiling nor band mean anything to the kernel."""
     made = native()
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
-        half=plan.dtype == "float16",
+        half=plan.out_dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=made.Tiling.narrow,
         band=1,
         blocks=plan.part(FewRowsSchedule).blocks,
+        scaling=scaling(plan),
     )
     return product
 
@@ -150,7 +176,7 @@ def _product(plan: LaunchPlan) -> _hopper.Product:
 def _staging(plan: LaunchPlan) -> int:
     """Bytes that the collective of the sequential view needs."""
     made, world, shape = native(), plan.world_size, plan.gemm
-    element, elements = getattr(made.Element, plan.dtype), shape.m * shape.n
+    element, elements = getattr(made.Element, plan.out_dtype), shape.m * shape.n
     needed: int
     if plan.op == "gemm_reduce_scatter":
         needed = made.reduce_scatter_staging(world, element, elements // world)

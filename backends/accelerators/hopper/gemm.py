@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.hopper import tuning
-from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -48,15 +47,13 @@ if TYPE_CHECKING:
 
 
 def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> bool:
-    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name; and
-    not every op has it."""
+    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name."""
     wanted = how.exchange == "hierarchical"
-    if wanted and (1 in (plan.nodes, plan.ranks_per_node) or plan.op not in HIERARCHICAL_OPS):
+    if wanted and 1 in (plan.nodes, plan.ranks_per_node):
         raise ArgumentError(
             "plan.schedule.exchange",
             repr(how.exchange),
-            f"'direct', the only one of {plan.op} on {plan.nodes} nodes x "
-            f"{plan.ranks_per_node} ranks",
+            f"'direct', the only one on {plan.nodes} nodes x {plan.ranks_per_node} ranks",
         )
     return wanted
 
@@ -130,7 +127,7 @@ class AllGatherExecutor:
             return Workspace((NO_DATA,))
         made = native()
         needed: int = made.all_gather_gemm_bytes(
-            world, _gather(plan)[1], plan.gemm.k, _scaling(plan)
+            world, _gather(plan)[1], plan.gemm.k, scaling(plan)
         )
         if plan.nodes == 1:
             return Workspace((needed,))
@@ -414,7 +411,7 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
     }
 
 
-def _scaling(plan: LaunchPlan) -> _hopper.Scaling:
+def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     made = native().Scaling
     by: dict[ScaleMode | None, _hopper.Scaling] = {
         None: made.none, "tensor": made.single, "row": made.by_rows, "block": made.by_blocks,
@@ -448,6 +445,6 @@ def _product(
         tiling=getattr(made.Tiling, tiling),
         band=how.band,
         blocks=how.blocks,
-        scaling=_scaling(plan),
+        scaling=scaling(plan),
     )
     return product

@@ -103,6 +103,10 @@ class Attention(Sourced):
     )
     forward: CallTimes
     backward: CallTimes
+    kernel: CallTimes = Field(description="of all parts by one kernel, its begin and end included")
+    chunk_bytes: int = Field(
+        ge=1, description="of keys, and of values, that travel at a time for that kernel, at least"
+    )
     merge_us: float = Field(
         ge=0, description="start and end of the merge, the peers' last word included"
     )

@@ -5,8 +5,7 @@ out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,6 +13,9 @@ from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import NormStep
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
 
 
 class RowNorm(NamedTuple):
@@ -36,15 +38,15 @@ class RowNorm(NamedTuple):
             aligned(given["norm_weight"]), residual, writable(given["residual_out"]), norm.eps
         )
 
-    @property
-    def addresses(self) -> Mapping[str, int | float]:
+    def addresses(self) -> _hopper.RowNorm:
         """As native code takes them."""
-        return {
-            "weight": self.weight.data_ptr(),
-            "residual": 0 if self.residual is None else self.residual.data_ptr(),
-            "residual_out": self.new.data_ptr(),
-            "eps": self.eps,
-        }
+        made: _hopper.RowNorm = native().RowNorm(
+            weight=self.weight.data_ptr(),
+            residual=0 if self.residual is None else self.residual.data_ptr(),
+            residual_out=self.new.data_ptr(),
+            eps=self.eps,
+        )
+        return made
 
     def deliver(self, call: Call) -> None:
         """Fill the caller's new residual, where kernels write to another."""
@@ -66,7 +68,7 @@ def normalise(call: Call, stream: int) -> None:
             columns=columns,
             half=out.dtype == torch.float16,
             blocks=0,
-            **norm.addresses,
+            norm=norm.addresses(),
         ),
         stream,
     )

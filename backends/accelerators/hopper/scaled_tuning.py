@@ -23,7 +23,13 @@ from mkernel.plan.predict import prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import MachineConstants, PathConstants, products, transfer_us
+from mkernel.topology.cost import (
+    FewRowsConstants,
+    MachineConstants,
+    PathConstants,
+    products,
+    transfer_us,
+)
 
 _MACHINE = machine()
 _WHOLE = 0
@@ -90,6 +96,16 @@ def fused(
     return prediction(
         longer * ours.compute, ours.comm, longer * ours.pipelined, found.start_us, constants
     )
+
+
+def of_few_rows(
+    plan: CommonPart, cores: int, few: FewRowsConstants, constants: MachineConstants
+) -> Prediction:
+    """What the kernel for few rows takes."""
+    times = paths.of_few_rows(
+        plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, few
+    )
+    return prediction(*times, few.start_us, constants)
 
 
 def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:

@@ -75,12 +75,14 @@ class ReduceSchedule(Schedule):
 class FewRowsSchedule(Schedule):
     """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
     128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
-    travel."""
+    travel. ``normalises``: where rows of the sum are normalised, the kernel does that too, else another
+    one behind it."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
     splits: int = Field(ge=1)
     blocks: int = Field(ge=1)
     product: DtypeName
+    normalises: bool = False
 
 
 class AttentionSchedule(Schedule):
@@ -91,6 +93,21 @@ class AttentionSchedule(Schedule):
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary | AttentionCore
     merge_blocks: int = Field(ge=1)
+
+    @property
+    def copy_engines(self) -> bool:
+        """Always."""
+        return True
+
+
+class AttentionKernelSchedule(Schedule):
+    """How ring attention runs as one kernel, of at most ``blocks`` blocks. Each rank's keys and values
+    travel by copy engines, ``chunk_rows`` rows at a time with a flag behind; the kernel takes the own
+    ones first and then each peer's as flags come, the rank before this one first."""
+
+    kind: Literal["hopper.ring_attention_kernel"] = "hopper.ring_attention_kernel"
+    chunk_rows: int = Field(ge=128, multiple_of=128)
+    blocks: int = Field(ge=1)
 
     @property
     def copy_engines(self) -> bool:

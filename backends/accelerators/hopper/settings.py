@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -19,4 +21,9 @@ class HopperSettings(BackendSettings):
         description="the most multiprocessors that kernels of a rank take; the others are left to "
         "whatever runs beside it, under CUDA's MPS other ranks of the device; None: all; products of "
         "the library path take what is free; the same on all ranks",
+    )
+    attention: Literal["auto", "parts", "kernel"] = Field(
+        "auto",
+        description="how ring attention runs: by calls on parts, or by one kernel where there is one "
+        "for the sizes; auto: whichever is predicted to be faster; the same on all ranks",
     )

@@ -21,7 +21,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
-from mkernel.plan.model import DtypeName, GemmShape, SumShape
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -78,7 +78,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
-        made = few_rows(shape, plan.dtype, processors, few)
+        normed = plan.norm is not None and world > 1
+        made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -100,10 +101,19 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     """The fused path of e4m3 operands: its kernels load and multiply as many bytes in a time as those
     of 16-bit ones, so that their times are those of half as long a K."""
-    plan, cores = request.plan, found.pipeline.compute_blocks
+    plan, cores, constants = request.plan, found.pipeline.compute_blocks, request.constants
     shape, world = plan.gemm, plan.world_size
-    k = _up(shape.k, ELEMENT_BYTES)
     assert plan.scales is not None
+    few = paths.few_scaled_rows(plan.op, shape, plan.out_dtype, world, plan.scales, constants)
+    if few is not None:
+        assert constants is not None
+        return found._replace(
+            schedule=few_rows(
+                shape, plan.dtype, plan.out_dtype, cores, few, plan.norm is not None and world > 1
+            ),
+            prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
+        )
+    k = _up(shape.k, ELEMENT_BYTES)
     tiles: TilingName | None = None if plan.scales.use_fast_accum else "promoted"
     made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
@@ -112,7 +122,6 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
         made = gather(rows, shape.n, k, world, chunk, cores, tiles)
     else:
         made = reduce(plan.op, shape.m, shape.n, k, world, cores, tiles=tiles)
-    constants = request.constants
     times = None if constants is None else scaled_tuning.fused(plan, made.tiling, cores, constants)
     return found._replace(schedule=made, prediction=times)
 
@@ -343,14 +352,21 @@ def reduce(
 
 
 def few_rows(
-    shape: GemmShape, dtype: DtypeName, processors: int, constants: FewRowsConstants
+    shape: GemmShape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    processors: int,
+    constants: FewRowsConstants,
+    normed: bool = False,
 ) -> FewRowsSchedule:
-    """``shape.k`` is one rank's share."""
-    found = cut(shape.n, shape.k, ELEMENT_BYTES, processors, constants)
+    """``shape.k`` is one rank's share. ``normed``: rows of the sum are to be normalised; the kernel can
+    where it has all tiles at once."""
+    found = cut(shape.n, shape.k, DTYPE_BYTES[dtype], processors, constants)
     return FewRowsSchedule(
         splits=found.splits,
         blocks=found.splits * found.clusters,
-        product=paths.partial_dtype(shape, dtype),
+        product=paths.partial_dtype(shape, out_dtype),
+        normalises=normed and constants.normalises and found.waves == 1,
     )
 
 

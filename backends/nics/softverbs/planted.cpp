@@ -1,7 +1,7 @@
-// The software device as a mistaken SRD backend would use it: the conformance suite must notice. A
-// library of its own, loaded in the device's place; what it does not define is the device's.
+// The software device as a mistaken backend would use it: the conformance suite must notice. A library of its
+// own, loaded in the device's place; what it does not define is the device's.
 //
-// MKERNEL_PLANTED_MISTAKE: `none`; `miscount`, a group of messages claims one fewer than it has;
+// MKERNEL_PLANTED_MISTAKE: `none`; `miscount`, a group of messages on SRD claims one fewer than it has;
 // `missing-receive`, of the receives of a queue pair only the first thousand are posted.
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -44,29 +44,49 @@ int forgetful_post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
     return post_recv(qp, wr, bad);
 }
 
+// The device's function of that name; null: there is none.
+template <class Function>
+Function* of_device(const char* name) {
+    // Loaded already, as this library needs it.
+    void* device = ::dlopen("libmkernel_softverbs.so", RTLD_NOW | RTLD_NOLOAD);
+    if (device == nullptr) return errno = ENODEV, nullptr;
+    auto* found = reinterpret_cast<Function*>(::dlsym(device, name));
+    ::dlclose(device);
+    return found;
+}
+
+bool chosen(std::string_view mistake) {
+    const char* wanted = std::getenv("MKERNEL_PLANTED_MISTAKE");
+    return wanted != nullptr && mistake == wanted;
+}
+
+void forget_receives(ibv_context* context) {
+    if (!chosen("missing-receive") || context->ops.post_recv == forgetful_post_recv) return;
+    post_recv = context->ops.post_recv;
+    context->ops.post_recv = forgetful_post_recv;
+}
+
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) ibv_qp* ibv_create_qp(ibv_pd* pd,
+                                                                        ibv_qp_init_attr* init) {
+    auto* create = of_device<decltype(ibv_create_qp)>("ibv_create_qp");
+    ibv_qp* qp = create != nullptr ? create(pd, init) : nullptr;
+    if (qp != nullptr) forget_receives(qp->context);
+    return qp;
+}
 
 extern "C" __attribute__((visibility("default"))) ibv_qp* efadv_create_qp_ex(
     ibv_context* context, ibv_qp_init_attr_ex* init, efadv_qp_init_attr* efa_init,
     std::uint32_t length) {
-    // Loaded already, as this library needs it.
-    void* device = ::dlopen("libmkernel_softverbs.so", RTLD_NOW | RTLD_NOLOAD);
-    if (device == nullptr) return errno = ENODEV, nullptr;
-    auto* create =
-        reinterpret_cast<decltype(&efadv_create_qp_ex)>(::dlsym(device, "efadv_create_qp_ex"));
-    ibv_qp* qp = create(context, init, efa_init, length);
-    ::dlclose(device);
-    const char* chosen = std::getenv("MKERNEL_PLANTED_MISTAKE");
-    const std::string_view mistake(chosen != nullptr ? chosen : "none");
-    if (qp != nullptr && mistake == "miscount") {
+    auto* create = of_device<decltype(efadv_create_qp_ex)>("efadv_create_qp_ex");
+    ibv_qp* qp = create != nullptr ? create(context, init, efa_init, length) : nullptr;
+    if (qp == nullptr) return nullptr;
+    if (chosen("miscount")) {
         auto* extended = reinterpret_cast<ibv_qp_ex*>(qp);
         write_imm = extended->wr_rdma_write_imm;
         extended->wr_rdma_write_imm = miscounting_write_imm;
     }
-    if (qp != nullptr && mistake == "missing-receive" &&
-        context->ops.post_recv != forgetful_post_recv) {
-        post_recv = context->ops.post_recv;
-        context->ops.post_recv = forgetful_post_recv;
-    }
+    forget_receives(context);
     return qp;
 }

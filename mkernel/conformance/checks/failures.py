@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
+from mkernel.conformance.accelerator import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge, give_up_after
@@ -18,10 +18,8 @@ from mkernel.errors import MkernelError, WorldError
 from mkernel.launch import report
 from mkernel.plan.ops import COMPANIONS
 
-_KILLED_WITHIN_S = WORLD_TIMEOUT_S / 2
 _ABSENT_S = 1.5
-_TOLD_WITHIN_S = 10.0
-"""After a deadline of ``_ABSENT_S``: much for a busy machine, less than a wait that knows of none."""
+"""The deadline of those that wait for a rank that stays away."""
 _Told = dict[int, tuple[str, float, str]]
 
 
@@ -87,9 +85,12 @@ def _broken(subject: AcceleratorSubject, action: str, kind: str) -> None:
     for number, op in enumerate(ops[: 1 if subject.quick else None]):
         case = typical(subject, op, size)
         victim = 0 if number % 2 else size - 1
-        within = (0.0, _KILLED_WITHIN_S)
+        soon_s = (
+            subject.timeout_s / 2
+        )  # much for a busy machine, less than a wait that is told nothing
+        within = (0.0, soon_s)
         if action == "absent":
-            within = (0.7 * _ABSENT_S, _ABSENT_S + _TOLD_WITHIN_S)
+            within = (0.7 * _ABSENT_S, _ABSENT_S + soon_s)
         told = _outcomes(subject, case, world, victim, action)
         found += _judge(told, case, size, victim, kind, within)
     blame(found)

@@ -1,5 +1,6 @@
 // Every pair of nodes exchanges each rank's data as often as the exchange says; a rank hears of just those
-// that put to it, and the words that it watches are theirs. Reductions add every part once.
+// that put to it, and the words that it watches are theirs. Reductions add every part once, and every sum comes
+// to every rank once.
 #include <cstdio>
 #include <set>
 #include <utility>
@@ -94,6 +95,43 @@ bool reduces(int nodes, int local, bool hierarchical) {
     return true;
 }
 
+// Every owner's sum comes to every other rank once: by the NIC from the owner, or from a neighbour that takes
+// it, by the NIC, at an earlier stage of the order.
+bool spreads(int nodes, int local, bool hierarchical) {
+    const int world = nodes * local;
+    const auto step_of = [&](const Rails& rails, int owner) {
+        int found = -1;
+        for (int step = 0; step < world; ++step) {
+            if (rails.result_owner(step) == owner) found = found < 0 ? step : world;  // once
+        }
+        return found;
+    };
+    const auto stage = [&](const Rails& rails, int step) {
+        return step >= world - rails.shared_results() ? 1 : 0;
+    };
+    for (int at = 0; at < world; ++at) {
+        const Rails rails{at, nodes, local, hierarchical};
+        if (step_of(rails, at) != 0) return false;
+        for (int owner = 0; owner < world; ++owner) {
+            if (owner == at) continue;
+            const int step = step_of(rails, owner);
+            if (step < 1 || step >= world) return false;
+            const int sharer = rails.taker(owner);
+            if (rails.puts_to(owner)) {  // its owner puts it here
+                if (peers_of({owner, nodes, local, hierarchical}).count(at) != 1) return false;
+                if (hierarchical && stage(rails, step) != 0) return false;
+            } else if (sharer / local != at / local || sharer == at) {
+                return false;
+            } else if (sharer != owner) {
+                const Rails theirs{sharer, nodes, local, hierarchical};
+                if (!theirs.puts_to(owner)) return false;
+                if (stage(theirs, step_of(theirs, owner)) >= stage(rails, step)) return false;
+            }
+        }
+    }
+    return true;
+}
+
 bool check(int nodes, int local, bool hierarchical) {
     const int world = nodes * local;
     for (int rank = 0; rank < world; ++rank) {
@@ -119,7 +157,8 @@ bool check(int nodes, int local, bool hierarchical) {
             if (!watches_followers(rails, words, true)) return false;
         }
     }
-    return (hierarchical && local == 1) || reduces(nodes, local, hierarchical);
+    return (hierarchical && local == 1) ||
+           (reduces(nodes, local, hierarchical) && spreads(nodes, local, hierarchical));
 }
 
 }  // namespace

@@ -57,6 +57,18 @@ def test_the_truth_passes(judge: Judge) -> None:
         assert judge.problems(outcome(right(judge.case, iteration)), iteration) == []
 
 
+def test_each_draw_of_inputs_says_that_the_rank_goes_on(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of checks which call the case themselves, as ``leaks`` does in all its worlds."""
+    told = []
+    monkeypatch.setattr(ranks, "goes_on", lambda: told.append(None))
+    monkeypatch.setattr(ranks, "moved", lambda tensors: tensors)
+    for iteration in range(3):
+        judge.inputs(iteration)
+    assert len(told) == 3
+
+
 @pytest.mark.parametrize("claimed", [False, True])
 def test_rounded_partial_results_pass_where_they_are_claimed(
     claimed: bool, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.cases import Comparison
-from mkernel.harness import figures
+from mkernel.harness import bench_report, figures
 from mkernel.harness.problem import Kind
 from mkernel.harness.results import Row
 from mkernel.harness.spec import Shape
@@ -123,6 +123,15 @@ def test_absent_is_not_wrong() -> None:
     made = row(symm_mem=Turns(absent="only on cuda devices"))
     assert made.entries["symm_mem"].state == "absent"
     assert made.wrong == []
+
+
+def test_the_way_of_a_call_stands_beside_its_size() -> None:
+    mine = {name: turns(100) for name in KINDS}
+    mine["mkernel"].way = "hopper.ring_attention"
+    made = figures.row(SHAPE, KINDS, [mine, mine], 2, "hopper")
+    assert made.entries["mkernel"].way == "hopper.ring_attention"
+    assert bench_report.size(made) == f"{SHAPE.size}, hopper.ring_attention"
+    assert bench_report.size(row()) == SHAPE.size
 
 
 def started(*starts_ns: int, error: float = 1e-3) -> Turns:

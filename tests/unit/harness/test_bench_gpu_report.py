@@ -10,6 +10,7 @@ from pathlib import Path
 from mkernel.harness import gpu_tests
 
 ROOT = Path(__file__).parents[3]
+HELPERS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/gpu"))
 TESTS = """
 import pytest
 
@@ -34,7 +35,8 @@ def pytest_with_report(folder: Path, *arguments: str, **environment: str) -> gpu
     (folder / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--gpu-report", "found.json", *arguments],
-        cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+        cwd=folder, env={**os.environ, "PYTHONPATH": HELPERS, **environment},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = gpu_tests.read(folder / "found.json")
     assert found is not None, done.stdout + done.stderr
@@ -58,4 +60,9 @@ def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [each.counts["passed"] for each in found.runs] == [2, 2]
     assert found.runs[1].selection == ("test_some.py", "-k", "passes")
+    found = pytest_with_report(
+        tmp_path, "test_some.py", "-m", "not xfail", "--commit", "c" * 40
+    )  # what other marks choose is a run of its own
+    assert len(found.runs) == 3
+    assert found.runs[2].selection == ("test_some.py", "-m", "not xfail")
     assert found.runs[1].ranks_per_device == 2

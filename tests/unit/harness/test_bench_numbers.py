@@ -15,7 +15,7 @@ from mkernel.harness import bench_report as report
 from mkernel.harness import figures, gpu_tests, numbers, plot, results
 from mkernel.harness.gpu_tests import TestRun
 from mkernel.harness.problem import Kind
-from mkernel.harness.results import Conditions, Report, Timing
+from mkernel.harness.results import Conditions, Report, Route, Timing
 from mkernel.harness.spec import BenchSpec, Shape
 from mkernel.harness.turns import Turns
 
@@ -148,6 +148,12 @@ def told(**changes: object) -> Report:
     return made(120).model_copy(update={**base, **changes})
 
 
+def over_a_nic(*routes: Route) -> Report:
+    """The same of two nodes."""
+    hardware = {**made(120).provenance["hardware"], "emulated_nic": {"MKERNEL_SOFTVERBS_SEED": "1"}}
+    return told(provenance={**told().provenance, "hardware": hardware}, routes=routes)
+
+
 HIDDEN = told().timing["kernel"]
 
 
@@ -175,6 +181,10 @@ HIDDEN = told().timing["kernel"]
         (told(provenance={**told().provenance, "commit_from": "asserted", "dirty": None}),
          "Commit `0123456789ab`, asserted, not read from git, changes unknown."),
         (told(provenance={**told().provenance, "dirty": True}), "with uncommitted changes"),
+        (over_a_nic("direct"), "(MKERNEL_SOFTVERBS_SEED=1). Route: direct, from accelerators' memory "
+         "and into it. It shows"),
+        (over_a_nic("staged"), "Route: staged, by host memory at both ends. It shows"),
+        (over_a_nic(), "Route: not recorded."),
     ],
 )  # fmt: skip
 def test_what_figures_depend_on_is_said_above_them(

@@ -20,6 +20,7 @@ from plan_walk import WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     attention,
+    attention_core,
     attention_merge,
     attention_ring,
     capabilities,
@@ -142,10 +143,11 @@ class Fabric:
         return Here(rank, tuple(workspaces))
 
     def push_keys(
-        self, device: int, here: Here, k: int, v: int, keys: Any, zigzag: bool, stream: int
-    ) -> None:
+        self, device: int, here: Here, k: int, v: int, keys: Any, zigzag: bool, chunk: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         self._note(here, "push", stream)
-        whole = self.nbytes
+        whole, self.chunk = self.nbytes, chunk
         for step in range(1, self.world):
             to = (here.rank + step) % self.world
             if not here.workspaces[to]:
@@ -443,6 +445,26 @@ def test_other_parts_have_a_stream_of_their_own(
     assert seen == {True: {MAIN}, False: {MAIN if view == "sequential" else KERNELS}}
 
 
+def test_calls_of_our_own_kernel_at_a_time_have_counters_of_their_own(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def noted(*given: Any) -> Seen:
+        *rest, counters = given
+        seen[given[4]].add(min(counters - place for place in made.places if counters >= place))
+        return attended(*rest)
+
+    made = fabric(3)
+    there = SimpleNamespace(COUNTERS_OFFSET=64, COUNTERS_BYTES=8)
+    monkeypatch.setattr(attention_core, "native", lambda: there)
+    monkeypatch.setattr(attention_core, "attend", noted)
+    plan = planned(3, causal=True, sequence=96, head_dim=128)
+    how = plan.part(AttentionSchedule).model_copy(update={"library": "mkernel"})
+    assert run(made, plan.model_copy(update={"schedule": how}), calls=1) == []
+    assert seen == {True: {64}, False: {72}}
+
+
 def test_compute_only_exchanges_nothing(fabric: Any) -> None:
     made = fabric(2)
     plan = planned(2)
@@ -610,10 +632,13 @@ class Started:
             self.told.append((name, *small, str(named)))
             return found(*given, **named) if name in made else None
 
-        made = ("Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums")
+        made = (
+            "Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums", "Core", "Ring",
+            "RingPart",
+        )  # fmt: skip
         starts = (
-            "push_keys", "push_piece", "tell", "await_part", "merge_parts", "push_gradients",
-            "sum_gradients",
+            "push_keys", "attend_ring", "push_piece", "tell", "await_part", "merge_parts",
+            "push_gradients", "sum_gradients",
         )  # fmt: skip
         return note if name in (*made, *starts) else found
 
@@ -696,6 +721,7 @@ def test_our_own_kernel_computes_long_parts_of_heads_of_128(
     sizes: Sizes, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {"batch": 1, "head_dim": 128, "sequence": 2 * 8192, **sizes}
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "parts")
     monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     assert planned(2, **long).part(AttentionSchedule).library == library
     monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))

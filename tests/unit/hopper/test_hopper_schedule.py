@@ -24,7 +24,7 @@ from mkernel.backends.accelerators.hopper import (
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import HIERARCHICAL_OPS
+from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -258,7 +258,7 @@ def mapped(call: Call, context: DispatchContext) -> object:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
-@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_no_field_is_decoration_between_nodes_of_several_ranks(
     started: Started, monkeypatch: pytest.MonkeyPatch, op: str, exchange: str
 ) -> None:
@@ -270,20 +270,22 @@ def test_no_field_is_decoration_between_nodes_of_several_ranks(
     assert decorations(usual, launches(started, world, usual)) == []
 
 
-def test_all_reduce_between_nodes_is_direct(started: Started) -> None:
-    world = two_nodes(True, ranks=2)
-    usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16")
-    assert usual.schedule is not None
-    other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
-    with pytest.raises(ArgumentError, match=r"plan\.schedule\.exchange = 'hierarchical'"):
-        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": other}))
-    with pytest.raises(
-        Unsupported, match="not run the exchange 'hierarchical' of 'gemm_all_reduce"
-    ):
-        world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", exchange="hierarchical")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("sizes", "exchange"), [((2048, 1024, 1024), "hierarchical"), ((512, 131072, 262144), "direct")]
+)
+def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
+    op: str, sizes: tuple[int, int, int], exchange: str
+) -> None:
+    m, n, k = sizes
+    if exchange == "direct":  # what travels has few columns
+        n, k = (n, 256) if op == "all_gather_gemm" else (256, k)
+    found = two_nodes(True, ranks=2).plan(op, {"m": m, "n": n, "k": k}, dtype="bfloat16")
+    assert found.schedule is not None
+    assert found.schedule.model_dump()["exchange"] == exchange
 
 
-@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_hierarchical_is_refused_where_there_is_nothing_to_share(
     started: Started, op: str, nodes: int

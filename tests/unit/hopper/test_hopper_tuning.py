@@ -33,7 +33,9 @@ def test_small_sums_of_few_rows_travel_unrounded() -> None:
     few = machine().constants.few_rows
     assert few is not None
     for m, product in ((16, "float32"), (17, "bfloat16")):
-        made = tuning.few_rows(GemmShape(m=m, n=4096, k=512), "bfloat16", PROCESSORS, few)
+        made = tuning.few_rows(
+            GemmShape(m=m, n=4096, k=512), "bfloat16", "bfloat16", PROCESSORS, few
+        )
         assert made.product == product
         assert (made.splits, made.blocks) == (3, 114)
 
@@ -178,8 +180,8 @@ def test_the_workspace_holds_all_shards(made: Any) -> None:
 
 def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
-    few = (few_rows.COLUMNS, few_rows.MOST_SPLITS, few_rows.DEPTH)
-    assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH)
+    few = (few_rows.COLUMNS, few_rows.MOST_SPLITS, few_rows.DEPTH_BYTES)
+    assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH_BYTES)
     assert (tuning.MAIL_BYTES, tuning.MOST_NORMED_COLUMNS) == (
         made.MAIL_BYTES,
         made.MOST_NORMED_COLUMNS,

@@ -49,6 +49,11 @@ def test_clusters_find_a_place_however_cores_are_spread(
     assert places(CORES, blocks) <= sum(part // blocks for part in parts)
 
 
+@pytest.mark.parametrize(("n", "k"), [(4096, 2048), (5120, 8192), (10040, 1480)])
+def test_bytes_count_and_not_elements(n: int, k: int) -> None:
+    assert cut(n, 2 * k, 1, CORES, shipped()) == made(n, k)
+
+
 def test_few_columns_are_cut_into_the_most_parts() -> None:
     assert made(512, 8192).splits == MOST_SPLITS
     assert made(512, 8192, cores=4).splits == 1

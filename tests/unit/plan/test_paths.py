@@ -14,7 +14,7 @@ from shipped import constants_of
 from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
-from mkernel.plan.model import GemmShape, LaunchPlan, OpName, first_difference
+from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales, first_difference
 from mkernel.topology.cost import MachineConstants, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -280,6 +280,28 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert fused.fused_us == pytest.approx(4.0 + fused.compute_us + fused.comm_us)
     scattered = few_rows_us("gemm_reduce_scatter", shape)
     assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
+
+
+def test_few_rows_of_e4m3_are_half_the_weights_and_added_with_few_bits() -> None:
+    made = with_few_rows()
+    few = made.few_rows
+    assert few is not None
+    takes = made.model_copy(update={"few_rows": few.model_copy(update={"float8": True})})
+    shape = GemmShape(m=64, n=8192, k=4096)
+
+    def found(constants: MachineConstants, mode: Any, fast: bool) -> bool:
+        scales = Scales(mode=mode, use_fast_accum=fast)
+        how = paths.few_scaled_rows("gemm_all_reduce", shape, "bfloat16", 2, scales, constants)
+        return how is not None
+
+    assert found(takes, "row", True)
+    assert found(takes, "tensor", True)
+    assert not found(made, "row", True)
+    assert not found(takes, "row", False)
+    assert not found(takes, "block", True)
+    times = paths.of_few_rows("gemm_all_reduce", shape, "float8_e4m3fn", "bfloat16", 2, 132, few)
+    assert times.compute == pytest.approx(8192 * 4096 / 4e6)
+    assert times.comm == pytest.approx(3.0 + 64 * 8192 * 2 / 350e3)
 
 
 @pytest.mark.parametrize(("m", "world", "once"), [(64, 2, True), (64, 4, False), (512, 2, False)])

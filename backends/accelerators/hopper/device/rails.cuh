@@ -82,6 +82,16 @@ struct Rails {
         return by_relay ? neighbour(1 + number) : part_of(owner, number);
     }
 
+    // AllReduce: whose sums a rank takes, in the order of steps 1, 2, ...; hierarchically those first that it
+    // shares with its neighbours, and at last the `shared_results` ones, which neighbours share with it.
+    [[nodiscard]] MKERNEL_HOST_DEVICE int shared_results() const {
+        return hierarchical ? world() - 1 - peers() : 0;
+    }
+    [[nodiscard]] MKERNEL_HOST_DEVICE int result_owner(int step) const {
+        if (!hierarchical || step == 0) return owner(step);
+        return step <= peers() ? peer(step - 1) : owner(step - peers());
+    }
+
     // Of words of which every rank has `each` in a row: the first rank's that is one of `peers`, or would
     // be if it were not of this node, and from there on those of all peers.
     [[nodiscard]] MKERNEL_HOST_DEVICE int first_source() const {

@@ -44,17 +44,27 @@ static_assert(kFlags == (kLandedOffset - kFlagsOffset) / sizeof(transport::SetWo
 static_assert(kFlags * sizeof(transport::SetWord) <= kBriefOffset - kLandedOffset);
 
 inline constexpr int kEpochCopies = 16;
+inline constexpr int kRowShares = 8;
+
+// Whose blocks have summed their tiles of some rows (kernels/few_rows/norm.cuh); a line of its own, since many
+// blocks poll it.
+struct alignas(128) RowShare {
+    unsigned long long arrived;
+};
 
 // Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
 struct Control {
     transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
-    std::uint32_t reserved[28];
+    // Of attention's kernels (attention_core.hpp: counters), of which two may run at a time.
+    std::uint32_t counters[2][2];
+    std::uint32_t reserved[24];
     // The epoch again, for copy engines to copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
     std::uint64_t more_reserved[32];
     // Rank r needs nothing of this rank's of that call any more; rank r's memory may be written in it.
     transport::SetWord finished[kMaxRanks];
     transport::SetWord started[kMaxRanks];
+    RowShare row_shares[kRowShares];
 };
 static_assert(sizeof(Control) <= kBriefFlagsOffset);
 
@@ -84,6 +94,10 @@ struct Workspace {
     }
     __host__ __device__ transport::SetWord* brief_flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);
+    }
+    // Data of a brief call.
+    __host__ __device__ char* brief(int of, std::uint64_t epoch) const {
+        return base[of] + kBriefOffset + epoch % 2 * kBriefBytes;
     }
     __host__ __device__ char* mail(int of, std::uint64_t epoch) const {
         return base[of] + kMailOffset + epoch % 2 * kMailBytes;

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -40,6 +41,18 @@ void copy(char* to, std::uint64_t from, std::uint64_t nbytes, int peer, cudaStre
            nbytes, peer);
 }
 
+// The first `width` bytes of each stretch of K, or V.
+void copy_stretches(char* to, std::uint64_t from, std::uint64_t width, const Keys& keys, int peer,
+                    cudaStream_t on) {
+    if (width == keys.pitch) {
+        copy(to, from, keys.bytes, peer, on);
+        return;
+    }
+    copied(cudaMemcpy2DAsync(to, keys.pitch, reinterpret_cast<const void*>(from), keys.pitch, width,
+                             keys.count, cudaMemcpyDeviceToDevice, on),
+           width * keys.count, peer);
+}
+
 // Behind what was copied to that peer.
 void set_flag(const Workspace& workspace, int peer, std::uint32_t flag, cudaStream_t on) {
     copied(cudaMemcpyAsync(workspace.flags(peer) + flag, workspace.control().epochs,
@@ -50,25 +63,28 @@ void set_flag(const Workspace& workspace, int peer, std::uint32_t flag, cudaStre
 }  // namespace
 
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-               bool zigzag, std::uint64_t stream) {
+               bool zigzag, std::uint64_t chunk, std::uint64_t stream) {
     const Workspace workspace = workspace_of(world);
     const cudaStream_t on = cuda::stream_at(stream);
+    const std::uint64_t chunks = chunk == 0 ? 0 : (keys.pitch + chunk - 1) / chunk;
+    if (chunks == 0 || chunks * workspace.world > kFlags) {
+        throw std::invalid_argument("chunks of " + std::to_string(chunk) + " bytes of " +
+                                    std::to_string(keys.pitch) + "; there are " +
+                                    std::to_string(kFlags) + " flags for all ranks");
+    }
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
         if (!workspace.near(peer)) continue;
-        char* to = workspace.data(peer) + slot_offset(keys, workspace.world, peer, workspace.rank);
-        for (const std::uint64_t each : {k, v}) {
-            if (zigzag && peer > workspace.rank) {
-                copied(cudaMemcpy2DAsync(to, keys.pitch, reinterpret_cast<const void*>(each),
-                                         keys.pitch, keys.width, keys.count,
-                                         cudaMemcpyDeviceToDevice, on),
-                       keys.width * keys.count, peer);
-            } else {
-                copy(to, each, keys.bytes, peer, on);
-            }
-            to += keys.bytes;
+        char* const slot =
+            workspace.data(peer) + slot_offset(keys, workspace.world, peer, workspace.rank);
+        const std::uint64_t seen = zigzag && peer > workspace.rank ? keys.width : keys.pitch;
+        auto flag = static_cast<std::uint32_t>(workspace.rank * chunks);
+        for (std::uint64_t at = 0; at < seen; at += chunk) {
+            const std::uint64_t width = std::min(chunk, seen - at);
+            copy_stretches(slot + at, k + at, width, keys, peer, on);
+            copy_stretches(slot + keys.bytes + at, v + at, width, keys, peer, on);
+            set_flag(workspace, peer, flag++, on);
         }
-        set_flag(workspace, peer, static_cast<std::uint32_t>(workspace.rank), on);
     }
 }
 

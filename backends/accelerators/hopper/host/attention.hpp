@@ -51,11 +51,12 @@ void put_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const 
 // copied into their slot. What follows on `stream` comes after that. CudaError.
 void land_keys(const DeviceWorld& world, int source, const Keys& keys, std::uint64_t stream);
 
-// Copies the own K and V into the slot of every peer of this node, and the epoch into the flag behind them: the rank after
-// this one first. `zigzag`: causal, so that later ranks see the first half of the positions alone, and get
-// no more. On the copy engines; `stream` must come after the end of the previous call. CudaError.
+// Copies the own K and V into the slot of every peer of this node, and the epoch into the flag behind each chunk of
+// both, which has `chunk` bytes of a stretch: the rank after this one first. `zigzag`: causal, so that later ranks see
+// the first half of the positions alone, and get no more. On the copy engines; `stream` must come after the end of the
+// previous call. CudaError; std::invalid_argument.
 void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-               bool zigzag, std::uint64_t stream);
+               bool zigzag, std::uint64_t chunk, std::uint64_t stream);
 
 // Some positions of the own K, or V: `count` stretches of `width` bytes, `pitch` from each other, the first
 // one `at` bytes into it.

@@ -1,10 +1,10 @@
-// What attention's core is asked for, as its kernel is given it.
+#include "backends/accelerators/hopper/host/attention_core.hpp"
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
-#include "backends/accelerators/hopper/kernels/attention_core.hpp"
 
 namespace mkernel::hopper::attention {
 namespace {
@@ -36,7 +36,7 @@ void check(const Core& core) {
 
 }  // namespace
 
-void attend(const Core& core, cudaStream_t stream) {
+CoreArgs core_args(const Core& core) {
     check(core);
     const auto map = [&](const Rows& of, std::int32_t rows, std::int32_t heads, std::uint32_t box) {
         const RowsExtent extent{of.at,      kCoreWidth, rows,    heads,
@@ -59,7 +59,11 @@ void attend(const Core& core, cudaStream_t stream) {
     args.section = section_of(core);
     args.scale = core.scale;
     args.scale_log2 = core.scale * 1.4426950408889634F;
-    launch_core(args, core.causal, core.half, stream);
+    return args;
+}
+
+void attend(const Core& core, cudaStream_t stream) {
+    launch_core(core_args(core), core.causal, core.half, stream);
 }
 
 }  // namespace mkernel::hopper::attention

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/kernels/attention_core.hpp"
 #include "backends/accelerators/hopper/kernels/attention_parts.hpp"
+#include "backends/accelerators/hopper/kernels/ring_attention.hpp"
 #include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
@@ -26,6 +28,8 @@ using attention::Keys;
 using attention::Merge;
 using attention::Part;
 using attention::Piece;
+using attention::Ring;
+using attention::RingPart;
 using attention::Rows;
 using attention::Running;
 using attention::Sum;
@@ -122,6 +126,20 @@ Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t
     return made;
 }
 
+Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& slots,
+          std::int64_t values, std::int32_t chunk_rows, std::int32_t blocks, bool exchanges) {
+    Ring made{};
+    if (parts.size() > made.parts.size()) check_count(parts.size() + 1);
+    made.core = core;
+    for (const RingPart& each : parts) made.parts[made.count++] = each;
+    made.slots = rows(slots.first, slots.second);
+    made.values = values;
+    made.chunk_rows = chunk_rows;
+    made.blocks = blocks;
+    made.exchanges = exchanges;
+    return made;
+}
+
 }  // namespace
 
 void bind_attention(py::module_& module) {
@@ -154,6 +172,16 @@ void bind_attention(py::module_& module) {
     py::class_<Core>(module, "Core")
         .def(py::init(&core), "tensors"_a, "lse"_a, "counters"_a, "shape"_a, "scale"_a, "causal"_a,
              "half"_a);
+    py::class_<RingPart>(module, "RingPart")
+        .def(py::init([](std::int32_t source, std::int32_t first, std::int32_t keys) {
+                 return RingPart{source, first, keys};
+             }),
+             "source"_a, "first"_a, "keys"_a);
+    py::class_<Ring>(module, "Ring")
+        .def(py::init(&ring), "core"_a, "parts"_a, "slots"_a, "values"_a, "chunk_rows"_a,
+             "blocks"_a, "exchanges"_a);
+    module.attr("COUNTERS_OFFSET") = offsetof(Control, counters);
+    module.attr("COUNTERS_BYTES") = sizeof(Control::counters[0]);
     module.attr("GRADIENT_FLAGS") = attention::kGradientFlags;
     module.attr("MOST_RANKS") = kMaxRanks;
 
@@ -166,13 +194,20 @@ void bind_attention(py::module_& module) {
         },
         "device"_a, "core"_a, "stream"_a, released);
     module.def(
+        "attend_ring",
+        [](int device, const DeviceWorld& world, const Ring& ring, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::attend_ring(world, ring, cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "ring"_a, "stream"_a, released);
+    module.def(
         "push_keys",
         [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-           bool zigzag, std::uint64_t stream) {
+           bool zigzag, std::uint64_t chunk, std::uint64_t stream) {
             const cuda::DeviceScope scope(device);
-            attention::push_keys(world, k, v, keys, zigzag, stream);
+            attention::push_keys(world, k, v, keys, zigzag, chunk, stream);
         },
-        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "stream"_a, released);
+        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "chunk"_a, "stream"_a, released);
     module.def(
         "load_attention",
         [](int device) {

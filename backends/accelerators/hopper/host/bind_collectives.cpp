@@ -53,25 +53,20 @@ const void* source(std::uint64_t address) {
 
 RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t rows,
                         std::uint32_t columns, bool half, std::uint32_t blocks,
-                        std::uint64_t weight, std::uint64_t residual, std::uint64_t residual_out,
-                        float eps) {
+                        const RowNorm& norm) {
     return {.from = source(from),
             .out = reinterpret_cast<void*>(out),
             .rows = rows,
             .columns = columns,
             .half = half,
-            .norm = {.weight = source(weight),
-                     .residual = source(residual),
-                     .residual_out = reinterpret_cast<void*>(residual_out),
-                     .eps = eps},
+            .norm = norm,
             .blocks = blocks};
 }
 
 void bind_sum_rows(py::module_& module) {
     py::class_<RowsOfSums>(module, "RowsOfSums")
         .def(py::init(&rows_of_sums), py::kw_only(), "source"_a = 0, "out"_a = 0, "rows"_a,
-             "columns"_a, "half"_a, "blocks"_a, "weight"_a = 0, "residual"_a = 0,
-             "residual_out"_a = 0, "eps"_a = 0.0F);
+             "columns"_a, "half"_a, "blocks"_a, "norm"_a = RowNorm{});
     module.attr("MOST_NORMED_COLUMNS") = kMostNormedColumns;
     module.def("check_sum_rows", &check_sum_rows, "world"_a, "sums"_a);
     const auto released = py::call_guard<py::gil_scoped_release>();

@@ -116,7 +116,6 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
                                bool by_outbox, bool everywhere,
                                const std::vector<std::uint64_t>& outs, bool alone,
                                int network_blocks, bool hierarchical) {
-    require(!(hierarchical && everywhere), "hierarchical", 1, "0 where everywhere");
     require(network_blocks >= 0, "network_blocks", network_blocks, "0 or more");
     require_positive("m", m);
     require_positive("rows", rows);
@@ -135,6 +134,17 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .alone = alone,
             .network_blocks = network_blocks,
             .hierarchical = hierarchical};
+}
+
+RowNorm row_norm(std::uint64_t weight, std::uint64_t residual, std::uint64_t residual_out,
+                 float eps) {
+    require_aligned("weight", weight);
+    require_aligned("residual_out", residual_out);
+    if (residual != 0) require_aligned("residual", residual);
+    return {.weight = reinterpret_cast<const void*>(weight),
+            .residual = reinterpret_cast<const void*>(residual),
+            .residual_out = reinterpret_cast<void*>(residual_out),
+            .eps = eps};
 }
 
 FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange) {
@@ -243,6 +253,9 @@ void bind_pipelined(py::module_& module) {
 }
 
 void bind_few_rows(py::module_& module) {
+    py::class_<RowNorm>(module, "RowNorm")
+        .def(py::init(&row_norm), py::kw_only(), "weight"_a, "residual"_a = 0, "residual_out"_a,
+             "eps"_a);
     py::enum_<FewRowsExchange>(module, "FewRowsExchange")
         .value("gemm_all_reduce", FewRowsExchange::all_reduce)
         .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter);
@@ -255,14 +268,14 @@ void bind_few_rows(py::module_& module) {
         .def(
             "start",
             [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
-               const GemmTensors& tensors,
-               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
-            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
+               const GemmTensors& tensors, std::uint64_t stream,
+               const RowNorm& norm) { calls.start({number, timeout_s, tensors, stream}, norm); },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "norm"_a = RowNorm{},
             py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
-    module.attr("FEW_DEPTH") = kFewDepth;
+    module.attr("FEW_DEPTH_BYTES") = kFewDepthBytes;
     module.attr("MAIL_BYTES") = kMailBytes;
     module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
     module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);

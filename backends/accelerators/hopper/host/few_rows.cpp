@@ -2,6 +2,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <stdexcept>
 #include <string>
@@ -26,7 +27,29 @@ std::uint64_t slot_bytes(int world, int n, const FewRowsSchedule& schedule) {
     return (elements * (schedule.unrounded ? sizeof(float) : kElementBytes) + 127) / 128 * 128;
 }
 
+void check_norm(int ranks, const Product& product, const FewRowsSchedule& schedule) {
+    const int tiles = (product.n + kFewColumns - 1) / kFewColumns;
+    if (ranks == 1 || schedule.exchange != FewRowsExchange::all_reduce) {
+        throw std::invalid_argument(
+            "a norm of few rows that are not an AllReduce of several ranks");
+    }
+    if (product.blocks < tiles * schedule.splits) {
+        throw std::invalid_argument("blocks = " + std::to_string(product.blocks) +
+                                    "; a norm takes " + std::to_string(tiles * schedule.splits) +
+                                    ", all tiles at once");
+    }
+}
+
 Trace trace_of_calls;
+
+auto* launch_of(const Product& product) {
+    if (product.scaling != Scaling::none) {
+        return product.half ? &launch_few_rows<__half, __nv_fp8_e4m3>
+                            : &launch_few_rows<__nv_bfloat16, __nv_fp8_e4m3>;
+    }
+    return product.half ? &launch_few_rows<__half, __half>
+                        : &launch_few_rows<__nv_bfloat16, __nv_bfloat16>;
+}
 
 }  // namespace
 
@@ -52,9 +75,14 @@ void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
 }
 
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              std::uint64_t stream) {
+              const RowNorm& norm, std::uint64_t stream) {
     const auto ranks = static_cast<int>(world.workspaces.size());
     check_few_rows(ranks, product.n, schedule);
+    if (product.scaling == Scaling::by_blocks) {
+        throw std::invalid_argument(
+            "few rows of e4m3 with scales by blocks; expected by rows, or one each");
+    }
+    if (norm.weight != nullptr) check_norm(ranks, product, schedule);
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};
     args.workspace = workspace_of(world);
@@ -63,9 +91,10 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
                          .width = static_cast<std::uint64_t>(product.k),
                          .height = static_cast<std::uint64_t>(schedule.m),
                          .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
-                        few_rows_height(schedule.m), product.half);
+                        few_rows_height(schedule.m), operands_of(product));
     args.b = map_of_b(product);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
+    if (product.scaling != Scaling::none) args.scales = scales_of(product);
     args.out = reinterpret_cast<void*>(tensors.out);
     args.slot = slot_bytes(ranks, product.n, schedule);
     args.m = schedule.m;
@@ -74,22 +103,22 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.rows = rows_of(ranks, schedule);
     args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
+    args.norm = norm;
     args.trace = trace_of_calls;
-    const auto launch = product.half ? &launch_few_rows<__half> : &launch_few_rows<__nv_bfloat16>;
-    cuda::check(
-        launch(args, product.n_major, schedule.splits, product.blocks, cuda::stream_at(stream)),
-        "launching few_rows");
+    cuda::check(launch_of(product)(args, product.n_major, schedule.splits, product.blocks,
+                                   cuda::stream_at(stream)),
+                "launching few_rows");
 }
 
 FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)
     : device_(device), world_(std::move(world)), product_(product), schedule_(schedule) {}
 
-void FewRowsCalls::start(const CallOnce& call) {
+void FewRowsCalls::start(const CallOnce& call, const RowNorm& norm) {
     const cuda::DeviceScope scope(device_);
     world_.call = call.number;
     world_.timeout_s = call.timeout_s;
     product_.tensors = call.tensors;
-    few_rows(world_, product_, schedule_, call.stream);
+    few_rows(world_, product_, schedule_, norm, call.stream);
 }
 
 }  // namespace mkernel::hopper

@@ -22,9 +22,10 @@ struct FewRowsSchedule {
 // std::length_error where what the ranks send each other is more than a call may have.
 void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
 
-// Of a world of one rank, the product alone.
+// Of a world of one rank, the product alone. `norm`: of AllReduce of several ranks, on a cluster for each tile.
+// std::invalid_argument.
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              std::uint64_t stream);
+              const RowNorm& norm, std::uint64_t stream);
 
 // From now on calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
 // only in a build with MKERNEL_TRACE.
@@ -35,7 +36,7 @@ class FewRowsCalls {
   public:
     FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule);
 
-    void start(const CallOnce& call);
+    void start(const CallOnce& call, const RowNorm& norm = {});
 
   private:
     int device_;

@@ -49,11 +49,6 @@ void check_flags(std::uint64_t wanted) {
     }
 }
 
-ElementType operands_of(const Product& product) {
-    if (product.scaling != Scaling::none) return ElementType::e4m3;
-    return product.half ? ElementType::float16 : ElementType::bfloat16;
-}
-
 CUtensorMap map_of_rows(std::uint64_t address, int rows, const Product& product,
                         std::int64_t pitch = 0) {
     return tensor_map({.address = address,
@@ -97,19 +92,24 @@ void check_one_node(const Workspace& workspace) {
         " ranks are on other ones; expected all on this one");
 }
 
-OperandScales scales_of(const Product& product, std::uint64_t gathered_at = 0) {
+GemmVariant variant_of(const Product& product) {
+    return {product.tiling, product.n_major};
+}
+
+}  // namespace
+
+ElementType operands_of(const Product& product) {
+    if (product.scaling != Scaling::none) return ElementType::e4m3;
+    return product.half ? ElementType::float16 : ElementType::bfloat16;
+}
+
+OperandScales scales_of(const Product& product, std::uint64_t gathered_at) {
     return {.own = reinterpret_cast<const float*>(product.tensors.a_scale),
             .of_columns = reinterpret_cast<const float*>(product.tensors.b_scale),
             .single = product.scaling == Scaling::single,
             .blocks = blocks_of(product.k, product.scaling),
             .gathered_at = gathered_at};
 }
-
-GemmVariant variant_of(const Product& product) {
-    return {product.tiling, product.n_major};
-}
-
-}  // namespace
 
 CUtensorMap map_of_b(const Product& product) {
     const auto n = static_cast<std::uint64_t>(product.n);

@@ -10,6 +10,7 @@
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
+#include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {
 
@@ -45,6 +46,12 @@ struct Product {
 inline int operand_bytes(Scaling scaling) {
     return scaling == Scaling::none ? static_cast<int>(kElementBytes) : 1;
 }
+
+// Of A and B.
+ElementType operands_of(const Product& product);
+
+// As kernels take them; in `gathered_at` of the data area what all ranks have as rows'.
+OperandScales scales_of(const Product& product, std::uint64_t gathered_at = 0);
 
 // B as bulk copies see it: boxes of 128 rows of N (of medium tiles 96) and 64 of K, or, N-major, of 64 rows of
 // K (32) and 64 of N.
@@ -106,8 +113,8 @@ void all_gather_gemm(const DeviceWorld& world, const Product& product,
 // perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
 // `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
 // exchange nothing. `network_blocks`: of the kernel, whole clusters, that tend the network, where there are
-// other nodes. `hierarchical`: between nodes, sums over a node go to each other node (device/rails.cuh);
-// not `everywhere`. `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
+// other nodes. `hierarchical`: between nodes, sums over a node go to each other node (device/rails.cuh).
+// `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
 struct ReduceSchedule {
     int m;
     int rows;

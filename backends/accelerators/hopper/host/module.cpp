@@ -13,10 +13,11 @@ PYBIND11_MODULE(_hopper, module) {
     mkernel::hopper::bind_calls(module);
     mkernel::hopper::bind_transfer(module);
     mkernel::hopper::bind_gemm(module);
-    mkernel::hopper::bind_collectives(module);  // after DeviceWorld, which bind_gemm binds
-    mkernel::hopper::bind_attention(module);    // likewise
-    mkernel::hopper::bind_parts(module);        // likewise
-    mkernel::hopper::bind_moe(module);          // likewise
+    mkernel::hopper::bind_collectives(
+        module);  // after DeviceWorld and RowNorm, which bind_gemm binds
+    mkernel::hopper::bind_attention(module);  // likewise
+    mkernel::hopper::bind_parts(module);      // likewise
+    mkernel::hopper::bind_moe(module);        // likewise
     mkernel::hopper::bind_starters(module);
     mkernel::hopper::bind_library_starter(module);
 }

@@ -46,26 +46,28 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, Ele
 
 CUtensorMap tensor_map(const RowsExtent& extent, std::uint32_t box_height, bool half) {
     const auto size = [](std::int64_t of) { return static_cast<cuuint64_t>(of); };
-    const cuuint64_t sizes[4] = {size(extent.width), size(extent.rows), size(extent.heads),
-                                 size(extent.batch)};
-    const cuuint64_t strides[3] = {size(extent.row) * kElementBytes,
-                                   size(extent.head) * kElementBytes,
-                                   size(extent.batches) * kElementBytes};
-    const cuuint32_t box[4] = {kBoxBytes / kElementBytes, box_height, 1, 1};
-    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    const cuuint32_t rank = extent.sets == 0 ? 4 : 5;
+    const cuuint64_t sizes[5] = {size(extent.width), size(extent.rows), size(extent.heads),
+                                 size(extent.batch), size(extent.sets)};
+    const cuuint64_t strides[4] = {
+        size(extent.row) * kElementBytes, size(extent.head) * kElementBytes,
+        size(extent.batches) * kElementBytes, size(extent.set) * kElementBytes};
+    const cuuint32_t box[5] = {kBoxBytes / kElementBytes, box_height, 1, 1, 1};
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUtensorMap map{};
     const ElementType type = half ? ElementType::float16 : ElementType::bfloat16;
-    cuda::check(cuda::driver().tensor_map_encode_tiled(
-                    &map, data_type(type), 4, const_cast<void*>(extent.address), sizes, strides,
-                    box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-                [&] {
-                    return "cuTensorMapEncodeTiled([" + std::to_string(extent.batch) + ", " +
-                           std::to_string(extent.heads) + ", " + std::to_string(extent.rows) +
-                           ", " + std::to_string(extent.width) + "], every " +
-                           std::to_string(extent.batches) + ", " + std::to_string(extent.head) +
-                           ", " + std::to_string(extent.row) + " elements)";
-                });
+    cuda::check(
+        cuda::driver().tensor_map_encode_tiled(
+            &map, data_type(type), rank, const_cast<void*>(extent.address), sizes, strides, box,
+            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        [&] {
+            return "cuTensorMapEncodeTiled([" + std::to_string(extent.sets) + ", " +
+                   std::to_string(extent.batch) + ", " + std::to_string(extent.heads) + ", " +
+                   std::to_string(extent.rows) + ", " + std::to_string(extent.width) + "], every " +
+                   std::to_string(extent.set) + ", " + std::to_string(extent.batches) + ", " +
+                   std::to_string(extent.head) + ", " + std::to_string(extent.row) + " elements)";
+        });
     return map;
 }
 

@@ -32,15 +32,18 @@ inline CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_heig
     return tensor_map(extent, box_height, half ? ElementType::float16 : ElementType::bfloat16);
 }
 
-// Rows of `width` elements, of `rows` of each head, of `heads` of each batch. `strides` in elements, from one row
-// to the next, one head, one batch; the address and the strides (in bytes) are multiples of 16.
+// Rows of `width` elements, of `rows` of each head, of `heads` of each batch, of `batch` of each set; `sets` 0: one
+// set, which is no dimension. Strides in elements, from one row to the next, one head, one batch, one set; the address
+// and the strides (in bytes) are multiples of 16.
 struct RowsExtent {
     const void* address;
     std::int32_t width, rows, heads, batch;
     std::int64_t row, head, batches;
+    std::int32_t sets = 0;
+    std::int64_t set = 0;
 };
 
-// As above, coordinates: element, row, head, batch.
+// As above, coordinates: element, row, head, batch, set.
 CUtensorMap tensor_map(const RowsExtent& extent, std::uint32_t box_height, bool half);
 
 }  // namespace mkernel::hopper

@@ -25,12 +25,15 @@ struct CoreShared {
     ptx::Mbarrier q_full[kCoreQueries], q_empty[kCoreQueries];
     ptx::Mbarrier k_full[kCoreStages], k_empty[kCoreStages];
     ptx::Mbarrier v_full[kCoreStages], v_empty[kCoreStages];
-    std::int32_t tile[kCoreQueries];  // of these queries; negative: there are no more
+    std::int32_t tile[kCoreQueries];   // of these queries; negative: there are no more
+    std::int32_t steps[kCoreQueries];  // of keys that they see
 };
 static_assert(sizeof(CoreShared) <= kSharedBytes);
 
 struct CoreTile {
-    std::int32_t batch, head, kv_head, row, steps;
+    std::int32_t batch, head, kv_head, row;
+    std::int32_t
+        last;  // step of the keys: the first that is multiplied, the one that may be masked
 };
 
 // The tiles with most keys come first, of as many heads as keep their keys in L2.
@@ -44,7 +47,7 @@ __device__ inline CoreTile core_tile(const CoreArgs& args, std::int32_t number) 
     const std::int32_t head = of_all % args.heads;
     const std::int32_t end = kCausal ? min(row + kCoreRows, args.keys) : args.keys;
     return {of_all / args.heads, head, head / (args.heads / args.kv_heads), row,
-            (end + kCoreKeys - 1) / kCoreKeys};
+            (end - 1) / kCoreKeys};
 }
 
 // What one warpgroup does. A thread has two queries, rows lane/4 and lane/4 + 8 of its warp's 16.
@@ -67,7 +70,7 @@ class CoreGroup {
             if (number < 0) break;
             const CoreTile tile = core_tile<kCausal>(args_, number);
             unsigned char* const mine = shared_.q[q.slot] + group_ * 2 * kHalfBytes;
-            attend(tile, mine);
+            attend(tile, shared_.steps[q.slot], mine);
             write(tile, mine);
             if (threadIdx.x % kWarpgroup == 0) {
                 ptx::wait_groups_read<0>();
@@ -79,22 +82,22 @@ class CoreGroup {
     }
 
   private:
-    __device__ __forceinline__ void attend(const CoreTile& tile, const unsigned char* q) {
-        int at = tile.steps - 1;
+    __device__ __forceinline__ void attend(const CoreTile& tile, int steps,
+                                           const unsigned char* q) {
         await_keys();
         ptx::wgmma_fence();
         start_scores(q);
         ptx::wgmma_wait<0>();
         ptx::hold(scores_);
         release_keys();
-        if (kCausal || (at + 1) * kCoreKeys > args_.keys) mask(tile.row, at);
+        if (kCausal || (tile.last + 1) * kCoreKeys > args_.keys) mask(tile.row, tile.last);
         float by[2];
         sum_[0] = sum_[1] = 0;
         find_top<true>(by);
         weigh(by);
 #pragma unroll
         for (float& each : out_) each = 0;
-        while (--at >= 0) step(q);
+        while (--steps > 0) step(q);
         await_values();
         ptx::wgmma_fence();
         start_sum();

@@ -9,6 +9,8 @@
 //   AllReduce: its sums, rounded or not ──▶ the mail of every peer (device/mailbox.cuh)
 //   ReduceScatter: those of a rank's rows ──▶ that rank's mail
 //   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
+//   or, with a norm, + bias + residual, rounded ──▶ residual_out ──▶ normalised rows ──▶ out (few_rows/norm.cuh)
+// Of e4m3 operands a rank's sums are multiplied by its scales before they are rounded and before they travel.
 // Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same on all ranks,
 // and always the same. Mail says itself that it has come, so nothing is raised or fenced behind it: it is one way
 // across the link.
@@ -24,22 +26,25 @@
 
 #include "backends/accelerators/hopper/device/trace.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/row_norm.hpp"
+#include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
 inline constexpr int kMostFewRows = 256;
-inline constexpr int kMostSplits = 8;  // of K: blocks of a cluster
+inline constexpr int kMostSplits = kRowShares;  // of K: blocks of a cluster
 inline constexpr int kFewColumns = 128;
-inline constexpr int kFewDepth = 64;  // of K, of a stage
+inline constexpr int kFewDepthBytes = 128;  // of a row of K, of a stage
 
 enum class FewRowsExchange : std::uint8_t { all_reduce, reduce_scatter };
 
 struct FewRowsArgs {
-    CUtensorMap a;     // [m, k], boxes [rows of the kernel, 64]
-    CUtensorMap b;     // boxes [128 of n, 64 of k], or N-major [64 of k, 64 of n]
-    const void* bias;  // [n], or null
-    void* out;         // [m, n]; of ReduceScatter [rows, n]
+    CUtensorMap a;         // [m, k], boxes [rows of the kernel, 128 bytes of k]
+    CUtensorMap b;         // boxes [128 of n, 128 bytes of k], or N-major [64 of k, 64 of n]
+    const void* bias;      // [n], or null
+    OperandScales scales;  // of e4m3 operands, not by blocks
+    void* out;             // [m, n]; of ReduceScatter [rows, n]
     Workspace workspace;
     transport::WaitLimits limits;
     std::uint64_t slot;  // bytes of mail from one rank
@@ -47,6 +52,7 @@ struct FewRowsArgs {
     int rows;  // of out
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
+    RowNorm norm;    // of AllReduce, where there are as many clusters as tiles
     Trace trace;
 };
 
@@ -68,8 +74,9 @@ enum class FewRowsMark : std::uint8_t {
 // Rows that the kernel which runs m rows has, a multiple of 16; boxes of `a` are as high.
 int few_rows_height(int m);
 
-// On at most `blocks` blocks, clusters of `splits`. Element: __nv_bfloat16 or __half.
-template <class Element>
+// On at most `blocks` blocks, clusters of `splits`. Element, of results: __nv_bfloat16 or __half. In, of
+// operands: the same, or __nv_fp8_e4m3 with scales, with b K-major.
+template <class Element, class In>
 cudaError_t launch_few_rows(const FewRowsArgs& args, bool n_major, int splits, int blocks,
                             cudaStream_t stream);
 

@@ -3,12 +3,13 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/exchange.cuh"
+#include "backends/accelerators/hopper/kernels/few_rows/norm.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/weights.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 
 namespace mkernel::hopper {
 
-template <int kRows, class Element, bool kNMajorB>
+template <int kRows, class Element, class In, bool kNMajorB>
 __global__ void __launch_bounds__(kFewThreads, 1)
     few_rows(const __grid_constant__ FewRowsArgs args) {
     using S = FewRows<kRows>;
@@ -18,7 +19,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int part = static_cast<int>(ptx::block_in_cluster());
     const int clusters = static_cast<int>(gridDim.x) / splits;
     const int tiles = (args.n + kFewColumns - 1) / kFewColumns;
-    const int steps = (args.k + kTileK - 1) / kTileK;
+    const int steps = (args.k + kStepK<In> - 1) / kStepK<In>;
     const int first = steps * part / splits;
     const int end = steps * (part + 1) / splits;
     const bool multiplies = threadIdx.x < kFewMultipliers;
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     __syncthreads();
     const bool loads = threadIdx.x == kFewMultipliers;
     const int begin = static_cast<int>(blockIdx.x) / splits;  // the cluster's first tile
-    if (loads) prefetch_few<kRows, kNMajorB>(args, begin * kFewColumns, first, end);
+    if (loads) prefetch_few<kRows, In, kNMajorB>(args, begin * kFewColumns, first, end);
     ptx::wait_for_grid_before();
 
     if (!multiplies) {
@@ -45,9 +46,12 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             shared.epoch = epoch_of_brief_call(args.workspace);
         }
         __syncwarp();
+        if (args.norm.weight != nullptr && threadIdx.x >= kFewFetchers) {
+            fetch_ahead<Element>(args, FewShare(args, begin, part, splits));
+        }
         for (int tile = begin; tile < tiles; tile += clusters) {
             if (loads) {
-                load_few<kRows, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
+                load_few<kRows, In, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
                 if (tile + clusters >= tiles) ptx::let_next_grid_start();
                 shared.mark(FewRowsMark::loaded);
             }
@@ -63,14 +67,14 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const bool marks = kTraced && threadIdx.x == 0;
     if (marks) shared.mark(FewRowsMark::free);
     // While the first weights are under way; threads beyond a whole tile's share send nothing.
-    const int vectors = (args.m * kFewColumns / 8 + splits - 1) / splits;
+    const int vectors = (args.m + splits - 1) / splits * (kFewColumns / 8);
     if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
     if (marks) shared.mark(FewRowsMark::open);
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
         {
             float sum[kRows / 2];
-            multiply_few<kRows, Element, kNMajorB>(shared, stage, group, end - first, sum);
+            multiply_few<kRows, In, kNMajorB>(shared, stage, group, end - first, sum);
             if (marks) shared.mark(FewRowsMark::multiplied);
             multipliers_barrier();  // all have read the stages
             write_few<kRows>(shared, group, args.m, sum);
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         if (marks) shared.mark(FewRowsMark::together);
         const FewShare share(args, tile, part, splits);
         const auto exchange = [&]<bool kUnrounded>() {
-            FewExchange<kRows, Element, kUnrounded> parts(shared, args, share);
+            FewExchange<kRows, Element, In, kUnrounded> parts(shared, args, share);
             parts.send(splits);
             if (marks) shared.mark(FewRowsMark::sent);
             __syncwarp();
@@ -97,16 +101,24 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::fence_async_shared();
         free_stages();
     }
+    if (args.norm.weight != nullptr) {
+        FewNorm<kRows, Element>(shared, args, begin, part, splits).run();
+    }
     if (marks) {
         shared.mark(FewRowsMark::ended);
         shared.trace.store(args.trace, shared.epoch);
     }
 }
 
-template <int kRows, class Element>
+template <int kRows, class Element, class In>
 cudaError_t start_few_rows(const FewRowsArgs& args, bool n_major, int splits, int blocks,
                            cudaStream_t stream) {
-    const auto kernel = n_major ? few_rows<kRows, Element, true> : few_rows<kRows, Element, false>;
+    auto kernel = few_rows<kRows, Element, In, false>;
+    if constexpr (sizeof(In) > 1) {
+        if (n_major) kernel = few_rows<kRows, Element, In, true>;
+    } else if (n_major) {
+        return cudaErrorInvalidValue;
+    }
     int processors = 0;
     const cudaError_t status =
         Prepared::find(reinterpret_cast<const void*>(kernel), sizeof(FewRows<kRows>), processors);
@@ -120,7 +132,9 @@ cudaError_t start_few_rows(const FewRowsArgs& args, bool n_major, int splits, in
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = std::min(std::max(blocks / splits, 1), tiles) * splits;
+    const int clusters = std::min(std::max(blocks / splits, 1), tiles);
+    if (args.norm.weight != nullptr && clusters < tiles) return cudaErrorInvalidConfiguration;
+    config.gridDim = clusters * splits;
     config.blockDim = kFewThreads;
     config.dynamicSmemBytes = sizeof(FewRows<kRows>);
     config.stream = stream;
@@ -129,11 +143,11 @@ cudaError_t start_few_rows(const FewRowsArgs& args, bool n_major, int splits, in
     return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-template <class Element>
+template <class Element, class In>
 cudaError_t launch_few_rows(const FewRowsArgs& args, bool n_major, int splits, int blocks,
                             cudaStream_t stream) {
     const auto start = [&]<int kRows>() {
-        return start_few_rows<kRows, Element>(args, n_major, splits, blocks, stream);
+        return start_few_rows<kRows, Element, In>(args, n_major, splits, blocks, stream);
     };
     switch (few_rows_height(args.m)) {
         case 16:

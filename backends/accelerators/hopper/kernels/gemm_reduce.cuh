@@ -15,15 +15,19 @@
 // into the owner's; with AllReduce own tiles go into it too, ──sender──▶ into every such peer's. There the
 // arrivals ──multipliers of block 0, which has no tiles──▶ flags, and loader and receiver find the tiles in
 // the area. A tile is one put: it lies in one piece there, 128 rows of the tile's width.
-// Hierarchically (ReduceScatter; device/rails.cuh) a rank is the relay of its node for the owners on its rail:
+// Hierarchically (device/rails.cuh) a rank is the relay of its node for the owners on its rail:
 // its neighbours put their parts of those owners' tiles into its inbox as they do those of its own tiles, and it
 // adds them to its own in the same way, in float32, in the order of the node from itself on; rounded once, the
 // sum leaves by the NIC as above. The owner adds its neighbours' parts first, then the sums of nodes n + 1,
-// n + 2, ... So the order of additions is fixed, and differs from the direct one.
+// n + 2, ... So the order of additions is fixed, and differs from the direct one. With AllReduce the sum goes
+// back the same way: to the relay of each other node, whose receiver writes it to `out` and into the gathered
+// areas of its neighbours, and sets their flags.
 // No rank waits for ever: its tiles are taken in rising order of one number, the same for a tile on all ranks
 // of its stage, and those that wait come after what they wait for: relayed tiles of a panel after all parts of
 // it that neighbours take, own ones after all relayed ones. Of all tiles that are not done the one that comes
-// first waits for none. What hears of other nodes has blocks of its own, which have no tiles.
+// first waits for none. What hears of other nodes has blocks of its own, which have no tiles. Receivers hold up
+// nobody but receivers: they take sums in an order of their own, of each panel those from other nodes before
+// those that neighbours take from other nodes for them.
 // What crosses the link is spread over the whole call: an owner's tiles are cut into panels, and the own
 // tiles of a panel are computed after the other owners' tiles of the next. Puts keep a pace
 // (tile/store.cuh says why), except those of a block's last tile: it has no more loads to hold up.
@@ -74,8 +78,8 @@ struct GemmReduceArgs {
     bool by_outbox;
     bool everywhere;  // AllReduce: `out` has all rows, on every rank
     bool symmetric;   // and may be written by peers
-    Rails rails;      // hierarchical: not `everywhere`
-    bool alone;       // exchange nothing; for timing the products alone
+    Rails rails;
+    bool alone;  // exchange nothing; for timing the products alone
     bool
         is_given;  // the rank's product is there already, rounded: exchange it, and multiply nothing
     int network_blocks;  // the first ones, whole clusters: they have no tiles, and tend the network

@@ -22,12 +22,14 @@ struct OwnedTile {
     bool last;   // of this block
 };
 
-// Calls body(OwnedTile) for each of this block's tiles, in order.
-template <class C, class Body>
+// Calls body(OwnedTile) for each of this block's tiles, in order. kResults: in the order in which sums of
+// other owners are taken, not computed.
+template <class C, bool kResults = false, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.workspace.world;
     const Rails& rails = args.rails;
-    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world, rails.relayed());
+    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world,
+                     kResults ? rails.shared_results() : rails.relayed());
     const int tiles = world * args.raster.tiles();
     const int clusters = (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
@@ -38,7 +40,8 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
         int column = 0;
         int place = 0;
         order.at(index, step, cluster_row, column, place);
-        body(OwnedTile{rails.owner(step), args.alone ? 0 : rails.parts(step),
+        body(OwnedTile{kResults ? rails.result_owner(step) : rails.owner(step),
+                       kResults || args.alone ? 0 : rails.parts(step),
                        (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN,
                        place * C::kCluster + block, index + clusters >= tiles});
     }
@@ -240,8 +243,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (tile.owner == rank) {
                     if (!by_nic || !args.everywhere) return;
                     wait_stored(shared, ++stored);
-                    for (int number = 0; going && number < args.workspace.far(); ++number) {
-                        const int peer = args.workspace.far_rank(number);
+                    for (int number = 0; going && number < rails.peers(); ++number) {
+                        const int peer = rails.peer(number);
                         going = put_tile<C>(args, waiter, peer, places.own_sum(tile.number),
                                             places.sum_from(rank, peer, tile.number),
                                             flags.number(rank, peer, tile.number, true));
@@ -282,22 +285,37 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             const int first =
                 args.by_outbox ? C::kPieceBuffers / 2 : 0;  // those before: the sender's
             TileForwarder<C> receiver(shared, first, C::kPieceBuffers - first, 0);
-            for_each_tile<C>(args, [&](const OwnedTile& tile) {
+            for_each_tile<C, true>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
-                if (!flags.wait(waiter, epoch, tile.owner, tile.owner, tile.number, true)) return;
-                const bool near = args.workspace.near(tile.owner);
-                const int layer = near ? flags.slot(tile.owner, rank)
-                                       : places.sum_from(tile.owner, rank, tile.number);
+                const bool comes_by_nic = rails.puts_to(tile.owner);
+                const int from = comes_by_nic ? tile.owner : rails.taker(tile.owner);
+                if (!flags.wait(waiter, epoch, tile.owner, from, tile.number, true)) return;
+                const int layer = comes_by_nic ? places.sum_from(tile.owner, rank, tile.number)
+                                               : flags.slot(tile.owner, rank);
+                const int readers = comes_by_nic && rails.hierarchical ? rails.local : 1;
                 receiver.tile(
                     [&](void* piece, ptx::Mbarrier* arrived, int x, int y) {
-                        ptx::load_box(piece, near ? &args.everyone[rank] : &args.area_pieces,
-                                      arrived, near ? tile.column + x : x, near ? tile.row + y : y,
-                                      layer);
+                        if (comes_by_nic) {
+                            ptx::load_box(piece, &args.area_pieces, arrived, x, y, layer);
+                        } else {
+                            ptx::load_box(piece, &args.everyone[rank], arrived, tile.column + x,
+                                          tile.row + y, layer);
+                        }
                     },
                     [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.out_pieces, piece, tile.column + x,
                                        tile.owner * args.rows + tile.row + y, 0);
+                        for (int step = 1; step < readers; ++step) {
+                            const int peer = rails.neighbour(step);
+                            ptx::store_box(&args.everyone[peer], piece, tile.column + x,
+                                           tile.row + y, flags.slot(tile.owner, peer));
+                        }
                     });
+                if (readers == 1) return;
+                receiver.complete();
+                for (int step = 1; step < readers; ++step) {
+                    flags.set(epoch, tile.owner, rails.neighbour(step), tile.number, true);
+                }
             });
             receiver.complete();
             break;

@@ -18,17 +18,10 @@
 #include <cstdint>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/row_norm.hpp"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
-
-// Of rows [.., columns]; all addresses are multiples of 16.
-struct RowNorm {
-    const void* weight = nullptr;    // [columns]; null: rows are not normalised
-    const void* residual = nullptr;  // null: there is none
-    void* residual_out = nullptr;
-    float eps = 0;
-};
 
 // Elements of 16 bits: bfloat16, or `half` float16. `columns` is a multiple of 8.
 struct RowsOfSums {

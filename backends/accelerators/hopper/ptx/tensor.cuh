@@ -1,4 +1,4 @@
-// Bulk tensor copies (TMA): boxes of a tensor of 2 to 4 dimensions between global and shared memory.
+// Bulk tensor copies (TMA): boxes of a tensor of 2 to 5 dimensions between global and shared memory.
 //
 // Coordinates are elements, innermost first; what lies outside of the tensor is read as zero and not
 // written. Loads complete on an mbarrier (the whole box counts, outside or not); stores complete by
@@ -63,6 +63,15 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
+__device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done, int x, int y,
+                                int z, int w, int v) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(done)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
         : "memory");
 }
 

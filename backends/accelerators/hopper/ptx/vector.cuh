@@ -31,6 +31,11 @@ __device__ inline void store_16(void* to, uint4 v) {
                  : "memory");
 }
 
+// Starts its way to L2.
+__device__ inline void prefetch(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
 // Copies 8 bytes into shared memory, zeros where there are none `there`; done when this thread has waited.
 __device__ inline void copy_8_ahead(void* to, const void* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)),

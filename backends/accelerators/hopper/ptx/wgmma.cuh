@@ -141,8 +141,10 @@ __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[8], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    static_assert(sizeof(Element) == 2);
-    if constexpr (std::is_same_v<Element, __half>) {
+    if constexpr (std::is_same_v<Element, __nv_fp8_e4m3>) {
+        static_assert(!kNMajorB && !kMMajorA);
+        MKERNEL_WGMMA_16("k32.f32.e4m3.e4m3", "");
+    } else if constexpr (std::is_same_v<Element, __half>) {
         MKERNEL_WGMMA_16("k16.f32.f16.f16", ", %12, %11");
     } else {
         MKERNEL_WGMMA_16("k16.f32.bf16.bf16", ", %12, %11");
@@ -151,8 +153,10 @@ __device__ inline void wgmma(float (&d)[8], std::uint64_t a, std::uint64_t b, bo
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    static_assert(sizeof(Element) == 2);
-    if constexpr (std::is_same_v<Element, __half>) {
+    if constexpr (std::is_same_v<Element, __nv_fp8_e4m3>) {
+        static_assert(!kNMajorB && !kMMajorA);
+        MKERNEL_WGMMA_32("k32.f32.e4m3.e4m3", "");
+    } else if constexpr (std::is_same_v<Element, __half>) {
         MKERNEL_WGMMA_32("k16.f32.f16.f16", ", %20, %19");
     } else {
         MKERNEL_WGMMA_32("k16.f32.bf16.bf16", ", %20, %19");
@@ -161,8 +165,10 @@ __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, b
 
 template <class Element, bool kNMajorB, bool kMMajorA = false>
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    static_assert(sizeof(Element) == 2);
-    if constexpr (std::is_same_v<Element, __half>) {
+    if constexpr (std::is_same_v<Element, __nv_fp8_e4m3>) {
+        static_assert(!kNMajorB && !kMMajorA);
+        MKERNEL_WGMMA_64("k32.f32.e4m3.e4m3", "");
+    } else if constexpr (std::is_same_v<Element, __half>) {
         MKERNEL_WGMMA_64("k16.f32.f16.f16", ", %36, %35");
     } else {
         MKERNEL_WGMMA_64("k16.f32.bf16.bf16", ", %36, %35");

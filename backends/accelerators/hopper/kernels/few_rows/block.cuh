@@ -8,11 +8,13 @@
 
 namespace mkernel::hopper {
 
-// Two warpgroups multiply, 64 columns of the tile each; a thread of the third loads.
+// Two warpgroups multiply, 64 columns of the tile each. Of the third a thread of the first warp loads, the second
+// reads the epoch, the others fetch ahead what a norm adds and multiplies with.
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
+inline constexpr int kFewFetchers = kFewMultipliers + 2 * kWarp;  // and above
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
 
-static_assert(kFewDepth == kTileK);
+static_assert(kFewDepthBytes == kTileK * kElementBytes);
 
 template <int kRows>
 struct FewRows {
@@ -27,6 +29,7 @@ struct FewRows {
     ptx::Mbarrier full[kStages];
     ptx::Mbarrier empty[kStages];
     std::uint64_t epoch;
+    int normalises;  // FewNorm's
     BlockTrace<static_cast<int>(FewRowsMark::count)> trace;
 
     __device__ void mark(FewRowsMark which) { trace.mark(static_cast<int>(which)); }
@@ -36,18 +39,20 @@ struct FewRows {
     static_assert(kRows * kPitch * sizeof(float) <= kStages * kStageBytes);
 };
 
-// Columns of a tile, and the part of it that this block adds up: vectors of 8 columns, row by row.
+// Columns of a tile, and the rows of it that this block adds up, in vectors of 8 columns, row by row.
 struct FewShare {
     int column;   // the tile's first
     int vectors;  // a row of it
+    int first_row, end_row;
     int first, end;
 
     __device__ FewShare(const FewRowsArgs& args, int tile, int part, int splits)
-        : column(tile * kFewColumns), vectors(min(kFewColumns, args.n - column) / 8) {
-        const int all = args.m * vectors;
-        first = all * part / splits;
-        end = all * (part + 1) / splits;
-    }
+        : column(tile * kFewColumns),
+          vectors(min(kFewColumns, args.n - column) / 8),
+          first_row(args.m * part / splits),
+          end_row(args.m * (part + 1) / splits),
+          first(first_row * vectors),
+          end(end_row * vectors) {}
 };
 
 // The multipliers' threads only.

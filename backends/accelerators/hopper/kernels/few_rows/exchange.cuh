@@ -4,6 +4,7 @@
 #include "backends/accelerators/hopper/device/mailbox.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/few_rows/block.cuh"
+#include "backends/accelerators/hopper/kernels/few_rows/scales.cuh"
 
 namespace mkernel::hopper {
 
@@ -42,9 +43,27 @@ struct Travelling {
     }
 };
 
+// 8 columns of a row that is to be normalised, and the sum of their squares, where partial sums were.
+template <class Element>
+struct NormedVector {
+    uint4 rounded;
+    float squares = 0;
+
+    __device__ explicit NormedVector(const float (&sum)[8]) : rounded(round_eight<Element>(sum)) {
+        float values[8] = {};
+        add_eight<Element>(values, rounded);
+#pragma unroll
+        for (const float each : values) squares += each * each;
+    }
+    __device__ void keep(float* at) const {
+        *reinterpret_cast<uint4*>(at) = rounded;
+        at[4] = squares;
+    }
+};
+
 // The block's share of a tile, from the cluster's partial sums on. All the multipliers' threads; each has
 // vectors of its own in every step, so what it writes in one it may read in the next.
-template <int kRows, class Element, bool kUnrounded>
+template <int kRows, class Element, class In, bool kUnrounded>
 class FewExchange {
   public:
     using Vector = Travelling<Element, kUnrounded>;
@@ -54,43 +73,28 @@ class FewExchange {
 
     // Adds up what the blocks of the cluster have, and sends it; own sums stay where partial ones were.
     __device__ void send(int splits) {
-        const Workspace& workspace = args_.workspace;
-        const std::uint64_t epoch = shared_.epoch;
-        for (int vector = share_.first + static_cast<int>(threadIdx.x); vector < share_.end;
-             vector += kFewMultipliers) {
-            float* const at = partial(vector);
-            float sum[8] = {};
-            for (int first = 0; first < splits; first += kBatch) {
-                float4 parts[kBatch][2];
+        for (int first = share_.first + static_cast<int>(threadIdx.x); first < share_.end;
+             first += kFewMultipliers * kAdded) {
+            FewScales<sizeof(In) == 1> scales[kAdded];
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (first + i >= splits) continue;
-                    parts[i][0] = ptx::load_of_block(at, first + i);
-                    parts[i][1] = ptx::load_of_block(at + 4, first + i);
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (first + i >= splits) continue;
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        sum[4 * half] += parts[i][half].x;
-                        sum[4 * half + 1] += parts[i][half].y;
-                        sum[4 * half + 2] += parts[i][half].z;
-                        sum[4 * half + 3] += parts[i][half].w;
-                    }
-                }
+            for (int i = 0; i < kAdded; ++i) {
+                const int vector = first + i * kFewMultipliers;
+                if (vector >= share_.end) continue;
+                scales[i].load(args_.scales, row_of(vector), share_.column + column_of(vector));
             }
-            Vector own;
-            own.pack(sum);
-            auto* const kept = reinterpret_cast<uint4*>(at);
+            float sum[kAdded][8] = {};
+            add_parts(first, splits, sum);
 #pragma unroll
-            for (int i = 0; i < Vector::kWords; ++i) kept[i] = own.words[i];
-            for (int step = 1; step < workspace.world; ++step) {
-                const int peer = (workspace.rank + step) % workspace.world;
-                if (!is_of(peer, vector)) continue;
-                char* const to = mail(peer, workspace.rank, epoch, vector);
+            for (int i = 0; i < kAdded; ++i) {
+                const int vector = first + i * kFewMultipliers;
+                if (vector >= share_.end) continue;
+                scales[i].multiply(sum[i]);
+                Vector own;
+                own.pack(sum[i]);
+                auto* const kept = reinterpret_cast<uint4*>(partial(vector));
 #pragma unroll
-                for (int i = 0; i < Vector::kWords; ++i) mailbox::send(to + 16 * i, own.words[i]);
+                for (int word = 0; word < Vector::kWords; ++word) kept[word] = own.words[word];
+                send_to_peers(vector, own);
             }
         }
     }
@@ -133,6 +137,53 @@ class FewExchange {
 
   private:
     static constexpr int kBatch = kUnrounded ? 2 : 4;  // vectors of a thread that are under way
+    // While partial sums are added up; registers are scarce with 256 rows, and with scales.
+    static constexpr int kAdded = kRows > 128 ? 1 : sizeof(In) == 1 ? 2 : kBatch;
+    static constexpr int kSplitsAtOnce = kRows > 128 ? 4 : 2;
+
+    // What the cluster's blocks have of this thread's vectors from `first` on, in the order of K.
+    __device__ void add_parts(int first, int splits, float (&sum)[kAdded][8]) const {
+        for (int split = 0; split < splits; split += kSplitsAtOnce) {
+            float4 parts[kSplitsAtOnce][kAdded][2];
+#pragma unroll
+            for (int each = 0; each < kSplitsAtOnce; ++each) {
+#pragma unroll
+                for (int i = 0; i < kAdded; ++i) {
+                    const int vector = first + i * kFewMultipliers;
+                    if (split + each >= splits || vector >= share_.end) continue;
+                    const float* const at = partial(vector);
+                    parts[each][i][0] = ptx::load_of_block(at, split + each);
+                    parts[each][i][1] = ptx::load_of_block(at + 4, split + each);
+                }
+            }
+#pragma unroll
+            for (int each = 0; each < kSplitsAtOnce; ++each) {
+#pragma unroll
+                for (int i = 0; i < kAdded; ++i) {
+                    const int vector = first + i * kFewMultipliers;
+                    if (split + each >= splits || vector >= share_.end) continue;
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        sum[i][4 * half] += parts[each][i][half].x;
+                        sum[i][4 * half + 1] += parts[each][i][half].y;
+                        sum[i][4 * half + 2] += parts[each][i][half].z;
+                        sum[i][4 * half + 3] += parts[each][i][half].w;
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ void send_to_peers(int vector, const Vector& own) const {
+        const Workspace& workspace = args_.workspace;
+        for (int step = 1; step < workspace.world; ++step) {
+            const int peer = (workspace.rank + step) % workspace.world;
+            if (!is_of(peer, vector)) continue;
+            char* const to = mail(peer, workspace.rank, shared_.epoch, vector);
+#pragma unroll
+            for (int i = 0; i < Vector::kWords; ++i) mailbox::send(to + 16 * i, own.words[i]);
+        }
+    }
 
     __device__ int row_of(int vector) const { return vector / share_.vectors; }
     // The row in that rank's `out`, if it has it there and adds it up: one of [0, rows).
@@ -196,8 +247,19 @@ class FewExchange {
         if (bias != nullptr) {
             add_eight<Element>(whole, ptx::load_16(bias + share_.column + column_of(vector)));
         }
-        ptx::store_16(static_cast<Element*>(args_.out) + element(args_.workspace.rank, vector),
-                      round_eight<Element>(whole));
+        const std::uint64_t at = element(args_.workspace.rank, vector);
+        const RowNorm& norm = args_.norm;
+        if (norm.weight == nullptr) {
+            ptx::store_16(static_cast<Element*>(args_.out) + at, round_eight<Element>(whole));
+            return;
+        }
+        if (norm.residual != nullptr) {
+            const auto* const residual = static_cast<const Element*>(norm.residual);
+            add_eight<Element>(whole, ptx::load_16(residual + at));
+        }
+        const NormedVector<Element> kept(whole);
+        ptx::store_16(static_cast<Element*>(norm.residual_out) + at, kept.rounded);
+        kept.keep(partial(vector));
     }
 
     FewRows<kRows>& shared_;

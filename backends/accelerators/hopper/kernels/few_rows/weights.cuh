@@ -5,7 +5,7 @@
 
 namespace mkernel::hopper {
 
-template <int kRows, bool kNMajorB>
+template <int kRows, class In, bool kNMajorB>
 __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
                                          Cursor<FewRows<kRows>::kStages>& cursor,
                                          const FewRowsArgs& args, int column, int first, int end) {
@@ -16,31 +16,32 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
         shared.empty[cursor.slot].wait(cursor.parity ^ 1);
         full->expect(S::kStageBytes);
         if constexpr (kNMajorB) {
-            ptx::load_box(stage, &args.b, full, column, step * kTileK);
-            ptx::load_box(stage + S::kWeightBytes / 2, &args.b, full, column + 64, step * kTileK);
+            ptx::load_box(stage, &args.b, full, column, step * kStepK<In>);
+            ptx::load_box(stage + S::kWeightBytes / 2, &args.b, full, column + 64,
+                          step * kStepK<In>);
         } else {
-            ptx::load_box(stage, &args.b, full, step * kTileK, column);
+            ptx::load_box(stage, &args.b, full, step * kStepK<In>, column);
         }
-        ptx::load_box(stage + S::kWeightBytes, &args.a, full, step * kTileK, 0);
+        ptx::load_box(stage + S::kWeightBytes, &args.a, full, step * kStepK<In>, 0);
     }
 }
 
 // The weights of the first stages.
-template <int kRows, bool kNMajorB>
+template <int kRows, class In, bool kNMajorB>
 __device__ __forceinline__ void prefetch_few(const FewRowsArgs& args, int column, int first,
                                              int end) {
     for (int step = first; step < min(end, first + FewRows<kRows>::kStages); ++step) {
         if constexpr (kNMajorB) {
-            ptx::prefetch_box(&args.b, column, step * kTileK);
-            ptx::prefetch_box(&args.b, column + 64, step * kTileK);
+            ptx::prefetch_box(&args.b, column, step * kStepK<In>);
+            ptx::prefetch_box(&args.b, column + 64, step * kStepK<In>);
         } else {
-            ptx::prefetch_box(&args.b, step * kTileK, column);
+            ptx::prefetch_box(&args.b, step * kStepK<In>, column);
         }
     }
 }
 
 // This warpgroup's 64 columns of b^T times a^T, over `steps` stages.
-template <int kRows, class Element, bool kNMajorB>
+template <int kRows, class In, bool kNMajorB>
 __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
                                              Cursor<FewRows<kRows>::kStages>& stage, int group,
                                              int steps, float (&sum)[kRows / 2]) {
@@ -58,8 +59,8 @@ __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
         std::uint64_t rows = ptx::descriptor(at + S::kWeightBytes, 0, kAtomBytes);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kTileK; k += 16) {
-            ptx::wgmma<Element, false, kNMajorB>(sum, weights, rows, true);
+        for (int k = 0; k < kTileK; k += 16) {  // of e4m3 twice as many: as many bytes
+            ptx::wgmma<In, false, kNMajorB>(sum, weights, rows, true);
             weights += (kNMajorB ? 16 * kTileK * kElementBytes : 16 * kElementBytes) >> 4;
             rows += 16 * kElementBytes >> 4;
         }

@@ -1,0 +1,14 @@
+// What rows of a sum are normalised with: r = sum + residual, out = r / sqrt(mean(r^2) + eps) * weight.
+#pragma once
+
+namespace mkernel::hopper {
+
+// Of rows [.., columns]; all addresses are multiples of 16.
+struct RowNorm {
+    const void* weight = nullptr;    // [columns]; null: rows are not normalised
+    const void* residual = nullptr;  // null: there is none
+    void* residual_out = nullptr;
+    float eps = 0;
+};
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,164 @@
+"""Nodes of several ranks on GPUs: each pair of ranks of two nodes exchanges by the NIC, or,
+hierarchically, one rank of a node for all of it; the NIC's counters of bytes tell which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hopper_ranks
+import nodes_ranks
+import pytest
+from device_buffers import takes_ranks
+from hopper_ranks import OPS, Shape
+from in_world import TOLD_S
+from test_hopper_nodes import both, nics, ops, random_shapes, right, take
+
+import mkernel
+from mkernel.plan.decide import GAIN
+
+pytestmark = [takes_ranks(4), pytest.mark.usefixtures("leaves_nothing")]
+
+SHARED = [
+    Shape("all_gather_gemm", 1536, 512, 1024),
+    Shape("gemm_reduce_scatter", 2048, 768, 256),
+    Shape("gemm_all_reduce", 520, 1024, 320, layout="column"),
+    Shape("all_gather_gemm", 96, 64, 4096, dtype="float16"),
+    Shape("gemm_all_reduce", 2048, 2048, 512),
+    Shape("all_gather_gemm", 4096, 256, 2048),
+]
+"""Of 4 ranks."""
+
+exchanges = pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+shared = pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        pytest.param(2, 2, marks=takes_ranks(4)),
+        pytest.param(3, 2, marks=takes_ranks(6)),
+        pytest.param(2, 3, marks=takes_ranks(6)),
+    ],
+)
+"""Worlds whose nodes have several ranks, so that the exchanges differ."""
+
+
+@nics
+@both
+@exchanges
+@shared
+def test_the_bytes_over_the_rails_are_those_of_the_exchange(
+    nodes: int, ranks: int, exchange: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row crosses once for each rank of another node, or once for the node; every reader gets it."""
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
+    rows, k = 256, 1024
+    found = mkernel.launch(
+        nodes_ranks.arrived, rows, k, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
+    )  # fmt: skip
+    copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
+    for rank, (arrived, put, _) in enumerate(found):
+        assert arrived == [
+            "intact" if other // ranks == rank // ranks else "scrambled"
+            for other in range(nodes * ranks)
+        ]
+        assert put == copies * rows * k * 2
+
+
+@nics
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@exchanges
+@shared
+def test_the_sums_over_the_rails_are_those_of_the_exchange(
+    nodes: int, ranks: int, exchange: str, op: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sends its part to each rank of another node, or its node's sum to one rank there; and an
+    all-reduce sends the sum of its rows back on the same ways."""
+    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
+    rows, n = 512, 512
+    found = mkernel.launch(
+        nodes_ranks.summed, op, rows, n, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
+    )  # fmt: skip
+    copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
+    copies *= 2 if op == "gemm_all_reduce" else 1
+    for failures, put, planned in found:
+        assert not failures
+        assert planned == exchange
+        assert put == copies * rows * n * 2
+
+
+FEW_BYTES = {
+    "all_gather_gemm": Shape("all_gather_gemm", 512, 131072, 256),
+    "gemm_reduce_scatter": Shape("gemm_reduce_scatter", 512, 256, 131072),
+    "gemm_all_reduce": Shape("gemm_all_reduce", 512, 256, 262144),
+}
+MANY_BYTES = {
+    "all_gather_gemm": Shape("all_gather_gemm", 2048, 512, 1024),
+    "gemm_reduce_scatter": Shape("gemm_reduce_scatter", 2048, 1024, 512),
+    "gemm_all_reduce": Shape("gemm_all_reduce", 2048, 1024, 512),
+}
+"""Of 4 ranks, for their work."""
+
+
+@nics
+@ops
+@pytest.mark.parametrize(
+    ("shapes", "exchange"),
+    [(FEW_BYTES, "direct"), (MANY_BYTES, "hierarchical")],
+    ids=["few", "many"],
+)
+def test_the_planner_takes_the_exchange_that_it_predicts_to_be_faster(
+    op: str, shapes: dict[str, Shape], exchange: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default; and the bytes that the NIC counts are those of its choice."""
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", "100000")
+    shape = shapes[op]
+    found = mkernel.launch(
+        nodes_ranks.chosen, shape, nodes=2, ranks_per_node=2, accelerator="hopper",
+        nic=nic, verbs="soft", timeout_s=TOLD_S,
+    )  # fmt: skip
+    columns = shape.k if op == "all_gather_gemm" else shape.n
+    copies = (1 if exchange == "hierarchical" else 2) * (2 if op == "gemm_all_reduce" else 1)
+    for failures, put, planned, (direct_us, hierarchical_us) in found:
+        assert not failures
+        assert planned == exchange
+        assert (hierarchical_us < (1 - GAIN) * direct_us) == (exchange == "hierarchical")
+        assert put == copies * shape.m // 4 * columns * 2
+
+
+@nics
+@both
+@shared
+def test_hierarchical_random_shapes(
+    nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
+    right(
+        hopper_ranks.judged, random_shapes(nodes * ranks, OPS), 1,
+        nic=nic, nodes=nodes, ranks=ranks,
+    )  # fmt: skip
+
+
+@nics
+@pytest.mark.parametrize("way", ["skewed", "queued", "replayed"])
+def test_hierarchical_reuse_of_memory(way: str, nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late ranks, calls that the host does not wait for, and graphs, with shapes mixed."""
+    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
+    last: Any = True if way == "replayed" else 2
+    right(getattr(hopper_ranks, way), SHARED, 30, last, nic=nic, nodes=2, ranks=2)
+
+
+@nics
+@ops
+def test_hierarchical_results_are_always_the_same_bits(
+    op: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
+    found = mkernel.launch(
+        hopper_ranks.repeated, Shape(op, 2048, 1536, 1024), 10, nodes=2, ranks_per_node=2,
+        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
+    )  # fmt: skip
+    for sums in found:
+        assert len(set(sums)) == 1

@@ -1,0 +1,393 @@
+"""Ring attention by one kernel: what it is told to see, its part on the host with the stand-ins of
+test_hopper_attention.py, and which plans have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import devices
+import pytest
+import torch
+from plan_walk import WalkedWorld, decorations
+from test_hopper_attention import (
+    BESIDE,
+    MAIN,
+    Fabric,
+    Here,
+    Order,
+    Started,
+    between_nodes,
+    flat_at,
+    planned,
+    rows_at,
+    run,
+    sizes_of,
+)
+
+from mkernel.backends.accelerators.hopper import (
+    attention_core,
+    attention_kernel,
+    attention_ring,
+    attention_tuning,
+    capabilities,
+    device_world,
+    native,
+)
+from mkernel.backends.accelerators.hopper.attention_kernel import AttentionKernelExecutor
+from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.schedule import (
+    AttentionInPiecesSchedule,
+    AttentionKernelSchedule,
+    AttentionSchedule,
+)
+from mkernel.backends.accelerators.hopper.tuning import FLAGS
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.instrumented import View
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.ops.zigzag import zigzag_positions
+from mkernel.plan import planner
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.request import Scheduled, ScheduleRequest
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans are kept, whatever is wished when they are asked for again."""
+    planner._planned.cache_clear()
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "kernel")
+    yield
+    planner._planned.cache_clear()
+
+
+class RingPart(NamedTuple):
+    source: int
+    first: int
+    keys: int
+
+
+class Core(NamedTuple):
+    tensors: list[tuple[int, tuple[int, ...]]]
+    lse: int
+    counters: int
+    shape: tuple[int, int, int, int, int]
+    scale: float
+    causal: bool
+    half: bool
+
+
+class Ring(NamedTuple):
+    core: Core
+    parts: list[RingPart]
+    slots: tuple[int, tuple[int, ...]]
+    values: int
+    chunk_rows: int
+    blocks: int
+    exchanges: bool
+
+
+class KernelFabric(Fabric):
+    """Also of the kernel, which does as kernels/ring_attention.hpp says. ``rings``: what each rank's
+    was given."""
+
+    Core, Ring, RingPart = Core, Ring, RingPart
+    MAX_FLAGS, COUNTERS_OFFSET, COUNTERS_BYTES = FLAGS, 64, 8
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.shares = False
+        self.rings: dict[int, Ring] = {}
+
+    def shares_device(self, device: int, here: Here) -> bool:
+        return self.shares
+
+    def attend_ring(self, device: int, here: Here, ring: Ring, stream: int) -> None:
+        self._note(here, ("attend", ring.blocks, ring.exchanges), stream)
+        self.rings[here.rank] = ring
+        core = ring.core
+        batch, heads, kv_heads, queries, keys = core.shape
+        assert core.scale > 0
+        assert core.counters == here.workspaces[here.rank] + self.COUNTERS_OFFSET
+        dtype = torch.float16 if core.half else torch.bfloat16
+
+        def keys_at(at: tuple[int, tuple[int, ...]], count: int) -> torch.Tensor:
+            return rows_at(*at, dtype, batch, kv_heads, count, 128).double()
+
+        q, out = (
+            rows_at(*core.tensors[which], dtype, batch, heads, queries, 128) for which in (0, 3)
+        )
+        k, v = ([keys_at(core.tensors[which], keys)] for which in (1, 2))
+        hidden = [torch.ones(queries, keys, dtype=torch.bool).triu(1) & core.causal]
+        for number, part in enumerate(ring.parts):
+            if ring.exchanges:
+                assert self.flags[here.rank, part.source].wait(60)
+            for which, found in enumerate((k, v)):
+                at = ring.slots[0] + (2 * number + which) * ring.values * 2
+                found.append(keys_at((at, ring.slots[1]), part.keys))
+            late = torch.arange(queries) < part.first
+            hidden.append(late[:, None].expand(queries, part.keys))
+        groups = heads // kv_heads
+        every, values = (torch.cat(each, 2).repeat_interleave(groups, 1) for each in (k, v))
+        scores = q.double() @ every.transpose(2, 3) * core.scale
+        scores = scores.masked_fill(torch.cat(hidden, 1), float("-inf"))
+        out.copy_(scores.softmax(3) @ values)
+        lse = rows_at(
+            core.lse, (heads * queries, queries, 1), torch.float32, batch, heads, queries, 1
+        )
+        lse[..., 0].copy_(scores.logsumexp(3))
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the fabric of a world."""
+
+    def make(world: int) -> KernelFabric:
+        made = KernelFabric(world)
+        for module in (attention_core, attention_kernel, attention_ring, device_world):
+            monkeypatch.setattr(module, "native", lambda: made)
+        monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
+        return made
+
+    return make
+
+
+def kernel(world: int, rows: int = 256, **changes: Any) -> LaunchPlan:
+    """A plan of the kernel, of so many rows a rank."""
+    plan = planned(world, **{"sequence": rows * world, "head_dim": 128, **changes})
+    assert isinstance(plan.schedule, AttentionKernelSchedule)
+    return plan
+
+
+# ---- what a kernel is told to see ----------------------------------------------------------------
+
+
+def seen(plan: LaunchPlan, rank: int) -> torch.Tensor:
+    """How often each query of a rank sees each key of the sequence, by the kernel's rules: own ones in
+    order, of each part what all queries from ``first`` on see."""
+    shape: Any = plan.shape
+    world, rows = plan.world_size, shape.sequence // plan.world_size
+    workspaces = {peer: PeerMemory(0, 0) for peer in range(world) if peer != rank}
+    call: Any = SimpleNamespace(plan=plan, rank=rank, workspace=0, peers=workspaces)
+    held = [
+        zigzag_positions(shape.sequence, world, each) if shape.causal
+        else torch.arange(each * rows, (each + 1) * rows)
+        for each in range(world)
+    ]  # fmt: skip
+    found = torch.zeros(rows, shape.sequence, dtype=torch.int32)
+    own = torch.ones(rows, rows, dtype=torch.int32)
+    found[:, held[rank]] = own.tril() if shape.causal else own
+    context: Any = DispatchContext(0, Order(), 64)  # type: ignore[arg-type]
+    for source in AttentionRing(call, context).sources:
+        keys = source.k.shape[2]
+        assert source.first % 128 == keys % 128 == 0
+        found[source.first :, held[source.rank][:keys]] += 1
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world", range(2, 9))
+def test_every_query_sees_each_of_its_keys_once(
+    monkeypatch: pytest.MonkeyPatch, world: int, causal: bool
+) -> None:
+    monkeypatch.setattr(attention_ring, "native", lambda: KernelFabric(world))
+    nothing = torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(attention_ring, "bytes_at", lambda at, nbytes: nothing[:nbytes])
+    plan = kernel(world, batch=1, heads=1, kv_heads=1, causal=causal)
+    shape: Any = plan.shape
+    for rank in range(world):
+        wanted = torch.ones(256, shape.sequence, dtype=torch.int32)
+        if causal:
+            mine = zigzag_positions(shape.sequence, world, rank)
+            wanted = (mine[:, None] >= torch.arange(shape.sequence)).int()
+        assert torch.equal(seen(plan, rank), wanted)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["heads", "positions"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_results(fabric: Any, world: int, causal: bool, layout: str) -> None:
+    assert run(fabric(world), kernel(world, causal=causal, layout=layout)) == []
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+def test_any_scale(fabric: Any, scale: float) -> None:
+    assert run(fabric(2), kernel(2, causal=True), scale=scale) == []
+
+
+@pytest.mark.parametrize(
+    ("view", "shares", "stream"),
+    [("pipelined", False, BESIDE), ("pipelined", True, MAIN), ("sequential", False, MAIN)],
+)
+def test_what_is_queued(fabric: Any, view: View, shares: bool, stream: int) -> None:
+    """Within a device copies come first: they would find no multiprocessor beside the kernel."""
+    made, plan = fabric(3), kernel(3, causal=True)
+    made.shares = shares
+    assert run(made, plan, view=view, calls=1) == []
+    blocks = plan.part(AttentionKernelSchedule).blocks
+    assert made.queued == [("push", stream), (("attend", blocks, True), MAIN)]
+    parts = [[*made.rings[rank].parts] for rank in range(3)]
+    assert parts == [
+        [(2, 128, 256), (1, 128, 256)], [(0, 0, 128), (2, 128, 256)], [(1, 0, 128), (0, 0, 128)],
+    ]  # fmt: skip
+
+
+def test_compute_only_exchanges_nothing(fabric: Any) -> None:
+    made, plan = fabric(2), kernel(2)
+    run(made, plan, view="compute_only", calls=1)
+    assert made.queued == [(("attend", plan.part(AttentionKernelSchedule).blocks, False), MAIN)]
+
+
+@pytest.mark.parametrize("fault", ["seam", "skipped", "order"])
+def test_a_wrong_part_is_seen(fabric: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The test's own eyes."""
+    made, right = fabric(2), Ring
+
+    def wrong(core: Core, parts: list[RingPart], *rest: Any) -> Ring:
+        if fault == "seam":
+            parts = [each._replace(keys=each.keys - 1) for each in parts]
+        if fault == "order":
+            parts = [each._replace(first=128 - each.first) for each in parts]
+        return right(core, [] if fault == "skipped" else parts, *rest)
+
+    monkeypatch.setattr(made, "Ring", wrong)
+    assert run(made, kernel(2, causal=True))
+
+
+def test_chunks_are_bytes_of_a_stretch(fabric: Any) -> None:
+    made, few = fabric(2), {"batch": 1, "rows": 384}
+    how = AttentionKernelSchedule(chunk_rows=256, blocks=4)
+    assert run(made, kernel(2, **few).model_copy(update={"schedule": how}), calls=1) == []
+    assert made.chunk == 256 * 128 * 2
+    assert run(made, kernel(2, layout="positions", **few), calls=1) == []
+    assert made.chunk == 384 * 2 * 128 * 2, "no more than there is"
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+LONG: dict[str, Any] = {
+    "batch": 1,
+    "heads": 16,
+    "kv_heads": 16,
+    "head_dim": 128,
+    "sequence": 1 << 14,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 64}, {"sequence": 2 * 8192 - 32}, {"causal": True, "sequence": 2 * 128 * 63},
+        {"sequence": 1 << 19}, {"world": 1}, {"documents": True},
+    ],
+)  # fmt: skip
+def test_what_is_left_to_parts(changes: dict[str, Any]) -> None:
+    world, sizes = changes.get("world", 2), {**LONG, **changes}
+    sizes.pop("world", None)
+    documents = sizes.pop("documents", False)
+    assert isinstance(planned(2, **LONG).schedule, AttentionKernelSchedule)
+    plan = planned(world, **sizes)
+    if documents:
+        shape = plan.shape.model_copy(update={"documents": True})
+        plan = plan.model_copy(update={"shape": shape})
+        assert not attention_tuning.kernel_takes(plan)
+    else:
+        assert isinstance(plan.schedule, AttentionSchedule | AttentionInPiecesSchedule)
+
+
+def test_one_node_only() -> None:
+    with pytest.raises(Unsupported, match="on one node"):
+        executor_of(kernel(2)).workspace(between_nodes(kernel(2), 1))
+
+
+@pytest.mark.parametrize(
+    ("wished", "claimed", "kernel"),
+    [
+        ("kernel", False, True), ("parts", True, False), ("auto", False, False), ("auto", True, True),
+    ],
+)  # fmt: skip
+def test_who_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, wished: str, claimed: bool, kernel: bool
+) -> None:
+    """By name; by its predicted time only where it is claimed."""
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", wished)
+    monkeypatch.setattr(capabilities, "UNCLAIMED", () if claimed else ("attention kernel",))
+    plan = planned(2, **LONG)
+    assert isinstance(plan.schedule, AttentionKernelSchedule) == kernel
+
+
+def test_a_plan_says_what_either_way_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+    noted: list[Scheduled] = []
+
+    def schedule(request: ScheduleRequest) -> Scheduled:
+        noted.append(attention_tuning.schedule(request))
+        return noted[-1]
+
+    monkeypatch.setattr(HopperAccelerator, "schedule", staticmethod(schedule))
+    planned(2, **LONG)
+    parts, kernel = (each for each in noted[-1].alternatives if each.decision == "attention")
+    assert (parts.option, parts.chosen, kernel.option, kernel.chosen) == (
+        "parts", False, "kernel", True,
+    )  # fmt: skip
+    assert parts.predicted_us is not None
+    assert kernel.predicted_us is not None
+    assert 1000 < kernel.predicted_us < parts.predicted_us < 2500
+
+
+def test_a_slow_kernel_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+    machine = attention_tuning._MACHINE
+    slow = machine.attention.kernel.model_copy(update={"tflops": 300.0})
+    how = machine.attention.model_copy(update={"kernel": slow})
+    monkeypatch.setattr(attention_tuning, "_MACHINE", machine.model_copy(update={"attention": how}))
+    plan = planned(2, **LONG)
+    assert isinstance(plan.schedule, AttentionSchedule)
+
+
+def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    plan = kernel(2)
+    parts = plan.model_copy(update={"shape": plan.shape.model_copy(update={"head_dim": 64})})
+    with pytest.raises(ArgumentError, match=r"plan\.schedule\.kind"):
+        AttentionKernelExecutor.workspace(parts)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    started: Any = Started(native.native())
+    started.shares_device = lambda *_: False
+    for module in (attention_core, attention_kernel, attention_ring):
+        monkeypatch.setattr(module, "native", lambda: started)
+    monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    sizes = sizes_of(2, causal=True, head_dim=128, sequence=512)
+    usual = world.plan("ring_attention", sizes, dtype="bfloat16")
+    q, k = torch.zeros(2, 4, 256, 128).bfloat16(), torch.zeros(2, 2, 256, 128).bfloat16()
+    tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(2, 4, 256)}
+    order: Any = Order()
+
+    def launch(plan: LaunchPlan) -> object:
+        started.told.clear()
+        world.admit(plan, tensors)
+        needs = world.accelerator.workspace(plan)
+        call = Call(
+            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
+            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
+            options={"scale": 0.1},
+        )  # fmt: skip
+        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
+        return [needs, *started.told]
+
+    assert decorations(usual, launch) == []
