@@ -38,7 +38,7 @@ def few_rows() -> list[str]:
         for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))
     ]
     scaled = [
-        Shape(op, 34, 1032, 528, "float8_e4m3fn", "column", "fused", "bfloat16", scales, fast=True)
+        Shape(op, 34, 1040, 528, "float8_e4m3fn", "column", "fused", "bfloat16", scales, fast=True)
         for op, scales in (("gemm_all_reduce", "row"), ("gemm_reduce_scatter", "tensor"))
     ]
     normed = [NormedProduct(33, 1032, 520), NormedProduct(3, 264, 4096, norm="alone")]

@@ -53,11 +53,11 @@ SCATTERED = [
 SCALED = [
     Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, fast=True)
     for op, m, n, k, out, scales in (
-        (OP, 16, 1032, 4096, "bfloat16", "row"),
+        (OP, 16, 1040, 4096, "bfloat16", "row"),
         (OP, 128, 5120, 1040, "float16", "tensor"),
         (SCATTER, 64, 4096, 2048, "bfloat16", "row"),
         (SCATTER, 256, 7168, 272, "float16", "row"),
-        (SCATTER, 36, 17416, 528, "bfloat16", "tensor"),
+        (SCATTER, 36, 17424, 528, "bfloat16", "tensor"),
     )
 ]
 FEW = [*SUMS, *SCATTERED, *SCALED]
@@ -118,7 +118,7 @@ def drawn(chance: random.Random) -> Shape:
     out, bias = chance.choice(("bfloat16", "float16")), chance.random() < 0.25
     if chance.random() < 0.3:
         scales = chance.choice(("row", "tensor"))
-        k = -(-k // 16) * 16
+        n, k = (-(-size // 16) * 16 for size in (n, k))
         return Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, True, bias)
     return Shape(op, m, n, k, out, chance.choice(("row", "column")), bias=bias)
 
