@@ -40,8 +40,8 @@ _PATIENCE_S = 120  # for what ends by itself, on a machine that is busy
 # products where tests run side by side. Set before the libraries are loaded, for all that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Inductor's compile workers are processes with a torch of their own, for programs of a few kernels.
-# Older torch starts them as it is imported, from the process that ranks are forked from.
+# Inductor's compile workers are processes with a torch of their own each, for programs of a few
+# kernels. Older torch starts them as it is imported, from the process that ranks are forked from.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 

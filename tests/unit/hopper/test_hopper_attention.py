@@ -522,7 +522,8 @@ def test_what_it_does_not_take_is_left_to_a_companion() -> None:
     assert not taken(dtype="float32")
     heads = claims.model_copy(update={"attention_layouts": ("heads",)})
     assert not takes(heads, "ring_attention", sizes_of(2, layout="positions"), 2, "float16")
-    assert takes(claims, "gemm_all_reduce", {"m": 1}, 2, "float64")
+    assert takes(claims, "gemm_all_reduce", {"m": 1}, 2, "float16")
+    assert not takes(claims, "gemm_all_reduce", {"m": 1}, 2, "float64")
 
 
 def between_nodes(plan: LaunchPlan, ranks: int) -> LaunchPlan:
