@@ -15,7 +15,7 @@ from test_attention_on_gpus import both, launched, right, several
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
-DRAWS = 60
+DRAWS = 40
 
 
 @pytest.fixture(autouse=True)
@@ -53,17 +53,17 @@ def test_large(world: int, causal: bool) -> None:
 
 @several
 def test_late_ranks_and_reused_memory(world: int) -> None:
-    right(world, attention_ranks.skewed, MIXED, 40, 2)
+    right(world, attention_ranks.skewed, MIXED, 24, 2)
 
 
 @several
 def test_many_calls_in_the_queue(world: int) -> None:
-    right(world, attention_ranks.queued, MIXED, 40, 3)
+    right(world, attention_ranks.queued, MIXED, 24, 3)
 
 
 @several
 def test_graphs(world: int) -> None:
-    right(world, attention_ranks.replayed, MIXED, 50)
+    right(world, attention_ranks.replayed, MIXED, 24)
 
 
 @several
