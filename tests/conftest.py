@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import kept_ranks
 import pytest
 
 from mkernel import fork_server
@@ -41,8 +40,8 @@ _PATIENCE_S = 120  # for what ends by itself, on a machine that is busy
 # products where tests run side by side. Set before the libraries are loaded, for all that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Inductor's compile workers are processes with a torch of their own each, for programs of a few kernels.
-# Older torch starts them as it is imported, from the process that ranks are forked from.
+# Inductor's compile workers are processes with a torch of their own each, for programs of a few
+# kernels. Older torch starts them as it is imported, from the process that ranks are forked from.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
@@ -63,8 +62,9 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """What was kept over tests ends with them."""
-    kept_ranks.close()
+    """Ranks that tests have kept, where any have, end with them."""
+    if kept := sys.modules.get("kept_ranks"):
+        kept.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -138,7 +138,8 @@ def leaves_nothing() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        processes = _rank_processes() - before[0] - kept_ranks.processes()
+        kept = sys.modules.get("kept_ranks")
+        processes = _rank_processes() - before[0] - (kept.processes() if kept else set())
         memory = _shared_memory() - before[1]
         if not (processes or memory) or time.monotonic() > deadline:
             break
