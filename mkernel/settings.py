@@ -38,7 +38,7 @@ class NicSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     fifo_slots: int = Field(
-        1024, ge=2, le=1 << 20, description="command FIFO length; rounded up to a power of 2"
+        8192, ge=2, le=1 << 20, description="command FIFO length; rounded up to a power of 2"
     )
     rails: int | None = Field(
         None,

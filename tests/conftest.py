@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import kept_ranks
 import pytest
 
 from mkernel import fork_server
@@ -63,8 +62,9 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """What was kept over tests ends with them."""
-    kept_ranks.close()
+    """Ranks that tests have kept, where any have, end with them."""
+    if kept := sys.modules.get("kept_ranks"):
+        kept.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -138,7 +138,8 @@ def leaves_nothing() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        processes = _rank_processes() - before[0] - kept_ranks.processes()
+        kept = sys.modules.get("kept_ranks")
+        processes = _rank_processes() - before[0] - (kept.processes() if kept else set())
         memory = _shared_memory() - before[1]
         if not (processes or memory) or time.monotonic() > deadline:
             break

@@ -37,6 +37,8 @@ from mkernel.settings import load as load_settings
 
 MOST_KINDS = 6
 """Whose processes are kept at once: two paths and two sizes of worlds, and some."""
+FRESH = "FRESH_RANKS"
+"""With this in the environment each call has processes of its own: is a failure of what was kept?"""
 OVERDUE_S = 2 * DEADLINE_S
 """What a call may take, whose waits each have ``TOLD_S``."""
 _READ_BY_PROCESSES = ("MKERNEL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_")
@@ -166,6 +168,11 @@ def run(
         (name, value) for name, value in os.environ.items() if name.startswith(_READ_BY_PROCESSES)
     )
     kind = Kind(nodes, ranks_per_node, accelerator, nic, verbs, tuple(read))
+    if os.environ.get(FRESH):
+        return launch(
+            fn, *args, nodes=nodes, ranks_per_node=ranks_per_node, accelerator=accelerator, nic=nic,
+            verbs=verbs, timeout_s=timeout_s, **kwargs,
+        )  # fmt: skip
     pickle.dumps((fn, args, kwargs))  # what cannot travel is the test's fault, not the processes'
     ranks = _kept.ranks.pop(kind, None)
     while ranks is None and len(_kept.ranks) >= MOST_KINDS:
@@ -199,11 +206,14 @@ def _serve(port: int) -> None:
     number = 0
     while name := store.get(f"call/{number}").decode():
         number += 1
+        environment = dict(os.environ)
         try:
             call = pickle.loads(Path(name).read_bytes())
             told: tuple[BaseException | None, Any] = (None, _called(call))
         except BaseException as error:
             told = (_that_travels(error), None)
+        os.environ.clear()
+        os.environ.update(environment)
         report(told)
         if told[0] is not None:
             return

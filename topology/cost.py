@@ -41,6 +41,19 @@ class OneShot(Finite):
         return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
 
 
+class BriefCalls(Finite):
+    """Calls whose ranks end without a wait for their peers: those of few bytes."""
+
+    most_bytes: int = Field(
+        ge=0, description="that all ranks send to one of them, and as its own count"
+    )
+    less_us: float = Field(ge=0, description="than other calls take")
+
+    def saved_us(self, nbytes: int) -> float:
+        """Of a call in which so many bytes come to a rank."""
+        return self.less_us if nbytes <= self.most_bytes else 0.0
+
+
 class PathConstants(Finite):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
@@ -52,6 +65,7 @@ class PathConstants(Finite):
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
+    brief: BriefCalls | None = Field(None, description="None: all calls wait for their peers' end")
     unhidden_gather: float = Field(
         0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
     )
@@ -82,6 +96,12 @@ class FewRowsConstants(Finite):
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+    block_sums_gbs: float | None = Field(
+        None,
+        gt=0,
+        description="sums that one block adds up, of its cluster's and of each peer's bytes; None: "
+        "faster than they travel",
+    )
     normalises: bool = Field(
         False, description="the rows of a sum, instead of a kernel behind it, where it can"
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from mkernel.plan.few_rows import cut
+from mkernel.plan.few_rows import COLUMNS, cut
 from mkernel.plan.model import (
     DTYPE_BYTES,
     DtypeName,
@@ -129,7 +130,8 @@ def predict(
 
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
-    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``).
+    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
+    what a call of few bytes does not wait at its end (``brief``).
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
@@ -216,11 +218,21 @@ def of_few_rows(
     cores: int,
     few: FewRowsConstants,
 ) -> Times:
-    """The kernel for few rows. T_c: that of :func:`cut`. T_m: latency + what is sent / rate, once,
-    behind it."""
-    compute = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few).total_us(few)
+    """The kernel for few rows. T_c: that of :func:`cut`. T_m, once, behind it: latency + what is sent /
+    rate, or what a block adds up / rate: its part of the rows of a tile for its cluster, and those
+    that it keeps for each peer."""
+    how = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few)
+    compute = how.total_us(few)
+    if world == 1:
+        return Times(compute, 0.0, compute)
     sent = (world - 1) * _few_rows_bytes(op, shape, out_dtype, world)
-    comm = transfer_us(sent, few.egress_gbs, few.exchange_us) if world > 1 else 0.0
+    comm = transfer_us(sent, few.egress_gbs, few.exchange_us)
+    if few.block_sums_gbs is not None:
+        row_bytes = COLUMNS * DTYPE_BYTES[partial_dtype(shape, out_dtype)]
+        rows = math.ceil(shape.m / how.splits)
+        kept = rows / world if op == "gemm_reduce_scatter" else rows
+        added = (rows + (world - 1) * kept) * row_bytes
+        comm = max(comm, transfer_us(added, few.block_sums_gbs, few.exchange_us))
     return Times(compute, comm, compute + comm)
 
 
@@ -265,15 +277,22 @@ def _exchanges_us(
     """``sent``, ``result``: bytes an element of what is added up, and of the sums."""
     if world == 1:
         return 0.0
-    share = (world - 1) / world
+
+    def exchange_us(nbytes: float) -> float:
+        return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
+
+    def saved_us(nbytes: float) -> float:
+        return 0.0 if path.brief is None else path.brief.saved_us(math.ceil(world * nbytes))
+
     if op == "gemm_all_reduce" and path.one_shot is not None:
-        nbytes = shape.m * shape.n * sent
-        if path.one_shot.takes(nbytes, world):
-            return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
+        whole = shape.m * shape.n * sent
+        if path.one_shot.takes(whole, world):
+            return exchange_us(whole) - saved_us(whole)
     if op == "all_gather_gemm":
-        return transfer_us(share * shape.m * shape.k * sent, path.egress_gbs, path.exchange_us)
-    scattered = share * shape.m * shape.n
-    time = transfer_us(scattered * sent, path.egress_gbs, path.exchange_us)
-    if op == "gemm_all_reduce":
-        time += transfer_us(scattered * result, path.egress_gbs, path.exchange_us)
-    return time
+        part = shape.m * shape.k * sent / world
+        return exchange_us(part) - saved_us(part)
+    part = shape.m * shape.n * sent / world
+    if op == "gemm_reduce_scatter":
+        return exchange_us(part) - saved_us(part)
+    sums = shape.m * shape.n * result / world
+    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums)

@@ -349,7 +349,8 @@ def _plan_pieces(rows: int) -> None:
 
 
 def by_core(judge: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``judge`` finds where our own kernel computes attention of any length."""
+    """What ``judge`` finds where our own kernel computes parts of any length."""
+    os.environ["MKERNEL_HOPPER_ATTENTION"] = "parts"
     machine = attention_tuning._MACHINE
     how = machine.attention.model_copy(update={"core_rows": 1})
     attention_tuning._MACHINE = machine.model_copy(update={"attention": how})

@@ -15,7 +15,15 @@ from test_attention_on_gpus import both, launched, right, several
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
-DRAWS = 60
+DRAWS = 40
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept ranks plan a size once, so these have processes of their own."""
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "kernel")
+
+
 MIXED = [
     Attention(1, 4, 4, 256, causal=True, way="kernel"),
     Attention(2, 4, 1, 128, lies="positions", way="kernel"),
@@ -45,17 +53,17 @@ def test_large(world: int, causal: bool) -> None:
 
 @several
 def test_late_ranks_and_reused_memory(world: int) -> None:
-    right(world, attention_ranks.skewed, MIXED, 40, 2)
+    right(world, attention_ranks.skewed, MIXED, 24, 2)
 
 
 @several
 def test_many_calls_in_the_queue(world: int) -> None:
-    right(world, attention_ranks.queued, MIXED, 40, 3)
+    right(world, attention_ranks.queued, MIXED, 24, 3)
 
 
 @several
 def test_graphs(world: int) -> None:
-    right(world, attention_ranks.replayed, MIXED, 50)
+    right(world, attention_ranks.replayed, MIXED, 24)
 
 
 @several
@@ -92,7 +100,7 @@ def test_faults_are_seen(world: int) -> None:
 
 @several
 def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", replace(MIXED[0], rows=512), world, absent_s=10.0)
+    judge_absence("hopper", replace(MIXED[0], rows=512), world)
 
 
 @several

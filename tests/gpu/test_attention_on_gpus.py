@@ -196,11 +196,11 @@ def test_a_document_that_begins_one_key_late_is_seen(world: int) -> None:
 
 
 BY_CORE = [
-    Attention(1, 4, 4, 288, causal=True, width=128),
-    Attention(2, 4, 1, 128, width=128, lies="positions"),
-    Attention(1, 8, 2, 512, causal=True, width=128, dtype="float16", lies="positions"),
-    Attention(1, 8, 8, 4096, width=128),
-    Attention(1, 8, 2, 4096, causal=True, width=128),
+    Attention(1, 4, 4, 288, causal=True, width=128, way="parts"),
+    Attention(2, 4, 1, 128, width=128, lies="positions", way="parts"),
+    Attention(1, 8, 2, 512, causal=True, width=128, dtype="float16", lies="positions", way="parts"),
+    Attention(1, 8, 8, 4096, width=128, way="parts"),
+    Attention(1, 8, 2, 4096, causal=True, width=128, way="parts"),
 ]
 
 

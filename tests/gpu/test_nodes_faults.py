@@ -177,12 +177,18 @@ def test_a_rank_killed_while_kernels_wait_for_it(
 
 
 @nics
-@both
 @pytest.mark.parametrize(
-    "fault", ["drop@20", "cut@20", "stall@20", "qp-error@20", "cq-overflow@20"]
+    ("fault", "route"),
+    [
+        *((f"{kind}@20", "staged") for kind in ("drop", "cut", "stall", "qp-error", "cq-overflow")),
+        *(
+            pytest.param(fault, "direct", marks=[direct, pytest.mark.alone])
+            for fault in ("cut@20", "qp-error@20")
+        ),
+    ],
 )
 def test_a_nic_error_in_mid_kernel(
-    nic: str, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    nic: str, fault: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take(route, monkeypatch)
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__QP_TIMEOUT", "13")  # 0.2 s with all retries

@@ -40,6 +40,13 @@ def length(text: str) -> int:
     return len(text)
 
 
+def sets(name: str) -> str | None:
+    """What it was before."""
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    return before
+
+
 def fails(rank: int) -> None:
     if mkernel.world().rank == rank:
         raise LookupError("planned")
@@ -63,6 +70,17 @@ def test_calls_share_processes_and_no_world() -> None:
 
 def test_large_arguments_come_through() -> None:
     assert run(length, "x" * (40 << 20)) == [40 << 20] * 2
+
+
+def test_new_ones_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kept_ranks.FRESH, "1")
+    assert {each[0] for each in run(who)}.isdisjoint(each[0] for each in run(who))
+    assert not kept_ranks.processes()
+
+
+def test_a_call_leaves_no_variables() -> None:
+    assert run(sets, "SET_BY_A_CALL") == [None] * 2
+    assert run(sets, "SET_BY_A_CALL") == [None] * 2
 
 
 def test_other_settings_and_sizes_have_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

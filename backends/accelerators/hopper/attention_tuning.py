@@ -75,7 +75,8 @@ def _forward(
     """By one kernel or by parts, whichever is predicted to be sooner; and both, where there are."""
     wished = load_as(HopperSettings).attention
     parts = _by_parts(plan, cores * _MACHINE.attention.merge_blocks_a_core, constants)
-    claimed = wished == "kernel" or capabilities.claimed("attention kernel")
+    judged = plan.world_size <= _MACHINE.attention.kernel_ranks
+    claimed = wished == "kernel" or (judged and capabilities.claimed("attention kernel"))
     if wished == "parts" or not claimed or not kernel_takes(plan):
         return parts, ()
     how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores)
@@ -101,7 +102,7 @@ def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None)
         core = core_takes(shape) and shape.sequence // plan.world_size >= own_rows
         library = "mkernel" if core else library_of(shape)
         whole = AttentionSchedule(library=library, merge_blocks=blocks)
-        return _Way(whole, None if constants is None else predicted(plan, constants))
+        return _Way(whole, None if constants is None else predicted(plan, constants, core))
     how = AttentionInPiecesSchedule(
         library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=_MACHINE.attention.slots
     )
@@ -159,11 +160,12 @@ def _times(plan: CommonPart, calls: CallTimes, merged: int) -> _Times:
     return _Times(own, calls.call_us + seen_us, merge, sent)
 
 
-def predicted(plan: CommonPart, constants: MachineConstants) -> Prediction:
+def predicted(plan: CommonPart, constants: MachineConstants, core: bool = False) -> Prediction:
     """Parts come one after another, each in two copies with a flag behind. The call on one starts when
-    it is there and the one before has ended; that on the own keys runs where others leave room."""
-    world = plan.world_size
-    own, part, merge, sent = _times(plan, _MACHINE.attention.forward, world + 1)
+    it is there and the one before has ended; that on the own keys runs where others leave room.
+    ``core``: calls are of our own kernel."""
+    world, how = plan.world_size, _MACHINE.attention
+    own, part, merge, sent = _times(plan, how.core if core else how.forward, world + 1)
     last = 0.0
     for peer in range(1, world):
         last = max(last, peer * sent) + part
@@ -173,7 +175,8 @@ def predicted(plan: CommonPart, constants: MachineConstants) -> Prediction:
 
 
 def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConstants) -> Prediction:
-    """Each chunk comes in two copies with a flag behind; the last one is computed when it is there."""
+    """Each chunk comes in two copies with a flag behind; the last one is computed when it is there, and
+    tiles that come to a chunk too early wait for a share of all copies."""
     shape, world = attention_shape(plan), plan.world_size
     own, part, _, _ = _times(plan, _MACHINE.attention.kernel, 0)
     rows = shape.sequence // world
@@ -188,8 +191,9 @@ def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConsta
         )
     )
     part -= _MACHINE.attention.kernel.call_us
+    waits = _MACHINE.attention.kernel_waits * copies
     compute = own + (world - 1) * part
-    ended = max(compute, copies + part * chunk_rows / rows)
+    ended = max(compute + waits, copies + part * chunk_rows / rows)
     return prediction(compute, copies, ended, constants.launch_us, constants)
 
 

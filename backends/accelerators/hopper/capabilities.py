@@ -12,11 +12,12 @@ OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED: tuple[str, ...] = ("attention kernel",)
+UNCLAIMED: tuple[str, ...] = ("hierarchical all-reduce",)
 """What is built and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
 attention also ``documents`` that are packed, worlds ``between nodes``, long sequences in
 ``pieces``, our own kernel on parts, ``attention core``, and in place of parts, ``attention kernel``; of
-MoE ``experts between nodes``."""
+MoE ``experts between nodes``; of GEMM+AllReduce on nodes of several ranks ``hierarchical
+all-reduce``."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
@@ -53,6 +54,11 @@ def one_node_ops() -> tuple[str, ...]:
     # By slot, as a combine alone sends, every row would be a put.
     experts = ("moe_combine",) if claimed("experts between nodes") else MOE
     return (*SUMS, *attention, *experts)
+
+
+def hierarchical_ops() -> tuple[str, ...]:
+    """Names of the ops that nodes of several ranks also exchange hierarchically."""
+    return OPS if claimed("hierarchical all-reduce") else OPS[:2]
 
 
 def library_ops() -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper.capabilities import hierarchical_ops
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -47,13 +48,15 @@ if TYPE_CHECKING:
 
 
 def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> bool:
-    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name."""
+    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name; and
+    not every op claims it."""
     wanted = how.exchange == "hierarchical"
-    if wanted and 1 in (plan.nodes, plan.ranks_per_node):
+    if wanted and (1 in (plan.nodes, plan.ranks_per_node) or plan.op not in hierarchical_ops()):
         raise ArgumentError(
             "plan.schedule.exchange",
             repr(how.exchange),
-            f"'direct', the only one on {plan.nodes} nodes x {plan.ranks_per_node} ranks",
+            f"'direct', the only one of {plan.op} on {plan.nodes} nodes x "
+            f"{plan.ranks_per_node} ranks",
         )
     return wanted
 

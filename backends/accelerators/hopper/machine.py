@@ -103,7 +103,12 @@ class Attention(Sourced):
     )
     forward: CallTimes
     backward: CallTimes
+    core: CallTimes = Field(description="of a part by our own kernel")
     kernel: CallTimes = Field(description="of all parts by one kernel, its begin and end included")
+    kernel_waits: float = Field(
+        ge=0, description="for keys, of the time that their copies take, within that kernel"
+    )
+    kernel_ranks: int = Field(ge=1, description="of a world, up to which that kernel was judged")
     chunk_bytes: int = Field(
         ge=1, description="of keys, and of values, that travel at a time for that kernel, at least"
     )

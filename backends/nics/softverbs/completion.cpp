@@ -36,6 +36,8 @@ int Cq::poll(int count, ibv_wc* out) {
         out[got++] = entry.wc;
     }
     tail.store(at, std::memory_order_release);
+    polls_in_vain.store(got != 0 ? 0 : polls_in_vain.load(std::memory_order_relaxed) + 1,
+                        std::memory_order_relaxed);
     return got;
 }
 

@@ -44,6 +44,7 @@ struct Cq : ibv_cq {
     std::atomic<bool> overrun{false};
     std::mutex poll_lock;
     std::uint32_t users = 0;
+    std::atomic<std::uint32_t> polls_in_vain{0};  // since the last completion
     std::uint64_t filled =
         0;  // engine: entries ever added, of which pollers see those before `head`
 

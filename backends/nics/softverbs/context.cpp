@@ -369,8 +369,20 @@ void Context::run() {
     }
 }
 
-// A card wakes in no time. With accelerators, whose messages are few and awaited, an engine stays awake.
-bool Context::lingers() const {
+void Context::await() {
+    if (!has_device_regions_.load(std::memory_order_relaxed)) return;
+    awaited_.fetch_add(1, std::memory_order_relaxed);
+    wake();
+}
+
+// A card wakes in no time. With accelerators, whose messages are few and awaited, an engine stays awake for a
+// while, and as long as somebody polls.
+bool Context::lingers() {
+    if (const std::uint64_t awaited = awaited_.load(std::memory_order_relaxed);
+        awaited != awaited_seen_) {
+        awaited_seen_ = awaited;
+        worked_at_ = now_ns();
+    }
     return has_device_regions_.load(std::memory_order_relaxed) && now_ns() - worked_at_ < kLingerNs;
 }
 

@@ -95,6 +95,8 @@ struct Context : verbs_context {
     Struck strike(Cq& queue, std::uint64_t now);
     // Whether a cut of the link is on, or a stall of the device. Engine, or under the control lock.
     bool mute(std::uint64_t now);
+    // Somebody polls on and on, so that there will be work soon. Any thread.
+    void await();
 
     Config config;
     Faults faults{config.faults, now_ns()};
@@ -114,7 +116,7 @@ struct Context : verbs_context {
   private:
     void run();
     void sleep();
-    [[nodiscard]] bool lingers() const;
+    [[nodiscard]] bool lingers();
     bool round(std::uint64_t& wake_at);
     void forget_expired();
     bool exchange_offers();
@@ -138,6 +140,8 @@ struct Context : verbs_context {
     std::atomic<bool> has_device_regions_{false};
     std::vector<Cq*> unshown_;     // queues with completions that nobody sees yet, in any number
     std::uint64_t worked_at_ = 0;  // engine
+    std::atomic<std::uint64_t> awaited_{0};
+    std::uint64_t awaited_seen_ = 0;          // engine
     std::deque<UnshownBytes> unshown_bytes_;  // that have arrived, in their order
     std::uint32_t offers_seen_ = 0;
     bool told_all_ = true;         // no outbox holds anything

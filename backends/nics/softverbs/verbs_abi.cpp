@@ -63,7 +63,13 @@ bool is_srd(const ibv_qp* qp) {
 }
 
 int poll_cq(ibv_cq* cq, int count, ibv_wc* wc) {
-    return static_cast<soft::Cq*>(cq)->poll(count, wc);
+    auto& own = *static_cast<soft::Cq*>(cq);
+    const int got = own.poll(count, wc);
+    constexpr std::uint32_t kAwaited = 1024;  // many more than one who is about to sleep asks for
+    if (got == 0 && own.polls_in_vain.load(std::memory_order_relaxed) % kAwaited == 0) {
+        soft::Context::of(cq->context).await();
+    }
+    return got;
 }
 int req_notify_cq(ibv_cq* cq, int) {
     static_cast<soft::Cq*>(cq)->armed.store(true, std::memory_order_seq_cst);

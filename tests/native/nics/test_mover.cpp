@@ -16,6 +16,7 @@
 #include "hello.hpp"
 #include "pair.hpp"
 #include "setting.hpp"
+#include "threads.hpp"
 
 using namespace mkernel;
 using namespace mkernel::nics;
@@ -477,6 +478,29 @@ TEST(a_mover_that_fails_is_a_failure_of_the_receiver) {
         const auto failure = pair.other.session.failure();
         CHECK(failure && failure->status == "DEVICE_FATAL");
         mover.copy_error = 0;
+    }
+}
+
+// A card wakes in no time: an engine whose device's memory is an accelerator's is awake before the put, where
+// somebody polls for what it may bring. Who polls for host memory wakes nobody.
+TEST(an_engine_is_awake_for_who_polls_on) {
+    struct Nobody : SignalSink {
+        bool raise(std::uint32_t, std::uint32_t, std::uint64_t) override { return false; }
+    } nobody;
+    constexpr double kAwakeS = 0.02;  // of a core, which no engine that sleeps is charged
+    for (const bool srd : {false, true}) {
+        for (const bool device : {false, true}) {
+            fresh();
+            Rank rank(1, kKiB, setup(srd), {device});
+            const testing::NamedThread engine("softverbs");
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            const double before = engine.cpu_s();
+            const std::uint64_t end = monotonic_ns() + (device ? 10'000'000'000 : 200'000'000);
+            while (monotonic_ns() < end && engine.cpu_s() < before + kAwakeS) {
+                for (int i = 0; i < 1000; ++i) rank.session.nic().poll(nobody);
+            }
+            CHECK((engine.cpu_s() >= before + kAwakeS) == device);
+        }
     }
 }
 

@@ -591,7 +591,7 @@ def test_what_runs_on_one_node_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         executor_of(planned(2).model_copy(update={"path": "library"}))
 
 
-# Microseconds on two H200, D 128: attention alone on parts that are there already.
+# Microseconds on two H200, D 128: cuDNN alone on parts that are there already.
 ALONE = {
     (16, 16, False): {8192: 476, 16384: 1662, 24576: 3649, 49152: 15737, 98304: 64727},
     (16, 16, True): {8192: 369, 16384: 1003, 24576: 2036, 49152: 7571, 98304: 32904},
@@ -602,8 +602,9 @@ ALONE = {
 
 @pytest.mark.parametrize(("heads", "kv_heads", "causal"), list(ALONE))
 def test_predicted_times_are_near_the_measured_ones(
-    heads: int, kv_heads: int, causal: bool
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, causal: bool
 ) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))
     for sequence, alone in ALONE[heads, kv_heads, causal].items():
         made = planned(
             2, batch=1, heads=heads, kv_heads=kv_heads, sequence=sequence, head_dim=128,
@@ -721,7 +722,6 @@ def test_our_own_kernel_computes_long_parts_of_heads_of_128(
     sizes: Sizes, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {"batch": 1, "head_dim": 128, "sequence": 2 * 8192, **sizes}
-    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "parts")
     monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     assert planned(2, **long).part(AttentionSchedule).library == library
     monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))

@@ -117,7 +117,7 @@ def in_pieces(plan: LaunchPlan, rows: int, slots: int = 2) -> LaunchPlan:
 
 @pytest.fixture(autouse=True)
 def claims_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention kernel",))
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
 
 
 @pytest.fixture

@@ -13,18 +13,20 @@ from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     all_reduce,
+    capabilities,
     dispatch,
     few_rows,
     gather_parts,
     gemm,
     library,
     native,
+    norm,
     parts_exchange,
     products,
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.capabilities import OPS, hierarchical_ops
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -36,7 +38,7 @@ from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
-from mkernel.plan.around import Around
+from mkernel.plan.around import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
 
@@ -44,7 +46,8 @@ SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
 STARTED = (
     "FewRowsCalls", "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy",
-    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows", "push_part", "await_part",
+    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows",
+    "norm_rows", "push_part", "await_part",
     "sum_parts", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
@@ -83,8 +86,9 @@ class Started:
             return together
         return build if name in BUILT else start if name in STARTED else found
 
-    def start(self, *given: Any) -> None:
+    def start(self, *given: Any, **more: Any) -> None:
         """One call."""
+        self.told += [("start", name) for name in more]
 
 
 @pytest.fixture
@@ -101,6 +105,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(library, "native", lambda: module)
     monkeypatch.setattr(few_rows, "native", lambda: module)
     monkeypatch.setattr(all_reduce, "native", lambda: module)
+    monkeypatch.setattr(norm, "native", lambda: module)
     monkeypatch.setattr(products, "mm", multiply)
 
     def scaled(a: Any, b: Any, of_a: Any, of_b: Any, out: torch.Tensor, fast: bool) -> None:
@@ -189,13 +194,13 @@ def test_no_field_of_e4m3_operands_is_decoration(
     assert decorations(usual, launches(started, world, usual)) == []
 
 
-def with_few_rows() -> AcceleratorCapabilities:
+def with_few_rows(**more: object) -> AcceleratorCapabilities:
     """Claims of a machine whose constants have the kernel for few rows, wherever it fits."""
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
     few = claims.constants.few_rows
     assert few is not None
-    few = few.model_copy(update={"most_rows": 256, "least_columns": 1})
+    few = few.model_copy(update={"most_rows": 256, "least_columns": 1, **more})
     constants = claims.constants.model_copy(update={"few_rows": few})
     return claims.model_copy(update={"constants": constants})
 
@@ -212,6 +217,27 @@ def test_no_field_of_few_rows_is_decoration(
     usual = world.plan(op, {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused")
     assert usual.part(FewRowsSchedule).product == product
     assert decorations(usual, launches(started, world, usual)) == []
+
+
+@pytest.mark.parametrize(
+    ("n", "may", "inside"), [(4096, True, True), (4096, False, False), (17416, True, False)]
+)
+def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bool) -> None:
+    """The kernel that sums them, where constants say so and all tiles run at once; else one behind."""
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    topology = devices.world(devices.node(gpus))
+    world = WalkedWorld(HopperAccelerator(), topology, 2, with_few_rows(normalises=may))
+    usual = world.plan(
+        "gemm_all_reduce", {"m": 16, "n": n, "k": 512}, dtype="bfloat16", path="fused",
+        around=Around(norm=Norm(True, 1e-6)),
+    )  # fmt: skip
+    assert usual.part(FewRowsSchedule).normalises == inside
+    call, rows = last_rank(usual), torch.zeros(16, n).bfloat16()
+    given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
+    call = replace(call, tensors={**call.tensors, **given})
+    dispatch.executor_of(usual)(call, CONTEXT).start(call, 5)
+    assert (("start", "norm") in started.told) == inside
+    assert ("norm_rows" in [name for name, *_ in started.told]) != inside
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -262,6 +288,7 @@ def mapped(call: Call, context: DispatchContext) -> object:
 def test_no_field_is_decoration_between_nodes_of_several_ranks(
     started: Started, monkeypatch: pytest.MonkeyPatch, op: str, exchange: str
 ) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     monkeypatch.setattr(gemm, "device_world", mapped)
     world = two_nodes(False, ranks=2)
     usual = world.plan(op, SIZES, dtype="bfloat16", exchange=exchange)
@@ -275,14 +302,29 @@ def test_no_field_is_decoration_between_nodes_of_several_ranks(
     ("sizes", "exchange"), [((2048, 1024, 1024), "hierarchical"), ((512, 131072, 262144), "direct")]
 )
 def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
-    op: str, sizes: tuple[int, int, int], exchange: str
+    op: str, sizes: tuple[int, int, int], exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     m, n, k = sizes
     if exchange == "direct":  # what travels has few columns
         n, k = (n, 256) if op == "all_gather_gemm" else (256, k)
     found = two_nodes(True, ranks=2).plan(op, {"m": m, "n": n, "k": k}, dtype="bfloat16")
     assert found.schedule is not None
     assert found.schedule.model_dump()["exchange"] == exchange
+
+
+@pytest.mark.skipif("gemm_all_reduce" in hierarchical_ops(), reason="it is claimed")
+def test_a_hierarchical_all_reduce_is_refused_until_it_is_claimed(started: Started) -> None:
+    world = two_nodes(True, ranks=2)
+    usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16")
+    assert usual.schedule is not None
+    other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
+    with pytest.raises(ArgumentError, match=r"plan\.schedule\.exchange = 'hierarchical'"):
+        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": other}))
+    with pytest.raises(
+        Unsupported, match="not run the exchange 'hierarchical' of 'gemm_all_reduce"
+    ):
+        world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", exchange="hierarchical")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales, first_difference
-from mkernel.topology.cost import MachineConstants, OneShot
+from mkernel.topology.cost import BriefCalls, MachineConstants, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -282,6 +282,19 @@ def test_few_rows_read_the_weights_and_exchange_once() -> None:
     assert scattered == pytest.approx(4.0 + fused.compute_us + 3.0 + 32 * 8192 * 2 / 350e3)
 
 
+@pytest.mark.parametrize(("op", "kept"), [("gemm_all_reduce", 1), ("gemm_reduce_scatter", 0.5)])
+def test_sums_of_few_rows_take_as_long_as_a_block_adds_its_own(op: OpName, kept: float) -> None:
+    """Two parts of K: each of a tile's blocks has half of the rows, 128 columns of 2 bytes."""
+    made = with_few_rows()
+    assert made.few_rows is not None
+    slow = made.few_rows.model_copy(update={"block_sums_gbs": 2.0})
+    shape = GemmShape(m=64, n=8192, k=4096)
+    times = paths.of_few_rows(op, shape, "bfloat16", "bfloat16", 2, 132, slow)
+    assert times.comm == pytest.approx(3.0 + (1 + kept) * 32 * 256 / 2e3)
+    alone = paths.of_few_rows(op, shape, "bfloat16", "bfloat16", 1, 132, slow)
+    assert alone.comm == 0
+
+
 def test_few_rows_of_e4m3_are_half_the_weights_and_added_with_few_bits() -> None:
     made = with_few_rows()
     few = made.few_rows
@@ -323,6 +336,26 @@ def test_small_partial_results_travel_in_one_exchange(m: int, world: int, once: 
     assert comm_us(made) == pytest.approx(in_two)
     expected = 5.0 + (world - 1) * nbytes / 100e3 if once else in_two
     assert comm_us(brief) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("op", "exchanges"), [("all_gather_gemm", 1), ("gemm_all_reduce", 2)])
+def test_calls_of_few_bytes_do_not_wait_at_their_end(op: OpName, exchanges: int) -> None:
+    """64 x 8192 elements of 16 bits come in each exchange of two ranks."""
+    made = simple()
+    assert made.library is not None
+    shape = GemmShape(m=64, n=8192, k=8192)
+
+    def comm_us(most_bytes: int) -> float:
+        brief = BriefCalls(most_bytes=most_bytes, less_us=2.0)
+        library = made.library.model_copy(update={"brief": brief})
+        both = paths.predict(
+            op, shape, "bfloat16", 2, 132, 132, made.model_copy(update={"library": library})
+        )
+        assert both is not None
+        return both[1].comm_us
+
+    nbytes = exchanges * (1 << 20)
+    assert comm_us(nbytes - 1) - comm_us(nbytes) == pytest.approx(2.0)
 
 
 def test_waves_of_few_rows_are_predicted() -> None:
