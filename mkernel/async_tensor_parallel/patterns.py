@@ -88,6 +88,28 @@ def awaited(collective: Node) -> Node | None:
     return users[0] if len(users) == 1 and users[0].target is WAIT else None
 
 
+def join_waits(graph: Graph) -> None:
+    """One wait for each collective, and one of the equal views of what it brings: torch since 2.14 writes
+    them once for each product that reads it."""
+    for start in collectives(graph):
+        if len(start.users) > 1 and all(user.target is WAIT for user in start.users):
+            _join_equal_users(graph, start)
+
+
+def _join_equal_users(graph: Graph, node: Node) -> None:
+    """Of users that only move the node's elements, and alike, leave the first."""
+    first: dict[tuple[Any, str, str], Node] = {}
+    for user in [each for each in graph.nodes if each in node.users]:
+        if user.target not in (WAIT, operator.getitem, aten.cat.default, *_SPLITS, *VIEWS):
+            continue
+        kept = first.setdefault((user.target, repr(user.args), repr(user.kwargs)), user)
+        if kept is not user:
+            user.replace_all_uses_with(kept)
+            graph.erase_node(user)
+    for kept in first.values():
+        _join_equal_users(graph, kept)
+
+
 # ---- products ------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,7 @@ class _Left(Exception):
 def rewrite(graph: Graph, report: Report) -> None:
     """Rewrite what can be rewritten, in the graph's order, which is the same on all ranks; gathers of
     scales, which go with those of what they scale, after that."""
+    patterns.join_waits(graph)
     for start in sorted(patterns.collectives(graph), key=patterns.gathers_scales):
         if start._erased:
             continue
