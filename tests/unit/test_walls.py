@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.backends": set(),
     "mkernel.backends.accelerators": set(),
     "mkernel.backends.contracts": CONTRACT,
-    "mkernel.backends.runtime": CONTRACT,
+    "mkernel.backends.runtime": {*CONTRACT, "mkernel.backends.transport"},
     "mkernel.backends.transport": CONTRACT,
     "mkernel.backends.registry": CONTRACT,
     "mkernel.backends.nics": BACKEND,
