@@ -78,7 +78,7 @@ class AttentionKernelExecutor:
         k, v = (aligned(call.tensors[name]) for name in "kv")
         out = call.tensors["out"]
         written, counters = writable(out), counters_of(call.workspace)
-        slots = sources[0].k
+        slots = sources[0].k  # the others' lie behind it in their order (host/attention.hpp)
         ring = made.Ring(
             core(q, k, v, written, call.tensors["lse"], self._ring.causal, scale, counters),
             [made.RingPart(each.rank, each.first, each.k.shape[2]) for each in sources],

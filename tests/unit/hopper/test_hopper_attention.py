@@ -87,7 +87,7 @@ class Here:
 
 
 class Keys(NamedTuple):
-    """Stands for the native one in a build without it: slots one behind another."""
+    """Stands for the native one in a build without it: slots in the order in which they are read."""
 
     bytes: int
     width: int
@@ -95,7 +95,7 @@ class Keys(NamedTuple):
     count: int
 
     def slot_offset(self, world: int, rank: int, source: int) -> int:
-        return 2 * self.bytes * ((source - rank - 1) % world)
+        return 2 * self.bytes * ((rank - source) % world - 1)
 
     def gradient_offset(self, world: int, rank: int, from_rank: int) -> int:
         return 2 * self.bytes * (world - 1 + (from_rank - rank - 1) % world)
