@@ -89,7 +89,7 @@ def awaited(collective: Node) -> Node | None:
 
 
 def join_waits(graph: Graph) -> None:
-    """One wait for each collective, and one of the equal views of what it brings: torch since 2.14 writes
+    """One wait for each collective, and one of the equal views of what it brings: torch 2.14 writes
     them once for each product that reads it."""
     for start in collectives(graph):
         if len(start.users) > 1 and all(user.target is WAIT for user in start.users):
