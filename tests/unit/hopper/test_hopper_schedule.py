@@ -302,7 +302,11 @@ def test_no_field_is_decoration_between_nodes_of_several_ranks(
     ("sizes", "exchange"), [((2048, 1024, 1024), "hierarchical"), ((512, 131072, 262144), "direct")]
 )
 def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
-    op: str, sizes: tuple[int, int, int], exchange: str, monkeypatch: pytest.MonkeyPatch
+    op: str,
+    sizes: tuple[int, int, int],
+    exchange: str,
+    monkeypatch: pytest.MonkeyPatch,
+    started: Started,
 ) -> None:
     monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     m, n, k = sizes
