@@ -14,7 +14,7 @@ from mkernel.cases.moe import MoeDispatchCase
 
 FEW = 256
 """Elements, whose roundings' norm says little."""
-_EPS = torch.finfo(torch.float32).eps
+EPS_OF_SUMS = torch.finfo(torch.float32).eps
 
 
 def rounded_once(got: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> bool:
@@ -50,7 +50,7 @@ def product_right(case: GemmCase, got: torch.Tensor, rank: int, world: int, turn
         else:
             sizes += (a[rank * rows : (rank + 1) * rows] if case.gemm.scatters else a) @ b
     bias = case.biased(torch.zeros_like(wanted), rank, turn).abs()
-    before = (case.sizes["k"] + len(ranks)) * _EPS * (sizes + bias)
+    before = (case.sizes["k"] + len(ranks)) * EPS_OF_SUMS * (sizes + bias)
     if not case.gemm.gathers and (world > 1 or bool(bias.any())):
         before += torch.finfo(got.dtype).eps / 2 * case.partials(rank, world, turn)["out"]
     return rounded_once(got, wanted, before)
@@ -65,7 +65,7 @@ def experts_right(
         near = case.near_ties(rank, world, turn)["out"]
         sent = case._rounded(case._activate(case._sent(rank, world, turn, every_row)))
         weights = case._weights(rank, turn).double().abs()
-        sums = torch.einsum("tk,tki->ti", weights, sent.abs()) * weights.shape[1] * _EPS
+        sums = torch.einsum("tk,tki->ti", weights, sent.abs()) * weights.shape[1] * EPS_OF_SUMS
     else:
         near = torch.zeros_like(wanted)
         source, token, slot, _ = case._rows(rank, world, turn)
@@ -75,7 +75,7 @@ def experts_right(
             )[source, token, slot]
             for only in (False, True)
         )
-        sums = case._hidden() * _EPS * sizes
+        sums = case._hidden() * EPS_OF_SUMS * sizes
         if case._activated:
-            sums = case._activated_error(products, sums, _EPS)
+            sums = case._activated_error(products, sums, EPS_OF_SUMS)
     return rounded_once(got, wanted, near + sums)

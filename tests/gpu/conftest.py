@@ -10,7 +10,6 @@ from pathlib import Path
 import kept_ranks
 import pytest
 import torch
-from device_buffers import gpus_of
 from gpu_shares import share, visible
 
 from mkernel.harness import gpu_tests
@@ -36,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before CUDA starts."""
+    """Before CUDA starts: nothing that this file imports may ask how many GPUs there are."""
     worker, each = (
         os.environ.get("PYTEST_XDIST_WORKER"),
         config.getoption("--gpus-per-worker", None),
@@ -48,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes more than a pair of GPUs, before ``-m`` chooses."""
+    from device_buffers import gpus_of  # starts CUDA
+
     for item in items:
         needs = (
             gpus_of.get(mark.kwargs.get("reason", ""), 0) for mark in item.iter_markers("skipif")

@@ -100,6 +100,8 @@ class Work:
         options |= {name: self.inputs[name] for name in more if name in self.inputs}
         options |= {"chunk": shape.chunk} if shape.chunk else {}
         options |= {"use_fast_accum": True} if shape.fast else {}
+        if shape.out_dtype and options.get("out") is None:
+            options["out_dtype"] = self.out.dtype
         result: torch.Tensor = getattr(mkernel, self.shape.op)(a, b, **options)
         return result
 

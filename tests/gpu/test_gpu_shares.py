@@ -33,6 +33,17 @@ def test_those_that_are_told_of_are_shared(monkeypatch: pytest.MonkeyPatch) -> N
     assert visible() == []
 
 
+def test_nothing_asks_how_many_gpus_there_are_before_a_worker_has_its_share() -> None:
+    """CUDA reads the variable once: the kit made worlds of four GPUs in a worker of two."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", "import conftest, sys; print('device_buffers' in sys.modules)"],
+        capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])},
+    )  # fmt: skip
+    assert done.stdout.strip() == "False"
+
+
 def test_what_takes_four_ranks_is_wide() -> None:
     """One to two ranks a GPU: four ranks take four GPUs, or two."""
     here = Path(__file__).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from device_buffers import needs_gpus
+from few_elements import EPS_OF_SUMS, FEW, rounded_once
 
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.cuda.memory import DeviceMemory
@@ -69,7 +70,11 @@ def test_product(gaps: bool, dtype: str, n_major: bool, tiling: str, kernel: str
             torch.cuda.synchronize()
             truth = a.double() @ b.double() + (row.double() if bias else 0)
             error = float((out.double() - truth).norm() / truth.norm())
-            assert error <= TOLERANCE[dtype], f"{m} x {n} x {k}, bias {bias}: error {error:.1e}"
+            sizes = a.double().abs() @ b.double().abs() + (row.double().abs() if bias else 0)
+            few = m * n <= FEW and rounded_once(out, truth, sizes * k * EPS_OF_SUMS)
+            assert error <= TOLERANCE[dtype] or few, (
+                f"{m} x {n} x {k}, bias {bias}: error {error:.1e}"
+            )
             assert guarded[0].isnan().all(), f"{m} x {n} x {k}: wrote before the output"
             assert guarded[-1].isnan().all(), f"{m} x {n} x {k}: wrote behind the output"
 
