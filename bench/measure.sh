@@ -60,7 +60,8 @@ tests() { # RANKS_PER_DEVICE
         --gpus-per-worker $((gpus > 1 ? 2 : 1)) -m "not alone and not wide"
     [ "$gpus" -lt 4 ] || group wide $here -n 3 --dist worksteal -m "not alone and wide"
     local apart=()
-    [ "$1" = 1 ] || apart=(--ignore $here/test_bench_on_gpus.py) # times GPUs that are not shared
+    [ "$gpus" -lt 4 ] || apart=(-n $((gpus / 2)) --dist worksteal --gpus-per-worker 2) # a pair each to itself
+    [ "$1" = 1 ] || apart+=(--ignore $here/test_bench_on_gpus.py) # times GPUs that are not shared
     group alone $here -m alone "${apart[@]}"
     [ ! -e "$logs/failed" ] || outcome=1
     rm -r "$logs"
