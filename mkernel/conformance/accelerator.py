@@ -173,8 +173,12 @@ class AcceleratorSubject:
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
         """Two ranks of one node, and the largest; quickly the latter alone, which has both kinds of
-        paths where there are two."""
-        return (self.largest(),) if self.quick else tuple(dict.fromkeys(((1, 2), self.largest())))
+        paths where there are two. Where devices are too few for that, also two nodes of one rank, if
+        there is a path between nodes."""
+        found = [self.largest()] if self.quick else [(1, 2), self.largest()]
+        if self.between_nodes and self.largest()[0] == 1:
+            found.append((2, 1))
+        return tuple(dict.fromkeys(found))
 
     # ---- running -----------------------------------------------------------------------------
 

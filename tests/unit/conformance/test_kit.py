@@ -91,13 +91,7 @@ def test_worlds_fit_the_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MKERNEL_RANKS_PER_DEVICE", str(shared))
-    subject = AcceleratorSubject("hopper")
-    subject.__dict__["backend"] = SimpleNamespace(
-        probe=lambda: tuple(
-            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(devices)
-        )
-    )
-    subject.__dict__["between_nodes"] = False
+    subject = of_gpus(devices, between_nodes=False)
     if largest is None:
         with pytest.raises(CheckSkipped, match="needs 2 devices"):
             subject.largest()
@@ -105,6 +99,30 @@ def test_worlds_fit_the_devices(
         assert subject.largest() == largest
         assert subject.worlds((1, 4), (2, 2)) == (of_four,)
     assert subject.worlds((1, 1), (1, 4))[0] == (1, 1)
+
+
+def of_gpus(count: int, *, between_nodes: bool, quick: bool = False) -> AcceleratorSubject:
+    """A subject that believes to have so many."""
+    subject = AcceleratorSubject("hopper", quick)
+    subject.__dict__["backend"] = SimpleNamespace(
+        probe=lambda: tuple(
+            Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(count)
+        )
+    )
+    subject.__dict__["between_nodes"] = between_nodes
+    return subject
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+def test_where_nics_join_nodes_the_usual_worlds_have_both_kinds_of_paths(
+    gpus: int, quick: bool
+) -> None:
+    worlds = of_gpus(gpus, between_nodes=True, quick=quick).usual_worlds()
+    assert any(nodes > 1 for nodes, _ in worlds)
+    assert any(ranks > 1 for _, ranks in worlds)
+    assert all(nodes * ranks <= gpus for nodes, ranks in worlds)
+    assert all(nodes == 1 for nodes, _ in of_gpus(gpus, between_nodes=False).usual_worlds())
 
 
 def test_a_passing_check_gives_code_0_and_reports(app: typer.Typer, tmp_path: Path) -> None:
