@@ -15,7 +15,7 @@ from mkernel.topology.discover import discover
 from mkernel.topology.model import Accelerator, Nic, Topology
 from mkernel.topology.placement import visible
 from mkernel.topology.rails import keep_rails
-from mkernel.topology.reshape import oversubscribe, split_into_nodes
+from mkernel.topology.reshape import keep_accelerators, oversubscribe, split_into_nodes
 from mkernel.world.identity import Backends
 
 
@@ -33,7 +33,7 @@ def machine_topology(backends: Backends) -> Topology:
         return found  # such a backend is shown what is visible, and `shown` keeps to that
     node = found.nodes[0]
     left = visible(node.accelerators, os.environ, {**_visibility(), **accelerator.visibility})
-    return found.model_copy(update={"nodes": (node.model_copy(update={"accelerators": left}),)})
+    return found.model_copy(update={"nodes": (keep_accelerators(node, left),)})
 
 
 def _visibility() -> dict[str, str]:
@@ -136,8 +136,7 @@ def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:
         for one in machine.nodes[0].accelerators
         if one.kind != devices[0].kind or one.emulated or one.pci is None or one.pci in index
     )
-    node = machine.nodes[0].model_copy(update={"accelerators": kept})
-    return machine.model_copy(update={"nodes": (node,)})
+    return machine.model_copy(update={"nodes": (keep_accelerators(machine.nodes[0], kept),)})
 
 
 def usable_accelerator(name: str) -> AcceleratorBackend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from mkernel.errors import ArgumentError
@@ -13,6 +13,7 @@ from mkernel.topology.model import (
     FABRIC_HOST,
     FABRIC_SWITCH,
     Accelerator,
+    FabricLink,
     Nic,
     Node,
     NumaNode,
@@ -58,7 +59,7 @@ def split_into_nodes(
     for index in range(nodes):
         numa = numa_shares[index]
         own = _accelerators(machine, index, nodes, ranks_per_node, accelerator, numa)
-        ids = {one.id for one in own if not one.emulated}
+        fabric, no_p2p = _links(machine, [one for one in own if not one.emulated])
         made.append(
             Node(
                 id=index,
@@ -68,8 +69,8 @@ def split_into_nodes(
                 accelerators=own,
                 nics=_nics(machine, index, nodes, nic, numa),
                 bridges=machine.bridges,
-                fabric=tuple(link for link in machine.fabric if ids | _NO_DEVICES >= {*link.ends}),
-                no_p2p=tuple(pair for pair in machine.no_p2p if ids >= {*pair}),
+                fabric=fabric,
+                no_p2p=no_p2p,
             )
         )
     return Topology(nodes=tuple(made))
@@ -116,6 +117,21 @@ def oversubscribe(topology: Topology, ranks_per_device: int) -> Topology:
         }
     )
     return Topology(nodes=(node,))
+
+
+def keep_accelerators(node: Node, kept: Sequence[Accelerator]) -> Node:
+    """The node with these of its accelerators, and what links them."""
+    fabric, no_p2p = _links(node, kept)
+    return node.model_copy(update={"accelerators": tuple(kept), "fabric": fabric, "no_p2p": no_p2p})
+
+
+def _links(
+    node: Node, kept: Sequence[Accelerator]
+) -> tuple[tuple[FabricLink, ...], tuple[tuple[str, str], ...]]:
+    """Of these accelerators: those to each other, to switches and to the host; and pairs without."""
+    ids = {one.id for one in kept}
+    fabric = tuple(link for link in node.fabric if ids | _NO_DEVICES >= {*link.ends})
+    return fabric, tuple(pair for pair in node.no_p2p if ids >= {*pair})
 
 
 def _pairs(
