@@ -347,11 +347,15 @@ def test_example_under_torchrun(torchrun: list[str], nodes: int, said: str | Non
 
 
 def test_times_wait_for_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A NIC that takes 250 ms a message shows up in every view that communicates."""
+    """A NIC that takes 250 ms a message shows up in every view that communicates, and only there: what
+    waits for it never takes less, so one quick time of the products is enough on a busy machine."""
     monkeypatch.setenv("MKERNEL_SOFTVERBS_LATENCY_NS", "250000000")
-    done = mkernel("run", "ag_gemm", "--json", "--nodes", "2", "--ranks-per-node", "1", *SMALL)
-    assert done.returncode == 0, done.stderr
-    wall = json.loads(done.stdout)["wall"]
-    for view in ("comm_only_ms", "sequential_ms", "pipelined_ms"):
-        assert wall[view] >= 250
-    assert wall["compute_only_ms"] < 250
+    products = []
+    while min(products, default=250) >= 250 and len(products) < 5:
+        done = mkernel("run", "ag_gemm", "--json", "--nodes", "2", "--ranks-per-node", "1", *SMALL)
+        assert done.returncode == 0, done.stderr
+        wall = json.loads(done.stdout)["wall"]
+        for view in ("comm_only_ms", "sequential_ms", "pipelined_ms"):
+            assert wall[view] >= 250
+        products.append(wall["compute_only_ms"])
+    assert min(products) < 250, products
