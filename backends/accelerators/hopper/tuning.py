@@ -108,9 +108,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     if few is not None:
         assert constants is not None
         return found._replace(
-            schedule=few_rows(
-                shape, plan.dtype, plan.out_dtype, cores, few, plan.norm is not None and world > 1
-            ),
+            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few),
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)

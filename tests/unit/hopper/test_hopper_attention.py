@@ -272,6 +272,27 @@ class Order:
         """Calls of the fabric wait for no proxy."""
 
 
+def decorations_of(
+    world: WalkedWorld, usual: LaunchPlan, tensors: dict[str, Any], started: Any
+) -> list[str]:
+    """:func:`decorations` of a plan of two ranks. ``started``: notes what calls ask of native code."""
+    order: Any = Order()
+
+    def launch(plan: LaunchPlan) -> object:
+        started.told.clear()
+        world.admit(plan, tensors)
+        needs = world.accelerator.workspace(plan)
+        call = Call(
+            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
+            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
+            options={"scale": 0.1},
+        )  # fmt: skip
+        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
+        return [needs, *started.told]
+
+    return decorations(usual, launch)
+
+
 class Current(threading.local):
     """torch's current stream."""
 
@@ -664,21 +685,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = world.plan("ring_attention", sizes_of(2, causal=True), dtype="bfloat16")
     q, k = torch.zeros(2, 4, 32, 64).bfloat16(), torch.zeros(2, 2, 32, 64).bfloat16()
     tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(2, 4, 32)}
-    order: Any = Order()
-
-    def launch(plan: LaunchPlan) -> object:
-        started.told.clear()
-        world.admit(plan, tensors)
-        needs = world.accelerator.workspace(plan)
-        call = Call(
-            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
-            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
-            options={"scale": 0.1},
-        )  # fmt: skip
-        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
-        return [needs, *started.told]
-
-    assert decorations(usual, launch) == []
+    assert decorations_of(world, usual, tensors, started) == []
 
 
 def test_layouts_that_a_plan_is_not_of_are_refused() -> None:

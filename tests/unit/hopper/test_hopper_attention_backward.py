@@ -16,7 +16,7 @@ import devices
 import pytest
 import torch
 from gpu_plans import gpu_plan
-from plan_walk import WalkedWorld, decorations
+from plan_walk import WalkedWorld
 from test_hopper_attention import (
     BESIDE,
     CURRENT,
@@ -26,6 +26,7 @@ from test_hopper_attention import (
     Here,
     Order,
     Started,
+    decorations_of,
     flat_at,
     lying,
     on_stream,
@@ -431,21 +432,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "grad_out": q.clone()}
     tensors |= {"lse": torch.zeros(2, 4, 32), "grad_q": q.clone()}
     tensors |= {name: k.clone() for name in ("grad_k", "grad_v")}
-    order: Any = Order()
-
-    def launch(plan: LaunchPlan) -> object:
-        started.told.clear()
-        world.admit(plan, tensors)
-        needs = world.accelerator.workspace(plan)
-        call = Call(
-            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
-            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
-            options={"scale": 0.1},
-        )  # fmt: skip
-        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
-        return [needs, *started.told]
-
-    assert decorations(usual, launch) == []
+    assert decorations_of(world, usual, tensors, started) == []
 
 
 @pytest.mark.parametrize("first", [0, 16])

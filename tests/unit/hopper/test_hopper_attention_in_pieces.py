@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import devices
 import pytest
 import torch
-from plan_walk import WalkedWorld, decorations
+from plan_walk import WalkedWorld
 from test_hopper_attention import (
     BESIDE,
     MAIN,
     Fabric,
     Here,
-    Order,
     Running,
     Started,
     attended,
+    decorations_of,
     flat_at,
     planned,
     run,
@@ -40,16 +40,13 @@ from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionIn
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, cuts
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     AttentionSchedule,
 )
 from mkernel.backends.accelerators.hopper.tuning import FLAGS
-from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
-from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import AttentionShape, LaunchPlan
 
@@ -345,18 +342,4 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(usual.schedule, AttentionInPiecesSchedule)
     q, k = torch.zeros(2, 4, 128, 64).bfloat16(), torch.zeros(2, 2, 128, 64).bfloat16()
     tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(2, 4, 128)}
-    order: Any = Order()
-
-    def launch(plan: LaunchPlan) -> object:
-        started.told.clear()
-        world.admit(plan, tensors)
-        needs = world.accelerator.workspace(plan)
-        call = Call(
-            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
-            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
-            options={"scale": 0.1},
-        )  # fmt: skip
-        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
-        return [needs, *started.told]
-
-    assert decorations(usual, launch) == []
+    assert decorations_of(world, usual, tensors, started) == []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import devices
 import pytest
 import torch
-from plan_walk import WalkedWorld, decorations
+from plan_walk import WalkedWorld
 from test_hopper_attention import (
     BESIDE,
     MAIN,
@@ -18,6 +18,7 @@ from test_hopper_attention import (
     Order,
     Started,
     between_nodes,
+    decorations_of,
     flat_at,
     planned,
     rows_at,
@@ -45,7 +46,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
     AttentionSchedule,
 )
 from mkernel.backends.accelerators.hopper.tuning import FLAGS
-from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError, Unsupported
@@ -409,18 +409,4 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = world.plan("ring_attention", sizes, dtype="bfloat16")
     q, k = torch.zeros(2, 4, 256, 128).bfloat16(), torch.zeros(2, 2, 256, 128).bfloat16()
     tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(2, 4, 256)}
-    order: Any = Order()
-
-    def launch(plan: LaunchPlan) -> object:
-        started.told.clear()
-        world.admit(plan, tensors)
-        needs = world.accelerator.workspace(plan)
-        call = Call(
-            plan=plan, rank=1, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
-            areas=(0,), peers={0: PeerMemory(0, 1 << 31)}, region=0, fifo=0, timeout_s=1.0,
-            options={"scale": 0.1},
-        )  # fmt: skip
-        executor_of(plan)(call, DispatchContext(0, order, 64)).start(call, MAIN)
-        return [needs, *started.told]
-
-    assert decorations(usual, launch) == []
+    assert decorations_of(world, usual, tensors, started) == []
