@@ -155,7 +155,8 @@ def ring_attention(
     """Attention of this rank's queries over the keys and values of all ranks.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. Scores,
-    softmax and sums are float32; the result is rounded once.
+    softmax and sums are float32. At most three things are rounded to the dtype: the weights of values,
+    what the keys of one rank give, and the result; its relative error is within half an eps.
 
     Args:
         q: [B, Hq, S/W, D]. k, v: [B, Hkv, S/W, D]; Hkv divides Hq (grouped queries: query head h
