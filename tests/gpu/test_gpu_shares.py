@@ -36,10 +36,11 @@ def test_those_that_are_told_of_are_shared(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_asks_how_many_gpus_there_are_before_a_worker_has_its_share() -> None:
     """CUDA reads the variable once: the kit made worlds of four GPUs in a worker of two."""
     here = Path(__file__).parent
+    paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", "import conftest, sys; print('device_buffers' in sys.modules)"],
         capture_output=True, text=True, timeout=120, check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert done.stdout.strip() == "False"
 
