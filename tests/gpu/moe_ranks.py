@@ -43,8 +43,6 @@ class Moe:
     activation: Activation | None = None
     narrow: bool = False
     """Whether results of GEMM+combine travel in ``dtype``, not in float32."""
-    combines: bool = True
-    """Whether the combine alone is called too, which has one node."""
 
     def work(self, seed: int) -> Work:
         """Its tensors on this rank."""
@@ -96,8 +94,7 @@ class Work:
         )  # fmt: skip
         weights = given["topk_weights"]
         self.found = {"outputs": sent.outputs, "counts": sent.counts}
-        if shape.combines:
-            self.found["out"] = mkernel.moe_combine(sent.outputs, sent.handle, weights)
+        self.found["out"] = mkernel.moe_combine(sent.outputs, sent.handle, weights)
         self.found["home"] = mkernel.moe_gemm_combine(
             sent.outputs, self.w2, sent.handle, weights, returns=shape.returns,
             partial_dtype=getattr(torch, shape.dtype) if shape.narrow else torch.float32,

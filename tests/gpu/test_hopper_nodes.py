@@ -268,10 +268,10 @@ experts = pytest.mark.skipif(
     reason="hopper does not claim MoE between nodes (capabilities.py: UNCLAIMED)",
 )
 EXPERTS = [
-    Moe(37, hidden=72, features=136, experts=3, top_k=3, combines=False),
-    Moe(300, 512, 264, 4, 4, routing="padded", capacity=4 * 300 * 4, combines=False, narrow=True),
-    Moe(65, 128, 64, 2, 2, routing="empty_ranks", dtype="float16", combines=False),
-    Moe(1100, 256, 256, 2, 2, activation="silu_and_mul", layout="column", combines=False),
+    Moe(37, hidden=72, features=136, experts=3, top_k=3),
+    Moe(300, 512, 264, 4, 4, routing="padded", capacity=4 * 300 * 4, narrow=True),
+    Moe(65, 128, 64, 2, 2, routing="empty_ranks", dtype="float16"),
+    Moe(1100, 256, 256, 2, 2, activation="silu_and_mul", layout="column"),
 ]
 
 

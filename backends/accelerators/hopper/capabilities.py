@@ -51,9 +51,7 @@ def documents() -> tuple[str, ...]:
 def one_node_ops() -> tuple[str, ...]:
     """Ops that run on one node only."""
     attention = ATTENTION[1:] if claimed("between nodes") else ATTENTION
-    # By slot, as a combine alone sends, every row would be a put.
-    experts = ("moe_combine",) if claimed("experts between nodes") else MOE
-    return (*SUMS, *attention, *experts)
+    return (*SUMS, *attention, *(() if claimed("experts between nodes") else MOE))
 
 
 def hierarchical_ops() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Data flow of a dispatch:
       rows into memory of their own, one below the other
 Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe_nodes`).
 Results come home by slot, straight from the grouped product or from ``y``, and are added there; or a
-token's results on one rank are added first (kernels/moe/home.hpp).
+token's results on one rank are added first (kernels/moe/home.hpp), as they are between nodes.
 
 Errors. Sums are float32. What travels is of ``partial_dtype``; by rank, results are rounded to it too
 before they are added. Where a rank gets more rows than its capacity, no rank computes anything: outputs
@@ -27,7 +27,6 @@ from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
     device_world,
-    one_node,
 )
 from mkernel.backends.accelerators.hopper.moe_nodes import FarRanks, by_rank, workspace_of
 from mkernel.backends.accelerators.hopper.native import native
@@ -252,24 +251,72 @@ class DispatchExecutor(_Moe):
         return {"outputs": outputs, "counts": counts}
 
 
-class CombineExecutor(_Moe):
-    """MoE combine, into ``out``: one plan's calls in a world."""
+class _Returns(_Moe):
+    """What the executors of both combines have."""
+
+    def _by_rank(
+        self,
+        call: Call,
+        stream: int,
+        row_bytes: int,
+        rows: Callable[[], torch.Tensor],
+        blocks: int,
+        *,
+        wide: bool,
+    ) -> None:
+        """Queue the way home as sums by rank, of what ``rows`` queues while weights travel: results of
+        experts, of ``row_bytes`` each, float32 where ``wide``."""
+        made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
+        weights, out = call.tensors["topk_weights"], call.tensors["out"]
+        written, steps = writable(out), made.HomeStep
+        far = FarRanks(device, self._sizes, row_bytes)
+        exchanges = self._exchanges(call)
+        forked = exchanges and self._push(
+            call, weights, 1, weights.nbytes, stream,
+            lambda beside: far.send_weights(world, weights, beside),
+        )  # fmt: skip
+        try:
+            y = rows()
+            home = self._home(call, y, written, blocks, wide=wide, by_rank=True)
+            if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
+                forked = False
+                self._context.order.join(stream)
+            made.moe_home(device, world, home, steps.sum_rows, stream)
+            if exchanges and plan.nodes > 1:
+                far.send_sums(world, stream)
+            made.moe_home(device, world, home, steps.sum_ranks, stream)
+        finally:
+            if forked:
+                self._context.order.join(stream)
+        deliver(written, out)
+
+
+class CombineExecutor(_Returns):
+    """MoE combine, into ``out``: one plan's calls in a world. Between nodes as sums by rank, in
+    float32."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a combine needs of symmetric memory. Unsupported."""
-        one_node(plan)
         plan.part(CombineSchedule)
         shape = plan.shape
         assert isinstance(shape, CombineShape)
-        row_bytes = shape.features * DTYPE_BYTES[plan.dtype]
-        return Workspace((_sizes(plan).home_bytes(row_bytes, False),))
+        if plan.nodes == 1:
+            row_bytes = shape.features * DTYPE_BYTES[plan.dtype]
+            return Workspace((_sizes(plan).home_bytes(row_bytes, False),))
+        row_bytes = shape.features * DTYPE_BYTES["float32"]
+        outbox = plan.world_size * shape.tokens * row_bytes
+        return workspace_of(plan, _sizes(plan).home_bytes(row_bytes, True), outbox)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
         made, device, world = native(), self._context.device, self._of_call(call)
         blocks = self._plan.part(CombineSchedule).sum_blocks
         y, out = aligned(call.tensors["y"]), call.tensors["out"]
+        if self._plan.nodes > 1:
+            row_bytes = y.shape[1] * DTYPE_BYTES["float32"]
+            self._by_rank(call, stream, row_bytes, y.float, blocks, wide=True)
+            return
         written = writable(out)
         home = self._home(call, y, written, blocks, wide=False, by_rank=False)
         made.moe_home(device, world, home, made.HomeStep.send_rows, stream)
@@ -277,7 +324,7 @@ class CombineExecutor(_Moe):
         deliver(written, out)
 
 
-class GemmCombineExecutor(_Moe):
+class GemmCombineExecutor(_Returns):
     """MoE GEMM+combine, into ``out``: one plan's calls in a world."""
 
     @staticmethod
@@ -295,47 +342,31 @@ class GemmCombineExecutor(_Moe):
         made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)
-        wide, by_rank = shape.partial_dtype != plan.dtype, how.returns == "ranks"
-        deep = how.tiling == "deep"
-        h, w2, out = aligned(call.tensors["h"]), aligned(call.tensors["w2"]), call.tensors["out"]
-        written, steps = writable(out), made.HomeStep
-        if not by_rank:
-            product = self._product(
-                call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
-                home=True, ends=True,
-            )  # fmt: skip
-            made.moe_grouped(device, world, product, stream)
-            home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
-            made.moe_home(device, world, home, steps.sum_slots, stream)
-            deliver(written, out)
+        wide, deep = shape.partial_dtype != plan.dtype, how.tiling == "deep"
+        h, w2 = aligned(call.tensors["h"]), aligned(call.tensors["w2"])
+        if how.returns == "ranks":
+
+            def results() -> torch.Tensor:
+                y = h.new_empty((len(h), shape.hidden), dtype=getattr(torch, shape.partial_dtype))
+                product = self._product(
+                    call, h, w2, how.blocks, out=y.data_ptr(), rows=len(h), tokens=False,
+                    deep=deep, wide=wide, home=False, ends=False,
+                )  # fmt: skip
+                made.moe_grouped(device, world, product, stream)
+                return y
+
+            row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+            self._by_rank(call, stream, row_bytes, results, how.sum_blocks, wide=wide)
             return
-        weights = call.tensors["topk_weights"]
-        row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
-        far = FarRanks(self._context.device, self._sizes, row_bytes)
-        exchanges = self._exchanges(call)
-        forked = exchanges and self._push(
-            call, weights, 1, weights.nbytes, stream,
-            lambda beside: far.send_weights(world, weights, beside),
+        out = call.tensors["out"]
+        written = writable(out)
+        product = self._product(
+            call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
+            home=True, ends=True,
         )  # fmt: skip
-        try:
-            kind = getattr(torch, shape.partial_dtype)
-            y = h.new_empty((len(h), shape.hidden), dtype=kind)
-            product = self._product(
-                call, h, w2, how.blocks, out=y.data_ptr(), rows=len(h), tokens=False, deep=deep,
-                wide=wide, home=False, ends=False,
-            )  # fmt: skip
-            made.moe_grouped(device, world, product, stream)
-            home = self._home(call, y, written, how.sum_blocks, wide=wide, by_rank=True)
-            if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
-                forked = False
-                self._context.order.join(stream)
-            made.moe_home(device, world, home, steps.sum_rows, stream)
-            if exchanges and plan.nodes > 1:
-                far.send_sums(world, stream)
-            made.moe_home(device, world, home, steps.sum_ranks, stream)
-        finally:
-            if forked:
-                self._context.order.join(stream)
+        made.moe_grouped(device, world, product, stream)
+        home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
+        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
         deliver(written, out)
 
 

@@ -438,6 +438,8 @@ TABLE: tuple[Row, ...] = (
             claims(lambda honest: {"ops": ("all_to_all_gemm", *honest.ops)})),
     planted(Honest, "HalfOfMoe", "Claims the dispatch without the combine.", "capabilities",
             claims(lambda honest: {"ops": ("moe_dispatch_gemm",)})),
+    planted(Honest, "HalfOfMoeBetweenNodes", "The same of worlds of several nodes.", "capabilities",
+            claims(lambda honest: {"one_node_ops": ("moe_combine",)})),
     planted(_Counting, "ChangesItsMind", "Claims something else each time.", "capabilities"),
     planted(Honest, "NoDevice", "Says that it is usable, and finds no device.", "capabilities",
             probe=lambda self: ()),

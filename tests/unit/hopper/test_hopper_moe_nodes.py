@@ -13,11 +13,12 @@ from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
 from mkernel.backends.accelerators.hopper import capabilities, moe, moe_nodes, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import MOE
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.missing import of_op
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import GemmCombineShape, LaunchPlan
 
 FAR = ("send_far", "send_outbox", "land_far")
 MODEL = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
@@ -46,11 +47,14 @@ def two_nodes(direct: bool = True) -> WalkedWorld:
 
 
 def planned(op: str, direct: bool = True, **options: Any) -> LaunchPlan:
-    return two_nodes(direct).plan(op, {**SIZES, **options}, dtype="bfloat16")
+    sizes = {**SIZES, **options}
+    if op == "moe_combine":
+        del sizes["hidden"]
+    return two_nodes(direct).plan(op, sizes, dtype="bfloat16")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
-@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+@pytest.mark.parametrize("op", MOE)
 def test_no_field_is_decoration(started: Started, op: str) -> None:
     usual = planned(op)
     assert decorations(usual, one_node.launches(started, two_nodes(), usual)) == []
@@ -66,7 +70,7 @@ def test_tokens_leave_with_their_ids_and_the_product_waits_for_neither(started: 
     assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
 
 
-@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+@pytest.mark.parametrize("op", MOE)
 def test_kernels_are_loaded_before_one_waits_for_a_nic(started: Started, op: str) -> None:
     run(called(planned(op)))
     assert started.loaded_at == [0]
@@ -87,20 +91,30 @@ def test_sums_leave_behind_the_product(started: Started) -> None:
     assert not {name for name, _ in started.names} & set(FAR)
 
 
+def test_a_combine_alone_adds_by_rank_in_float32(started: Started) -> None:
+    call = called(planned("moe_combine"))
+    run(call)
+    assert started.names == [
+        ("push_rows", BESIDE), ("send_far", BESIDE), ("land_far", BESIDE),
+        ("moe_home", MAIN), ("send_outbox", MAIN), ("land_far", MAIN), ("moe_home", MAIN),
+    ]  # fmt: skip
+    home = started.given["Home"]
+    assert (home["wide"], home["by_rank"]) == (True, True)
+    started.told.clear()
+    run(called(planned("moe_combine"), "compute_only"))
+    assert started.names == [("moe_home", MAIN)] * 2
+
+
 def test_results_by_slot_are_refused(started: Started) -> None:
     usual = planned("moe_gemm_combine")
     how = usual.part(GemmCombineSchedule).model_copy(update={"returns": "slots"})
     with pytest.raises(Unsupported, match="between nodes results come home as sums by rank"):
         HopperAccelerator().workspace(usual.model_copy(update={"schedule": how}))
-    with pytest.raises(Unsupported, match="runs moe_combine on one node; this plan has 2"):
-        moe.CombineExecutor.workspace(usual.model_copy(update={"op": "moe_combine"}))
     claims = HopperAccelerator().capabilities()
-    told = ("accelerator 'hopper' runs moe_combine on one node, not on 2",)
-    assert of_op("moe_combine", "hopper", claims, 2) == told
-    assert of_op("moe_dispatch_gemm", "hopper", claims, 2) == ()
+    assert [of_op(op, "hopper", claims, 2) for op in MOE] == [()] * 3
 
 
-@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+@pytest.mark.parametrize("op", MOE)
 def test_areas(started: Started, op: str) -> None:
     """What NICs write lies where ranks of a node write; the outbox is behind it."""
     offset = native.native().DATA_OFFSET
@@ -112,7 +126,10 @@ def test_areas(started: Started, op: str) -> None:
         whole, outbox = sizes.dispatch_bytes(row_bytes), 0
         slots = [sizes.far_tokens(row_bytes), sizes.far_ids(row_bytes)]
     else:
-        row_bytes *= 2 if direct.shape.partial_dtype == "float32" else 1  # type: ignore[union-attr]
+        if isinstance(direct.shape, GemmCombineShape):
+            row_bytes *= 2 if direct.shape.partial_dtype == "float32" else 1
+        else:
+            row_bytes = 4 * SIZES["features"]
         whole, outbox = sizes.home_bytes(row_bytes, True), 2 * SIZES["tokens"] * row_bytes
         slots = [sizes.far_weights(), sizes.far_sums(row_bytes)]
         assert offset + sizes.outbox_offset(row_bytes) == whole
