@@ -219,7 +219,9 @@ class MoeDispatchCase(MoeCase):
         expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)[at]
         source, token = source[at], token[at]
         x = torch.stack([self._x(each, iteration) for each in range(world_size)])
-        outputs = torch.empty(len(expert), self._features(), device=self.device, dtype=torch.float64)
+        outputs = torch.empty(
+            len(expert), self._features(), device=self.device, dtype=torch.float64
+        )
         for number, w in enumerate(self._w(rank, world_size, iteration)):
             here = expert == number
             outputs[here] = self._activate(x[source[here], token[here]].double() @ w.double())

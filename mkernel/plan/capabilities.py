@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from typing_extensions import Self
 
 from mkernel.plan.model import Activation, AttentionLayout, AttentionShape, DtypeName, ScaleMode
+from mkernel.plan.pipeline import Returns
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
@@ -75,6 +76,8 @@ class AcceleratorCapabilities(Model):
     faster, or the one that ``MKERNEL_EXCHANGE`` names."""
     one_node_ops: tuple[str, ...] = ()
     """Ops that run in worlds of one node only."""
+    far_returns: tuple[Returns, ...] = ("slots", "ranks")
+    """How results of MoE GEMM+combine may come home in worlds of several nodes."""
     head_dims: tuple[int, ...] = ()
     """Of attention; empty: any that is aligned."""
     positions: int = 1
@@ -154,6 +157,10 @@ class AcceleratorCapabilities(Model):
     def provides(self, op: str, nodes: int) -> bool:
         """Whether it has the op in a world of so many nodes."""
         return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
+
+    def ways_home(self, nodes: int) -> tuple[Returns, ...]:
+        """How results of MoE GEMM+combine may come home in a world of so many nodes."""
+        return self.far_returns if nodes > 1 else get_args(Returns)
 
     def takes_attention(self, op: str, shape: AttentionShape, world: int) -> bool:
         """Whether it takes such sizes, where these are legal at all."""

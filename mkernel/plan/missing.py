@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.pipeline import Exchange
+from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.topology.kinds import NodeKinds
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import RouteClass, RouteTable
@@ -124,3 +124,17 @@ def of_exchange(
     if exchange == "direct" or op in (*capabilities.hierarchical_ops, *capabilities.one_node_ops):
         return ()
     return (f"accelerator {accelerator!r} does not run the exchange {exchange!r} of {op!r}",)
+
+
+def of_returns(
+    returns: Returns | None, accelerator: str, capabilities: AcceleratorCapabilities, nodes: int
+) -> tuple[str, ...]:
+    """Whether results of experts would come home as they do not in a world of so many nodes. None:
+    there is no wish."""
+    ways = capabilities.ways_home(nodes)
+    if returns is None or returns in ways:
+        return ()
+    return (
+        f"accelerator {accelerator!r} brings results home by {' and '.join(ways)} between nodes, not "
+        f"by {returns}; leave returns open",
+    )

@@ -322,6 +322,7 @@ def _planned(
     shared = {**vars(common), "prediction": _with_known_rate(found.prediction, common, constants)}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
+    lacks += missing.of_returns(choice.returns, accelerator, claims, common.nodes)
     made: LaunchPlan | WhatIf = (
         WhatIf(**shared, exchange=exchange, missing=lacks)
         if lacks

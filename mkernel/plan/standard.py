@@ -101,13 +101,16 @@ def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cut: Any) -> Pi
         compute_blocks=request.compute_blocks or claims.compute_cores,
         comm_blocks=request.comm_blocks or few,
         exchange=request.exchanges[0],
-        returns=request.returns or _fewer_rows(plan),
+        returns=request.returns or _fewer_rows(plan, claims.ways_home(plan.nodes)),
         **cut,
     )
 
 
-def _fewer_rows(plan: CommonPart) -> Returns:
-    """How results come home where nothing predicts it: by rank where that is less than half as much."""
+def _fewer_rows(plan: CommonPart, ways: tuple[Returns, ...]) -> Returns:
+    """Which of these ways results come home where nothing predicts it: by rank where that is less than
+    half as much."""
+    if len(ways) == 1:
+        return ways[0]
     by_slot, by_rank = (
         sum(predict.payloads(plan.op, plan.shape, plan.dtype, plan.world_size, returns))
         for returns in get_args(Returns)
@@ -146,9 +149,10 @@ def _decided(
     )
     alternatives: tuple[Alternative, ...] = considered
     if plan.op == "moe_gemm_combine" and request.returns is None:
+        ways = request.capabilities.ways_home(plan.nodes)
         found, considered = choose(
             "results",
-            [replace(found, returns=returns) for returns in get_args(Returns)],
+            [replace(found, returns=returns) for returns in ways],
             sequential_us,
             lambda option: f"by {option.returns[:-1]}",
         )

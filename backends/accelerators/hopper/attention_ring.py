@@ -65,14 +65,20 @@ class AttentionRing:
         self._chunk = self.keys.pitch // self.rows * min(chunk_rows or self.rows, self.rows)
         self.sources = tuple(self._sources())
 
+    def put(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
+        """Send the own keys and values to every rank of another node. They are copied first, on the
+        device itself, which waits for whatever runs there: nothing long may come before."""
+        if self._plan.nodes > 1:
+            k, v = (call.tensors[name].data_ptr() for name in "kv")
+            native().put_keys(self._device, world, k, v, self.keys, stream)
+
     def push(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every peer, a flag behind each chunk; what other nodes send
+        """Send them to every peer of this node, a flag behind each chunk; what other nodes send
         lands."""
         made, (k, v) = native(), (call.tensors[name].data_ptr() for name in "kv")
         made.push_keys(self._device, world, k, v, self.keys, self.causal, self._chunk, stream)
         if self._plan.nodes == 1:
             return
-        made.put_keys(self._device, world, k, v, self.keys, stream)
         each = self._plan.ranks_per_node
         for source in self.sources:
             if source.rank // each != self._rank // each:
@@ -84,6 +90,7 @@ class AttentionRing:
 
     def exchange(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
         """Send the own ones, and wait for those of every source."""
+        self.put(call, world, stream)
         self.push(call, world, stream)
         for source in self.sources:
             self.wait(world, source, stream)
@@ -98,7 +105,8 @@ class AttentionRing:
     @contextmanager
     def sending(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> Iterator[None]:
         """The own keys and values travel meanwhile, on the second stream; at the end ``stream`` waits
-        for it."""
+        for it. What goes to other nodes leaves before anything that follows on ``stream``."""
+        self.put(call, world, stream)
         with ExitStack() as ends:
             travelling = self._order.fork(stream)
             ends.callback(self._order.join, stream)

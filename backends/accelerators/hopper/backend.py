@@ -175,6 +175,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 library_ops=library_ops(),
                 hierarchical_ops=hierarchical_ops(),
                 one_node_ops=one_node_ops(),
+                far_returns=("ranks",),
                 routing_of_ids=True,
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,

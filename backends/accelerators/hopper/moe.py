@@ -28,7 +28,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     call_id,
     device_world,
 )
-from mkernel.backends.accelerators.hopper.moe_nodes import FarRanks, by_rank, workspace_of
+from mkernel.backends.accelerators.hopper.moe_nodes import FarRanks, workspace_of
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -332,7 +332,6 @@ class GemmCombineExecutor(_Returns):
         """What GEMM+combine needs of symmetric memory. Unsupported."""
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)
-        by_rank(plan, how.returns)
         row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
         nbytes = _sizes(plan).home_bytes(row_bytes, how.returns == "ranks")
         return workspace_of(plan, nbytes, plan.world_size * shape.tokens * row_bytes)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from mkernel.backends.accelerators.hopper.device_world import between_nodes
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -29,15 +28,6 @@ def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
         return Workspace((nbytes,))
     offset = native().DATA_OFFSET
     return between_nodes(plan, nbytes if plan.routes.staged else offset, nbytes - offset + outbox)
-
-
-def by_rank(plan: LaunchPlan, returns: str) -> None:
-    """Unsupported where results would go to another node by slot."""
-    if plan.nodes > 1 and returns != "ranks":
-        raise Unsupported(
-            f"{plan.op}: between nodes results come home as sums by rank, not by slot; leave "
-            "returns open"
-        )
 
 
 class FarRanks:

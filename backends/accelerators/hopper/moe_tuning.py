@@ -6,7 +6,6 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -35,8 +34,6 @@ SUM_BLOCKS_A_CORE = 8
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of an MoE op runs. Tokens travel whole, whatever chunk is wished."""
     plan = request.plan
-    if isinstance(plan.shape, GemmCombineShape) and plan.nodes > 1 and request.returns is None:
-        request = replace(request, returns="ranks")  # the one way between nodes
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
     # Between nodes a block of another kernel has a multiprocessor while tokens land.

@@ -12,6 +12,7 @@ from mkernel.conformance.accelerator import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, OpName, ScaleMode
+from mkernel.plan.pipeline import Returns
 from mkernel.topology.model import Accelerator
 
 _PATHS = {"p2p", "nic"}
@@ -47,6 +48,7 @@ def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
         "out_dtypes": set(get_args(DtypeName)) - {E4M3},
         "b_layouts": {"row", "column"},
         "pitched": {"a", "b"},
+        "far_returns": set(get_args(Returns)),
         "scale_modes": set(get_args(ScaleMode)),
         "fused_scale_modes": {mode for mode in claims.scale_modes if mode != "block"},
         "fused_float32_scale_modes": set(claims.scale_modes),

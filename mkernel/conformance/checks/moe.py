@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.plan.ops import COMPANIONS
-from mkernel.plan.pipeline import Returns
 
 DRAWN = 240
 """Routings that a thorough run draws, of all ops together; a quick one a sixth."""
@@ -48,7 +47,7 @@ def drawn_routings(subject: AcceleratorSubject) -> None:
     ops = subject.claimed(*MOE)
     count = DRAWN // (6 if subject.quick else 1)
     for world in (subject.largest(),):
-        cases = list(_drawn(subject, ops, world[0] * world[1], count // _CALLS))
+        cases = list(_drawn(subject, ops, world, count // _CALLS))
         subject.judge(each_case, rank_drawn, cases, world=world)
 
 
@@ -57,8 +56,9 @@ _CALLS = 5
 
 
 def _drawn(
-    subject: AcceleratorSubject, ops: Sequence[str], world_size: int, count: int
+    subject: AcceleratorSubject, ops: Sequence[str], world: tuple[int, int], count: int
 ) -> Iterator[Case]:
+    nodes, world_size = world[0], world[0] * world[1]
     pick = random.Random(f"{subject.seed} routings {world_size}")
     step = subject.step()
     for number in range(count):
@@ -78,7 +78,7 @@ def _drawn(
         if name == "moe_combine":
             del sizes["hidden"]
         if name == "moe_gemm_combine":
-            options["returns"] = pick.choice([None, *get_args(Returns)])
+            options["returns"] = pick.choice([None, *subject.capabilities.ways_home(nodes)])
         layout = pick.choice(subject.capabilities.b_layouts)
         made = typical(subject, name, world_size, sizes, layout=layout, options=options)
         yield made.with_(seed=subject.seed + number)
@@ -194,7 +194,9 @@ def _ways(name: str) -> Sequence[dict[str, Any]]:
     """The options of an op that choose how results come home."""
     if name == "moe_combine":
         return ({},)
-    return tuple({"returns": one, "partial_dtype": torch.float32} for one in get_args(Returns))
+    world = mkernel.world()
+    ways = world.engine(name).claims.ways_home(world.identity.nodes)
+    return tuple({"returns": one, "partial_dtype": torch.float32} for one in ways)
 
 
 def rank_weights(ops: Sequence[str], dtype: str, width: int) -> list[str]:

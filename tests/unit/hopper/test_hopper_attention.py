@@ -568,7 +568,7 @@ def test_what_is_queued_between_nodes(fabric: Any) -> None:
     assert run(made, between_nodes(planned(4), 2), calls=1) == []
     queued = [one for one in made.queued if one[0][0] != "merge"]
     assert queued[:4] == [
-        ("push", BESIDE), ("put", BESIDE), (("land", 3), BESIDE), (("land", 2), BESIDE),
+        ("put", MAIN), ("push", BESIDE), (("land", 3), BESIDE), (("land", 2), BESIDE),
     ]  # fmt: skip
 
 

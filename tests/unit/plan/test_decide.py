@@ -87,6 +87,33 @@ def test_experts_rows_are_shared_with_nobody() -> None:
         explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=MOE, exchange="hierarchical")
 
 
+COMBINE = CAPABILITIES.model_copy(update={"ops": ("moe_gemm_combine",)})
+
+
+@pytest.mark.parametrize("constants", [CONSTANTS, None])
+def test_results_come_home_between_nodes_as_the_backend_brings_them(constants: object) -> None:
+    sizes = {"tokens": 64, "hidden": 64, "features": 64, "experts": 4, "top_k": 1}
+
+    def found(nodes: int, far: tuple[str, ...], **wish: str) -> Planned:
+        claims = COMBINE.model_copy(update={"far_returns": far})
+        made: Planned = explained(
+            "moe_gemm_combine", {**sizes, **wish}, nodes, 2, capabilities=claims,
+            constants=constants,
+        )  # fmt: skip
+        return made
+
+    assert found(2, ("slots", "ranks")).pipeline.returns == "slots"
+    assert found(2, ("ranks",)).pipeline.returns == "ranks"
+    assert found(1, ("ranks",)).pipeline.returns == "slots"
+    assert isinstance(found(1, ("ranks",), returns="slots").plan, LaunchPlan)
+    refused = found(2, ("ranks",), returns="slots").plan
+    assert isinstance(refused, WhatIf)
+    assert refused.missing == (
+        "accelerator 'ascend' brings results home by ranks between nodes, not by slots; leave "
+        "returns open",
+    )
+
+
 def test_rows_of_a_chunk() -> None:
     sizes = {"tokens": 510, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
     for chunk, rows in ((None, 128), (100, 100), (1000, 510)):
