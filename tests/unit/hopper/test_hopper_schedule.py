@@ -26,7 +26,7 @@ from mkernel.backends.accelerators.hopper import (
     reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS, hierarchical_ops
+from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -317,8 +317,10 @@ def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
     assert found.schedule.model_dump()["exchange"] == exchange
 
 
-@pytest.mark.skipif("gemm_all_reduce" in hierarchical_ops(), reason="it is claimed")
-def test_a_hierarchical_all_reduce_is_refused_until_it_is_claimed(started: Started) -> None:
+def test_a_hierarchical_all_reduce_is_refused_where_it_is_not_claimed(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ("hierarchical all-reduce",))
     world = two_nodes(True, ranks=2)
     usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16")
     assert usual.schedule is not None
