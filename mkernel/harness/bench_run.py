@@ -85,7 +85,7 @@ def run(
     found["hardware"] = {**found["hardware"], **results[0].platform}
     if shared > 1:
         found["hardware"]["shared"] = together.detail
-    if any(wire_us is not None for wire_us in results[0].wire_us) and wire.emulated():
+    if results[0].emulated:
         found["hardware"]["emulated_nic"] = wire.emulated()
     rows = {mode: _rows(spec, mode, results, accelerator) for mode in spec.modes}
     return Report(

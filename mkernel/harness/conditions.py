@@ -78,14 +78,15 @@ def _started(timing: Timing) -> str:
 
 def _emulated_nic(report: Report) -> list[str]:
     asked = report.provenance["hardware"].get("emulated_nic")
-    if not asked:
+    if asked is None:
         return []
     settings = ", ".join(f"{name}={value}" for name, value in sorted(asked.items()))
+    rate = f"at the rate that they were asked for ({settings})" if asked else "as fast as they can"
     routes = " and ".join(_ROUTES[each] for each in report.routes) or "not recorded"
     return [
-        f"Emulated NIC: CPUs of this host carry what crosses nodes, at the rate that they were asked "
-        f"for ({settings}). Route: {routes}. It shows protocol and overlap, not GPUDirect. T_m, where "
-        "no library takes the NIC, is bytes by that rate."
+        f"Emulated NIC: CPUs of this host carry what crosses nodes, {rate}. Route: {routes}. It "
+        "shows protocol and overlap, not GPUDirect. T_m, where no library takes the NIC, is bytes by "
+        "that rate."
     ]
 
 

@@ -27,7 +27,7 @@ from mkernel.harness.protocol import HostStopwatch, Stopwatch, stopwatch
 from mkernel.harness.results import Route
 from mkernel.harness.spec import Benched, Job, Mode, size_text, sized_like
 from mkernel.harness.turns import Row, Turns
-from mkernel.harness.wire import wire_us
+from mkernel.harness.wire import crosses_emulated, wire_us
 from mkernel.harness.work import Unseen, clock
 from mkernel.launch import report
 from mkernel.plan.model import LaunchPlan
@@ -48,6 +48,7 @@ class RankResult:
         carrier: what carries bytes between nodes, or as a process group between any ranks; empty where
             peers' memory is all that is written to. routes: of what crosses nodes by a NIC. nic_bytes:
             put through the NIC by views. wire_us: of each case, :func:`mkernel.harness.wire.wire_us`.
+        emulated: whether any of them crossed an emulated NIC.
     """
 
     rows: dict[Mode, list[dict[str, Turns]]] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class RankResult:
     routes: tuple[Route, ...] = ()
     nic_bytes: int = 0
     wire_us: list[float | None] = field(default_factory=list)
+    emulated: bool = False
 
 
 def run(job: Job, port: int = 0) -> RankResult:
@@ -95,6 +97,7 @@ def run(job: Job, port: int = 0) -> RankResult:
             for plan, case in zip(plans, job.cases, strict=True)
         ]
         made_here = [plan for plan in plans if plan is not None]
+        result.emulated = any(crosses_emulated(each, world.map, world.rank) for each in made_here)
         result.carrier, result.routes = _carrier(made_here), _routes(made_here)
         return result
     finally:

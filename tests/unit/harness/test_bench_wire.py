@@ -6,7 +6,7 @@ import pytest
 
 from mkernel.backends import registry
 from mkernel.harness.spec import GEMMS
-from mkernel.harness.wire import emulated, wire_us
+from mkernel.harness.wire import crosses_emulated, emulated, wire_us
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
@@ -35,8 +35,12 @@ def made(op: str, ranks: int, nic: Nic, nodes: int = 2) -> tuple[LaunchPlan, Wor
     claims = registry.accelerator("ascend").capabilities()
     where = world_map(Topology(nodes=tuple(every)), ranks, claims.constants)
     sizes = {"m": 1024, "n": 256, "k": 512}
-    if op not in GEMMS:
+    if op == "ring_attention":
+        sizes = {"batch": 3, "heads": 4, "kv_heads": 2, "sequence": 384, "head_dim": 64}
+    elif op not in GEMMS:
         sizes = {"tokens": 64, "hidden": 128, "features": 256, "experts": 12, "top_k": 2}
+        if op == "moe_combine":
+            del sizes["hidden"]
     plan = plan_of(
         op, sizes, dtype="float16", world=where, nic="cx7", verbs="soft",
         accelerator="ascend", capabilities=claims, schedule=registry.accelerator("ascend").schedule,
@@ -58,6 +62,9 @@ SHARD = 512 * 512 * 2  # bytes of one of two ranks' rows of A, in half
         ("all_gather_gemm", 1, 4, 3 * SHARD / 2),
         ("moe_dispatch_gemm", 1, 2, 64 * 128 * 2),
         ("moe_dispatch_gemm", 2, 3, 2 * 64 * 128 * 2),
+        ("moe_combine", 1, 2, 64 * 256 * 2),
+        ("ring_attention", 1, 2, 2 * 3 * 2 * 192 * 64 * 2),
+        ("ring_attention", 2, 2, 2 * 3 * 2 * 96 * 64 * 2),
     ],
 )
 def test_least_bytes_by_rate(op: str, ranks: int, nodes: int, nbytes: float) -> None:
@@ -74,4 +81,7 @@ def test_an_emulated_rail_has_the_rate_that_it_was_asked_for(
     assert wire_us(plan, where, 0) is None  # it goes as fast as it can
     monkeypatch.setenv("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", "200000")
     assert wire_us(plan, where, 0) == pytest.approx(SHARD / 25e3)
+    assert crosses_emulated(plan, where, 0)
+    assert not crosses_emulated(*made("all_gather_gemm", 1, REAL), 0)
+    assert not crosses_emulated(*made("all_gather_gemm", 2, soft, nodes=1), 0)
     assert emulated({"MKERNEL_SOFTVERBS_SEED": "1", "HOME": "/"}) == {"MKERNEL_SOFTVERBS_SEED": "1"}
