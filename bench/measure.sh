@@ -10,6 +10,8 @@
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
+#   attention  ring attention beside peers, forward and backward, and between two nodes
+#                                    hopper_attention_2.json, ..._backward_2.json, ..._nodes_2_{cx7,efa}.json
 #   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
@@ -39,6 +41,15 @@ run() {
 
 bench() { # FILE ARGUMENT...
     run python -m mkernel bench "${@:2}" --json "$results/$1.json" "${commit[@]}"
+}
+
+emulate_nic() { # MBPS: from here on at that rate, as a rail has it; none: no longer
+    local all=(MKERNEL_SOFTVERBS_{BANDWIDTH_MBPS,LATENCY_NS,HOLD_NS,DUPLICATES} MKERNEL_NIC_SETTINGS__GPUDIRECT)
+    [ $# -gt 0 ] || { unset "${all[@]}" && return; }
+    export MKERNEL_SOFTVERBS_BANDWIDTH_MBPS=$1 MKERNEL_SOFTVERBS_LATENCY_NS=3000
+    # Of SRD packets overtake each other by the rail's latency, one in a hundred comes twice.
+    export MKERNEL_SOFTVERBS_HOLD_NS=3000 MKERNEL_SOFTVERBS_DUPLICATES=1
+    export MKERNEL_NIC_SETTINGS__GPUDIRECT=1 # an emulated NIC takes the staged route otherwise
 }
 
 group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run side by side
@@ -130,23 +141,32 @@ for part in "$@"; do
         run python bench/transfer.py
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/transfer.json "$results/"
         ;;
+    attention)
+        bench hopper_attention_2 ring_attention --ranks 2 --accelerator hopper --mode graph --iterations 3 \
+            --warmup 1 --shapes bench/attention_two_ranks.json
+        bench hopper_attention_backward_2 ring_attention --backward --ranks 2 --accelerator hopper \
+            --mode graph --iterations 2 --warmup 1 --shapes bench/attention_backward_two_ranks.json
+        emulate_nic 400000
+        for nic in cx7 efa; do
+            bench "hopper_attention_nodes_2_$nic" ring_attention --ranks 2 --nodes 2 --accelerator hopper \
+                --nic $nic --verbs soft --iterations 4 --warmup 1 --peers none \
+                --shapes bench/attention_two_nodes.json
+        done
+        emulate_nic
+        ;;
     nodes)
         rate=400000 shapes=nodes name=hopper_nodes_2
         if [ "$(nvidia-smi --list-gpus | wc -l)" = 1 ]; then
             rate=32000 shapes=bench/nodes_on_one_gpu.json name=hopper_nodes_shared
             export MKERNEL_RANKS_PER_DEVICE=2 MKERNEL_HOPPER_MULTIPROCESSORS=64
         fi
-        export MKERNEL_SOFTVERBS_BANDWIDTH_MBPS=$rate MKERNEL_SOFTVERBS_LATENCY_NS=3000
-        # SRD as a rail has it: packets overtake each other by its latency, one in a hundred comes twice.
-        export MKERNEL_SOFTVERBS_HOLD_NS=3000 MKERNEL_SOFTVERBS_DUPLICATES=1
-        export MKERNEL_NIC_SETTINGS__GPUDIRECT=1 # an emulated NIC takes the staged route otherwise
+        emulate_nic $rate
         for nic in cx7 efa; do
             bench "${name}_$nic" ag_gemm,gemm_rs,gemm_ar --ranks 2 --nodes 2 --accelerator hopper \
                 --nic $nic --verbs soft --shapes $shapes --iterations 7 --warmup 2
         done
-        unset MKERNEL_SOFTVERBS_BANDWIDTH_MBPS MKERNEL_SOFTVERBS_LATENCY_NS
-        unset MKERNEL_SOFTVERBS_HOLD_NS MKERNEL_SOFTVERBS_DUPLICATES
-        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS MKERNEL_NIC_SETTINGS__GPUDIRECT
+        emulate_nic
+        unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS
         ;;
     whole)
         run python bench/whole_layers.py --write
@@ -183,7 +203,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, fp8_more, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac
