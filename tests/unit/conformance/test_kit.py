@@ -178,4 +178,4 @@ def test_the_planted_faults_of_one_check_are_a_table(app: typer.Typer) -> None:
     done = CliRunner().invoke(app, options, env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert "ClaimsUnknownOp" in done.output
-    assert "4 of 4 caught" in done.output
+    assert "5 of 5 caught" in done.output
