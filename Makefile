@@ -41,6 +41,9 @@ QUICK := -m 'not slow' tests/unit --ignore tests/unit/ascend tests/multiprocess/
 PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
 CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 600
 
+# Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(TESTABLE)
 	$(CTEST)
 	$(PYTEST) $(QUICK)

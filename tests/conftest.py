@@ -21,16 +21,23 @@ _SESSION = "PYTEST_SESSION_OF_MKERNEL"
 _SEMAPHORES = "/mp-of-tests-"
 _IMPORTED_ONCE = (
     "mkernel.backends.accelerators.ascend",
+    "mkernel.backends.accelerators.hopper",
     "mkernel.backends.accelerators.streams",
+    "mkernel.backends.accelerators.streams.moe",
+    "mkernel.backends.accelerators.streams.worker",
     "mkernel.cases",
     "mkernel.conformance.checks",
+    "mkernel.conformance.faults",
+    "mkernel.harness.rank",
     "mkernel.nn",
     "pytest",
+    "sympy.tensor.tensor",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
     "torch.testing._internal.optests",
 )
 """What ranks of many tests use, and what they would import for seconds of CPU time each."""

@@ -142,9 +142,11 @@ class DeviceMemory(SymmetricMemory):
         self._native = None
         offer, self._offer = self._offer, None
         if offer is not None:
-            offer.close()
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
+            try:
+                offer.close()
+            finally:
+                with contextlib.suppress(OSError):
+                    os.close(self._fd)
 
     def __del__(self) -> None:
         if getattr(self, "_native", None) is not None:

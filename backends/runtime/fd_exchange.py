@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mkernel.backends.runtime import threads
 from mkernel.backends.runtime.threads import Thread
 
 _COOKIE_BYTES = 16
@@ -45,7 +46,7 @@ class Offer:
 
     def close(self) -> None:
         """Fetches fail from now on. Twice is harmless; also in a forked child, where it does
-        nothing."""
+        nothing. Timeout: the thread that served the last offer does not end."""
         _withdraw(self._server, self._cookie)
 
 
@@ -135,10 +136,14 @@ class _Server:
             raise
 
     def stop(self) -> None:
-        """End the thread and close every socket."""
+        """End the thread and close every socket. Timeout: it goes on."""
         self._wake.send(b"x")
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            threads.end(
+                [self._thread],
+                f"Socket '@{self.name}' stays open, on which nothing is offered any more, until the "
+                "process ends",
+            )
 
     def _run(self) -> None:
         try:

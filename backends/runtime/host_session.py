@@ -22,6 +22,7 @@ from mkernel.backends.contracts.nic import (
     NicSession,
     NicStatistics,
 )
+from mkernel.backends.runtime import threads
 from mkernel.backends.runtime.threads import Thread
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
@@ -97,8 +98,8 @@ class HostSession(NicSession):
                 self.fail(-1, error)
 
         thread = Thread(guarded, name=f"mkernel-{type(self).__name__}")
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def landing(self, region: int, offset: int, nbytes: int) -> memoryview:
         """Where an arriving put goes. ArgumentError: not into a region of this rank."""
@@ -203,11 +204,16 @@ class HostSession(NicSession):
         return self._failure
 
     def close(self) -> None:
-        """Disconnect, and join every thread."""
+        """Disconnect, and join every thread. Timeout: one goes on."""
         self._closed = True
         self.disconnect()
-        for thread in self._threads:
-            thread.join()
+        kind = type(self).__name__
+        threads.end(
+            self._threads,
+            f"The NIC session on port {self._port!r} keeps its connections, and that thread may write "
+            f"to regions {sorted(self._regions)}: end the process. {kind}.disconnect has to end every "
+            f"wait of the threads that {kind} spawns",
+        )
 
     def _drain(self) -> None:
         """Carry out what kernels push. After an abort nothing more is put."""

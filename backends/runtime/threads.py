@@ -1,13 +1,21 @@
-"""Threads of our own, whose start ends whatever the process has run out of."""
+"""Threads of our own, whose start and end are not waited for for ever."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+from mkernel.errors import Timeout
 
 START_S = 10.0
 """How long a new thread may take to begin."""
+END_S = 10.0
+"""How long threads that were told to end may take."""
 
 
 class _NotAwaited(threading.Event):
@@ -45,3 +53,24 @@ class Thread(threading.Thread):
         if self._claim.acquire(blocking=False):
             self._begun.set()
             super().run()
+
+
+def end(told: Iterable[threading.Thread], held: str) -> None:
+    """Join threads that were told to end. Timeout: one of them did not; it says where that one stands,
+    and ``held``, a sentence about what stays held and what to do."""
+    late = time.monotonic() + END_S
+    for thread in told:
+        thread.join(max(0.0, late - time.monotonic()))
+        if thread.is_alive():
+            raise Timeout(
+                f"thread {thread.name} did not end within {END_S:g} s of being told to; it is at "
+                f"{_place(thread)}. {held}"
+            )
+
+
+def _place(thread: threading.Thread) -> str:
+    """The line that it runs, and those that led there."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = traceback.extract_stack(frame, limit=3) if frame else []
+    lines = [f"{Path(each.filename).name}:{each.lineno} in {each.name}" for each in stack]
+    return ", called from ".join(reversed(lines)) or "its end"

@@ -152,7 +152,9 @@ def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:
     """Of [gate, up], with s = sigmoid(gate): dout up s (1 + gate (1 - s)), and dout gate s."""
     sums = torch.promote_types(product.dtype, torch.float32)
     of_outputs = of_outputs.to(sums)
-    gate, up = product.to(sums).chunk(2, dim=1)
+    # Torch 2.6, tracing, cannot tell whether the second of two chunks has columns.
+    half = product.shape[1] // 2
+    gate, up = (product.to(sums).narrow(1, start, half) for start in (0, half))
     s = torch.sigmoid(gate)
     of_gate = of_outputs * up * s * (1 + gate * (1 - s))
     return torch.cat([of_gate, of_outputs * gate * s], dim=1).to(product.dtype)

@@ -146,9 +146,13 @@ class Membership:
         self._failure.stop()
         newest_first = list(reversed(self.engines.values()))
         quiet = [engine.close() for engine in newest_first]
-        self._undo.close()  # the session before the memory that is registered with it
-        for engine, still in zip(newest_first, quiet, strict=True):
-            engine.free(quiet=still)
+        closed = False
+        try:
+            self._undo.close()  # the session before the memory that is registered with it
+            closed = True
+        finally:  # of a session that does not end a thread may still write there
+            for engine, still in zip(newest_first, quiet, strict=True):
+                engine.free(quiet=still and closed)
 
     def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.runtime import fd_exchange
+from mkernel.backends.runtime import fd_exchange, threads
 from mkernel.backends.runtime.fd_exchange import Offer, fetch, offer
+from mkernel.errors import Timeout
 
 TIMEOUT_S = 120.0
 
@@ -87,6 +88,34 @@ def test_the_last_close_ends_the_thread_and_fetches_are_refused(memfd: int) -> N
     assert not _server_threads()
     with pytest.raises(ConnectionRefusedError, match="nobody offers"):
         fetch(offered.address, TIMEOUT_S)
+
+
+def test_a_server_that_does_not_end_is_waited_for_until_a_deadline(
+    memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the lock of offers, which this thread keeps from it."""
+    monkeypatch.setattr(threads, "END_S", 0.2)
+    offered = offer(memfd)
+    (server,) = (each for each in threading.enumerate() if each.name == "mkernel-fds")
+    raised: list[Exception] = []
+    closed = threading.Event()
+
+    def close() -> None:
+        with fd_exchange._Process.lock:
+            client.send(bytes.fromhex(offered.address["cookie"]))
+            try:
+                offered.close()
+            except Timeout as error:
+                raised.append(error)
+        closed.set()
+
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect("\0" + offered.address["socket"])
+        threading.Thread(target=close, daemon=True).start()
+        assert closed.wait(60), "close waits for ever"
+    server.join(60)
+    assert "thread mkernel-fds did not end within 0.2 s" in str(raised[0])
+    assert offered.address["socket"] in str(raised[0])
 
 
 def test_a_wrong_cookie_gets_nothing(offered: Offer) -> None:

@@ -1,8 +1,10 @@
-"""A thread's start ends, also where the new thread dies before it says that it runs."""
+"""A thread's start ends, also where the new thread dies before it says that it runs; and so does the
+wait for its end."""
 
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 
@@ -10,6 +12,7 @@ import pytest
 
 from mkernel.backends.runtime import threads
 from mkernel.backends.runtime.threads import Thread
+from mkernel.errors import Timeout
 
 
 def test_it_runs_its_target_with_its_arguments() -> None:
@@ -80,3 +83,41 @@ def test_a_thread_that_was_given_up_holds_nothing(monkeypatch: pytest.MonkeyPatc
     del store
     gc.collect()
     assert gone() is None
+
+
+def test_threads_that_end_are_joined() -> None:
+    over = threading.Event()
+    told = [Thread(over.wait, 60, name=f"mkernel-test-{number}") for number in range(3)]
+    for thread in told:
+        thread.start()
+    over.set()
+    threads.end(told, "Nothing.")
+    assert not any(thread.is_alive() for thread in told)
+
+
+def test_a_thread_that_does_not_end_is_named_with_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "END_S", 0.1)
+    over = threading.Event()
+    stuck = Thread(_hold, over, name="mkernel-test-stuck")
+    stuck.start()
+    quick = Thread(print, name="mkernel-test-quick")
+    quick.start()
+    try:
+        with pytest.raises(
+            Timeout, match=r"thread mkernel-test-stuck did not end within 0\.1 s"
+        ) as told:
+            threads.end([quick, stuck], "It holds the door: close it.")
+        place = (
+            r"it is at threading\.py:\d+ in wait, .* called from test_threads\.py:\d+ in _hold\. It"
+        )
+        assert re.search(place, str(told.value)), told.value
+        assert str(told.value).endswith(". It holds the door: close it.")
+    finally:
+        over.set()
+        stuck.join(60)
+
+
+def _hold(over: threading.Event) -> None:
+    over.wait(60)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from mkernel.backends.contracts.nic import NO_SIGNAL, SELF
+from mkernel.backends.runtime import threads
 from mkernel.backends.runtime.host_session import HostSession
 from mkernel.backends.transport import _transport
-from mkernel.errors import ArgumentError, MkernelError, NicError
+from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
 from mkernel.settings import NicSettings
 
 SIGNALS, NBYTES, SLOTS = 8, 64, 4
@@ -142,4 +144,45 @@ def test_nothing_is_put_when_it_is_closed(opened: Opened) -> None:
     opened.session.close()
     with pytest.raises(MkernelError, match="closed"):
         opened.session.put(1, 0, 0, 0, 4, 0, 1)
+    opened.session.close()
+
+
+def test_a_thread_that_does_not_end_is_waited_for_until_a_deadline(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "END_S", 0.2)
+    over, closed = threading.Event(), threading.Event()
+    raised: list[Timeout] = []
+    opened.session.spawn(over.wait, 60)
+
+    def close() -> None:
+        try:
+            opened.session.close()
+        except Timeout as error:
+            raised.append(error)
+        closed.set()
+
+    threading.Thread(target=close, daemon=True).start()
+    in_time = closed.wait(30)
+    over.set()
+    assert in_time, "close waits as long as the thread"
+    for part in (
+        "thread mkernel-Listed did not end within 0.2 s",
+        "'port0'",
+        "regions [0]",
+        "Listed.disconnect",
+    ):
+        assert part in str(raised[0])
+
+
+def test_a_thread_that_never_began_is_not_waited_for(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threads.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threads.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            opened.session.spawn(print)
     opened.session.close()
