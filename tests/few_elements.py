@@ -12,8 +12,6 @@ from mkernel.cases.base import every_row
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import MoeDispatchCase
 
-FEW = 256
-"""Elements, whose roundings' norm says little."""
 EPS_OF_SUMS = torch.finfo(torch.float32).eps
 
 

@@ -140,7 +140,7 @@ class Oracle(ABC):
     def passed(self, found: Mapping[str, Comparison]) -> bool:
         """Whether every error is within its tolerance (a NaN error is not)."""
         tolerances = self.tolerances()
-        return all(each.error <= tolerances.get(name, 0.0) for name, each in found.items())
+        return all(each.within(tolerances.get(name, 0.0)) for name, each in found.items())
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def _differs(
     if limit is None:
         return compare_exact(got, wanted).why
     found = compare(got, wanted)
-    if not found.error <= limit:
+    if not found.within(limit):
         return found.why or f"is off by {found.error:.1e} (limit {limit:.0e})"
     finite = torch.isfinite(wanted) & torch.isfinite(got)
     wide, true = got.double()[finite], wanted[finite]

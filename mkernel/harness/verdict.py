@@ -64,7 +64,7 @@ def verify(
         )
     name = max(by_output, key=lambda name: badness_of[name])
     return Verification(
-        passed=all(each.error <= tolerances.get(n, 0.0) for n in of_ranks for each in of_ranks[n]),
+        passed=all(each.within(tolerances.get(n, 0.0)) for n in of_ranks for each in of_ranks[n]),
         error=by_output[name].error,
         tolerance=by_output[name].tolerance,
         error_by_rank=tuple(_finite(each.error) for each in of_ranks[name]),

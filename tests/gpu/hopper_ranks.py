@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from few_elements import FEW, product_right
+from few_elements import product_right
 from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.cases import case_of, poison
 from mkernel.cases.base import TOLERANCE
+from mkernel.cases.comparison import FEW
 from mkernel.cases.gemm import GemmCase
 from mkernel.errors import WorldError
 from mkernel.harness.problem import Problem, Tensors

@@ -10,13 +10,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from few_elements import FEW, experts_right
+from few_elements import experts_right
 from hopper_ranks import LATE_S, captured, other_bits, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
 from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
+from mkernel.cases.comparison import FEW
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
 from mkernel.ops import moe_marks

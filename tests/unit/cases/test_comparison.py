@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mkernel.cases import Comparison, compare, poison
-from mkernel.cases.comparison import compare_exact
+from mkernel.cases.comparison import FEW, compare_exact
 
 NAN, INFINITY = math.nan, math.inf
 
@@ -21,6 +21,20 @@ def test_the_error_is_relative_and_counts_what_it_is_taken_over() -> None:
     found = compare(torch.tensor([3.0, 4.0]), wide(3, 3))
     assert found == Comparison(pytest.approx(1 / math.sqrt(18)), 2)
     assert compare(torch.tensor([0.0, 0.5]), wide(0, 0)).error == 0.5
+
+
+def test_of_few_elements_every_one_may_be_rounded_by_half_a_step() -> None:
+    """So are 3.4e-3 off all of these, just above a power of two, of which bfloat16 has every 7.8e-3."""
+    truth = torch.full((FEW + 1,), 1 + 0.44 * 2.0**-7, dtype=torch.float64)
+    rounded = truth.bfloat16()
+    few, many = compare(rounded[:FEW], truth[:FEW]), compare(rounded, truth)
+    assert [few.error, many.error] == pytest.approx([3.43e-3] * 2, rel=1e-2)
+    assert few.within(3e-3)
+    assert not many.within(3e-3)
+    cut_off = (truth + 2.0**-8).bfloat16()  # to the next number, not to the nearest
+    assert not compare(cut_off[:FEW], truth[:FEW]).within(3e-3)
+    assert not (few + compare(cut_off[:FEW], truth[:FEW])).within(3e-3)
+    assert not Comparison(NAN, 5, rounding=1.0).within(1.0)
 
 
 def test_non_finite_values_must_match() -> None:
