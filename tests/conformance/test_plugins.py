@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from once import once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,10 +37,8 @@ NOT_CLAIMED_BY_TINY = {
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(scope="module")
-def mkernel_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """``mkernel`` where both packages are installed."""
-    folder = tmp_path_factory.mktemp("plugins")
+def installed(folder: Path) -> Path:
+    """Where both packages are, once pip has installed them."""
     copies = folder / "sources"  # building leaves files beside the sources
     shutil.copytree(SOURCES, copies, ignore=shutil.ignore_patterns("__pycache__"))
     site = folder / "site"
@@ -50,6 +49,14 @@ def mkernel_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
         check=True,
         cwd=folder,
     )
+    return site
+
+
+@pytest.fixture(scope="module")
+def mkernel_cli(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """``mkernel`` where both packages are installed."""
+    folder = tmp_path_factory.mktemp("plugins")
+    site = once(request, lambda: installed(folder))
     limited = str(Path(__file__).with_name("limited_plugins"))
     path = os.pathsep.join(filter(None, [str(site), limited, os.environ.get("PYTHONPATH")]))
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from groups_in_ranks import TIMEOUT_S, ranks
+from once import once
 from torch import Tensor, distributed, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -360,8 +361,11 @@ def all_cases(world: mkernel.World) -> dict[str, Found]:
 
 
 @pytest.fixture(scope="module")
-def every_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return ranks(with_a_world, tmp_path_factory.mktemp("cases"), all_cases, size=RANKS)
+def every_case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Found]]:
+    folder = tmp_path_factory.mktemp("cases")
+    return once(request, lambda: ranks(with_a_world, folder, all_cases, size=RANKS))
 
 
 @pytest.mark.parametrize("name", CASES)

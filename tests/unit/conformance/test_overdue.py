@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mkernel.conformance import overdue
 
 SLOW = """
 import time
@@ -33,3 +40,22 @@ def test_what_goes_on_is_not_ended() -> None:
 def test_what_hangs_is_ended() -> None:
     done = run(limit=0.5, each=30.0, said="pass")
     assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_timers_are_few_and_never_end_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limit = 100.0, 3.0
+    ends: list[float] = []
+
+    def later(seconds: float, **_: Any) -> None:
+        ends.append(now + seconds)
+
+    monkeypatch.setattr(overdue, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    with overdue.ends_when_overdue(limit):
+        for _ in range(1000):
+            now += 0.003
+            overdue.goes_on()
+            assert now + limit <= ends[-1] <= now + limit + 0.5
+    assert 5 <= len(ends) <= 8
+    with overdue.ends_when_overdue(limit):  # the one before was cancelled
+        assert ends[-1] == now + limit + 0.5
