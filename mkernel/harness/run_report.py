@@ -203,7 +203,7 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
     )
     table.row(
         "overlap efficiency",
-        *(_unless_noisy(each, f"{each.overlap_efficiency:.0%}") for _, _, each in clocks),
+        *(_efficiency(each) for _, _, each in clocks),
     )
     legend = "; ".join(f"{name}: {where}" for name, where, _ in clocks)
     calls = "1 call" if report.iterations == 1 else f"{report.iterations} calls"
@@ -213,6 +213,8 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
             f" {_NOISY}: calls differ by up to {duration(1e3 * report.wall.noise_ms)}, more than "
             "there is to hide."
         )
+    elif any(_beyond_all(each) for _, _, each in clocks):
+        legend += f" {_NOISY}: a part alone took longer than both at once."
     check = report.verification
     word, style = ("PASSED", "bold green") if report.passed else ("FAILED", "bold red")
     verdict = Text.assemble(
@@ -262,6 +264,16 @@ def _carrier(report: RunReport) -> str:
 
 def _unless_noisy(each: Clock, said: str) -> str:
     return _NOISY if _noisy(each) else said
+
+
+def _efficiency(each: Clock) -> str:
+    return _unless_noisy(each, _NOISY if _beyond_all(each) else f"{each.overlap_efficiency:.0%}")
+
+
+def _beyond_all(each: Clock) -> bool:
+    """Whether more than 100 % would be hidden, which only parts that vary can say: one of them alone
+    took longer than both at once."""
+    return round(each.overlap_efficiency, 2) > 1
 
 
 def _noisy(each: Clock) -> bool:
