@@ -125,8 +125,10 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Print the launch plan of an op: placement, routes, chunks, order, predicted time; or, where it
-    cannot be launched, what the machines would do, and what is missing."""
+    """Print an op's launch plan; where it cannot be launched, what is missing.
+
+    A plan has placement, routes, chunks, order and predicted time. Where none can be launched, a
+    what-if shows what the machines would do."""
     name = ops.canonical(op)  # before a backend is loaded: a typo should not wait for that
     wanted = sizes_or_defaults(name, given)
     mode = scales_of(dtype, scales, name, fast=fast_accum)
