@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from mkernel.selection import Verdict
 
 Kind = Literal[
-    "auto", "accelerator", "nic", "fabric", "library", "build", "cpu", "memory", "software"
+    "setting",
+    "auto",
+    "accelerator",
+    "nic",
+    "fabric",
+    "library",
+    "build",
+    "cpu",
+    "memory",
+    "software",
 ]
 Source = Literal["argument", "environment", "default"]
 
@@ -52,7 +61,8 @@ class Row(Model):
 
 
 class Report(Model):
-    """All rows. ``healthy``: at least one accelerator and one NIC path are usable."""
+    """All rows. ``healthy``: at least one accelerator and one NIC path are usable, and no setting is
+    one that commands refuse."""
 
     rows: tuple[Row, ...]
     healthy: bool
@@ -70,9 +80,30 @@ class SettingRow(Model):
 
 def examine() -> Report:
     """Asks every backend and looks at what building and running need. Never raises."""
+    wrong = wrong_settings()
     rows = [*accelerator_rows(), *nic_rows(), *auto_rows(), *machine_rows(), *software_rows()]
     usable = {row.kind for row in rows if row.usable}
-    return Report(rows=tuple(rows), healthy={"accelerator", "nic"} <= usable)
+    return Report(rows=(*wrong, *rows), healthy=not wrong and {"accelerator", "nic"} <= usable)
+
+
+def wrong_settings() -> list[Row]:
+    """A row for what the environment sets and every command refuses; none where nothing is wrong."""
+    row = _asked("setting", "environment", _settings, "correct that environment variable")
+    return [] if row.usable else [row]
+
+
+def _settings() -> Status:
+    """Raises what is wrong: a value that is not legal, a backend that is not installed."""
+    from mkernel import selection
+    from mkernel.backends import registry
+
+    settings = load()
+    for name in selection.accelerator_names(settings.accelerator):
+        if name != selection.AUTO:
+            registry.accelerator(name)
+    if settings.nic != selection.AUTO:
+        registry.nic(settings.nic)
+    return Status(True, "")
 
 
 def auto_rows() -> list[Row]:

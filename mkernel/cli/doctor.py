@@ -19,6 +19,7 @@ from mkernel.errors import ArgumentError, MkernelError
 from mkernel.tabular import Column, Sheet
 
 _HEADINGS: dict[Kind, str] = {
+    "setting": "Settings",
     "auto": "What `auto` stands for",
     "accelerator": "Accelerators",
     "nic": "NICs",
@@ -111,8 +112,7 @@ def report_lines(report: Report) -> Iterator[RenderableType]:
     Nothing stands beside the paragraph but the verdict, so that all of it is there however narrow the
     terminal is.
     """
-    verdict = "ready to run" if report.healthy else "no accelerator with a NIC path is usable"
-    yield Text(f"mkernel doctor: {verdict}", style="bold")
+    yield Text(f"mkernel doctor: {_verdict(report)}", style="bold")
     for kind, rows in groupby(report.rows, key=lambda row: _HEADINGS[row.kind]):
         yield Text(f"\n{kind}")
         grid = Table.grid(padding=(0, 2))
@@ -127,6 +127,14 @@ def report_lines(report: Report) -> Iterator[RenderableType]:
         yield grid
     if any(row.optional and not row.usable for row in report.rows):
         yield Text("\n-: not here, and nothing that is ready to run needs it", style="dim")
+
+
+def _verdict(report: Report) -> str:
+    if report.healthy:
+        return "ready to run"
+    if any(row.kind == "setting" for row in report.rows):
+        return "commands refuse what the environment sets"
+    return "no accelerator with a NIC path is usable"
 
 
 def settings_table(rows: list[SettingRow]) -> Sheet:

@@ -109,6 +109,24 @@ def test_unhealthy_without_an_accelerator_or_a_nic(
     assert not doctor.examine().healthy
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ACCELERATOR", "foo"), ("NIC", "foo"), ("TIMEOUT_S", "abc"), ("NICC", "cx7")],
+)
+def test_what_commands_refuse_of_the_environment_is_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """As it said "ready to run" with an accelerator that is not installed."""
+    assert not doctor.wrong_settings()
+    monkeypatch.setenv(f"MKERNEL_{variable}", value)
+    report = doctor.examine()
+    row = report.rows[0]
+    assert not report.healthy
+    assert row.kind == "setting"
+    assert row.remedy
+    assert variable.lower() in row.detail.lower()
+
+
 def test_whatever_fails_is_a_row(install: Install) -> None:
     install(
         {
