@@ -20,7 +20,7 @@ from pydantic import BaseModel, SecretStr
 
 from mkernel.backends.contracts.status import Status
 from mkernel.printable import one_line
-from mkernel.settings import MASK, PREFIX, Settings, load, load_as, variable
+from mkernel.settings import AUTO, MASK, PREFIX, Settings, load, load_as, variable
 from mkernel.topology.model import Model
 from mkernel.topology.sources.files import read_text
 
@@ -99,9 +99,9 @@ def _settings() -> Status:
 
     settings = load()
     for name in selection.accelerator_names(settings.accelerator):
-        if name != selection.AUTO:
+        if name != AUTO:
             registry.accelerator(name)
-    if settings.nic != selection.AUTO:
+    if settings.nic != AUTO:
         registry.nic(settings.nic)
     return Status(True, "")
 

@@ -271,7 +271,9 @@ def command(
         if not long:
             _refuse_long(spec, ranks)
     rows = len(spec.shapes) * len(spec.modes)
-    with terminal.progress(console, f"starting ranks; {rows} rows to time", rows) as on_row:
+    with terminal.progress(
+        console, f"starting ranks to time {rows} row{'s' if rows > 1 else ''}", rows
+    ) as on_row:
         outcome = bench_run.run(
             spec,
             ranks=ranks,
