@@ -9,7 +9,9 @@ a fetch must name the offer's random cookie. Everything has a deadline.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import os
 import secrets
 import selectors
@@ -24,6 +26,8 @@ from mkernel.backends.runtime import threads
 from mkernel.backends.runtime.threads import Thread
 
 _COOKIE_BYTES = 16
+_PAUSE_S = 0.02
+"""Until a descriptor may be free again."""
 _REQUEST_S = 5.0
 """A client that has not asked by then is dropped."""
 _BACKLOG = 128
@@ -84,15 +88,27 @@ def fetch(address: dict[str, Any], timeout_s: float) -> int:
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # it refuses to answer
             client.sendall(cookie)
             client.settimeout(max(1e-3, deadline - time.monotonic()))
-            answer, fds, _, _ = socket.recv_fds(client, 1, 1)
+            answer, fds = _received(client)
     if answer != _FOUND or len(fds) != 1:
         for fd in fds:
             os.close(fd)
         raise OSError(
             f"{name!r} no longer offers that descriptor to this user; was the memory closed there?"
         )
-    os.set_inheritable(fds[0], False)
     return fds[0]
+
+
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A byte, and a descriptor that no program inherits which another thread starts meanwhile:
+    ``socket.recv_fds`` does not pass its flags on."""
+    fds = array.array("i")
+    answer, told, _, _ = connection.recvmsg(
+        1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in told:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return answer, list(fds)
 
 
 def _check_user(connection: socket.socket) -> None:
@@ -173,7 +189,9 @@ class _Server:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError:  # gone again, or no descriptor left: the next turn tries again
+        except OSError as error:  # gone again, or no descriptor left: the next turn tries again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_PAUSE_S)  # who waits stays ready, and the selector would say so at once
             return
         try:
             _check_user(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import socket
@@ -60,6 +61,33 @@ def test_another_process_writes_to_the_same_memory(memfd: int, offered: Offer) -
     child.join(60)
     assert child.exitcode == 0
     assert os.pread(memfd, 6, 0) == b"after!"
+
+
+def test_a_descriptor_is_never_a_childs(offered: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even between its arrival and a later call: another thread may start a program then."""
+    monkeypatch.setattr(os, "set_inheritable", lambda fd, inheritable: None)
+    fd = fetch(offered.address, TIMEOUT_S)
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+
+
+def test_a_server_without_a_free_descriptor_does_not_spin(
+    offered: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, accept = [], socket.socket.accept
+
+    def exhausted(listener: socket.socket) -> Any:
+        tried.append(time.monotonic())
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", exhausted)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(f"\0{offered.address['socket']}")
+            time.sleep(0.5)
+        assert 1 <= len(tried) <= 50
+    assert socket.socket.accept is accept
+    os.close(fetch(offered.address, TIMEOUT_S))
 
 
 def test_every_offer_gives_its_own_descriptor(memfd: int) -> None:
