@@ -37,8 +37,10 @@ def ends_when_overdue(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            faulthandler.cancel_dump_traceback_later()  # that of an outer limit, too
             _armed.pop()
+            if _armed:
+                _armed[-1].at = -math.inf
 
 
 def goes_on() -> None:

@@ -64,8 +64,8 @@ def _claims(claims: AcceleratorCapabilities) -> Iterator[str]:
             yield f"{field} claims {', '.join(unknown)}, which mkernel does not have"
     if claims.scale_modes and "column" not in claims.b_layouts:
         yield "claims scale_modes, and b_layouts without column, as e4m3 operands lie"
+    pair = ("moe_dispatch_gemm", "moe_combine")
     for nodes, where in ((1, ""), (2, " between nodes")):
-        pair = ("moe_dispatch_gemm", "moe_combine")
         found = [op for op in pair if claims.provides(op, nodes)]
         if len(found) == 1:
             yield f"claims {found[0]}{where} without its other half"

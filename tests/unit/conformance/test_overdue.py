@@ -59,3 +59,7 @@ def test_timers_are_few_and_never_end_before_the_limit(monkeypatch: pytest.Monke
     assert 5 <= len(ends) <= 8
     with overdue.ends_when_overdue(limit):  # the one before was cancelled
         assert ends[-1] == now + limit + 0.5
+        with overdue.ends_when_overdue(2 * limit):
+            assert ends[-1] == now + 2 * limit + 0.5
+        overdue.goes_on()  # the inner one's end cancelled the outer one's timer
+        assert ends[-1] == now + limit + 0.5
