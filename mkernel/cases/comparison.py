@@ -45,9 +45,14 @@ class Comparison:
     why: str = ""
     rounding: float = field(default=0.0, compare=False)
 
-    def within(self, limit: float) -> bool:
+    def limit(self, tolerance: float) -> float:
+        """The largest error that counts as right: of many elements the tolerance, of few at least one
+        rounding."""
+        return max(tolerance, self.rounding)
+
+    def within(self, tolerance: float) -> bool:
         """Whether the error counts as right (a NaN error does not)."""
-        return self.error <= max(limit, self.rounding)
+        return self.error <= self.limit(tolerance)
 
     def __add__(self, other: Comparison) -> Comparison:
         """Two calls together: the worse one's error and words, and the elements of both."""

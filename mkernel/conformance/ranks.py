@@ -188,7 +188,7 @@ class Judge:
         if not got.any():
             return "is all zeros"
         for call, truths in self._older.items():
-            if compare(got, truths[name]).error <= limit:
+            if compare(got, truths[name]).within(limit):
                 return f"is the result of call {call}: stale"
         return _wrong_rows(got, wanted, limit)
 
@@ -222,7 +222,7 @@ def _differs(
         return compare_exact(got, wanted).why
     found = compare(got, wanted)
     if not found.within(limit):
-        return found.why or f"is off by {found.error:.1e} (limit {limit:.0e})"
+        return found.why or f"is off by {found.error:.1e} (limit {found.limit(limit):.0e})"
     finite = torch.isfinite(wanted) & torch.isfinite(got)
     wide, true = got.double()[finite], wanted[finite]
     if not true.numel():

@@ -51,13 +51,15 @@ def verify(
         elements = sum(each.elements for each in found)
         if not elements:
             found = [each if each.why else _NOTHING for each in found]
-        rank = max(range(len(found)), key=lambda r: badness(found[r].error))
-        worst, tolerance = found[rank], tolerances.get(name, 0.0)
+        tolerance = tolerances.get(name, 0.0)
+        shares = [_share(each, tolerance) for each in found]
+        rank = max(range(len(found)), key=shares.__getitem__)
+        worst = found[rank]
         of_ranks[name] = found
-        badness_of[name] = badness(worst.error / tolerance if tolerance else worst.error)
+        badness_of[name] = shares[rank]
         by_output[name] = OutputError(
             error=_finite(worst.error),
-            tolerance=tolerance,
+            tolerance=worst.limit(tolerance),
             rank=rank,
             elements=elements,
             why=worst.why,
@@ -72,6 +74,12 @@ def verify(
         rank=by_output[name].rank,
         by_output=by_output,
     )
+
+
+def _share(found: Comparison, tolerance: float) -> tuple[bool, float]:
+    """How bad an error is beside the largest that counts as right; by itself where none does."""
+    limit = found.limit(tolerance)
+    return badness(found.error / limit if limit else found.error)
 
 
 _NOTHING = Comparison(math.inf, 0, "has no elements on any rank: nothing could be compared")

@@ -30,6 +30,7 @@ def test_of_few_elements_every_one_may_be_rounded_by_half_a_step() -> None:
     few, many = compare(rounded[:FEW], truth[:FEW]), compare(rounded, truth)
     assert [few.error, many.error] == pytest.approx([3.43e-3] * 2, rel=1e-2)
     assert few.within(3e-3)
+    assert (few.limit(3e-3), many.limit(3e-3)) == (2.0**-8, 3e-3)
     assert not many.within(3e-3)
     cut_off = (truth + 2.0**-8).bfloat16()  # to the next number, not to the nearest
     assert not compare(cut_off[:FEW], truth[:FEW]).within(3e-3)

@@ -111,6 +111,18 @@ def test_ranks_without_elements_are_right_but_not_alone() -> None:
     assert "outputs on rank 0 has no elements on any rank" in report._found(found)
 
 
+def test_a_rank_of_few_elements_is_judged_by_its_own_limit_which_is_told() -> None:
+    """And does not stand before a rank of many that is wrong with less."""
+    few = {"out": Comparison(3.4e-3, 8, rounding=3.9e-3)}
+    right, wrong = ({"out": Comparison(error, 999)} for error in (2e-3, 3.2e-3))
+    found = verify({"out": 3e-3}, [right, few])
+    assert found.passed
+    assert (found.rank, found.error, found.tolerance) == (1, 3.4e-3, 3.9e-3)
+    found = verify({"out": 3e-3}, [few, wrong])
+    assert not found.passed
+    assert (found.rank, found.error, found.tolerance) == (1, 3.2e-3, 3e-3)
+
+
 def test_why_a_result_is_wrong_stays_with_the_rank_and_the_call_that_was() -> None:
     right = compared(outputs=2e-4, counts=0.0, out=3e-4)
     bad = {**right, "out": Comparison(INFINITY, 0, "has 3 of 10 elements that were never written")}
