@@ -41,17 +41,21 @@ class OneShot(Finite):
         return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
 
 
-class BriefCalls(Finite):
-    """Calls whose ranks end without a wait for their peers: those of few bytes."""
+class SmallCalls(Finite):
+    """Calls of few bytes, and what they save."""
 
     most_bytes: int = Field(
         ge=0, description="that all ranks send to one of them, and as its own count"
     )
     less_us: float = Field(ge=0, description="than other calls take")
 
+    def takes(self, nbytes: int) -> bool:
+        """A call in which so many bytes come to a rank."""
+        return nbytes <= self.most_bytes
+
     def saved_us(self, nbytes: int) -> float:
-        """Of a call in which so many bytes come to a rank."""
-        return self.less_us if nbytes <= self.most_bytes else 0.0
+        """Of such a call."""
+        return self.less_us if self.takes(nbytes) else 0.0
 
 
 class PathConstants(Finite):
@@ -65,7 +69,13 @@ class PathConstants(Finite):
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
-    brief: BriefCalls | None = Field(None, description="None: all calls wait for their peers' end")
+    brief: SmallCalls | None = Field(
+        None, description="whose ranks end without a wait for their peers; None: no calls"
+    )
+    mail: SmallCalls | None = Field(
+        None,
+        description="whose data say themselves that they have come, also brief; None: no calls",
+    )
     unhidden_gather: float = Field(
         0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
     )

@@ -131,7 +131,7 @@ def predict(
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
     same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
-    what a call of few bytes does not wait at its end (``brief``).
+    what a call of few bytes does not wait at its end (``brief``), nor for flags (``mail``).
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
@@ -281,8 +281,11 @@ def _exchanges_us(
     def exchange_us(nbytes: float) -> float:
         return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
 
-    def saved_us(nbytes: float) -> float:
-        return 0.0 if path.brief is None else path.brief.saved_us(math.ceil(world * nbytes))
+    def saved_us(nbytes: float, exchanges: int = 1) -> float:
+        come = math.ceil(world * nbytes)
+        saved = 0.0 if path.brief is None else path.brief.saved_us(come)
+        by_mail = exchanges == 1 and path.mail is not None
+        return saved + path.mail.saved_us(come) if by_mail else saved
 
     if op == "gemm_all_reduce" and path.one_shot is not None:
         whole = shape.m * shape.n * sent
@@ -295,4 +298,4 @@ def _exchanges_us(
     if op == "gemm_reduce_scatter":
         return exchange_us(part) - saved_us(part)
     sums = shape.m * shape.n * result / world
-    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums)
+    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums, 2)

@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from collective_ranks import BRIEF, FLAGS, PEERS_WORDS, Ranks, Work
+from collective_ranks import BRIEF, FLAGS, MAIL, MOST_MAIL, PEERS_WORDS, Ranks, Work
 from device_buffers import needs_gpus
 
 MIB = 1 << 20
 WAYS = {  # name, way, symmetric outs
     "all_gather": ("all_gather", "", False),
+    "all_gather-mail": ("all_gather", "mail", False),
     "all_gather-symmetric": ("all_gather", "", True),
     "reduce_scatter": ("reduce_scatter", "", False),
+    "reduce_scatter-mail": ("reduce_scatter", "mail", False),
+    "all_reduce-mail": ("all_reduce", "mail", False),
     "all_reduce-one_shot": ("all_reduce", "one_shot", False),
     "all_reduce-two_shot": ("all_reduce", "two_shot", False),
     "all_reduce-two_shot-symmetric": ("all_reduce", "two_shot", True),
 }
+MAIL_BYTES = 5  # of an element at most: a float32, or a 16-bit one and its share of what says zeros
 SIZES = (1, 7, 8, 9, 100, 4096, 4099, 65_536, 123_457, 2 * MIB)
 
 pytestmark = needs_gpus(2)
@@ -43,6 +47,8 @@ def judge_sizes(world: int, which: str, sizes: tuple[int, ...], **fields: Any) -
     """One call of each size is right."""
     ranks = Ranks(world, 64 * MIB)
     for elements in sizes:
+        if WAYS[which][1] == "mail" and world * elements * MAIL_BYTES > MOST_MAIL:
+            continue
         made = work(ranks, which, elements, **fields)
         run(made)
         assert made.wrong_ranks() == [], f"{elements} elements"
@@ -84,7 +90,7 @@ def test_misaligned_outs(world: int, which: str) -> None:
     judge_sizes(world, which, (5, 800, 20_001), out_offset=3)
 
 
-@every_way
+@pytest.mark.parametrize("which", [which for which in WAYS if "mail" not in which])
 @worlds
 def test_many_chunks_a_block(world: int, which: str) -> None:
     elements = 80 * MIB + 24
@@ -110,18 +116,38 @@ def test_more_than_4_gib(which: str) -> None:
 def test_bytes_of_any_number(world: int) -> None:
     ranks = Ranks(world)
     for nbytes in (1, 3, 15, 17, 4097, 70_001):
-        for symmetric in (False, True):
-            made = Work(ranks, "all_gather", nbytes, torch.uint8, symmetric=symmetric, poison=255)
+        for symmetric, way in ((False, ""), (True, ""), (False, "mail")):
+            made = Work(
+                ranks, "all_gather", nbytes, torch.uint8, way, symmetric=symmetric, poison=255
+            )
             run(made)
             assert made.wrong_ranks() == [], f"{nbytes} bytes"
 
 
+@worlds
+def test_mail_brings_any_bits(world: int) -> None:
+    """Words that are zero, and those that stand for them on the way."""
+    ranks = Ranks(world)
+    made = Work(ranks, "all_gather", 40_000, torch.uint8, "mail", poison=255, beside=3000)
+    words = torch.tensor([0, 0, 0, -(1 << 31), 1, -1], dtype=torch.int32)
+    for seed in range(3):
+        made.refresh(seed)
+        for rank, (source, small) in enumerate(zip(made.sources, made.small, strict=True)):
+            chance = torch.Generator().manual_seed(10 * seed + rank)
+            for of in (source.view(torch.int32), small.view(torch.int32)):
+                of.copy_(words[torch.randint(6, (of.numel(),), generator=chance)])
+        ranks.synchronize()
+        run(made)
+        assert made.wrong_ranks() == []
+
+
 @pytest.mark.parametrize("beside", [1, 5, 64, 4099, 100_000])
 @worlds
-def test_a_gather_carries_something_beside(world: int, beside: int) -> None:
+@pytest.mark.parametrize("which", ["all_gather", "all_gather-mail"])
+def test_a_gather_carries_something_beside(world: int, which: str, beside: int) -> None:
     ranks = Ranks(world, 64 * MIB)
-    for elements in (1, 100, 65_536, 2 * MIB):
-        made = work(ranks, "all_gather", elements, beside=beside)
+    for elements in (1, 100, 65_536, MIB):
+        made = work(ranks, which, elements, beside=beside)
         for seed in range(2):
             made.refresh(seed)
             run(made, (0, 3))
@@ -172,7 +198,7 @@ def test_a_slow_reader_is_not_overrun(world: int, which: str) -> None:
     """The last rank reads with one block, byte by byte, when the others are in the next call."""
     slots = 2 if "two_shot" in which else world  # of a shard, a part or the whole
     ranks = Ranks(world, BRIEF)
-    elements = BRIEF // slots // 2
+    elements = BRIEF // slots // 2 if "mail" not in which else MOST_MAIL // slots // MAIL_BYTES
     calls = [work(ranks, which, elements, out_offset=3) for _ in range(4)]
     for seed, made in enumerate(calls):
         made.refresh(seed)
@@ -277,6 +303,7 @@ def test_waits_that_pass_too_soon_are_noticed(world: int, which: str) -> None:
     made.refresh(1)
     for words in (FLAGS, PEERS_WORDS):
         ranks.workspaces[0].bytes()[words].view(torch.int64).fill_(1 << 40)
+    ranks.workspaces[0].bytes()[MAIL].fill_(0x81)
     ranks.synchronize()
 
     def late(rank: int) -> None:
@@ -309,3 +336,17 @@ def test_wrong_calls_are_refused(message: str, change: dict[str, int]) -> None:
         _hopper.all_reduce(
             call, _hopper.Element.bfloat16, 4096, 1000, [8192], _hopper.Way.one_shot, 0, **row
         )
+
+
+@pytest.mark.parametrize(
+    ("message", "elements", "way"),
+    [("a call by mail may have 16777216", 4 * MIB + 8, "one_shot"), ("one_shot", 8, "two_shot")],
+)
+def test_wrong_calls_by_mail_are_refused(message: str, elements: int, way: str) -> None:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+    world = _hopper.DeviceWorld([4096, 8192], rank=0, control=0, timeout_s=1.0, call=1)
+    call = _hopper.Collective(world, staging_bytes=64 * MIB, by_mail=True)
+    kind, which = _hopper.Element.bfloat16, getattr(_hopper.Way, way)
+    with pytest.raises(ValueError, match=message):
+        _hopper.all_reduce(call, kind, 4096, elements, [8192], which, 0)

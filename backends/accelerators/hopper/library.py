@@ -2,7 +2,8 @@
 
   AllGather+GEMM      a ──▶ all_gather ──▶ whole A (``gathered``, or scratch) ──▶ mm ──▶ out
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
-  GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out
+  GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out; of few rows that are
+                      normalised, sum_rows, which does both
 Scales of e4m3 rows are gathered beside them. A bias is added in float32 before ``out`` is rounded: by
 the product's epilogue, by the collective, or to a product in float32.
 Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
@@ -24,8 +25,8 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.norm import normalise
-from mkernel.backends.accelerators.hopper.operands import aligned
+from mkernel.backends.accelerators.hopper.norm import RowNorm, normalise
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.products import multiply_by
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule, ScaledBy
 from mkernel.backends.contracts.accelerator import Call
@@ -48,11 +49,16 @@ class LibraryExecutor:
         self._plan, self._context = plan, context
         self._product = _torch_dtype(how.product)
         self._way: _hopper.Way | None = None
+        self._normalises = how.normalises
         self._world_size = plan.world_size
         self._gathers = plan.op == "all_gather_gemm"
         self._scatters = plan.op == "gemm_reduce_scatter"
+        self._world = device_world(call, context)
         self._collective = made.Collective(
-            device_world(call, context), _staging(plan), blocks=collective_blocks(context)
+            self._world,
+            _staging(plan),
+            blocks=collective_blocks(context),
+            by_mail=how.by_mail,
         )
         if self._gathers:
             self._between = (shape.m, shape.k)
@@ -65,8 +71,10 @@ class LibraryExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan on this path needs of symmetric memory. Unsupported."""
-        one_node(plan)
+        world = one_node(plan)
         _check(plan)
+        if plan.part(LibrarySchedule).normalises:
+            native().check_sum_rows(world, _rows(plan, 0))
         return Workspace((native().DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
@@ -77,7 +85,8 @@ class LibraryExecutor:
             self._multiply_call(call.tensors["a"], call.tensors.get("a_scale"), call)
         else:
             self._product_then_sum(call, stream)
-        normalise(call, stream)
+        if not self._normalises or call.view == "compute_only":
+            normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -183,6 +192,9 @@ class LibraryExecutor:
         self._multiply(tensors["a"], tensors.get("a_scale"), b, of_b, None, partial)
         if call.view == "compute_only":
             return
+        if self._normalises:
+            self._sum_and_normalise(call, partial, stream)
+            return
         made, together, element = native(), self._together(call), self._element
         elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
         bias = aligned(tensors["bias"]) if self._plan.bias == "launch" else None
@@ -195,6 +207,16 @@ class LibraryExecutor:
         if call.symmetric and not self._one_shot:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
+
+    def _sum_and_normalise(self, call: Call, partial: torch.Tensor, stream: int) -> None:
+        norm, out = RowNorm.of(call), writable(call.tensors["out"])
+        assert norm is not None
+        blocks = collective_blocks(self._context) // 2
+        addresses = {"source": partial.data_ptr(), "out": out.data_ptr(), "norm": norm.addresses()}
+        world = self._world.of_call(call_id(call), call.timeout_s)
+        native().sum_rows(world, _rows(self._plan, blocks, **addresses), stream)
+        deliver(out, call.tensors["out"])
+        norm.deliver(call)
 
     def _multiply_call(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
         tensors = call.tensors
@@ -242,6 +264,13 @@ def _check(plan: LaunchPlan) -> None:
     if (how.way is not None) != reduced:
         legal = "one_shot or two_shot" if reduced else "None: nothing is summed everywhere"
         raise ArgumentError("plan.schedule.way", how.way, legal)
+    if how.by_mail and (plan.world_size == 1 or how.way == "two_shot"):
+        raise ArgumentError("plan.schedule.by_mail", True, "False: there is not one exchange")
+    if how.normalises and not (
+        how.by_mail and plan.norm and plan.bias is None and how.product == plan.out_dtype
+    ):
+        legal = "False: no rows by mail, of the results' dtype and without a bias, to normalise"
+        raise ArgumentError("plan.schedule.normalises", True, legal)
 
 
 def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
@@ -260,6 +289,15 @@ def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
     if how.scaled_by not in ways:
         legal_ways = " or ".join(map(repr, ways))
         raise ArgumentError("plan.schedule.scaled_by", repr(how.scaled_by), legal_ways)
+
+
+def _rows(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSums:
+    """The rows of the partial results, as what sums and normalises them takes them."""
+    rows, columns, half = plan.gemm.m, plan.gemm.n, plan.out_dtype == "float16"
+    made: _hopper.RowsOfSums = native().RowsOfSums(
+        rows=rows, columns=columns, half=half, blocks=blocks, **addresses
+    )
+    return made
 
 
 def _staging(plan: LaunchPlan) -> int:

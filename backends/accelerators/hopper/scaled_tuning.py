@@ -122,7 +122,8 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     product = product_dtype(plan)
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    return LibrarySchedule(**how, way=way)
+    mail = _MACHINE.by_mail(_sent_bytes(plan), plan.world_size, way)
+    return LibrarySchedule(**how, way=way, by_mail=mail)
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
@@ -141,6 +142,15 @@ def product_dtype(plan: CommonPart) -> DtypeName:
     if plan.op == "all_gather_gemm" or plan.world_size == 1:
         return "float32" if plan.bias == "launch" else plan.out_dtype
     return paths.partial_dtype(plan.gemm, plan.out_dtype)
+
+
+def _sent_bytes(plan: CommonPart) -> int:
+    """What one rank's collective sends to a peer, in one exchange."""
+    shape, world = plan.gemm, plan.world_size
+    if plan.op == "all_gather_gemm":
+        return shape.m * shape.k // world
+    partials = shape.m * shape.n * DTYPE_BYTES[product_dtype(plan)]
+    return partials if plan.op == "gemm_all_reduce" else partials // world
 
 
 def times(plan: CommonPart, chunks: int, cores: int) -> Times:

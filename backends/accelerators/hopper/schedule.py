@@ -162,10 +162,14 @@ class ProductSchedule(Schedule):
 
 class LibrarySchedule(ProductSchedule):
     """How a library's product and a collective run. ``way``: of an all-reduce, everything to everyone
-    at once, or sums in an exchange of their own; None: there is none."""
+    at once, or sums in an exchange of their own; None: there is none. ``by_mail``: what the collective
+    sends says itself that it has come, instead of by flags; of one exchange alone. ``normalises``:
+    where rows of the sum are normalised, what sums them does that too, else a kernel behind it."""
 
     kind: Literal["hopper.library"] = "hopper.library"
     way: Way | None = None
+    by_mail: bool = False
+    normalises: bool = False
 
 
 SumWay = Literal["mail", "two_shot"]

@@ -26,7 +26,7 @@ from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import FewRowsConstants, gemm_tile_us
+from mkernel.topology.cost import FewRowsConstants, MachineConstants, gemm_tile_us
 
 FLAGS = 114_688
 """Flags of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
@@ -74,7 +74,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.scales is not None:
         return _of_scaled(request, found)
     if plan.path == "library":
-        made = library(plan.op, shape, plan.dtype, world)
+        normed = plan.norm is not None and plan.bias is None
+        made = library(plan.op, shape, plan.dtype, world, request.constants, normed)
     elif plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
@@ -380,7 +381,14 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
 
 
-def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibrarySchedule:
+def library(
+    op: str,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    constants: MachineConstants | None = None,
+    normed: bool = False,
+) -> LibrarySchedule:
     """The same of the library path."""
     whole = op == "all_gather_gemm" or world == 1
     product = paths.partial_dtype(shape, dtype)
@@ -388,7 +396,11 @@ def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibraryS
         product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
     summed = op == "gemm_all_reduce" and not whole
     way = _MACHINE.way(shape, product, world) if summed else None
-    return LibrarySchedule(product=product, way=way)
+    sent = shape.m * (shape.k if op == "all_gather_gemm" else shape.n)
+    nbytes = sent * DTYPE_BYTES[dtype if whole else product] // (1 if summed else world)
+    mail = _MACHINE.by_mail(nbytes, world, way, constants)
+    kept = mail and normed and product == dtype and shape.n <= MOST_NORMED_COLUMNS
+    return LibrarySchedule(product=product, way=way, by_mail=mail, normalises=kept)
 
 
 def _up(value: int, by: int) -> int:

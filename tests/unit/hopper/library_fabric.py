@@ -25,6 +25,7 @@ class Told:
 
     rank: int
     staging_bytes: int
+    by_mail: bool
     number: int = 0
     timeout_s: float = 0.0
 
@@ -67,9 +68,9 @@ class Fabric:
         assert control == 64
         return rank
 
-    def Collective(self, rank: int, staging_bytes: int, blocks: int) -> Told:
+    def Collective(self, rank: int, staging_bytes: int, blocks: int, by_mail: bool) -> Told:
         assert blocks == 0  # as many as the device has
-        return Told(rank, staging_bytes)
+        return Told(rank, staging_bytes, by_mail)
 
     def all_gather_staging(
         self, world: int, shard_bytes: int, symmetric: bool, beside_bytes: int = 0

@@ -70,8 +70,8 @@ class PartsFabric(Fabric):
         assert workspaces == [self.workspace(each) for each in range(self.world)]
         return Here(rank)
 
-    def Collective(self, here: Any, staging_bytes: int, blocks: int) -> Any:
-        return super().Collective(here.rank, staging_bytes, blocks)
+    def Collective(self, here: Any, staging_bytes: int, blocks: int, by_mail: bool) -> Any:
+        return super().Collective(here.rank, staging_bytes, blocks, by_mail)
 
     def push_part(
         self, device: int, here: Here, peer: int, src: int, nbytes: int, to: int, flag: int,

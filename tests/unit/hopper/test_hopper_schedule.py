@@ -41,6 +41,7 @@ from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.around import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
+from mkernel.topology.cost import SmallCalls
 
 SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
@@ -238,6 +239,47 @@ def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bo
     dispatch.executor_of(usual)(call, CONTEXT).start(call, 5)
     assert (("start", "norm") in started.told) == inside
     assert ("norm_rows" in [name for name, *_ in started.told]) != inside
+
+
+@pytest.mark.parametrize("m", [8, 16, 4096])
+@pytest.mark.parametrize("most_bytes", [0, 1 << 20])
+def test_who_normalises_rows_of_the_librarys_products(
+    started: Started, m: int, most_bytes: int
+) -> None:
+    """What sums them by mail, where there are few and they are not rounded behind it; else a kernel."""
+    claims, columns = HopperAccelerator().capabilities(), 2048
+    assert claims.constants is not None
+    library_path = claims.constants.library
+    assert library_path is not None
+    mail = SmallCalls(most_bytes=most_bytes, less_us=1.0)
+    constants = claims.constants.model_copy(
+        update={"library": library_path.model_copy(update={"mail": mail})}
+    )
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    topology = devices.world(devices.node(gpus))
+    claims = claims.model_copy(update={"constants": constants})
+    usual = WalkedWorld(HopperAccelerator(), topology, 2, claims).plan(
+        "gemm_all_reduce", {"m": m, "n": columns, "k": 512}, dtype="bfloat16", path="library",
+        around=Around(norm=Norm(True, 1e-6)),
+    )  # fmt: skip
+    how = usual.part(LibrarySchedule)
+    mailed = 0 < m * columns * 2 <= most_bytes / 2
+    assert how.by_mail == mailed
+    inside = mailed and how.product == "bfloat16"
+    assert how.normalises == inside
+    call, rows = last_rank(usual), torch.zeros(m, columns).bfloat16()
+    given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
+    call = replace(call, tensors={**call.tensors, **given})
+    executor = dispatch.executor_of(usual)
+    executor.workspace(usual)
+    executor(call, CONTEXT).start(call, 5)
+    names = [name for name, *_ in started.told]
+    assert ("sum_rows" in names) == inside
+    assert ("norm_rows" in names) != inside
+    if not inside:
+        wrong = usual.model_copy(update={"schedule": how.model_copy(update={"normalises": True})})
+        with pytest.raises(ArgumentError, match=r"plan\.schedule\.normalises"):
+            executor.workspace(wrong)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

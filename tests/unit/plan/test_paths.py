@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales, first_difference
-from mkernel.topology.cost import BriefCalls, MachineConstants, OneShot
+from mkernel.topology.cost import MachineConstants, OneShot, SmallCalls
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -346,7 +346,7 @@ def test_calls_of_few_bytes_do_not_wait_at_their_end(op: OpName, exchanges: int)
     shape = GemmShape(m=64, n=8192, k=8192)
 
     def comm_us(most_bytes: int) -> float:
-        brief = BriefCalls(most_bytes=most_bytes, less_us=2.0)
+        brief = SmallCalls(most_bytes=most_bytes, less_us=2.0)
         library = made.library.model_copy(update={"brief": brief})
         both = paths.predict(
             op, shape, "bfloat16", 2, 132, 132, made.model_copy(update={"library": library})

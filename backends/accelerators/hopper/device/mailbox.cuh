@@ -60,14 +60,41 @@ __device__ inline void clear(char* at) {
                  : "memory");
 }
 
+// Waits until `come()`, which looks at mail: whether it did.
+template <class Come>
+__device__ inline bool until(Come&& come, const transport::DeviceWaiter& waiter,
+                             transport::Awaited what) {
+    constexpr int kPauseNs = 32;
+    constexpr int kPollsBetweenLooks = 128;
+    constexpr std::uint64_t kHostLookNs = 1'000'000;
+    if (come()) return true;
+    const transport::DeviceLimits limits = waiter.limits();
+    const std::uint64_t start = transport::global_ns();
+    std::uint64_t look_at_host = start + kHostLookNs;
+    int turn = 0;
+    while (!come()) {
+        __nanosleep(kPauseNs);
+        if (++turn < kPollsBetweenLooks) continue;
+        turn = 0;
+        if (transport::load_relaxed(limits.failed) != 0) return false;
+        const std::uint64_t now = transport::global_ns();
+        if (now < look_at_host) continue;
+        look_at_host = now + kHostLookNs;
+        const bool aborted = limits.aborted();
+        if (aborted || now - start > limits.timeout_ns) {
+            const auto why =
+                aborted ? transport::WaitResult::aborted : transport::WaitResult::timed_out;
+            return waiter.went_on(why, 0, 1, what);
+        }
+    }
+    return true;
+}
+
 // Whether all mail at these places of the own mail area has come; it is in `words` then, and the places are
 // cleared. Where `at` is null there is none. Any number of threads, each for places of its own.
 template <int kPlaces>
 __device__ inline bool take(char* const (&at)[kPlaces], uint4 (&words)[kPlaces],
                             const transport::DeviceWaiter& waiter, transport::Awaited what) {
-    constexpr int kPauseNs = 32;
-    constexpr int kPollsBetweenLooks = 128;
-    constexpr std::uint64_t kHostLookNs = 1'000'000;
     const auto come = [&] {
         bool all = true;
 #pragma unroll
@@ -78,31 +105,47 @@ __device__ inline bool take(char* const (&at)[kPlaces], uint4 (&words)[kPlaces],
         for (int i = 0; i < kPlaces; ++i) all = all && (at[i] == nullptr || is_all(words[i]));
         return all;
     };
-    if (!come()) {
-        const transport::DeviceLimits limits = waiter.limits();
-        const std::uint64_t start = transport::global_ns();
-        std::uint64_t look_at_host = start + kHostLookNs;
-        int turn = 0;
-        while (!come()) {
-            __nanosleep(kPauseNs);
-            if (++turn < kPollsBetweenLooks) continue;
-            turn = 0;
-            if (transport::load_relaxed(limits.failed) != 0) return false;
-            const std::uint64_t now = transport::global_ns();
-            if (now < look_at_host) continue;
-            look_at_host = now + kHostLookNs;
-            const bool aborted = limits.aborted();
-            if (aborted || now - start > limits.timeout_ns) {
-                const auto why =
-                    aborted ? transport::WaitResult::aborted : transport::WaitResult::timed_out;
-                return waiter.went_on(why, 0, 1, what);
-            }
-        }
-    }
+    if (!until(come, waiter, what)) return false;
 #pragma unroll
     for (int i = 0; i < kPlaces; ++i) {
         if (at[i] != nullptr) clear(at[i]);
     }
+    return true;
+}
+
+// 16 bytes of any bits: beside them goes a byte, by the same rules, which says which words are zero.
+struct Exact {
+    static constexpr std::uint32_t kCome = 0x80;
+
+    char* words;  // a multiple of 16
+    char* zeros;
+};
+
+__device__ inline void send_exactly(const Exact& to, uint4 words) {
+    send(to.words, mailable(words));
+    const std::uint32_t zeros = (words.x == 0 ? 1 : 0) | (words.y == 0 ? 2 : 0) |
+                                (words.z == 0 ? 4 : 0) | (words.w == 0 ? 8 : 0);
+    asm volatile("st.relaxed.sys.global.u8 [%0], %1;" ::"l"(to.zeros), "r"(Exact::kCome | zeros)
+                 : "memory");
+}
+
+// As `take`.
+__device__ inline bool take_exactly(const Exact& at, uint4& words,
+                                    const transport::DeviceWaiter& waiter,
+                                    transport::Awaited what) {
+    std::uint32_t zeros = 0;
+    const auto come = [&] {
+        words = look(at.words);
+        asm volatile("ld.relaxed.sys.global.u8 %0, [%1];" : "=r"(zeros) : "l"(at.zeros) : "memory");
+        return zeros != 0 && is_all(words);
+    };
+    if (!until(come, waiter, what)) return false;
+    clear(at.words);
+    asm volatile("st.relaxed.sys.global.u8 [%0], %1;" ::"l"(at.zeros), "r"(0) : "memory");
+    if ((zeros & 1) != 0) words.x = 0;
+    if ((zeros & 2) != 0) words.y = 0;
+    if ((zeros & 4) != 0) words.z = 0;
+    if ((zeros & 8) != 0) words.w = 0;
     return true;
 }
 

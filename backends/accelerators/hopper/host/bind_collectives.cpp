@@ -22,12 +22,13 @@ using collectives::Collective;
 using collectives::Outs;
 
 Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std::uint64_t staging,
-                      std::uint32_t blocks) {
+                      std::uint32_t blocks, bool by_mail) {
     return {.workspace = workspace_of(world),
             .limits = limits_of(world),
             .staging = staging,
             .staging_bytes = staging_bytes,
-            .blocks = blocks};
+            .blocks = blocks,
+            .by_mail = by_mail};
 }
 
 // One address: the rank's own; as many as ranks: symmetric.
@@ -97,7 +98,8 @@ void bind_collectives(py::module_& module) {
         .value("float32_to_float16", Element::float32_to_float16);
     py::enum_<Way>(module, "Way").value("one_shot", Way::one_shot).value("two_shot", Way::two_shot);
     py::class_<Collective>(module, "Collective")
-        .def(py::init(&collective), "world"_a, "staging_bytes"_a, "staging"_a = 0, "blocks"_a = 0)
+        .def(py::init(&collective), "world"_a, "staging_bytes"_a, "staging"_a = 0, "blocks"_a = 0,
+             "by_mail"_a = false)
         .def(
             "of_call",
             [](Collective call, std::uint32_t number, double timeout_s) {

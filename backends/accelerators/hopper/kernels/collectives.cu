@@ -5,9 +5,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/hopper/kernels/collective_launch.cuh"
 #include "backends/accelerators/hopper/kernels/exchange.cuh"
+#include "backends/accelerators/hopper/kernels/mail_collectives.hpp"
 #include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::collectives {
 namespace {
@@ -233,16 +234,6 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
     exchange.finish();
 }
 
-constexpr std::uint64_t kResultBytes = 2;  // of an element
-
-bool from_float32(Element element) {
-    return element == Element::float32_to_bfloat16 || element == Element::float32_to_float16;
-}
-
-std::uint64_t source_bytes(Element element) {
-    return from_float32(element) ? 4 : 2;
-}
-
 std::uint64_t round_up(std::uint64_t value, std::uint64_t to) {
     return (value + to - 1) / to * to;
 }
@@ -329,49 +320,15 @@ Args make_args(const Collective& call, const void* src, const Outs& out, std::ui
     return args;
 }
 
-void launch(void (*kernel)(Args), const Args& args, std::uint32_t blocks, cudaStream_t stream) {
-    if (blocks == 0) {
-        int device = 0;
-        int processors = 0;
-        cuda::check(cudaGetDevice(&device), "cudaGetDevice");
-        cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                    "cudaDeviceGetAttribute");
-        blocks = 2 * static_cast<std::uint32_t>(processors);
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(std::min(blocks, args.cut.chunks));
-    config.blockDim = dim3(kThreads);
-    config.stream = stream;
-    // It gets ready while the product before it ends: see ptx::wait_for_grid_before.
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
+void launch(void (*kernel)(Args), const Args& args, const Collective& call, cudaStream_t stream) {
+    launch_early(kernel, args, std::min(most_blocks(call), args.cut.chunks), kThreads, stream);
 }
 
 using Kernel = void (*)(Args);
 
-// `pick(source, result)`: the kernel for elements of these arguments' types.
-template <class Pick>
-Kernel of_element(Element element, Pick&& pick) {
-    switch (element) {
-        case Element::bfloat16:
-            return pick(__nv_bfloat16{}, __nv_bfloat16{});
-        case Element::float16:
-            return pick(__half{}, __half{});
-        case Element::float32_to_bfloat16:
-            return pick(float{}, __nv_bfloat16{});
-        case Element::float32_to_float16:
-            return pick(float{}, __half{});
-    }
-    throw std::invalid_argument("no such element");
-}
-
 template <bool kGather>
 Kernel reduce_of(Element element, const Bias& bias) {
-    return of_element(element, [&](auto source, auto result) -> Kernel {
+    return of_element<Kernel>(element, [&](auto source, auto result) -> Kernel {
         using In = decltype(source);
         using Out = decltype(result);
         return bias.row == nullptr ? reduce_kernel<In, Out, kGather, false>
@@ -380,7 +337,7 @@ Kernel reduce_of(Element element, const Bias& bias) {
 }
 
 Kernel one_shot_of(Element element, const Bias& bias) {
-    return of_element(element, [&](auto source, auto result) -> Kernel {
+    return of_element<Kernel>(element, [&](auto source, auto result) -> Kernel {
         using In = decltype(source);
         using Out = decltype(result);
         return bias.row == nullptr ? all_reduce_one_shot_kernel<In, Out, false>
@@ -428,6 +385,10 @@ void all_gather(const Collective& call, const void* src, std::uint64_t shard_byt
     check_call(call, src, out, all_gather_staging(world, shard_bytes, out.symmetric, beside.bytes),
                1, 1);
     if (is_trivial(call, src, out, shard_bytes, stream)) return;
+    if (call.by_mail) {
+        all_gather_by_mail(call, src, shard_bytes, out.at[call.workspace.rank], stream, beside);
+        return;
+    }
     const std::uint64_t slot = slot_bytes(shard_bytes) + slot_bytes(beside.bytes);
     Args args = make_args(call, src, out, world * shard_bytes, shard_bytes, slot, 1,
                           cut(shard_bytes, world, 1));
@@ -435,7 +396,7 @@ void all_gather(const Collective& call, const void* src, std::uint64_t shard_byt
     args.beside_at = slot_bytes(shard_bytes);
     const std::uint64_t share = (beside.bytes + args.cut.chunks - 1) / args.cut.chunks;
     args.beside_chunk = static_cast<std::uint32_t>(round_up(share, 16));
-    launch(all_gather_kernel, args, call.blocks, stream);
+    launch(all_gather_kernel, args, call, stream);
 }
 
 void reduce_scatter(const Collective& call, Element element, const void* src,
@@ -449,9 +410,13 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
     const std::uint64_t part = part_elements * source_bytes(element);
     const bool copied = !from_float32(element) && bias.row == nullptr;
     if (part == 0 || (copied && is_trivial(call, src, outs, part, stream))) return;
+    if (call.by_mail && world > 1) {
+        reduce_scatter_by_mail(call, element, src, part_elements, out, bias, stream);
+        return;
+    }
     Args args = make_args(call, src, outs, world * part, part, part, 1, cut(part, world, 1));
     args.bias = bias;
-    launch(reduce_of<false>(element, bias), args, call.blocks, stream);
+    launch(reduce_of<false>(element, bias), args, call, stream);
 }
 
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
@@ -463,16 +428,22 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     const std::uint64_t total = elements * source_bytes(element);
     const bool copied = !from_float32(element) && bias.row == nullptr;
     if (total == 0 || (copied && is_trivial(call, src, out, total, stream))) return;
+    if (call.by_mail && world > 1) {
+        if (way != Way::one_shot) throw std::invalid_argument("mail goes one_shot");
+        all_reduce_by_mail(call, element, src, elements, owned_elements(world, elements),
+                           out.at[call.workspace.rank], bias, stream);
+        return;
+    }
     const std::uint64_t part = owned_elements(world, elements) * source_bytes(element);
     if (way == Way::one_shot) {
         Args args = make_args(call, src, out, total, part, total, 1, cut(total, world, 1));
         args.bias = bias;
-        launch(one_shot_of(element, bias), args, call.blocks, stream);
+        launch(one_shot_of(element, bias), args, call, stream);
         return;
     }
     Args args = make_args(call, src, out, total, part, part, 2, cut(part, world, 2));
     args.bias = bias;
-    launch(reduce_of<true>(element, bias), args, call.blocks, stream);
+    launch(reduce_of<true>(element, bias), args, call, stream);
 }
 
 }  // namespace mkernel::hopper::collectives

@@ -38,15 +38,10 @@ struct Eight {
     }
 };
 
-// One thread's sums of 8 elements.
-template <class In, class Out>
+// One thread's sums of 8 elements, from +0 on, so that a term that is -0 changes nothing.
+template <class Out>
 class Sum8 {
   public:
-    __device__ void start(const Eight<In>& with) {
-        const In* elements = reinterpret_cast<const In*>(with.v);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum_[i] = widen(elements[i]);
-    }
     template <class More>
     __device__ void add(const Eight<More>& more) {
         const More* elements = reinterpret_cast<const More*>(more.v);
@@ -63,7 +58,7 @@ class Sum8 {
     }
 
   private:
-    float sum_[8];
+    float sum_[8] = {};
 };
 
 // A row that is added to every row of a result, as one chunk of the result sees it.
@@ -95,7 +90,7 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     const std::uint32_t whole = aligned ? nbytes / kWhole * kWhole : 0;
     for (std::uint32_t at = threadIdx.x * kWhole; at < whole; at += kThreads * kWhole) {
-        Sum8<In, Out> sum;
+        Sum8<Out> sum;
         for (int step = 0; step < world; step += kBatch) {
             Eight<In> eight[kBatch];
 #pragma unroll
@@ -104,11 +99,7 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                if (step + i == 0) {
-                    sum.start(eight[0]);
-                } else if (step + i < world) {
-                    sum.add(eight[i]);
-                }
+                if (step + i < world) sum.add(eight[i]);
             }
         }
         if constexpr (kBias) sum.add(bias.eight(at / sizeof(In)));
@@ -117,8 +108,8 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
     }
     for (std::uint32_t at = whole + threadIdx.x * sizeof(In); at < nbytes;
          at += kThreads * sizeof(In)) {
-        float sum = widen(*reinterpret_cast<const In*>(transfers.src[0] + at));
-        for (int step = 1; step < world; ++step) {
+        float sum = 0;
+        for (int step = 0; step < world; ++step) {
             sum += widen(*reinterpret_cast<const In*>(transfers.src[step] + at));
         }
         if constexpr (kBias) sum += bias.one(at / sizeof(In));

@@ -1,0 +1,69 @@
+// What starting any kernel of the collectives takes: which one for which elements, and how many blocks.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "backends/accelerators/hopper/kernels/collectives.hpp"
+#include "backends/cuda/error.hpp"
+
+namespace mkernel::hopper::collectives {
+
+inline constexpr std::uint64_t kResultBytes = 2;  // of an element
+
+inline bool from_float32(Element element) {
+    return element == Element::float32_to_bfloat16 || element == Element::float32_to_float16;
+}
+
+inline std::uint64_t source_bytes(Element element) {
+    return from_float32(element) ? 4 : 2;
+}
+
+// `pick(source, result)`: the kernel for elements of these arguments' types.
+template <class Kernel, class Pick>
+Kernel of_element(Element element, Pick&& pick) {
+    switch (element) {
+        case Element::bfloat16:
+            return pick(__nv_bfloat16{}, __nv_bfloat16{});
+        case Element::float16:
+            return pick(__half{}, __half{});
+        case Element::float32_to_bfloat16:
+            return pick(float{}, __nv_bfloat16{});
+        case Element::float32_to_float16:
+            return pick(float{}, __half{});
+    }
+    throw std::invalid_argument("no such element");
+}
+
+// Blocks that the call may have, of which every one finds a place.
+inline std::uint32_t most_blocks(const Collective& call) {
+    if (call.blocks != 0) return call.blocks;
+    int device = 0;
+    int processors = 0;
+    cuda::check(cudaGetDevice(&device), "cudaGetDevice");
+    cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                "cudaDeviceGetAttribute");
+    return 2 * static_cast<std::uint32_t>(processors);
+}
+
+// It gets ready while the product before it ends: see ptx::wait_for_grid_before.
+template <class Args>
+void launch_early(void (*kernel)(Args), const Args& args, std::uint32_t blocks, int threads,
+                  cudaStream_t stream) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    cuda::check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
+}
+
+}  // namespace mkernel::hopper::collectives
