@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 
-from mkernel.backends.accelerators.hopper import scaled_tuning
+from mkernel.backends.accelerators.hopper import library_tuning, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
     GatherSchedule,
-    LibrarySchedule,
     ReduceSchedule,
     SumSchedule,
     TilingName,
@@ -74,8 +73,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.scales is not None:
         return _of_scaled(request, found)
     if plan.path == "library":
-        made = library(plan.op, shape, plan.dtype, world)
-    elif plan.nodes == 1 and (
+        return library_tuning.schedule(request, found)
+    if plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
         normed = plan.norm is not None and world > 1
@@ -378,17 +377,6 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     )
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
     return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
-
-
-def library(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> LibrarySchedule:
-    """The same of the library path."""
-    whole = op == "all_gather_gemm" or world == 1
-    product = paths.partial_dtype(shape, dtype)
-    if whole:
-        product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
-    summed = op == "gemm_all_reduce" and not whole
-    way = _MACHINE.way(shape, product, world) if summed else None
-    return LibrarySchedule(product=product, way=way)
 
 
 def _up(value: int, by: int) -> int:
