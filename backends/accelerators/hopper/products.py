@@ -41,11 +41,18 @@ def multiply_by(
     """Products with a B and, where it has some, its scales. ``bias``: of operands without scales, in
     their dtype, which is also that of the results: added before these are rounded."""
     if scales is None or scale is None:
-        if bias is None:
-            return lambda rows, _, out: mm(rows, b, out)
-        return lambda rows, _, out: torch.addmm(bias, rows, b, out=out)
+        return _with_bias(b, bias) if bias is not None else lambda rows, _, out: mm(rows, b, out)
     one = context.one if how.scaled_by == "kernel" else None
     return ScaledFactor(b, scale, scales, one).product
+
+
+def _with_bias(b: torch.Tensor, bias: torch.Tensor) -> Multiply:
+    """The library's epilogue adds it before it rounds."""
+
+    def multiply(rows: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor) -> None:
+        torch.addmm(bias, rows, b, out=out)
+
+    return multiply
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
