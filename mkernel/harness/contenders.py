@@ -19,6 +19,8 @@ _KNOWN = {
         for kind in (Mkernel, MkernelSymmetric, MkernelFused, MkernelLibrary, Gemm, Collective)
     },
     "copy": "mkernel.harness.symm_mem:Copy",
+    "mkernel-parts": "mkernel.harness.own_contenders:MkernelParts",
+    "mkernel-halves": "mkernel.harness.own_contenders:MkernelHalves",
     "mkernel-sequential": "mkernel.harness.own_contenders:MkernelSequential",
     "nccl+cublas": "mkernel.harness.library_contenders:NcclCublas",
     "gloo+matmul": "mkernel.harness.library_contenders:GlooMatmul",
@@ -34,7 +36,10 @@ _KNOWN = {
 NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")
 """What gives T_c and T_m."""
-OURS = ("mkernel", "mkernel-symmetric", "mkernel-fused", "mkernel-library", "mkernel-sequential")
+OURS = (
+    "mkernel", "mkernel-symmetric", "mkernel-fused", "mkernel-library", "mkernel-parts",
+    "mkernel-halves", "mkernel-sequential",
+)  # fmt: skip
 PEERS = (*(name for name in NAMES if name not in (*OURS, *ALWAYS)), "mkernel-sequential")
 """Who takes part unless others are named."""
 SEQUENTIAL = ("nccl+cublas", "gloo+matmul", "mkernel-sequential")

@@ -187,12 +187,19 @@ class WithOptions(Mkernel):
 
     options: ClassVar[Mapping[str, str]]
 
+    @property
+    def called_with(self) -> Mapping[str, Any]:
+        """The options of this problem's calls."""
+        return self.options
+
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op: Any = import_module(f"mkernel.ops.{self.op}").OP
         scaled = None
         if "a_scale" in inputs:
             scaled = Scaled(inputs["a_scale"], inputs["b_scale"], self.fast)
-        done = op.call(inputs["a"], inputs["b"], out=outputs["out"], scaled=scaled, **self.options)
+        done = op.call(
+            inputs["a"], inputs["b"], out=outputs["out"], scaled=scaled, **self.called_with
+        )
         return {"out": done.outputs["out"]}
 
 
@@ -214,6 +221,31 @@ class MkernelLibrary(MkernelFused):
 
     name = "mkernel-library"
     options: ClassVar[Mapping[str, str]] = {"path": "library"}
+
+
+class MkernelParts(MkernelLibrary):
+    """The op by a library's products in parts beside copies: each rank's rows by themselves, in
+    ``parts`` parts."""
+
+    name = "mkernel-parts"
+    parts: ClassVar[int] = 1
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        found = super().unusable(problem)
+        return found or ("one rank has no parts" if problem.world == 1 else None)
+
+    @property
+    def called_with(self) -> Mapping[str, Any]:
+        rows = -(-self.problem.case.sizes["m"] // self.problem.world)
+        return {**self.options, "chunk": -(-rows // self.parts)}
+
+
+class MkernelHalves(MkernelParts):
+    """The same in two parts of each rank."""
+
+    name = "mkernel-halves"
+    parts = 2
 
 
 class MkernelSequential(WithOptions):

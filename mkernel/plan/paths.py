@@ -283,9 +283,9 @@ def _exchanges_us(
 
     def saved_us(nbytes: float, exchanges: int = 1) -> float:
         come = math.ceil(world * nbytes)
-        saved = 0.0 if path.brief is None else path.brief.saved_us(come)
-        by_mail = exchanges == 1 and path.mail is not None
-        return saved + path.mail.saved_us(come) if by_mail else saved
+        brief = 0.0 if path.brief is None else path.brief.saved_us(come)
+        mail = 0.0 if path.mail is None or exchanges > 1 else path.mail.saved_us(come)
+        return brief + mail
 
     if op == "gemm_all_reduce" and path.one_shot is not None:
         whole = shape.m * shape.n * sent

@@ -295,7 +295,8 @@ def _planned(
     exchanges = choice.exchanges
     if len(exchanges) > 1 and not lacks and asked.op not in claims.hierarchical_ops:
         exchanges = exchanges[:1]
-    path, measured = _predicted(choice, asked, len(where.placement), constants)
+    world = len(where.placement)
+    path, measured = _predicted(choice, asked, world, constants)
 
     def scheduled(path: PathName) -> tuple[CommonPart, Scheduled]:
         common = _common(asked, where, accelerator, claims, path, links)
@@ -304,21 +305,22 @@ def _planned(
             links=links,
             capabilities=claims,
             constants=constants,
+            path=choice.path,
             chunk=choice.chunk,
             compute_blocks=choice.compute_blocks,
             comm_blocks=choice.comm_blocks,
             exchanges=exchanges,
             returns=choice.returns,
-            measured=measured,
+            measured=measured.get(path),
         )
         return common, schedule(request)
 
     common, found = scheduled(path)
-    world = len(where.placement)
-    if choice.path == "auto" and _fuses_scaled(choice, asked, world, constants):
-        rival = scheduled("fused")
+    other = _other(path, choice, asked, measured, world, constants)
+    if other is not None:
+        rival = scheduled(other)
         if _sooner(rival[1].prediction, found.prediction):
-            path, (common, found) = "fused", rival
+            path, (common, found) = other, rival
     shared = {**vars(common), "prediction": _with_known_rate(found.prediction, common, constants)}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
@@ -328,7 +330,8 @@ def _planned(
         if lacks
         else LaunchPlan(**shared, schedule=found.schedule)
     )
-    return Planned(made, _path_alternatives(path, measured) + found.alternatives, found.pipeline)
+    considered = _path_alternatives(path, found.prediction) + found.alternatives
+    return Planned(made, considered, found.pipeline)
 
 
 def _with_known_rate(
@@ -341,6 +344,23 @@ def _with_known_rate(
         f"{times.constants}, with the rate of float32 for that of {plan.dtype}, which is unknown"
     )
     return times.model_copy(update={"constants": named})
+
+
+def _other(
+    path: PathName,
+    choice: _Choice,
+    asked: _Asked,
+    measured: Mapping[PathName, Prediction],
+    world: int,
+    constants: MachineConstants | None,
+) -> PathName | None:
+    """The path that may still be sooner than this one, once the backend has scheduled it: fused, of
+    e4m3 operands; else the library's, which a backend may run in ways that are not predicted here."""
+    if choice.path != "auto":
+        return None
+    if _fuses_scaled(choice, asked, world, constants):
+        return "fused"
+    return "library" if path == "fused" and "library" in measured else None
 
 
 def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
@@ -427,24 +447,24 @@ def _predicted(
     asked: _Asked,
     world: int,
     constants: MachineConstants | None,
-) -> tuple[PathName, Prediction | None]:
-    """The path, and its times where both paths' are known. A tie goes to the fused one."""
+) -> tuple[PathName, Mapping[PathName, Prediction]]:
+    """The path, and the times of both where they are known. A tie goes to the fused one."""
     op, shape, dtype = asked.op, asked.shape, asked.dtype
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):
-        return wanted, None
+        return wanted, {}
     if dtype == E4M3:  # the backend has times of its own
         fused = choice.path == "fused" and _fuses_scaled(choice, asked, world, constants)
-        return ("fused" if fused else "library"), None
+        return ("fused" if fused else "library"), {}
     if not paths.fusable(op, shape, dtype, world, constants):
         wanted = "library"
     if constants is None:
-        return wanted, None
+        return wanted, {}
     cores = choice.claims.compute_cores
     both = paths.predict(op, shape, dtype, world, choice.compute_blocks or cores, cores, constants)
     if both is None:
-        return wanted, None
+        return wanted, {}
     fused_times, library = both
     if choice.path == "auto" and library.pipelined_us < fused_times.pipelined_us:
         wanted = "library"
-    return wanted, library if wanted == "library" else fused_times
+    return wanted, {"fused": fused_times, "library": library}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
-from mkernel.plan.model import CommonPart, Prediction
+from mkernel.plan.model import CommonPart, PathChoice, Prediction
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.schedule import Schedule
 from mkernel.topology.cost import MachineConstants
@@ -24,6 +24,7 @@ class ScheduleRequest:
         links: what messages occupy on the plan's routes.
         capabilities: of the backend.
         constants: of the machine; None: there are none, and every decision is the default.
+        path: that the caller asks for; the plan has the one that it is made for.
         chunk: tiles, or rows, of a chunk that the caller wishes; None: no wish.
         compute_blocks, comm_blocks: cores that the caller gives each kernel, at most what the
             capabilities claim; None: no wish.
@@ -37,6 +38,7 @@ class ScheduleRequest:
     links: SharedLinks
     capabilities: AcceleratorCapabilities
     constants: MachineConstants | None
+    path: PathChoice = "auto"
     chunk: int | None = None
     compute_blocks: int | None = None
     comm_blocks: int | None = None

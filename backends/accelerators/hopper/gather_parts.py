@@ -5,7 +5,8 @@ Data flow:
   own rows ──product──▶ their rows of out ─────────────────────┐
   wait for a peer's flag, its rows ──product──▶ its rows of out┤
   all read: a kernel ends the call ────────────────────────────┘
-A bias is added to products in float32, before ``out`` is rounded.
+A bias is added in float32, before ``out`` is rounded: by products of 16-bit operands, or to products in
+float32.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class GatherPartsExecutor:
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
         a, scale, out = aligned(call.tensors["a"]), call.tensors.get("a_scale"), call.tensors["out"]
-        into = out
+        into, bias = out, call.tensors["bias"] if self._plan.bias == "launch" else None
         if self._product != out.dtype:
-            into = torch.empty(out.shape, dtype=self._product, device=out.device)
-        multiply = multiply_of(call, self._how, self._context)
+            into, bias = torch.empty(out.shape, dtype=self._product, device=out.device), None
+        multiply = multiply_of(call, self._how, self._context, bias)
         if call.view == "compute_only":
             self._multiply_own(multiply, a, scale, into)
             for source in self._exchange.peers:

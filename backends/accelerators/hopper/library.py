@@ -234,15 +234,16 @@ class LibraryExecutor:
     ) -> None:
         """``out`` from a whole ``a``, rounded once."""
         how = self._plan.part(LibrarySchedule)
-        multiply = multiply_by(b, b_scale, self._plan.scales, how, self._context)
-        if self._product != out.dtype:
-            whole = torch.empty(out.shape, dtype=self._product, device=out.device)
-            multiply(a, a_scale, whole)
-            out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
-        elif bias is None:
+        behind = self._product != out.dtype
+        multiply = multiply_by(
+            b, b_scale, self._plan.scales, how, self._context, None if behind else bias
+        )
+        if not behind:
             multiply(a, a_scale, out)
-        else:  # the library's epilogue adds it before it rounds
-            torch.addmm(bias, a, b, out=out)
+            return
+        whole = torch.empty(out.shape, dtype=self._product, device=out.device)
+        multiply(a, a_scale, whole)
+        out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
 
 
 def _allocation(

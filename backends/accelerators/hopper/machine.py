@@ -139,7 +139,7 @@ class Experts(Sourced):
 
 
 class Scaled(Sourced):
-    """Products of e4m3 operands by a library, and what is between them where rows travel in parts."""
+    """Products of e4m3 operands by a library."""
 
     product: PathConstants
     unscaled: PathConstants = Field(description="products with one scale an operand")
@@ -158,12 +158,18 @@ class Scaled(Sourced):
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")
+
+
+class Parts(Sourced):
+    """What is between a library's products where rows travel in parts."""
+
     gap_us: float = Field(ge=0, description="of a further product, and the wait before it")
     sum_us: float = Field(ge=0, description="start and end of the kernel that adds parts up")
     sum_gbs: float = Field(gt=0, description="what it reads and writes")
     sum_cached_gbs: float = Field(gt=0, description="the same of what L2 still has")
     sum_cached_bytes: int = Field(ge=0, description="that L2 still has, at most")
     sum_blocks_a_core: int = Field(ge=1)
+    end_us: float = Field(ge=0, description="until all ranks have ended a call")
     chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
     least_rows: int = Field(ge=1, description="of a chunk")
 
@@ -201,6 +207,7 @@ class HopperMachine(ChipMachine):
     slicing: Slicing
     partials: Partials
     scaled: Scaled
+    parts: Parts
     attention: Attention
     experts: Experts
     spreads: Spreads

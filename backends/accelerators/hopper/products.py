@@ -21,10 +21,12 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 """(rows of A, their scales, results): fills the results."""
 
 
-def multiply_of(call: Call, how: ProductSchedule, context: DispatchContext) -> Multiply:
-    """Products with a call's B."""
+def multiply_of(
+    call: Call, how: ProductSchedule, context: DispatchContext, bias: torch.Tensor | None = None
+) -> Multiply:
+    """Products with a call's B, as :func:`multiply_by`."""
     return multiply_by(
-        call.tensors["b"], call.tensors.get("b_scale"), call.plan.scales, how, context
+        call.tensors["b"], call.tensors.get("b_scale"), call.plan.scales, how, context, bias
     )
 
 
@@ -34,12 +36,23 @@ def multiply_by(
     scales: Scales | None,
     how: ProductSchedule,
     context: DispatchContext,
+    bias: torch.Tensor | None = None,
 ) -> Multiply:
-    """Products with a B and, where it has some, its scales."""
+    """Products with a B and, where it has some, its scales. ``bias``: of operands without scales, in
+    their dtype, which is also that of the results: added before these are rounded."""
     if scales is None or scale is None:
-        return lambda rows, _, out: mm(rows, b, out)
+        return _with_bias(b, bias) if bias is not None else lambda rows, _, out: mm(rows, b, out)
     one = context.one if how.scaled_by == "kernel" else None
     return ScaledFactor(b, scale, scales, one).product
+
+
+def _with_bias(b: torch.Tensor, bias: torch.Tensor) -> Multiply:
+    """The library's epilogue adds it before it rounds."""
+
+    def multiply(rows: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor) -> None:
+        torch.addmm(bias, rows, b, out=out)
+
+    return multiply
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

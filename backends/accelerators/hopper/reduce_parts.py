@@ -6,7 +6,7 @@ Data flow:
   own rows ──product──▶ partial results ─┐
   wait for the peers' flags, their slots ┴─one kernel, float32──▶ own rows of out; it ends the call
   AllReduce: own rows of out ──copy engines──▶ out of every peer where that is symmetric, else a slot
-             there and then its out; a kernel ends the call
+             there and then its out; a kernel ends the call, and one behind it normalises rows
 Sums are in the order of the collectives (``kernels/collectives.hpp``), then a bias is added, and they
 are rounded once. Whoever sent this rank's rows is in this call: its symmetric ``out`` may be written.
 """
@@ -20,6 +20,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.library import element_of
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.parts_exchange import (
     Part,
@@ -92,6 +93,7 @@ class ReducePartsExecutor:
             if self._everywhere:
                 self._take_results(running, out, bool(outs))
         deliver(out, call.tensors["out"])
+        normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]

@@ -6,16 +6,10 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
+from mkernel.backends.accelerators.hopper import parts_tuning
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import (
-    GatherPartsSchedule,
-    LibrarySchedule,
-    ReducePartsSchedule,
-    ScaledBy,
-    TilingName,
-)
+from mkernel.backends.accelerators.hopper.parts_tuning import Times
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ScaledBy, TilingName
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction
@@ -32,31 +26,20 @@ from mkernel.topology.cost import (
 )
 
 _MACHINE = machine()
-_WHOLE = 0
-"""Chunks of a schedule of one product and one collective."""
-
-
-class Times(NamedTuple):
-    """Of one call, in microseconds, without its start: all products, all transfers, and the call."""
-
-    compute: float
-    comm: float
-    pipelined: float
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of e4m3 operands runs. Parts are of as many rows as the caller wishes of a chunk."""
     plan, found = request.plan, by_rows(request, chunks=1)
     cores = found.pipeline.compute_blocks
-    options = ways(plan)
+    options = parts_tuning.ways(plan)
     if plan.world_size > 1 and request.chunk is not None:
-        rows = -(-plan.gemm.m // plan.world_size)
-        options = (-(-rows // min(request.chunk, rows)),)
+        options = (parts_tuning.wished(plan, request.chunk),)
     chunks, considered = choose(
         "parts",
         options,
         lambda chunks: times(plan, chunks, cores).pipelined,
-        lambda chunks: f"{chunks} of each rank" if chunks else "the whole",
+        parts_tuning.name_of,
     )
     found = found._replace(
         schedule=_made(plan, chunks, cores), alternatives=found.alternatives + considered
@@ -67,14 +50,6 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     return found._replace(
         prediction=prediction(*times(plan, chunks, cores), start, request.constants)
     )
-
-
-def ways(plan: CommonPart) -> tuple[int, ...]:
-    """The numbers of parts of each rank that a call may run in; 0: one product, one collective."""
-    if plan.world_size == 1:
-        return (_WHOLE,)
-    rows, how = -(-plan.gemm.m // plan.world_size), _MACHINE.scaled
-    return (_WHOLE, *(chunks for chunks in how.chunks if chunks * how.least_rows <= rows))
 
 
 def fused(
@@ -109,21 +84,14 @@ def of_few_rows(
 
 
 def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
-    rows = -(-plan.gemm.m // plan.world_size)
-    how: dict[str, Any] = {
-        "product": product_dtype(plan),
-        "scaled_by": scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores),
-    }
-    if chunks and plan.op == "all_gather_gemm":
-        return GatherPartsSchedule(**how, chunks=chunks)
+    rows, product = parts_tuning.rows_of(plan), product_dtype(plan)
+    how = scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores)
     if chunks:
-        blocks = cores * _MACHINE.scaled.sum_blocks_a_core
-        return ReducePartsSchedule(**how, chunks=chunks, sum_blocks=blocks)
+        return parts_tuning.schedule(plan, chunks, product, how, cores)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
-    product = product_dtype(plan)
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
     mail = _MACHINE.by_mail(_sent_bytes(plan), plan.world_size, way)
-    return LibrarySchedule(**how, way=way, by_mail=mail)
+    return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mail)
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
@@ -157,9 +125,9 @@ def times(plan: CommonPart, chunks: int, cores: int) -> Times:
     """A call in so many parts of each rank; 0: one product, one collective."""
     if plan.world_size == 1 or not chunks:
         return _whole(plan, cores)
-    return _gathered(plan, chunks, cores) if plan.op == "all_gather_gemm" else _summed(
-        plan, chunks, cores
-    )  # fmt: skip
+    return parts_tuning.times(
+        plan, chunks, product_dtype(plan), lambda rows: _product_us(plan, rows, cores)
+    )
 
 
 def _whole(plan: CommonPart, cores: int) -> Times:
@@ -179,51 +147,6 @@ def _whole(plan: CommonPart, cores: int) -> Times:
         results = share * shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
         comm += transfer_us(results, path.egress_gbs, path.exchange_us)
     return Times(compute, comm, compute + comm)
-
-
-def _gathered(plan: CommonPart, chunks: int, cores: int) -> Times:
-    """Own rows are multiplied first; each part when the product before has ended and it has come."""
-    shape, how, world = plan.gemm, _MACHINE.scaled, plan.world_size
-    rows = shape.m // world
-    step = -(-rows // chunks)
-    copy, own = _copy_us(step * shape.k), _product_us(plan, rows, cores)
-    part = _product_us(plan, step, cores)
-    now, copied = own, _copy_us(1)  # scales go ahead
-    for _ in range((world - 1) * chunks):
-        copied += copy
-        now = max(now, copied) + how.gap_us + part
-    return Times(own + (world - 1) * chunks * part, copied, now + how.product.exchange_us)
-
-
-def _summed(plan: CommonPart, chunks: int, cores: int) -> Times:
-    """Peers' rows are multiplied first, and leave part by part; own parts are added up when the peers'
-    have come, and those of an all-reduce leave again."""
-    shape, how, world = plan.gemm, _MACHINE.scaled, plan.world_size
-    rows = -(-shape.m // world)
-    step = -(-rows // chunks)
-    product, of_out = DTYPE_BYTES[product_dtype(plan)], DTYPE_BYTES[plan.out_dtype]
-    part, copy = _product_us(plan, step, cores), _copy_us(step * shape.n * product)
-    moved = step * shape.n * (world * product + of_out)
-    cached = moved <= how.sum_cached_bytes
-    added = transfer_us(moved, how.sum_cached_gbs if cached else how.sum_gbs, how.sum_us)
-    now = copied = comm = 0.0
-    arrived = []
-    for _ in range((world - 1) * chunks):
-        now += part + how.gap_us
-        copied = max(copied, now) + copy
-        comm += copy
-        arrived.append(copied)
-    for own in range(chunks):
-        now = max(now + part + how.gap_us, arrived[(world - 2) * chunks + own]) + added
-        if plan.op == "gemm_all_reduce":
-            for _ in range(world - 1):
-                result = _copy_us(step * shape.n * of_out)
-                copied = max(copied, now) + result
-                comm += result
-    if plan.op == "gemm_all_reduce":
-        landed = (world - 1) / world * shape.m * shape.n * of_out
-        now = max(now, copied) + transfer_us(2 * landed, how.sum_gbs, how.sum_us)
-    return Times(world * chunks * part, comm, now + how.product.exchange_us)
 
 
 def _of_all_ranks(plan: CommonPart, rows: int) -> bool:
@@ -258,8 +181,3 @@ def _multiplied_us(path: PathConstants, plan: CommonPart, rows: int, cores: int)
     shape, memory = plan.gemm, _MACHINE.constants.memory_gbs
     found = products(path, 1, rows, shape.n, shape.k, cores=cores, memory_gbs=memory, itemsize=1)
     return min(found).total_us
-
-
-def _copy_us(nbytes: int) -> float:
-    """By a copy engine, a flag behind."""
-    return _MACHINE.copies.choose("put", nbytes, 0, flagged=True).microseconds

@@ -19,6 +19,9 @@ AttentionLibrary = Literal["cudnn", "flash"]
 AttentionCore = Literal["mkernel"]
 """Our own kernel (kernels/attention_core.hpp)."""
 
+MOST_NORMED_COLUMNS = 48 << 10
+"""Of rows that the kernel which sums them normalises; as in kernels/sum_rows.hpp."""
+
 
 class GatherSchedule(Schedule):
     """How the fused AllGather+GEMM runs. A rank's rows travel in chunks of ``chunk_rows``, moved by

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-from mkernel.backends.accelerators.hopper import scaled_tuning
+from mkernel.backends.accelerators.hopper import library_tuning, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
+    MOST_NORMED_COLUMNS,
     FewRowsSchedule,
     GatherSchedule,
-    LibrarySchedule,
     ReduceSchedule,
     SumSchedule,
     TilingName,
@@ -26,7 +26,7 @@ from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import FewRowsConstants, MachineConstants, gemm_tile_us
+from mkernel.topology.cost import FewRowsConstants, gemm_tile_us
 
 FLAGS = 114_688
 """Flags of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
@@ -40,8 +40,7 @@ TILE_DEPTH = 64
 MAIL_BYTES = 16 << 20
 """Of one call; as in device/workspace.cuh."""
 SLOT_BYTES = 128
-"""What a rank sends as mail is rounded up to so many; as the columns, as in kernels/sum_rows.*."""
-MOST_NORMED_COLUMNS = 48 << 10
+"""What a rank sends as mail is rounded up to so many; as in kernels/sum_rows.*."""
 
 _MACHINE = machine()
 TILE_ROWS = _MACHINE.tilings.block_rows
@@ -74,9 +73,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if plan.scales is not None:
         return _of_scaled(request, found)
     if plan.path == "library":
-        normed = plan.norm is not None and plan.bias is None
-        made = library(plan.op, shape, plan.dtype, world, request.constants, normed)
-    elif plan.nodes == 1 and (
+        return library_tuning.schedule(request, found)
+    if plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
         normed = plan.norm is not None and world > 1
@@ -379,28 +377,6 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     )
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
     return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
-
-
-def library(
-    op: str,
-    shape: GemmShape,
-    dtype: DtypeName,
-    world: int,
-    constants: MachineConstants | None = None,
-    normed: bool = False,
-) -> LibrarySchedule:
-    """The same of the library path."""
-    whole = op == "all_gather_gemm" or world == 1
-    product = paths.partial_dtype(shape, dtype)
-    if whole:
-        product = "float32" if shape.m * shape.n <= _MACHINE.partials.scattered_elements else dtype
-    summed = op == "gemm_all_reduce" and not whole
-    way = _MACHINE.way(shape, product, world) if summed else None
-    sent = shape.m * (shape.k if op == "all_gather_gemm" else shape.n)
-    nbytes = sent * DTYPE_BYTES[dtype if whole else product] // (1 if summed else world)
-    mail = _MACHINE.by_mail(nbytes, world, way, constants)
-    kept = mail and normed and product == dtype and shape.n <= MOST_NORMED_COLUMNS
-    return LibrarySchedule(product=product, way=way, by_mail=mail, normalises=kept)
 
 
 def _up(value: int, by: int) -> int:

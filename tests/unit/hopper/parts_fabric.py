@@ -129,6 +129,11 @@ def flat_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
+def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Of 16-bit operands; torch has float32 results of these on devices alone."""
+    out.copy_(a.double() @ b.double())
+
+
 def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -4,34 +4,19 @@ products stand-ins (``parts_fabric``)."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from gpu_plans import gpu_plan
-from parts_fabric import (
-    BESIDE,
-    BYTES,
-    MAIN,
-    Order,
-    PartsFabric,
-    block_mm,
-    flat_at,
-    scale_results,
-    scaled_mm,
-)
+from parts_fabric import BESIDE, MAIN, Order, PartsFabric
+from parts_runs import case, fabrics, run
 
 from mkernel.backends.accelerators.hopper import (
     capabilities,
-    device_world,
-    gather_parts,
-    library,
-    parts_exchange,
     products,
-    reduce_parts,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
@@ -48,9 +33,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.cases import case_of
 from mkernel.errors import ArgumentError, LayoutError, ShapeError, Unsupported
 from mkernel.plan.around import Around
 from mkernel.plan.model import LaunchPlan, Scales
@@ -60,6 +43,12 @@ MODES = ("tensor", "row", "block")
 LATE_S = 0.02
 every_op = pytest.mark.parametrize("op", OPS)
 every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the fabric of a world."""
+    return fabrics(monkeypatch)
 
 
 def planned(
@@ -92,86 +81,6 @@ def planned(
         summed = op == "gemm_all_reduce" and world > 1
         how = LibrarySchedule(**common, way="two_shot" if summed else None)
     return made.model_copy(update={"schedule": how})
-
-
-@pytest.fixture
-def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
-    """Makes the fabric of a world."""
-
-    def make(world: int) -> PartsFabric:
-        made = PartsFabric(world)
-        for module in (library, device_world, parts_exchange, gather_parts, reduce_parts):
-            monkeypatch.setattr(module, "native", lambda: made)
-        monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)
-        monkeypatch.setattr(products, "scaled_mm", scaled_mm)
-        monkeypatch.setattr(products, "scale_results", scale_results)
-        monkeypatch.setattr(contract, "block_mm", block_mm)
-        return made
-
-    return make
-
-
-def case(made: LaunchPlan) -> Any:
-    assert made.scales is not None
-    sizes = made.gemm.model_dump(exclude={"kind"})
-    options = {"scales": made.scales.mode, "replicate_b": False, "bias": made.bias is not None}
-    return case_of(made.op)(sizes, made.dtype, made.out_dtype, "column", options=options)
-
-
-def run(
-    made: LaunchPlan,
-    fabric: PartsFabric,
-    *,
-    view: View = "pipelined",
-    gathered: bool = False,
-    symmetric: bool = False,
-    calls: int = 2,
-    late: int | None = None,
-    behind: threading.Event | None = None,
-) -> list[dict[str, torch.Tensor]]:
-    """Every rank's tensors after calls on fresh data, each checked against the oracle. ``late``: a rank
-    that begins each call later than the others; ``behind``: a second after that is set."""
-    world, shape, of = made.world_size, made.gemm, case(made)
-    rows = shape.m // world if made.op == "gemm_reduce_scatter" else shape.m
-    dtype = getattr(torch, made.out_dtype)
-    outs = [torch.empty(rows, shape.n, dtype=dtype) for _ in range(world)]
-    shared = {"out": tuple(each.data_ptr() for each in outs)} if symmetric else {}
-    workspace = executor_of(made).workspace(made).areas[0]
-    assert workspace <= BYTES + fabric.DATA_OFFSET
-    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
-
-    def start(rank: int) -> None:
-        order: Any = Order(fabric.told[rank])
-        executor: Any = None
-        for number in range(1, calls + 1):
-            given = of.inputs(rank, world, number)
-            tensors = {**given, "out": outs[rank].fill_(torch.nan)}
-            if gathered:
-                tensors["gathered"] = torch.zeros(shape.m, shape.k, dtype=given["a"].dtype)
-                scale = given["a_scale"]
-                places = world * len(scale), scale.shape[1]
-                tensors["gathered_scale"] = torch.full(places, torch.nan)
-            call = Call(
-                plan=made, rank=rank, tensors=tensors, epoch=number, number=number, pad=0,
-                workspace=fabric.workspace(rank), areas=(0,),
-                peers={p: PeerMemory(0, fabric.workspace(p)) for p in range(world) if p != rank},
-                region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
-            )  # fmt: skip
-            context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
-            executor = executor or executor_of(made)(call, context)
-            if late == rank:
-                assert behind is None or behind.wait(60)
-                time.sleep(LATE_S if behind is None else 1.0)
-            executor.start(call, MAIN)
-            assert order.open == 0
-            everyone[rank] = {name: each.clone() for name, each in tensors.items()}
-            if view != "compute_only":
-                found = of.compared({"out": tensors["out"]}, rank, world, number)
-                assert of.passed(found), f"rank {rank} call {number}: {found}"
-
-    with ThreadPoolExecutor(world) as pool:
-        list(pool.map(start, range(world)))
-    return everyone
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])

@@ -1,0 +1,111 @@
+"""How the GEMM ops of 16-bit operands are scheduled on the library path: one product and one
+collective, or parts. Those of e4m3 operands are in :mod:`.scaled_tuning`.
+
+Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+"""
+
+from __future__ import annotations
+
+from mkernel.backends.accelerators.hopper import parts_tuning
+from mkernel.backends.accelerators.hopper.capabilities import claimed
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.parts_tuning import WHOLE, Times
+from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, LibrarySchedule
+from mkernel.plan import paths
+from mkernel.plan.decide import choose
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
+from mkernel.plan.predict import prediction
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.topology.cost import MachineConstants, products
+
+_MACHINE = machine()
+
+
+def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
+    """How a plan of 16-bit operands runs; ``found``: of one product and one collective, with their
+    times. Parts are of as many rows as a caller wishes of a chunk who asks for this path."""
+    plan, whole, constants = request.plan, found.prediction, request.constants
+    cores = found.pipeline.compute_blocks
+    if plan.world_size > 1 and request.path == "library" and request.chunk is not None:
+        options: tuple[int, ...] = (parts_tuning.wished(plan, request.chunk),)
+    elif whole is None or not claimed("products in parts"):
+        options = (WHOLE,)
+    else:
+        options = parts_tuning.ways(plan)
+
+    def predicted(parts: int) -> Prediction | None:
+        if parts == WHOLE or constants is None or constants.library is None:
+            return whole
+        return _predicted(times(plan, parts, cores, constants), whole, constants)
+
+    def cost(parts: int) -> float:
+        times = predicted(parts)
+        assert times is not None  # where there are several ways
+        return times.pipelined_us
+
+    parts, considered = choose("parts", options, cost, parts_tuning.name_of)
+    made = (
+        library(plan, constants)
+        if parts == WHOLE
+        else parts_tuning.schedule(plan, parts, product_dtype(plan), None, cores)
+    )
+    return found._replace(
+        schedule=made,
+        prediction=predicted(parts),
+        alternatives=found.alternatives + considered,
+    )
+
+
+def times(plan: CommonPart, parts: int, cores: int, constants: MachineConstants) -> Times:
+    """A call in so many parts of each rank, at least one."""
+    path, shape = constants.library, plan.gemm
+    assert path is not None
+
+    def multiplied_us(rows: int) -> float:
+        found = products(
+            path, 1, rows, shape.n, shape.k,
+            cores=cores, memory_gbs=constants.memory_gbs, itemsize=DTYPE_BYTES[plan.dtype],
+        )  # fmt: skip
+        return min(found).total_us
+
+    return parts_tuning.times(plan, parts, product_dtype(plan), multiplied_us)
+
+
+def _predicted(
+    times: Times, whole: Prediction | None, constants: MachineConstants
+) -> Prediction | None:
+    assert constants.library is not None
+    start = constants.library.start_us
+    both: dict[str, float] = {}
+    if whole is not None and whole.fused_us is not None:
+        both = {"fused_us": whole.fused_us, "library_us": times.pipelined + start}
+    return prediction(*times, start, constants, **both)
+
+
+def library(plan: CommonPart, constants: MachineConstants | None = None) -> LibrarySchedule:
+    """One product and one collective."""
+    shape, world, product = plan.gemm, plan.world_size, product_dtype(plan)
+    gathers, summed = plan.op == "all_gather_gemm", plan.op == "gemm_all_reduce" and world > 1
+    way = _MACHINE.way(shape, product, world) if summed else None
+    elements = shape.m * (shape.k if gathers else shape.n) // (1 if summed else world)
+    nbytes = elements * DTYPE_BYTES[plan.dtype if gathers else product]
+    mail = _MACHINE.by_mail(nbytes, world, way, constants)
+    normed = plan.norm is not None and plan.bias is None and product == plan.dtype
+    return LibrarySchedule(
+        product=product,
+        way=way,
+        by_mail=mail,
+        normalises=mail and normed and shape.n <= MOST_NORMED_COLUMNS,
+    )
+
+
+def product_dtype(plan: CommonPart) -> DtypeName:
+    """In which products are rounded: that of results, or float32 where these are few."""
+    return _product_dtype(plan.op, plan.gemm, plan.dtype, plan.world_size)
+
+
+def _product_dtype(op: str, shape: GemmShape, dtype: DtypeName, world: int) -> DtypeName:
+    if op == "all_gather_gemm" or world == 1:
+        few = shape.m * shape.n <= _MACHINE.partials.scattered_elements
+        return "float32" if few else dtype
+    return paths.partial_dtype(shape, dtype)

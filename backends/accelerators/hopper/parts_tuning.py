@@ -1,0 +1,128 @@
+"""What a GEMM op takes whose library's products run in parts beside copy engines (:mod:`.gather_parts`,
+:mod:`.reduce_parts`), and the schedules of that.
+
+Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherPartsSchedule,
+    PartsSchedule,
+    ReducePartsSchedule,
+    ScaledBy,
+)
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
+from mkernel.topology.cost import transfer_us
+
+_MACHINE = machine()
+WHOLE = 0
+"""Parts of a call of one product and one collective."""
+
+
+class Times(NamedTuple):
+    """Of one call, in microseconds, without its start: all products, all transfers, and the call."""
+
+    compute: float
+    comm: float
+    pipelined: float
+
+
+def ways(plan: CommonPart) -> tuple[int, ...]:
+    """The numbers of parts of each rank that a call may run in; :data:`WHOLE` first."""
+    if plan.world_size == 1:
+        return (WHOLE,)
+    how = _MACHINE.parts
+    return (WHOLE, *(parts for parts in how.chunks if parts * how.least_rows <= rows_of(plan)))
+
+
+def wished(plan: CommonPart, chunk: int) -> int:
+    """The number of parts of each rank that have ``chunk`` rows, or all that it has."""
+    return -(-rows_of(plan) // min(chunk, rows_of(plan)))
+
+
+def rows_of(plan: CommonPart) -> int:
+    """Of one rank, at most."""
+    return -(-plan.gemm.m // plan.world_size)
+
+
+def name_of(parts: int) -> str:
+    """A way, for people."""
+    return f"{parts} of each rank" if parts else "the whole"
+
+
+def schedule(
+    plan: CommonPart, parts: int, product: DtypeName, scaled_by: ScaledBy | None, cores: int
+) -> PartsSchedule:
+    """In so many parts of each rank; ``product`` and ``scaled_by`` as there."""
+    if plan.op == "all_gather_gemm":
+        return GatherPartsSchedule(product=product, scaled_by=scaled_by, chunks=parts)
+    blocks = cores * _MACHINE.parts.sum_blocks_a_core
+    return ReducePartsSchedule(
+        product=product, scaled_by=scaled_by, chunks=parts, sum_blocks=blocks
+    )
+
+
+def times(
+    plan: CommonPart, parts: int, product: DtypeName, multiplied_us: Callable[[int], float]
+) -> Times:
+    """A call in so many parts of each rank. ``product``: in which partial results travel;
+    ``multiplied_us``: the time of a product of so many rows."""
+    if plan.op == "all_gather_gemm":
+        return _gathered(plan, parts, multiplied_us)
+    return _summed(plan, parts, product, multiplied_us)
+
+
+def _gathered(plan: CommonPart, parts: int, multiplied_us: Callable[[int], float]) -> Times:
+    """Own rows are multiplied first; each part when the product before has ended and it has come."""
+    shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
+    rows = shape.m // world
+    step = -(-rows // parts)
+    copy = _copy_us(step * shape.k * DTYPE_BYTES[plan.dtype])
+    own, part = multiplied_us(rows), multiplied_us(step)
+    now, copied = own, _copy_us(1) if plan.scales is not None else 0.0  # scales go ahead
+    for _ in range((world - 1) * parts):
+        copied += copy
+        now = max(now, copied) + how.gap_us + part
+    return Times(own + (world - 1) * parts * part, copied, now + how.end_us)
+
+
+def _summed(
+    plan: CommonPart, parts: int, product: DtypeName, multiplied_us: Callable[[int], float]
+) -> Times:
+    """Peers' rows are multiplied first, and leave part by part; own parts are added up when the peers'
+    have come, and those of an all-reduce leave again."""
+    shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
+    step = -(-rows_of(plan) // parts)
+    of_sums, of_out = DTYPE_BYTES[product], DTYPE_BYTES[plan.out_dtype]
+    part, copy = multiplied_us(step), _copy_us(step * shape.n * of_sums)
+    moved = step * shape.n * (world * of_sums + of_out)
+    cached = moved <= how.sum_cached_bytes
+    added = transfer_us(moved, how.sum_cached_gbs if cached else how.sum_gbs, how.sum_us)
+    now = copied = comm = 0.0
+    arrived = []
+    for _ in range((world - 1) * parts):
+        now += part + how.gap_us
+        copied = max(copied, now) + copy
+        comm += copy
+        arrived.append(copied)
+    for own in range(parts):
+        now = max(now + part + how.gap_us, arrived[(world - 2) * parts + own]) + added
+        if plan.op == "gemm_all_reduce":
+            for _ in range(world - 1):
+                result = _copy_us(step * shape.n * of_out)
+                copied = max(copied, now) + result
+                comm += result
+    if plan.op == "gemm_all_reduce":
+        landed = (world - 1) / world * shape.m * shape.n * of_out
+        now = max(now, copied) + transfer_us(2 * landed, how.sum_gbs, how.sum_us)
+    return Times(world * parts * part, comm, now + how.end_us)
+
+
+def _copy_us(nbytes: int) -> float:
+    """By a copy engine, a flag behind."""
+    return _MACHINE.copies.choose("put", nbytes, 0, flagged=True).microseconds

@@ -1,0 +1,61 @@
+"""What rank processes on GPUs run of a library's products in parts, beside ``hopper_ranks``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hopper_ranks import Shape, skewed
+from sum_ranks import NormedProduct
+
+from mkernel.backends.accelerators.hopper.parts_exchange import Running
+from mkernel.cases import case_of
+from mkernel.cases.base import Case
+
+
+@dataclass(frozen=True)
+class NormedParts(NormedProduct):
+    """GEMM+AllReduce in parts of ``chunk`` rows, whose rows are normalised."""
+
+    chunk: int = 64
+
+    def case(self, seed: int) -> Case:
+        """The op's case."""
+        return case_of("gemm_all_reduce")(
+            {"m": self.m, "n": self.n, "k": self.k}, self.dtype, self.dtype, self.layout, seed=seed,
+            options={"norm": self.norm, "bias": self.bias, "path": "library"}, device="cuda",
+            chunk=self.chunk,
+        )  # fmt: skip
+
+
+def faulty(fault: str, shape: Shape) -> int:
+    """Wrong results of many calls with a planted fault."""
+    send, wait = Running.send, Running.wait
+    met, kept = 0, dict[int, torch.Tensor]()
+
+    def sent(
+        self: Running, peer: int, rows: torch.Tensor, to: int, flag: int | None = None
+    ) -> None:
+        nonlocal met
+        met += 1
+        if fault == "rows of another place":
+            rows = rows.roll(1, 0)
+        elif fault == "rows of the call before":
+            rows, kept[to] = kept.get(to, rows), rows.clone()
+        send(self, peer, rows, to, flag)
+
+    def awaited(*_: Any) -> None:
+        nonlocal met
+        met += 1
+
+    if fault == "no wait":
+        Running.wait = awaited  # type: ignore[method-assign, assignment]
+    else:
+        Running.send = sent  # type: ignore[method-assign]
+    try:
+        found = len(skewed([shape], 12, 3))
+        assert met >= 12, "the calls took another path"
+        return found
+    finally:
+        Running.send, Running.wait = send, wait  # type: ignore[method-assign]

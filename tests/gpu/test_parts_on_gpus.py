@@ -1,0 +1,144 @@
+"""The GEMM ops of 16-bit operands on GPUs by a library's products in parts, beside copy engines: right,
+the same bits, in any timing, order and graph."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import fp8_ranks
+import hopper_ranks
+import kept_ranks
+import parts_ranks
+import pytest
+from device_buffers import needs_gpus, takes_ranks
+from hopper_ranks import OPS, Shape
+from parts_ranks import NormedParts
+from survivors import judge_absence, judge_survivors
+
+pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+DRAWS = 90
+
+
+def parts(op: str, m: int, n: int, k: int, chunk: int, **more: Any) -> Shape:
+    """In parts of so many rows."""
+    return Shape(op, m, n, k, path="library", chunk=chunk, **more)
+
+
+# With calls of one product and one collective, and of the fused path, between.
+MIXED = [
+    parts("all_gather_gemm", 2048, 512, 1024, 512),
+    parts("all_gather_gemm", 2048, 264, 328, 300, dtype="float16", bias=True),
+    parts("gemm_reduce_scatter", 2048, 768, 512, 256),
+    parts("gemm_all_reduce", 1001, 1024, 640, 128, layout="column", bias=True),
+    parts("gemm_all_reduce", 3, 64, 256, 1),
+    Shape("all_gather_gemm", 128, 256, 4096, path="library"),
+    Shape("gemm_reduce_scatter", 2048, 1024, 512, path="fused"),
+    Shape("gemm_all_reduce", 64, 1024, 512, path="library"),
+]
+
+
+def right(world: int, fn: Any, *arguments: Any) -> None:
+    """No rank found a failure."""
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+def drawn(chance: random.Random, world: int) -> Shape:
+    """Any legal shape, in parts of any number of rows."""
+
+    def size(most: int, step: int) -> int:
+        bound = chance.choice((1, 4, 16, 40, most // step))
+        return step * chance.randint(1, max(1, min(bound, most // step)))
+
+    op = chance.choice(OPS)
+    rows = size(3000, 1 if op == "gemm_all_reduce" else world)
+    each = -(-rows // world)
+    return parts(
+        op, rows, size(2000, 8), size(2600, 8),
+        chance.choice((each, -(-each // 2), chance.randint(-(-each // 16), each))),
+        dtype=chance.choice(("bfloat16", "float16")),
+        layout=chance.choice(("row", "column")),
+        bias=chance.random() < 0.25,
+    )  # fmt: skip
+
+
+@several
+def test_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, hopper_ranks.judged, [drawn(chance, world) for _ in range(DRAWS)], seed)
+
+
+@several
+def test_calls_take_this_way(world: int) -> None:
+    found = kept_ranks.run(fp8_ranks.planned, MIXED[:5], ranks_per_node=world, accelerator="hopper")
+    kinds = ["hopper.gather_parts"] * 2 + ["hopper.reduce_parts"] * 3
+    assert found == [kinds] * world
+
+
+@several
+def test_late_ranks_and_reused_memory(world: int) -> None:
+    right(world, hopper_ranks.skewed, MIXED, 60, 2)
+
+
+@several
+def test_many_calls_in_the_queue(world: int) -> None:
+    right(world, hopper_ranks.queued, MIXED, 60, 3)
+
+
+@several
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
+def test_graphs(world: int, mixed: bool) -> None:
+    right(world, hopper_ranks.replayed, MIXED, 40, mixed)
+
+
+@several
+def test_results_are_always_the_same_bits(world: int) -> None:
+    for found in kept_ranks.run(
+        fp8_ranks.bits, MIXED, 12, ranks_per_node=world, accelerator="hopper"
+    ):
+        assert found == [1] * len(MIXED)
+
+
+@several
+def test_gathered_rows(world: int) -> None:
+    right(world, fp8_ranks.gathered, parts("all_gather_gemm", 256 * world, 512, 512, 96))
+
+
+@several
+def test_rows_are_normalised(world: int) -> None:
+    shapes = [
+        NormedParts(1001, 1032, 520, bias=True),
+        NormedParts(300, 264, 512, "float16", "column", norm="alone", chunk=1000),
+    ]
+    right(world, hopper_ranks.skewed, shapes, 12, 4)
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("fault", ["no wait", "rows of another place", "rows of the call before"])
+def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
+    shape = parts(op, 2048, 512, 1024, 1024 // world)
+    found = kept_ranks.run(
+        parts_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
+    )
+    assert sum(found) > 0
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_without_an_absent_rank(world: int, op: str) -> None:
+    judge_absence("hopper", parts(op, 2048, 512, 1024, 512), world)
+
+
+@several
+@pytest.mark.parametrize("op", OPS)
+def test_survivors(world: int, op: str) -> None:
+    judge_survivors("hopper", parts(op, 2048, 512, 1024, 512), world)

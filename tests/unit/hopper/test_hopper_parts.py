@@ -1,0 +1,230 @@
+"""The GEMM ops of 16-bit operands in parts on the host: ranks are threads, and the native module and
+torch's products stand-ins (``parts_fabric``)."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from gpu_plans import gpu_plan
+from parts_fabric import BESIDE
+from parts_runs import case, fabrics, run
+
+from mkernel.backends.accelerators.hopper import capabilities, library_tuning, reduce_parts
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
+from mkernel.backends.accelerators.hopper.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.parts_exchange import Running
+from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.hopper.schedule import PartsSchedule, ProductSchedule
+from mkernel.errors import ArgumentError
+from mkernel.plan import planner
+from mkernel.plan.around import Around, Norm
+from mkernel.plan.model import LaunchPlan
+
+OPS = capabilities.OPS
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the fabric of a world."""
+    return fabrics(monkeypatch)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans may choose parts."""
+    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+    planner._planned.cache_clear()
+
+
+def planned(
+    op: str, m: int, n: int, k: int, world: int, *, bias: bool = False, norm: Norm | None = None,
+    **options: Any,
+) -> LaunchPlan:  # fmt: skip
+    claims = HopperAccelerator().capabilities()
+    claims = claims.model_copy(update={"ops": OPS, "library_ops": OPS})
+    given = {"dtype": "bfloat16", "b_layout": "row", "capabilities": claims, **options}
+    around = Around(bias=bias, norm=norm)
+    return gpu_plan(
+        HopperAccelerator(), op, world, {"m": m, "n": n, "k": k}, around=around, **given
+    )
+
+
+def in_parts(
+    op: str, m: int, n: int, k: int, world: int, chunks: int, **options: Any
+) -> LaunchPlan:
+    """In so many parts of each rank."""
+    rows = -(-m // world)
+    chunk = -(-rows // chunks)
+    made = planned(op, m, n, k, world, path="library", chunk=chunk, **options)
+    assert made.part(PartsSchedule).chunks == chunks
+    return made
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@every_op
+def test_results(fabric: Any, op: str, chunks: int, dtype: str, layout: str) -> None:
+    for world, rows in ((2, 12), (3, 6)):
+        given = {"dtype": dtype, "b_layout": layout, "bias": rows == 6}
+        run(in_parts(op, rows * world, 136, 264, world, chunks, **given), fabric(world))
+
+
+@every_op
+def test_results_that_are_rounded_once(
+    fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many, which travel and are multiplied in their own dtype, beside few, in float32."""
+    small, made = fabric(2), in_parts(op, 16, 32, 64, 2, 2, bias=True)
+    assert made.part(ProductSchedule).product == "float32"
+    run(made, small)
+    monkeypatch.setattr(library_tuning, "product_dtype", lambda plan: plan.dtype)
+    planner._planned.cache_clear()
+    made = in_parts(op, 256, 264, 64, 2, 2, bias=True)
+    assert made.part(ProductSchedule).product == "bfloat16"
+    run(made, fabric(2), symmetric=True, late=1)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5])
+def test_rows_of_a_sum_that_do_not_divide(fabric: Any, m: int) -> None:
+    run(in_parts("gemm_all_reduce", m, 32, 64, 3, 1), fabric(3))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gathered_rows_are_an_output_too(fabric: Any, chunks: int) -> None:
+    made = in_parts("all_gather_gemm", 18, 32, 256, 3, chunks)
+    for tensors in run(made, fabric(3), gathered=True):
+        whole = torch.cat([case(made).inputs(rank, 3, 2)["a"] for rank in range(3)])
+        assert torch.equal(tensors["gathered"], whole)
+
+
+@every_op
+def test_copies_run_beside_products(fabric: Any, op: str) -> None:
+    made = fabric(2)
+    run(in_parts(op, 32, 32, 64, 2, 2), made, calls=1)
+    told = made.told[0]
+    pushes = [each for each in told if each[0] == "push"]
+    assert {each[4] for each in pushes} == {BESIDE}
+    rows = 8 * 64 * 2 if op == "all_gather_gemm" else 8 * 32 * 4
+    assert [each[2] for each in pushes[:2]] == [rows, rows]
+    assert told[-1] == "end" or told[-1] == ("sum", 8 * 32, 264, True)
+
+
+def test_rows_are_normalised_when_all_are_there(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fabric(2)
+
+    def normalised(call: Any, stream: int) -> None:
+        made.told[call.rank].append("norm")
+
+    monkeypatch.setattr(reduce_parts, "normalise", normalised)
+    plan = in_parts("gemm_all_reduce", 32, 32, 64, 2, 2, norm=Norm(False, 1e-6))
+    assert plan.norm is not None
+    assert plan.norm.step == "launch"
+    run(plan, made, calls=1)
+    assert made.told[0][-2:] == ["end", "norm"]
+
+
+# ---- faults that the checks here must catch ------------------------------------------------------
+
+
+@every_op
+def test_parts_that_nobody_awaits_are_wrong(
+    fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, passed = fabric(2), threading.Event()
+    monkeypatch.setattr(made, "await_part", lambda *_: passed.set())
+    with pytest.raises(AssertionError, match="rank 0 call"):
+        run(in_parts(op, 32, 32, 64, 2, 1), made, calls=1, late=1, behind=passed)
+
+
+@every_op
+def test_rows_of_another_place_are_wrong(
+    fabric: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Running.send
+
+    def rolled(self: Any, peer: int, rows: torch.Tensor, *more: Any) -> None:
+        send(self, peer, rows.roll(1, 0), *more)
+
+    monkeypatch.setattr(Running, "send", rolled)
+    with pytest.raises(AssertionError, match="rank"):
+        run(in_parts(op, 32, 32, 64, 2, 1), fabric(2), calls=1)
+
+
+def test_a_bias_that_is_forgotten_is_wrong(fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = in_parts("all_gather_gemm", 32, 32, 64, 2, 1, bias=True)
+    monkeypatch.setattr(GatherPartsExecutor, "_deliver", lambda self, call, into: call.tensors[
+        "out"
+    ].copy_(into))  # fmt: skip
+    with pytest.raises(AssertionError, match="rank"):
+        run(made, fabric(2), calls=1)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+@every_op
+def test_parts_are_of_as_many_rows_as_are_wished_of_this_path(op: str) -> None:
+    sizes = (8192, 2048, 8192, 2)
+    made = planned(op, *sizes, chunk=1024, path="library")
+    gathers = op == "all_gather_gemm"
+    assert executor_of(made) is (GatherPartsExecutor if gathers else ReducePartsExecutor)
+    assert made.part(PartsSchedule).chunks == 4
+    assert made.prediction is not None
+    whole = planned(op, *sizes, path="library")
+    assert executor_of(whole) is LibraryExecutor
+    small = planned(op, 128, 256, 512, 2, chunk=8)  # the planner's path
+    assert executor_of(small) is LibraryExecutor
+
+
+@every_op
+def test_plans_take_parts_where_these_are_faster(op: str, chosen: None) -> None:
+    for sizes in ((694, 1152, 15112), (7616, 3704, 15872), (1776, 10752, 9720), (128, 512, 256)):
+        made = planned(op, *sizes, 2, path="library")
+        times = made.prediction
+        assert times is not None
+        ways = {
+            chunk: planned(op, *sizes, 2, path="library", chunk=chunk).prediction
+            for chunk in (-(-sizes[0] // 2), -(-sizes[0] // 4))
+        }
+        least = min(each.pipelined_us for each in ways.values() if each is not None)
+        if isinstance(made.schedule, PartsSchedule):
+            assert times.pipelined_us <= 1.03 * least
+            assert times.library_us == pytest.approx(times.pipelined_us)
+        else:
+            assert times.pipelined_us <= 1.04 * least
+        fused = planned(op, *sizes, 2, path="fused").prediction
+        assert fused is not None
+        auto = planned(op, *sizes, 2)
+        assert auto.path == ("library" if times.pipelined_us < fused.pipelined_us else "fused")
+
+
+def test_some_plans_take_parts(chosen: None) -> None:
+    made = planned("all_gather_gemm", 694, 1152, 15112, 2)
+    assert made.path == "library"
+    assert executor_of(made) is GatherPartsExecutor
+
+
+@every_op
+def test_schedules_that_calls_would_not_follow_are_refused(fabric: Any, op: str) -> None:
+    fabric(2)
+    made = in_parts(op, 32, 32, 64, 2, 1)
+    how = made.part(PartsSchedule)
+    for field, value in (("product", "float16"), ("chunks", 17), ("scaled_by", "library")):
+        other = made.model_copy(update={"schedule": how.model_copy(update={field: value})})
+        with pytest.raises(ArgumentError, match=rf"plan\.schedule\.{field}"):
+            executor_of(other).workspace(other)
+
+
+def test_sums_are_added_by_as_many_blocks_as_the_device_holds() -> None:
+    made: Any = in_parts("gemm_all_reduce", 512, 512, 512, 2, 1).schedule
+    assert made.sum_blocks == machine().cores * machine().parts.sum_blocks_a_core
