@@ -19,7 +19,7 @@
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
 #   soak     three soaks side by side on the same GPUs, each of SOAK_SECONDS [480] seconds with a rank
-#            killed every SOAK_LIFE [60]; a run that does not end is stopped 75 s behind that
+#            killed every SOAK_LIFE [60]; a run that does not end is stopped SOAK_MARGIN [75] s behind that
 #                                                            soak_hopper.json, runs in soak_hopper/
 #   calls    10^6 calls of a small op, alone, eager and then by a graph  the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
@@ -179,7 +179,7 @@ for part in "$@"; do
     soak)
         seconds=${SOAK_SECONDS:-480} jobs=()
         for seed in 1 2 3; do
-            soak seed_$seed $((seconds + 75)) --seconds "$seconds" --seed $seed --beside 2 \
+            soak seed_$seed $((seconds + ${SOAK_MARGIN:-75})) --seconds "$seconds" --seed $seed --beside 2 \
                 --life "${SOAK_LIFE:-60}" &
             jobs+=($!)
         done

@@ -1,34 +1,136 @@
-"""DeepEP as a peer of the MoE ops: named in every row, with the reason why it has no figure."""
+"""DeepEP's kernels inside a node as a peer of the MoE ops, where it is installed.
+
+It is version 1, built from source without NVSHMEM; this repository has no build of it. Tokens go once
+to each rank that has an expert of theirs; torch puts them in the order of experts and multiplies. A
+rank's results for a token are added by torch, in float32, and those of ranks by DeepEP. Sizes are the
+worst case, so that nothing waits for the host and graphs capture it.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import distributed
 
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.errors import Unsupported
 from mkernel.harness.contender import Contender
+from mkernel.harness.library_moe import (
+    DISPATCHED,
+    Sorted,
+    gated_products,
+    kept,
+    padded,
+    products,
+    summed_by_token,
+    without_padding,
+)
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
+_ABSENT = "deep_ep is not installed: it is built from source against the torch that is here"
 _OPS = ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER)
-_ABSENT = (
-    "deep_ep is not installed: it is built from source against the torch that is here, which no "
-    "machine with figures in this repository could do without a network"
-)
-_UNCALLED = (
-    "deep_ep is installed, but nothing here calls it yet: no machine was at hand to run it on"
-)
+_WORLDS = (2, 4, 8)
+_BLOCKS = 64
+"""Of its kernels. It takes 20 if not told, which leaves the others to products beside them."""
+_SEND_CHUNK, _RECEIVE_CHUNK = 24, 256
+"""Tokens, as it takes them for two ranks."""
+_HANDLE = 6
+"""Tensors that a combine needs of its dispatch."""
 
 
 class DeepEp(Contender):
-    """Takes no part: it could be built nowhere, and a call that never ran would be no peer."""
+    """Its dispatch and combine before and behind torch's grouped product."""
 
     name = "deepep"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._capacity: int | None = problem.case.options.get("capacity")
+        self._experts = problem.case.sizes["experts"]
+        self._library: Any = import_module("deep_ep")
+        self._config = self._library.Config(_BLOCKS, _SEND_CHUNK, _RECEIVE_CHUNK)
+        row_bytes = problem.case.sizes["hidden"] * 2
+        self._buffer = self._library.Buffer(
+            distributed.group.WORLD,
+            self._config.get_nvl_buffer_size_hint(row_bytes, problem.world),
+            explicitly_destroy=True,
+        )
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op not in _OPS:
             return "for products of experts"
-        return _UNCALLED if find_spec("deep_ep") else _ABSENT
+        if find_spec("deep_ep") is None:
+            return _ABSENT
+        if problem.device.type != "cuda":
+            return "only on cuda devices"
+        if problem.bars_libraries:
+            return problem.bars_libraries
+        if problem.case.dtype != "bfloat16":
+            return "adds bfloat16 alone"
+        return None if problem.world in _WORLDS else "for 2, 4 or 8 ranks"
+
+    def promised(self) -> tuple[str, ...] | None:
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op != "moe_gemm_combine":
+            return
+        _, weights, routing, handle = self._sent(inputs)
+        for number, each in enumerate(handle):
+            kept(inputs, f"handle{number}", each)
+        kept(inputs, "weights", weights)
+        kept(inputs, "counts", routing.counts)
+        kept(inputs, "places", routing.places)
+        kept(inputs, "rows", padded(inputs["h"], self._capacity))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        raise Unsupported(_UNCALLED)
+        if self.op == "moe_gemm_combine":
+            rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+            sums = summed_by_token(rows, inputs["weights"], inputs["counts"], inputs["places"])
+            return self._brought_home(sums, tuple(inputs[f"handle{n}"] for n in range(_HANDLE)))
+        tokens, weights, routing, handle = self._sent(inputs)
+        rows, counts = tokens[routing.places // routing.top_k], routing.counts
+        if self.op == "moe_dispatch_gemm":
+            return {"outputs": products(rows, inputs["w"], counts), "counts": counts}
+        rows = gated_products(rows, inputs["w"], inputs["w2"], counts)
+        sums = summed_by_token(rows, weights, counts, routing.places)
+        return self._brought_home(sums, handle)
+
+    def _sent(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, Sorted, tuple[Any, ...]]:
+        """Tokens that came, by source and number, in room for all; their slots' weights; the routing;
+        what the way home needs."""
+        ids = inputs["topk_ids"].to(self._library.topk_idx_t)
+        on_ranks, _, of_experts, wanted, _ = self._buffer.get_dispatch_layout(ids, self._experts)
+        tokens, local, weights, _, handle, _ = self._buffer.dispatch(
+            inputs["x"],
+            num_tokens_per_rank=on_ranks,
+            is_token_in_rank=wanted,
+            num_tokens_per_expert=of_experts,
+            topk_idx=ids,
+            topk_weights=inputs["topk_weights"].float(),
+            num_worst_tokens=len(ids) * self.problem.world,
+            config=self._config,
+        )
+        routing = Sorted(local, self._experts // self.problem.world, self._capacity)
+        return tokens, weights, routing, handle
+
+    def _brought_home(self, sums: torch.Tensor, handle: tuple[Any, ...]) -> Tensors:
+        dtype = getattr(torch, self.problem.case.dtype)
+        out, *_ = self._buffer.combine(sums.to(dtype), handle, config=self._config)
+        return {"out": out}
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        return without_padding(results)
+
+    def limits(self) -> dict[str, float]:
+        """Results, then ranks' sums of them, then their sum are rounded."""
+        if self.op == MOE_LAYER:
+            return super().limits()
+        tolerances = self.problem.case.tolerances()
+        return {name: 3**0.5 * each for name, each in tolerances.items()}
+
+    def close(self) -> None:
+        self._buffer.destroy()

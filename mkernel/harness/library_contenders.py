@@ -90,7 +90,7 @@ class Gemm(Contender):
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op in ("all_reduce", "moe_combine"):
             return "the op has no product"
-        if problem.op not in GEMMS and problem.bars_libraries:
+        if problem.op in _ATTENTION and problem.bars_libraries:
             return problem.bars_libraries
         return scales_without_product(problem)
 
@@ -103,11 +103,20 @@ class Gemm(Contender):
             if self.op == ATTENTION_BACKWARD:
                 library_attention_backward.forward(self.problem, inputs)
         elif self.op not in GEMMS:
-            routing = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+            device = self.problem.device
+            routing = library_moe.Exchanged(self.problem, self._exchangeable(inputs["topk_ids"]))
             inputs["routing"] = routing
-            kept(inputs, "counts", routing.counts)
-            rows = inputs["h"] if self.op == "moe_gemm_combine" else routing.send(inputs["x"])
+            kept(inputs, "counts", routing.counts.to(device))
+            if self.op == "moe_gemm_combine":
+                rows = inputs["h"]
+            else:
+                rows = routing.send(self._exchangeable(inputs["x"])).to(device)
             kept(inputs, "rows", padded(rows, self.problem.case.options.get("capacity")))
+
+    def _exchangeable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the process group takes: where libraries are barred it is gloo's, of tensors on the
+        host. Nothing of it is timed."""
+        return tensor.cpu() if self.problem.bars_libraries else tensor
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self.op in GEMMS:
@@ -131,7 +140,8 @@ class Gemm(Contender):
         rows = results["rows"][: int(inputs["counts"].sum())]
         if self.op == "moe_dispatch_gemm":
             return {"outputs": rows}
-        return {"out": inputs["routing"].bring_home(rows, inputs["topk_weights"])}
+        home = map(self._exchangeable, (rows, inputs["topk_weights"]))
+        return {"out": inputs["routing"].bring_home(*home).to(rows.device)}
 
 
 class Collective(PartAlone):

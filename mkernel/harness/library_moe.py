@@ -149,29 +149,49 @@ def layer(problem: Problem, inputs: Inputs) -> Tensors:
     return {"out": routing.bring_home(rows, inputs["topk_weights"])}
 
 
-class Gathered:
-    """All tokens to all ranks: which of them this rank's experts take. The host waits for nothing where
-    there is a capacity. Collective.
+class Sorted:
+    """Which slots of tokens some experts take. The host waits for nothing where there is a capacity.
 
     Attributes:
-        counts: rows of each of this rank's experts. places: of the rows, in their order by expert,
-            source, token and slot, where they are in all ranks' lists of slots; of the first
-            ``capacity`` of them, those behind the last expert's being somebody else's.
+        counts: rows of each expert. places: of the rows, by expert and then in the order of the lists
+            of slots, where they are in these; of the first ``capacity`` of them, those behind the last
+            expert's being somebody else's.
     """
+
+    def __init__(self, topk_ids: torch.Tensor, experts: int, capacity: int | None) -> None:
+        """``topk_ids`` [tokens, k]: of other numbers than 0 to ``experts`` no row is made."""
+        ids = topk_ids.reshape(-1).long()
+        expert = torch.where((ids >= 0) & (ids < experts), ids, experts)
+        order = expert.argsort(stable=True)
+        ones = torch.ones_like(expert)
+        self.counts = torch.zeros(experts + 1, dtype=torch.long, device=ids.device).scatter_add_(
+            0, expert, ones
+        )[:experts]
+        self.places = order[: int(self.counts.sum()) if capacity is None else capacity]
+        self.top_k = topk_ids.shape[1]
+
+
+class Gathered(Sorted):
+    """All tokens to all ranks: which of them this rank's experts take. Collective."""
 
     def __init__(
         self, problem: Problem, topk_ids: torch.Tensor, capacity: int | None = None
     ) -> None:
         own = problem.case.sizes["experts"] // problem.world
-        local = gathered(topk_ids, problem.world).reshape(-1).long() - problem.rank * own
-        expert = torch.where((local >= 0) & (local < own), local, own)
-        order = expert.argsort(stable=True)
-        ones = torch.ones_like(expert)
-        self.counts = torch.zeros(own + 1, dtype=torch.long, device=local.device).scatter_add_(
-            0, expert, ones
-        )[:own]
-        self.places = order[: int(self.counts.sum()) if capacity is None else capacity]
-        self.top_k = topk_ids.shape[1]
+        local = gathered(topk_ids, problem.world).long() - problem.rank * own
+        super().__init__(local, own, capacity)
+
+
+def summed_by_token(
+    rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, places: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of the results that are here (:class:`Sorted`) of each token, in float32. Lists
+    of slots are those of ``weights`` [tokens, k]."""
+    tokens, top_k = weights.shape
+    summed = torch.zeros(tokens, rows.shape[1], device=rows.device)
+    mine = torch.arange(len(rows), device=rows.device) < counts.sum()
+    weighted = torch.where(mine[:, None], rows.float() * weights.flatten()[places, None], 0.0)
+    return summed.index_add_(0, places // top_k, weighted)
 
 
 def gathered(share: torch.Tensor, world: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from mkernel.harness.library_moe import (
     kept,
     padded,
     products,
+    summed_by_token,
     without_padding,
 )
 from mkernel.harness.problem import Inputs, Problem, Tensors
@@ -68,12 +69,8 @@ class GatheredExperts(Contender):
     ) -> Tensors:
         world = self.problem.world
         weights = gathered(inputs["topk_weights"], world)
-        width, top_k = rows.shape[1], weights.shape[1]
-        summed = torch.zeros(len(weights), width, device=rows.device)
-        mine = torch.arange(len(rows), device=rows.device) < counts.sum()
-        weighted = torch.where(mine[:, None], rows.float() * weights.flatten()[places, None], 0.0)
-        summed.index_add_(0, places // top_k, weighted)
-        out = rows.new_empty(len(weights) // world, width)
+        summed = summed_by_token(rows, weights, counts, places)
+        out = rows.new_empty(len(weights) // world, rows.shape[1])
         reduce_scatter(out, summed.to(rows.dtype))
         return {"out": out}
 

@@ -20,9 +20,10 @@ import torch
 from chaos.draw import TIMEOUT_S, Turn
 from chaos.faults import Fault
 from chaos.group import Group
-from chaos.held import held, more_than, own_bytes, sockets
+from chaos.held import held, more_than, own_bytes
 from chaos.limits import exhaust, limits
 from chaos.planted import Planted, misbehave, spoil, write_late
+from chaos.sockets import sockets
 from torch.distributed import TCPStore
 
 import mkernel

@@ -49,6 +49,11 @@ _OF_OTHERS = {
 """
 
 
+def libraries() -> dict[str, str]:
+    """These settings, as the environment of the soak has them where it has them."""
+    return {name: os.environ.get(name, value) for name, value in _OF_OTHERS.items()}
+
+
 @dataclass(frozen=True)
 class Plan:
     """A soak, drawn from its seed.
@@ -89,8 +94,7 @@ class Soaked:
 def soak(plan: Plan, folder: Path, soaked: Soaked) -> Iterator[tuple[Ended, list[str]]]:
     """Each life, and what was wrong with it. What only the whole tells is in ``soaked`` afterwards."""
     fork_server.also_imported[:] = [*_IMPORTED, "soak.life"]
-    for name, value in _OF_OTHERS.items():  # before the server starts, whose forks ranks are
-        os.environ.setdefault(name, value)
+    os.environ.update(libraries())  # before the server starts, whose forks ranks are
     members: dict[int, Member] = {}
     beside = _Beside()
     made = 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from chaos.held import new_sockets
+from chaos.sockets import new_sockets
 from soak.sample import Sample
 
 LEAST = 9

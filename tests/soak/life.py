@@ -16,8 +16,9 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from chaos.held import held, more_than, sockets
+from chaos.held import held, more_than
 from chaos.planted import Planted, keep, lose_an_epoch, spoil
+from chaos.sockets import sockets
 from soak.flat import LEAST
 from soak.replay import Replayed
 from soak.sample import Sample, take

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soak.driver import Plan
+from soak.driver import Plan, libraries
 from soak.ended import Ended
 from soak.flat import grown
 
@@ -68,6 +68,7 @@ class Report:
             "ranks": self._plan.ranks,
             "seed": self._plan.seed,
             "beside": self._plan.beside,
+            "libraries": libraries(),
             "seconds": round(time.monotonic() - self._start),
             **{name: self._counts[name] for name in sorted(self._counts)},
             "slowest_notice_s": round(max(self._noticed_s, default=0.0), 2),

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from chaos.held import held, sockets
+from chaos.held import held
+from chaos.sockets import sockets
 
 from mkernel.backends.cuda.native import pci_address
 from mkernel.world.world import World
@@ -77,13 +78,15 @@ def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = 
     is in use."""
     gc.collect()
     _libc.malloc_trim(0)
+    memory, now = _memory(), _settled(before)
+    piled_up = before is not None and bool(now - before)
     return Sample(
         calls,
         time.monotonic(),
-        _memory(),
-        _settled(before),
+        memory,
+        now,
         {name: progress(world) for name, world in worlds.items()},
-        sockets(),
+        sockets(owners=piled_up),
     )
 
 

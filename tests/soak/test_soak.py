@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import multiprocessing
 import socket
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from chaos.held import new_sockets, sockets
 from chaos.planted import GROWTH_BYTES, Planted
+from chaos.sockets import new_sockets, sockets
 from soak.driver import Plan, Soaked, soak
 from soak.ended import Ended, judge
 from soak.flat import ALLOWED, LEAST, apart, growth, limits, piled_up, too_much
@@ -29,7 +29,7 @@ def sample(calls: int, **changes: object) -> Sample:
         {"own": 100 << 20},
         Counter({"thread mkernel": 2}),
         {"all": Progress(*3 * (calls,))},
-        {"socket:[1]": "tcp 0100007F:B0D1 00000000:0000 0A"},
+        {"socket:[1]": "tcp 127.0.0.1:45265, listening"},
     )
     return begin._replace(**changes)  # type: ignore[arg-type]
 
@@ -91,17 +91,32 @@ def test_a_descriptor_or_a_thread_more_is_no_longer_flat() -> None:
     ]
 
 
+def _connect(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.recv(2)
+
+
 def test_a_socket_more_is_named() -> None:
+    """By its addresses, and by the process that has its other end: another one, or none any more."""
     with socket.socket() as listening:
-        before = sockets()
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)):
-            assert re.fullmatch(
-                rf"tcp 0100007F:[0-9A-F]{{4}} 0100007F:{port:04X} 01",
-                new_sockets(before, sockets()),
-            )
+        before = sockets()
+        assert f"tcp 127.0.0.1:{port}, listening" in before.values()
+        connected = multiprocessing.get_context("fork").Process(target=_connect, args=(port,))
+        connected.start()
+        accepted, (_, other) = listening.accept()
+        with accepted:
+            told = f"tcp 127.0.0.1:{port} to 127.0.0.1:{other}, established"
+            assert new_sockets(before, sockets()) == told
+            there = new_sockets(before, sockets(owners=True))
+            assert there == f"{told}, other end in process {connected.pid}"
+            accepted.send(b"go")
+            connected.join()
+            closed = told.replace("established", "closed by the other end")
+            gone = new_sockets(before, sockets(owners=True))
+            assert gone == f"{closed}, other end in no process here"
     assert new_sockets(before, sockets()) == ""
     more = sample(
         20,

@@ -249,6 +249,35 @@ void puts_copy_and_leave_the_rest() {
     CHECK(wrong == 0);
 }
 
+// As one finds it that was stopped, and goes on when the others have given it up.
+void what_is_late_reaches_no_other_rank() {
+    const auto reaches = [](std::uint32_t peer, std::uint64_t deadline_ns, bool aborted) {
+        Bench bench(sim::Role::comm);
+        bench.environment.deadline_ns = deadline_ns;
+        if (aborted) bench.environment.pad.abort(transport::AbortCode::timeout, {});
+        bench.gm[0] = 7;
+        const GlobalView from = bench.view(DType::float32, 1, 1);
+        GlobalView to = from;
+        to.base += 64;
+        const Tile ping{Buffer::UB, DType::float32, isa::Layout::row, 0, 1, 8, 0, 0};
+        Tile pong = ping;
+        pong.offset = ping.bytes();
+        test::Pad theirs(8);
+        bench.core.tput(peer, to, from, ping, pong);
+        bench.core.tnotify(peer, theirs.memory(), 3, 5);
+        const bool put = bench.gm[16] == 7;
+        CHECK(put == (theirs.signals.load(3) == 5));
+        return put;
+    };
+    const std::uint64_t now = transport::monotonic_ns(), minute = 60'000'000'000;
+    for (const std::uint32_t peer : {1u, 2u}) {  // itself, another
+        CHECK(reaches(peer, 0, false));
+        CHECK(reaches(peer, now + minute, false));
+        CHECK(reaches(peer, now - 1, false) == (peer == 1));
+        CHECK(reaches(peer, now + minute, true) == (peer == 1));
+    }
+}
+
 void a_traced_core_never_takes_the_short_cut() {
     std::vector<sim::Record> trace;
     Bench traced(sim::Role::cube, &trace), plain(sim::Role::cube);
@@ -287,6 +316,7 @@ int main() {
     }
     refusals();
     puts_copy_and_leave_the_rest();
+    what_is_late_reaches_no_other_rank();
     a_traced_core_never_takes_the_short_cut();
     return test::finish();
 }

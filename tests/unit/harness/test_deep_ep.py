@@ -1,4 +1,4 @@
-"""A peer that could be built nowhere has a reason in its place, whatever is installed."""
+"""A peer that is built from source by who wants it: in its place is why it takes no part."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ import pytest
 from mkernel.harness import contenders, deep_ep
 
 
+def problem(op: str, **other: Any) -> Any:
+    case = SimpleNamespace(dtype="bfloat16")
+    device = SimpleNamespace(type="cuda")
+    return SimpleNamespace(
+        **{"op": op, "case": case, "device": device, "world": 2, "bars_libraries": None} | other
+    )
+
+
 @pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine", "moe_layer"])
 def test_why_it_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem: Any = SimpleNamespace(op=op)
     assert "deepep" in contenders.PEERS
     peer = contenders.named("deepep")
     monkeypatch.setattr(deep_ep, "find_spec", lambda name: None)
-    assert "is not installed: it is built from source" in str(peer.unusable(problem))
+    assert "is not installed: it is built from source" in str(peer.unusable(problem(op)))
     monkeypatch.setattr(deep_ep, "find_spec", lambda name: object())
-    assert "nothing here calls it yet" in str(peer.unusable(problem))
-    other: Any = SimpleNamespace(op="all_reduce")
-    assert peer.unusable(other) == "for products of experts"
+    assert peer.unusable(problem(op)) is None
+    for other, why in (
+        ({"device": SimpleNamespace(type="cpu")}, "only on cuda devices"),
+        ({"bars_libraries": "would go past the NIC"}, "would go past the NIC"),
+        ({"case": SimpleNamespace(dtype="float16")}, "adds bfloat16 alone"),
+        ({"world": 3}, "for 2, 4 or 8 ranks"),
+    ):
+        assert peer.unusable(problem(op, **other)) == why
+    assert peer.unusable(problem("all_reduce")) == "for products of experts"

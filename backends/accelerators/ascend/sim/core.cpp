@@ -315,8 +315,8 @@ void Core::copy(Kind kind, std::uint32_t peer, const GlobalView& to, const Globa
     const std::uint32_t step = std::min(rows_of(ping), rows_of(pong));
     if (step == 0) fail(name, describe(ping) + " does not hold one row of " + std::to_string(line));
     const auto size = static_cast<std::int64_t>(bytes_of(from.dtype));
-    const auto effect = [=, dry = environment_.dry] {
-        if (dry) return;
+    const auto effect = [=, this, puts = kind == Kind::tput] {
+        if (environment_.dry || (puts && given_up(peer))) return;
         const auto packed = static_cast<std::int64_t>(line);
         for (std::uint32_t row = 0, half = 0; row < from.rows; row += step, half ^= 1) {
             const std::uint32_t rows = std::min(step, from.rows - row);
@@ -394,7 +394,8 @@ void Core::tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std
                    Where where) {
     where_ = where;
     const auto add = [&] {
-        return environment_.dry ? 0 : transport::SignalPad(pad).add(signal, value);
+        if (environment_.dry || given_up(peer)) return std::uint64_t{0};
+        return transport::SignalPad(pad).add(signal, value);
     };
     if (strict_) {
         if (!strict_->executes_sync()) return;
@@ -415,6 +416,13 @@ transport::Diagnosis Core::diagnosis(std::uint32_t peer) const {
             .peer = peer,
             .chunk = chunk_,
             .op = environment_.op};
+}
+
+bool Core::given_up(std::uint32_t peer) const {
+    if (peer == environment_.rank) return false;
+    const std::uint64_t deadline = environment_.deadline_ns;
+    return environment_.pad.aborted() != transport::AbortCode::none ||
+           (deadline != 0 && transport::monotonic_ns() > deadline);
 }
 
 std::uint64_t Core::wanted(std::uint32_t signal, std::int64_t amount) const {

@@ -22,6 +22,8 @@
 //              negative amount leaves out as much of what earlier calls add. False when the call is
 //              aborted or its deadline passed; the kernel then returns at once.
 //   nic_put    queues a put-with-signal to a rank of another node; false as twait.
+// Once a call is aborted or its deadline has passed, tput and tnotify do nothing to other ranks: these may
+// have left, and so a rank that was stopped for long writes into no memory that is theirs.
 #pragma once
 
 #include <cstdint>
@@ -243,6 +245,8 @@ class Core {
     // twait, but for what strict simulation makes of it; until the counter is at `value`.
     [[nodiscard]] bool await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
     [[nodiscard]] transport::Diagnosis diagnosis(std::uint32_t peer) const;
+    // Whether `peer` is another rank, which may have left the call meanwhile.
+    [[nodiscard]] bool given_up(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return role_ == Role::cube ? 1 : 0; }
 
     const Environment& environment_;

@@ -1,0 +1,143 @@
+"""Peers of products of experts that `mkernel bench` on CPU ranks does not run: DeepEP, for which a
+stand-in exchanges by torch.distributed, and products alone where libraries are barred."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+import mkernel
+from mkernel.cases import case_of
+from mkernel.harness.collectives import all_gather
+from mkernel.harness.contender import Contender
+from mkernel.harness.deep_ep import DeepEp
+from mkernel.harness.library_contenders import Gemm
+from mkernel.harness.problem import Inputs, Problem
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+OPS = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer")
+SIZES = {"tokens": 60, "hidden": 64, "features": 128, "experts": 4, "top_k": 2}
+
+
+def gathered(share: Tensor) -> Tensor:
+    whole = share.new_empty(distributed.get_world_size() * len(share), *share.shape[1:])
+    all_gather(whole, share.contiguous())
+    return whole
+
+
+class Buffer:
+    """As DeepEP's, by all-gathers. ``shifts``: tokens arrive in each other's places."""
+
+    shifts = False
+
+    def __init__(self, group: Any, nbytes: int, *, explicitly_destroy: bool) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        assert nbytes > 0
+        assert explicitly_destroy
+
+    def get_dispatch_layout(self, ids: Tensor, experts: int) -> tuple[Any, ...]:
+        self.experts, self.own = experts, experts // self.world
+        owner = torch.where(ids < 0, -1, ids // self.own)
+        wanted = torch.stack([(owner == rank).any(1) for rank in range(self.world)], 1)
+        of_experts = torch.bincount(ids[ids >= 0], minlength=experts)
+        return wanted.sum(0).int(), None, of_experts.int(), wanted, None
+
+    def dispatch(self, x: Tensor, **told: Any) -> tuple[Any, ...]:
+        ids, room = told["topk_idx"], told["num_worst_tokens"]
+        assert int(told["num_tokens_per_expert"].sum()) == int((ids >= 0).sum())
+        local = gathered(ids) - self.rank * self.own
+        local[(local < 0) | (local >= self.own)] = -1
+        came = (local >= 0).any(1).nonzero().squeeze(1)
+        found = []
+        for each in (gathered(x), local, gathered(told["topk_weights"])):
+            poison = -1 if each is local else float("nan")
+            whole = torch.full((room, *each.shape[1:]), poison, dtype=each.dtype)
+            whole[: len(came)] = each[came]
+            found.append(whole)
+        if self.shifts:
+            found[0][: len(came)] = found[0][: len(came)].roll(1, 0)
+        source = torch.full((room,), -1)
+        source[: len(came)] = came
+        handle = (source, *(torch.zeros(1) for _ in range(5)))
+        return found[0], found[1], found[2], [], handle, None
+
+    def combine(self, x: Tensor, handle: tuple[Tensor, ...], config: Any) -> tuple[Tensor, None]:
+        assert x.dtype == torch.bfloat16
+        tokens = len(x) // self.world
+        home = torch.zeros(self.world * tokens, x.shape[1])
+        source = handle[0][handle[0] >= 0]
+        home[source] = x[: len(source)].float()
+        distributed.all_reduce(home)
+        return home[self.rank * tokens : (self.rank + 1) * tokens].bfloat16(), None
+
+    def destroy(self) -> None:
+        self.world = 0
+
+
+def stand_in(shifts: bool) -> None:
+    """A module ``deep_ep`` in this process."""
+    Buffer.shifts = shifts
+    made: Any = ModuleType("deep_ep")
+    made.Buffer, made.topk_idx_t = Buffer, torch.int64
+    made.Config = lambda *sizes: SimpleNamespace(get_nvl_buffer_size_hint=lambda *_: 1)
+    sys.modules["deep_ep"] = made
+
+
+def wrong(kind: type[Contender], op: str, options: dict[str, Any], **where: Any) -> list[str]:
+    """What is wrong with two turns of a peer, in the memory of the first."""
+    world = mkernel.world()
+    case = case_of(op)(SIZES, "bfloat16", "bfloat16", options=options)
+    problem = Problem(case, world.rank, world.size, torch.device("cpu"), **where)
+    peer, inputs, found = kind(problem), Inputs(), []
+    for turn in (3, 4):
+        problem.fill("op", inputs, turn)
+        peer.before(inputs)
+        results = peer.judged(peer.call(inputs, {}), inputs)
+        compared = problem.compared("op", results, turn, peer.promised())
+        limits = peer.limits()
+        assert compared
+        found += [
+            f"{kind.name} {op} {options}: {name} {one.error} {one.why}"
+            for name, one in compared.items()
+            if not one.error <= limits.get(name, 0.0)
+        ]
+    peer.close()
+    return found
+
+
+def deep_ep_errors(op: str, shifts: bool) -> list[str]:
+    stand_in(shifts)
+    found = []
+    for options in ({}, {"capacity": 240}, {"routing": "padded", "id_dtype": "int32"}):
+        found += wrong(DeepEp, op, options)
+    return found
+
+
+def errors_alone(op: str) -> list[str]:
+    barred: dict[str, Any] = {"nodes": 2, "bars_libraries": "would go past the NIC"}
+    case = case_of(op)(SIZES, "bfloat16", "bfloat16")
+    problem = Problem(case, 0, 2, torch.device("cuda"), **barred)
+    assert Gemm.unusable(problem) is None
+    return wrong(Gemm, op, {}, **barred) + wrong(Gemm, op, {"capacity": 240}, **barred)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_deep_ep_is_right_and_shifted_tokens_are_seen(op: str) -> None:
+    right, shifted = (
+        mkernel.launch(deep_ep_errors, op, shifts, ranks_per_node=2, accelerator="streams")
+        for shifts in (False, True)
+    )
+    assert right == [[], []]
+    assert (shifted != [[], []]) == (op != "moe_gemm_combine")  # whose rows are given
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_products_alone_are_timed_where_libraries_are_barred(op: str) -> None:
+    """So that overlap between nodes has a T_c."""
+    assert mkernel.launch(errors_alone, op, ranks_per_node=2, accelerator="streams") == [[], []]
