@@ -96,11 +96,18 @@ def experts() -> list[str]:
     )
 
 
+def experts_by_rows() -> list[str]:
+    """The same with fewer rows for each expert than a box has: every result leaves by plain stores."""
+    return moe_ranks.judged(
+        [Moe(24, 136, 72), Moe(24, 136, 72, experts=4, top_k=4, narrow=True)], 0
+    )
+
+
 def experts_filled() -> list[str]:
-    """The same for initcheck, with NaN in the results of products before our kernels store to them by
-    TMA, as other tests have poison in a GEMM's output; whether the tool sees TMA stores of ours has not
-    been tried. A result that is read and was not stored is NaN, which judges see; tables, rows in order
-    and sums are the tool's to judge."""
+    """The same as ``experts`` for initcheck, with NaN in the results of products before our kernels
+    store to them by TMA, which the tool does not see
+    (``test_initcheck_sees_stores_of_rows_and_none_of_boxes``). A result that is read and was not stored
+    is NaN, which judges see; tables, rows in order and sums are the tool's to judge."""
     new_empty = torch.Tensor.new_empty
 
     def filled(like: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
@@ -114,6 +121,8 @@ def experts_filled() -> list[str]:
 CHECKED: dict[str, Callable[[], list[str]]] = {
     each.__name__: each for each in (few_rows, medium, e4m3, attention, experts)
 }
+CONTROLS = {"experts_by_boxes": experts, "experts_by_rows": experts_by_rows}
+"""What shows which stores initcheck sees."""
 SEEN_BY_INITCHECK = {"attention": attention_by_flash, "experts": experts_filled}
 """What stands for one of these under that tool."""
 
@@ -125,7 +134,7 @@ def main(what: str, tool: str) -> int:
         os.environ["MKERNEL_CONSTANTS"] = str(_with_few_rows(Path(folder) / "constants.json"))
         mkernel.init(accelerator="hopper", timeout_s=200)
     try:
-        failures = (run or CHECKED[what])()
+        failures = (run or {**CHECKED, **CONTROLS}[what])()
     finally:
         mkernel.finalize()
     print(*failures or ["right"], sep="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from survivors import judge_absence, judge_survivors
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+FOUND = 86
+"""Exit status of a program in which a tool has found something."""
 
 
 @several
@@ -91,15 +94,40 @@ def test_initcheck_does_not_see_stores_of_libraries_by_tma() -> None:
     assert "Uninitialized __global__ memory read" in done.stdout, done.stdout[-3000:]
 
 
+@sanitized
+@pytest.mark.timeout(400)
+def test_initcheck_sees_stores_of_rows_and_none_of_boxes(tmp_path: Path) -> None:
+    """The same kernels read results that plain stores wrote, of which the tool says nothing, and
+    results that boxes wrote, of which it says that nobody did. They are right in both."""
+    by_rows, by_boxes = (
+        [checked_kernels.__file__, f"experts_by_{each}", "initcheck"] for each in ("rows", "boxes")
+    )
+    judge_sanitized("initcheck", by_rows, 1, tmp_path)
+    ((status, text),) = run_sanitized("initcheck", by_boxes, 1, tmp_path)
+    assert status == FOUND, text[-3000:]
+    assert "right" in text, text[-3000:]
+    read_by = set(re.findall(r"(\w+_kernel)\b", text))
+    assert "send_rows_kernel" in read_by, sorted(read_by)
+
+
 def judge_sanitized(tool: str, program: list[str], world: int, folder: Path) -> None:
     """Each rank ends well under the tool, with right results."""
+    for status, text in run_sanitized(tool, program, world, folder):
+        # What a tool says first tells most; then what the rank made of it.
+        assert status == 0, f"{text[:3000]}\n[..]\n{text[-2000:]}"
+        assert "right" in text
+
+
+def run_sanitized(tool: str, program: list[str], world: int, folder: Path) -> list[tuple[int, str]]:
+    """What each rank ends with under the tool, and all that was printed; :data:`FOUND` where the tool
+    has found something."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # torch's kernels are not ours to judge, but what they write is initialised.
     ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=mkernel"]
     command = [
-        SANITIZER, "--tool", tool, "--error-exitcode", "86", *ours, sys.executable, *program
+        SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), *ours, sys.executable, *program
     ]  # fmt: skip
     logs = [folder / f"rank{rank}" for rank in range(world)]
     ranks = []
@@ -125,8 +153,4 @@ def judge_sanitized(tool: str, program: list[str], world: int, folder: Path) -> 
         for process in ranks:
             process.kill()
             process.wait()
-    for process, log in zip(ranks, logs, strict=True):
-        text = log.read_text()
-        # What a tool says first tells most; then what the rank made of it.
-        assert process.returncode == 0, f"{text[:3000]}\n[..]\n{text[-2000:]}"
-        assert "right" in text
+    return [(process.returncode, log.read_text()) for process, log in zip(ranks, logs, strict=True)]
