@@ -6,7 +6,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/kernels/moe/cut_tiles.cuh"
+#include "backends/accelerators/hopper/kernels/moe/exchange_ids.cuh"
+#include "backends/accelerators/hopper/kernels/moe/runs.cuh"
 #include "backends/accelerators/hopper/ptx/tensor.cuh"
 #include "backends/cuda/error.hpp"
 #include "backends/cuda/small_launch.cuh"
@@ -18,136 +20,6 @@ namespace {
 constexpr int kBlocks = 8;  // of the cluster, which is the grid
 constexpr int kMostWarps = 32;
 constexpr int kCountBytes = 192 << 10;  // of shared memory
-constexpr unsigned kAll = 0xFFFFFFFFu;
-
-// Runs of places: so many a rank, one after another.
-struct Runs {
-    int each, places;  // of one rank, of one run
-
-    __device__ Runs(const Tables& tables, int runs) {
-        each = runs / tables.world;
-        const int own = tables.tokens * tables.top_k;
-        places = ((own + each - 1) / each + 31) / 32 * 32;
-    }
-    // Calls body(place, is one) for 32 places at a time, all lanes alike.
-    template <class Body>
-    __device__ void for_each(const Tables& tables, int run, Body&& body) const {
-        const int own = tables.tokens * tables.top_k;
-        const int first = run % each * places;
-        const int end = run < each * tables.world ? min(first + places, own) : 0;
-        const std::int64_t before = std::int64_t{run / each} * own;
-        for (int at = first; at < end; at += 32) {
-            const int mine = at + static_cast<int>(threadIdx.x) % 32;
-            body(before + mine, mine < end);
-        }
-    }
-};
-
-// The sum of the lanes before this one, and of all.
-__device__ int sum_before(int value, int& all) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int sum = value;
-    for (int by = 1; by < 32; by *= 2) {
-        const int other = __shfl_up_sync(kAll, sum, by);
-        if (lane >= by) sum += other;
-    }
-    all = __shfl_sync(kAll, sum, 31);
-    return sum - value;
-}
-
-__device__ void push_ids(const RoutingArgs& args, std::uint64_t epoch, int thread, int threads) {
-    const Workspace& workspace = args.workspace;
-    const int own = args.tables.tokens * args.tables.top_k;
-    for (int step = 0; step < workspace.world; ++step) {
-        const int other = (workspace.rank + step) % workspace.world;
-        const int at = args.exchanges ? other : workspace.rank;
-        if (!workspace.near(at)) continue;
-        auto* const ids = reinterpret_cast<std::int32_t*>(workspace.data(at) + args.ids_offset);
-        std::int32_t* const to = ids + std::int64_t{args.exchanges ? workspace.rank : other} * own;
-        for (int i = thread; i < own; i += threads) to[i] = args.own_ids[i];
-    }
-    transport::fence_system();
-    ptx::cluster_barrier();
-    if (thread != 0 || !args.exchanges) return;
-    for (int step = 1; step < workspace.world; ++step) {
-        const int peer = (workspace.rank + step) % workspace.world;
-        if (!workspace.near(peer)) continue;
-        workspace.flags(peer)[workspace.world + workspace.rank].set(epoch);
-    }
-}
-
-__device__ void wait_for_ids(const RoutingArgs& args, std::uint64_t epoch) {
-    const Workspace& workspace = args.workspace;
-    if (threadIdx.x == 0 && args.exchanges) {
-        const auto waiter = waiter_of(workspace, args.limits, transport::Waiter::compute_kernel);
-        for (int step = 1; step < workspace.world; ++step) {
-            const int peer = (workspace.rank + step) % workspace.world;
-            const auto flag = static_cast<std::uint32_t>(workspace.world + peer);
-            if (!waiter.until(workspace.flags(workspace.rank)[flag], epoch,
-                              {flag, static_cast<std::uint32_t>(peer), transport::kNoChunk})) {
-                break;  // what lies there is checked before it is used
-            }
-        }
-    }
-    __syncthreads();
-}
-
-// Rows of an expert that come from tokens of this rank.
-struct OwnRows {
-    int first, end;
-};
-__device__ OwnRows own_rows(const RoutingArgs& args, const int* before, const Runs& runs,
-                            int expert, int count, int all_runs) {
-    const int* of_expert = before + std::int64_t{expert} * all_runs;
-    const int next = (args.workspace.rank + 1) * runs.each;
-    return {of_expert[args.workspace.rank * runs.each], next < all_runs ? of_expert[next] : count};
-}
-
-// One warp. `total`: rows of each expert; `before`: rows of runs before each.
-__device__ void write_tiles(const RoutingArgs& args, const int* total, const int* before,
-                            const Runs& runs, int all_runs) {
-    const Tables& tables = args.tables;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    Tile* const tiles = tables.tiles();
-    const auto cut = [&](int at, int expert, int first, int end) {
-        for (; first < end; first += kTileRows, ++at) {
-            tiles[at] = {expert, first, min(kTileRows, end - first), 0};
-            tables.permuted()[at].value = 0;
-        }
-        return at;
-    };
-    int written = 0;
-    for (const bool early : {true, false}) {
-        int seen = 0;  // whole tiles of own rows, of the experts before
-        int rows_before = 0;
-        for (int first = 0; first < tables.experts; first += 32) {
-            const int expert = first + lane;
-            const int count = expert < tables.experts ? total[expert] : 0;
-            OwnRows own{0, 0};
-            if (count > 0) own = own_rows(args, before, runs, expert, count, all_runs);
-            int all = 0;
-            const int row = rows_before + sum_before(count, all);
-            rows_before += all;
-            const int whole = (own.end - own.first) / kTileRows;
-            const int place = seen + sum_before(whole, all);
-            seen += all;
-            const int mine = min(max(args.early - place, 0), whole) * kTileRows;
-            // Of the first rank from its first row on, else up to its last: one rest less.
-            const int from = own.first == 0 || mine == 0 ? row : row + own.end - mine;
-            if (early) {
-                cut(min(place, args.early), expert, from, from + mine);
-                written = min(seen, args.early);
-            } else {
-                const int pieces = (from - row + kTileRows - 1) / kTileRows +
-                                   (row + count - from - mine + kTileRows - 1) / kTileRows;
-                const int at = written + sum_before(pieces, all);
-                cut(cut(at, expert, row, from), expert, from + mine, row + count);
-                written += all;
-            }
-        }
-    }
-    if (lane == 0) tiles[written] = {-1, 0, 0, 0};
-}
 
 __global__ void __cluster_dims__(kBlocks, 1, 1)
     route_kernel(const __grid_constant__ RoutingArgs args) {
