@@ -29,11 +29,10 @@ from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 
 MARKS = (
-    "begun", "free", "open", "come", "loaded", "multiplied", "together", "sent", "taken", "ended",
+    "begun", "free", "come", "loaded", "multiplied", "together", "sent", "taken", "ended",
 )  # fmt: skip
 STEPS = (
     ("begun", "free", "wait for the grid before"),
-    ("free", "open", "fence"),
     ("free", "come", "first weights"),
     ("come", "multiplied", "weights"),
     ("multiplied", "together", "cluster"),

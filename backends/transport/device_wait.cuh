@@ -57,6 +57,12 @@ class DeviceWaiter {
         return false;
     }
 
+    // For waits that poll by themselves, once in a while: when to ask again at the earliest, or 0 where the
+    // call is given up. `start`: when the wait began (`global_ns`); `next`: what this said before, or `start`.
+    __device__ std::uint64_t ask(std::uint64_t start, std::uint64_t next, Awaited what) const {
+        return ask(state_, limits_, kernel_, start, next, what);
+    }
+
   private:
     // Many blocks may wait at a time, and the copy engines that they wait for fetch their commands
     // over the same PCIe link as the abort word: polls pause, and looks at the host are rare.
@@ -88,6 +94,22 @@ class DeviceWaiter {
                 return false;
             }
         }
+    }
+
+    // Likewise.
+    __device__ static __noinline__ std::uint64_t ask(CallState* state, WaitLimits limits,
+                                                     Waiter kernel, std::uint64_t start,
+                                                     std::uint64_t next, Awaited what) {
+        if (load_relaxed(&state->failed) != 0) return 0;
+        const std::uint64_t now = global_ns();
+        if (now - start > limits.timeout_ns) {
+            if (state->give_up(true)) record(limits, kernel, 0, 1, what);
+            return 0;
+        }
+        if (now < next + kHostLookNs) return next;
+        if (load_relaxed(&limits.host->abort) == 0) return now;
+        state->give_up(false);
+        return 0;
     }
 
     __device__ static void record(const WaitLimits& limits, Waiter kernel, std::uint64_t seen,

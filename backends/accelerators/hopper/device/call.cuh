@@ -143,4 +143,15 @@ __device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) 
     return epoch;
 }
 
+// The same for all threads of a block, which go on as soon as they know it: another thread counts. All of them,
+// in a world of several ranks.
+__device__ inline std::uint64_t epoch_of_brief_block(const Workspace& workspace) {
+    __shared__ std::uint64_t of_block;
+    if (threadIdx.x == 0) of_block = workspace.control().state.epoch;
+    __syncthreads();
+    const std::uint64_t epoch = of_block;
+    if (threadIdx.x == blockDim.x - 1) finish_brief_call(workspace, epoch);
+    return epoch;
+}
+
 }  // namespace mkernel::hopper

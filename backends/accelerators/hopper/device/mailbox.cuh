@@ -9,9 +9,12 @@
 // there. Calls of even and of odd epochs have areas of their own: who sends in call e has heard of every
 // peer in call e - 1 (these calls are brief, device/call.cuh), so the peer's call e - 2 was over, and with
 // it the zeros were written that the mail of e falls on. That the zeros come first everywhere is the doing of
-// `open`: one fence at the begin of call e - 1 orders the peer's zeros of e - 2 before its mail of e - 1,
-// and one at the begin of e orders this rank's look at that mail before its own mail. It is tried in every
-// interleaving (tests/native/model/test_words_model.cpp).
+// grids, since a call is one grid and nothing of it is sent before the grid before has completed: a grid's
+// stores to its own device's memory have then been performed in that device's L2, which is where all
+// processors, those of peers too, meet for it. So the peer's zeros of e - 2 are there before its mail of e - 1
+// leaves, and this rank has looked at that mail before its own of e leaves. PTX's rules alone, which know no
+// order between devices without fences, do not say so; a fence of all threads that send would, and costs 2 to
+// 5 us a call. With that order it is tried in every interleaving (tests/native/model/test_words_model.cpp).
 #pragma once
 
 #include <cstdint>
@@ -26,11 +29,6 @@ __device__ inline std::uint32_t mailable(std::uint32_t word) {
 
 __device__ inline uint4 mailable(uint4 words) {
     return {mailable(words.x), mailable(words.y), mailable(words.z), mailable(words.w)};
-}
-
-// At the begin of a call, by every thread that sends in it.
-__device__ inline void open() {
-    transport::fence_system();
 }
 
 // `words` are mailable; `to`: in a peer's mail area, a multiple of 16.
@@ -64,27 +62,21 @@ __device__ inline void clear(char* at) {
 template <class Come>
 __device__ inline bool until(Come&& come, const transport::DeviceWaiter& waiter,
                              transport::Awaited what) {
+    constexpr int kEager =
+        64;  // polls without a pause: what is under way comes in one or two microseconds
     constexpr int kPauseNs = 32;
-    constexpr int kPollsBetweenLooks = 128;
-    constexpr std::uint64_t kHostLookNs = 1'000'000;
-    if (come()) return true;
-    const transport::DeviceLimits limits = waiter.limits();
+    constexpr int kPollsBetweenAsking = 128;
+#pragma unroll 1
+    for (int turn = 0; turn < kEager; ++turn) {
+        if (come()) return true;
+    }
     const std::uint64_t start = transport::global_ns();
-    std::uint64_t look_at_host = start + kHostLookNs;
-    int turn = 0;
-    while (!come()) {
+    std::uint64_t next = start;
+#pragma unroll 1
+    for (int turn = 1; !come(); ++turn) {
         __nanosleep(kPauseNs);
-        if (++turn < kPollsBetweenLooks) continue;
-        turn = 0;
-        if (transport::load_relaxed(limits.failed) != 0) return false;
-        const std::uint64_t now = transport::global_ns();
-        if (now < look_at_host) continue;
-        look_at_host = now + kHostLookNs;
-        const bool aborted = limits.aborted();
-        if (aborted || now - start > limits.timeout_ns) {
-            const auto why =
-                aborted ? transport::WaitResult::aborted : transport::WaitResult::timed_out;
-            return waiter.went_on(why, 0, 1, what);
+        if (turn % kPollsBetweenAsking == 0 && (next = waiter.ask(start, next, what)) == 0) {
+            return false;
         }
     }
     return true;

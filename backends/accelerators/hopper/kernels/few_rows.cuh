@@ -60,7 +60,6 @@ struct FewRowsArgs {
 enum class FewRowsMark : std::uint8_t {
     begun,       // the block
     free,        // the grid before is over
-    open,        // mail may be sent
     come,        // the first weights
     loaded,      // the last loads are under way
     multiplied,  // all weights

@@ -66,10 +66,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
     const bool marks = kTraced && threadIdx.x == 0;
     if (marks) shared.mark(FewRowsMark::free);
-    // While the first weights are under way; threads beyond a whole tile's share send nothing.
-    const int vectors = (args.m + splits - 1) / splits * (kFewColumns / 8);
-    if (args.workspace.world > 1 && static_cast<int>(threadIdx.x) < vectors) mailbox::open();
-    if (marks) shared.mark(FewRowsMark::open);
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
         {

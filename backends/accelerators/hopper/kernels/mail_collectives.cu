@@ -1,7 +1,11 @@
 // The kernels of mail_collectives.hpp and their launches.
+//
+// `kWhole`: this rank's addresses are multiples of 16, and its arrays whole vectors. A kernel is small then, which
+// matters: what an exchange of few bytes takes, fetching instructions takes too. Ranks need not be alike.
 #include "backends/accelerators/hopper/kernels/mail_collectives.hpp"
 
 #include <algorithm>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
@@ -13,80 +17,72 @@
 namespace mkernel::hopper::collectives {
 namespace {
 
-constexpr int kThreadsOfMail = 256;
+constexpr unsigned kMailThreads = 256;
 
+// Places of 16 bytes, or of 8 elements, are counted with 32 bits: kMailBytes holds fewer.
 struct Sent {
     Workspace workspace;
     transport::WaitLimits limits;
     std::uint64_t slot;  // bytes of mail from one rank
 
-    __device__ int peer(int step) const { return (workspace.rank + step) % workspace.world; }
+    __device__ int after(int rank, int step) const {
+        const int next = rank + step;
+        return next < workspace.world ? next : next - workspace.world;
+    }
+    __device__ int peer(int step) const { return after(workspace.rank, step); }
     // Where at rank `at` lies what rank `from` sends.
     __device__ char* mail(int at, int from, std::uint64_t epoch) const {
         return workspace.mail(at, epoch) + from * slot;
     }
+    __device__ transport::DeviceWaiter waiter() const {
+        return waiter_of(workspace, limits, transport::Waiter::comm_kernel);
+    }
 };
 
-// The call's number, once this thread may read what the grid before wrote, and send.
-__device__ std::uint64_t begin(const Workspace& workspace) {
-    constexpr unsigned kWhoCounts = 32;  // none of the warp that reads: nobody waits for it
-    __shared__ std::uint64_t of_block;
-    ptx::wait_for_grid_before();
-    if (threadIdx.x == 0) of_block = workspace.control().state.epoch;
-    mailbox::open();
-    __syncthreads();
-    const std::uint64_t epoch = of_block;
-    if (threadIdx.x == kWhoCounts) finish_brief_call(workspace, epoch);
-    return epoch;
-}
-
-// What thread `i` of the grid has: i, i + all threads, ...
+// What a thread of the grid has of so many places; it stops where `each` says so.
 template <class Each>
-__device__ void for_own(std::uint64_t count, Each&& each) {
-    const std::uint64_t threads = std::uint64_t{gridDim.x} * kThreadsOfMail;
-    for (std::uint64_t i = std::uint64_t{blockIdx.x} * kThreadsOfMail + threadIdx.x; i < count;
-         i += threads) {
-        if (!each(i)) return;
+__device__ void for_own(std::uint32_t places, Each&& each) {
+#pragma unroll 1
+    for (std::uint32_t place = blockIdx.x * kMailThreads + threadIdx.x; place < places;
+         place += gridDim.x * kMailThreads) {
+        if (!each(place)) return;
     }
 }
 
-__device__ transport::Awaited mail_of(int from, std::uint64_t place) {
-    return {transport::kMail, static_cast<std::uint32_t>(from),
-            static_cast<std::uint32_t>(place / kThreadsOfMail)};
+__device__ transport::Awaited mail_of(int from, std::uint32_t place) {
+    return {transport::kMail, static_cast<std::uint32_t>(from), place / kMailThreads};
 }
 
-// `count` elements at `from`, all of `kCount` or as many as there are; the rest is zero.
-template <class Vectors, class T>
-__device__ Vectors load_some(const T* from, std::uint64_t count) {
-    constexpr std::uint64_t kCount = sizeof(Vectors) / sizeof(T);
+// Vectors of T from `from`, of which `count` elements are there; the rest is zero.
+template <bool kWhole, class Vectors, class T>
+__device__ Vectors load(const T* from, std::uint64_t count) {
     Vectors found{};
-    if (count >= kCount && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+    if constexpr (kWhole) {
         auto* words = reinterpret_cast<uint4*>(&found);
 #pragma unroll
         for (unsigned i = 0; i < sizeof(Vectors) / 16; ++i) {
             words[i] = ptx::load_16(reinterpret_cast<const char*>(from) + i * 16);
         }
-        return found;
-    }
-    T* elements = reinterpret_cast<T*>(&found);
+    } else {
+        T* elements = reinterpret_cast<T*>(&found);
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-        if (i < count) elements[i] = from[i];
+        for (unsigned i = 0; i < sizeof(Vectors) / sizeof(T); ++i) {
+            if (i < count) elements[i] = from[i];
+        }
     }
     return found;
 }
 
-template <class T>
-__device__ void store_some(T* to, std::uint64_t count, uint4 words) {
-    constexpr std::uint64_t kCount = 16 / sizeof(T);
-    if (count >= kCount && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
+template <bool kWhole, class T>
+__device__ void store(T* to, std::uint64_t count, uint4 words) {
+    if constexpr (kWhole) {
         ptx::store_16(to, words);
-        return;
-    }
-    const T* elements = reinterpret_cast<const T*>(&words);
+    } else {
+        const T* elements = reinterpret_cast<const T*>(&words);
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-        if (i < count) to[i] = elements[i];
+        for (unsigned i = 0; i < 16 / sizeof(T); ++i) {
+            if (i < count) to[i] = elements[i];
+        }
     }
 }
 
@@ -96,44 +92,52 @@ struct Gathered {
     const char* src[2];
     char* out[2];
     std::uint64_t bytes[2];
-    std::uint64_t places[2];  // of 16 bytes
+    std::uint32_t places[2];
 };
 
-__global__ void __launch_bounds__(kThreadsOfMail, 2)
+template <bool kWhole>
+__global__ void __launch_bounds__(kMailThreads, 2)
     all_gather_kernel(const __grid_constant__ Gathered args) {
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
-    const std::uint64_t epoch = begin(sent.workspace);
-    const auto waiter = waiter_of(sent.workspace, sent.limits, transport::Waiter::comm_kernel);
-    const std::uint64_t places = args.places[0] + args.places[1];
-    const auto mail = [&](int at, int from, std::uint64_t place) -> mailbox::Exact {
+    ptx::wait_for_grid_before();
+    const std::uint64_t epoch = epoch_of_brief_block(sent.workspace);
+    const std::uint32_t places = args.places[0] + args.places[1];
+    const auto mail = [&](int at, int from, std::uint32_t place) -> mailbox::Exact {
         char* const slot = sent.mail(at, from, epoch);
-        return {slot + place * 16, slot + places * 16 + place};
+        return {slot + std::uint64_t{place} * 16, slot + std::uint64_t{places} * 16 + place};
     };
-    const auto store = [&](int from, std::uint64_t place, uint4 words) {
-        const int which = place < args.places[0] ? 0 : 1;
-        const std::uint64_t at = (place - which * args.places[0]) * 16;
-        store_some(args.out[which] + from * args.bytes[which] + at, args.bytes[which] - at, words);
+    // Which array a place is in, and how many bytes into a rank's part of it.
+    const auto at = [&](std::uint32_t place, int& which) {
+        which = place < args.places[0] ? 0 : 1;
+        return (place - which * args.places[0]) * std::uint64_t{16};
     };
-    for_own(places, [&](std::uint64_t place) {
-        const int which = place < args.places[0] ? 0 : 1;
-        const std::uint64_t at = (place - which * args.places[0]) * 16;
-        const auto own = load_some<uint4>(args.src[which] + at, args.bytes[which] - at);
+    const auto keep = [&](int from, std::uint32_t place, uint4 words) {
+        int which;
+        const std::uint64_t begin = at(place, which);
+        const std::uint64_t nbytes = args.bytes[which];
+        store<kWhole>(args.out[which] + from * nbytes + begin, nbytes - begin, words);
+    };
+    for_own(places, [&](std::uint32_t place) {
+        int which;
+        const std::uint64_t begin = at(place, which);
+        const auto own = load<kWhole, uint4>(args.src[which] + begin, args.bytes[which] - begin);
+#pragma unroll 1
         for (int step = 1; step < sent.workspace.world; ++step) {
             mailbox::send_exactly(mail(sent.peer(step), rank, place), own);
         }
-        store(rank, place, own);
+        keep(rank, place, own);
         return true;
     });
-    for_own(places, [&](std::uint64_t place) {
+    const auto waiter = sent.waiter();
+    for_own(places, [&](std::uint32_t place) {
+#pragma unroll 1
         for (int step = 1; step < sent.workspace.world; ++step) {
             const int from = sent.peer(step);
+            const mailbox::Exact come = mail(rank, from, place);
             uint4 words;
-            if (!mailbox::take_exactly(mail(rank, from, place), words, waiter,
-                                       mail_of(from, place))) {
-                return false;
-            }
-            store(from, place, words);
+            if (!mailbox::take_exactly(come, words, waiter, mail_of(from, place))) return false;
+            keep(from, place, words);
         }
         return true;
     });
@@ -143,8 +147,8 @@ struct Reduced {
     Sent sent;
     const void* src;
     void* out;
-    std::uint64_t elements;  // of the result
-    std::uint64_t owned;     // elements of each rank but perhaps the last ones
+    std::uint32_t elements;  // of the result
+    std::uint32_t owned;     // elements of each rank but perhaps the last ones
     Bias bias;
 };
 
@@ -165,23 +169,24 @@ __device__ bool take(char* from, Eight<In>& eight, const transport::DeviceWaiter
     return mailbox::take(at, eight.v, waiter, what);
 }
 
-template <class In, class Out, bool kScatter>
-__global__ void __launch_bounds__(kThreadsOfMail, 2)
+template <class In, class Out, bool kScatter, bool kWhole>
+__global__ void __launch_bounds__(kMailThreads, 2)
     reduce_kernel(const __grid_constant__ Reduced args) {
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
     const int world = sent.workspace.world;
-    const std::uint64_t epoch = begin(sent.workspace);
-    const auto waiter = waiter_of(sent.workspace, sent.limits, transport::Waiter::comm_kernel);
-    const auto* src = static_cast<const In*>(args.src);
-    const auto own = [&](std::uint64_t place, int of) {
-        const std::uint64_t at = place * 8;
-        return load_some<Eight<In>>(src + (kScatter ? of * args.elements : 0) + at,
-                                    args.elements - at);
+    ptx::wait_for_grid_before();
+    const auto own = [&](std::uint32_t place, int of) {
+        const std::uint32_t at = place * 8;
+        const In* const part =
+            static_cast<const In*>(args.src) + (kScatter ? std::uint64_t{args.elements} * of : 0);
+        return load<kWhole, Eight<In>>(part + at, args.elements - at);
     };
-    const std::uint64_t places = (args.elements + 7) / 8;
-    for_own(places, [&](std::uint64_t place) {
+    const std::uint64_t epoch = epoch_of_brief_block(sent.workspace);
+    const std::uint32_t places = (args.elements + 7) / 8;
+    for_own(places, [&](std::uint32_t place) {
         Eight<In> eight = own(place, sent.peer(1));
+#pragma unroll 1
         for (int step = 1; step < world; ++step) {
             const int to = sent.peer(step);
             if (kScatter && step > 1) eight = own(place, to);
@@ -189,86 +194,106 @@ __global__ void __launch_bounds__(kThreadsOfMail, 2)
         }
         return true;
     });
-    for_own(places, [&](std::uint64_t place) {
+    const auto waiter = sent.waiter();
+    for_own(places, [&](std::uint32_t place) {
         const int owner = kScatter ? rank : static_cast<int>(place * 8 / args.owned);
         const Eight<In> mine = own(place, rank);
         Sum8<Out> sum;
+#pragma unroll 1
         for (int step = 0; step < world; ++step) {
-            const int from = (owner + step) % world;
-            if (from == rank) {
-                sum.add(mine);
-                continue;
-            }
-            Eight<In> theirs;
+            const int from = sent.after(owner, step);
+            Eight<In> theirs = mine;
             char* const at = sent.mail(rank, from, epoch) + place * sizeof(theirs);
-            if (!take(at, theirs, waiter, mail_of(from, place))) return false;
+            if (from != rank && !take(at, theirs, waiter, mail_of(from, place))) return false;
             sum.add(theirs);
         }
         if (args.bias.row != nullptr) {
+            const std::uint32_t first = (kScatter ? rank * args.elements : 0) + place * 8;
             Eight<Out> more;
-            const std::uint64_t first = (kScatter ? rank * args.elements : 0) + place * 8;
             more.load(reinterpret_cast<const char*>(static_cast<const Out*>(args.bias.row) +
                                                     first % args.bias.columns));
             sum.add(more);
         }
-        store_some(static_cast<Out*>(args.out) + place * 8, args.elements - place * 8,
-                   sum.rounded());
+        Out* const to = static_cast<Out*>(args.out) + place * 8;
+        store<kWhole>(to, args.elements - place * 8, sum.rounded());
         return true;
     });
 }
 
-template <class Args>
-void launch(void (*kernel)(Args), Args args, const Collective& call, std::uint64_t slot,
-            std::uint64_t places, cudaStream_t stream) {
-    const int world = call.workspace.world;
-    args.sent = {call.workspace, call.limits, (slot + 127) / 128 * 128};
-    const std::uint64_t needed = world * args.sent.slot;
+// Whether all of them are multiples of 16: addresses, and bytes.
+bool whole(std::initializer_list<const void*> addresses,
+           std::initializer_list<std::uint64_t> bytes) {
+    std::uint64_t bits = 0;
+    for (const void* at : addresses) bits |= reinterpret_cast<std::uintptr_t>(at);
+    for (const std::uint64_t count : bytes) bits |= count;
+    return bits % 16 == 0;
+}
+
+// `nbytes`: of mail from one rank.
+Sent sent(const Collective& call, std::uint64_t nbytes) {
+    const std::uint64_t slot = (nbytes + 127) / 128 * 128;
+    const std::uint64_t needed = call.workspace.world * slot;
     if (needed > kMailBytes) {
         throw std::invalid_argument("the ranks send " + std::to_string(needed) +
                                     " bytes; a call by mail may have " +
                                     std::to_string(kMailBytes));
     }
-    const std::uint64_t wanted = (places + kThreadsOfMail - 1) / kThreadsOfMail;
-    launch_early(kernel, args,
-                 static_cast<std::uint32_t>(std::min<std::uint64_t>(wanted, most_blocks(call))),
-                 kThreadsOfMail, stream);
+    return {call.workspace, call.limits, slot};
+}
+
+template <class Args>
+void launch(void (*kernel)(Args), const Args& args, const Collective& call, std::uint32_t places,
+            cudaStream_t stream) {
+    const std::uint32_t blocks = (places + kMailThreads - 1) / kMailThreads;
+    launch_early(kernel, args, std::min(blocks, most_blocks(call)), kMailThreads, stream);
 }
 
 template <bool kScatter>
-void reduce(const Collective& call, Element element, const Reduced& args, cudaStream_t stream) {
-    const auto kernel = of_element<void (*)(Reduced)>(element, [](auto source, auto result) {
-        return &reduce_kernel<decltype(source), decltype(result), kScatter>;
+void reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
+            std::uint64_t owned, void* out, const Bias& bias, cudaStream_t stream) {
+    const std::uint64_t places = (elements + 7) / 8;
+    const Reduced args{.sent = sent(call, places * 8 * source_bytes(element)),
+                       .src = src,
+                       .out = out,
+                       .elements = static_cast<std::uint32_t>(elements),
+                       .owned = static_cast<std::uint32_t>(owned),
+                       .bias = bias};
+    const bool vectors = whole({src, out}, {elements * kResultBytes});
+    const auto kernel = of_element<void (*)(Reduced)>(element, [&](auto source, auto result) {
+        using In = decltype(source);
+        using Out = decltype(result);
+        return vectors ? &reduce_kernel<In, Out, kScatter, true>
+                       : &reduce_kernel<In, Out, kScatter, false>;
     });
-    const std::uint64_t places = (args.elements + 7) / 8;
-    launch(kernel, args, call, places * 8 * source_bytes(element), places, stream);
+    launch(kernel, args, call, static_cast<std::uint32_t>(places), stream);
 }
 
 }  // namespace
 
 void all_gather_by_mail(const Collective& call, const void* src, std::uint64_t shard_bytes,
                         void* out, cudaStream_t stream, const Beside& beside) {
-    Gathered args{};
-    args.src[0] = static_cast<const char*>(src);
-    args.src[1] = static_cast<const char*>(beside.src);
-    args.out[0] = static_cast<char*>(out);
-    args.out[1] = static_cast<char*>(beside.out);
-    args.bytes[0] = shard_bytes;
-    args.bytes[1] = beside.bytes;
-    for (int i = 0; i < 2; ++i) args.places[i] = (args.bytes[i] + 15) / 16;
-    const std::uint64_t places = args.places[0] + args.places[1];
-    launch(&all_gather_kernel, args, call, places * 17, places, stream);
+    const std::uint64_t places[2] = {(shard_bytes + 15) / 16, (beside.bytes + 15) / 16};
+    const Gathered args{
+        .sent = sent(call, (places[0] + places[1]) * 17),
+        .src = {static_cast<const char*>(src), static_cast<const char*>(beside.src)},
+        .out = {static_cast<char*>(out), static_cast<char*>(beside.out)},
+        .bytes = {shard_bytes, beside.bytes},
+        .places = {static_cast<std::uint32_t>(places[0]), static_cast<std::uint32_t>(places[1])}};
+    const bool vectors = whole({src, out, beside.src, beside.out}, {shard_bytes, beside.bytes});
+    launch(vectors ? &all_gather_kernel<true> : &all_gather_kernel<false>, args, call,
+           args.places[0] + args.places[1], stream);
 }
 
 void reduce_scatter_by_mail(const Collective& call, Element element, const void* src,
                             std::uint64_t part_elements, void* out, const Bias& bias,
                             cudaStream_t stream) {
-    reduce<true>(call, element, {{}, src, out, part_elements, part_elements, bias}, stream);
+    reduce<true>(call, element, src, part_elements, part_elements, out, bias, stream);
 }
 
 void all_reduce_by_mail(const Collective& call, Element element, const void* src,
                         std::uint64_t elements, std::uint64_t owned, void* out, const Bias& bias,
                         cudaStream_t stream) {
-    reduce<false>(call, element, {{}, src, out, elements, owned, bias}, stream);
+    reduce<false>(call, element, src, elements, owned, out, bias, stream);
 }
 
 }  // namespace mkernel::hopper::collectives

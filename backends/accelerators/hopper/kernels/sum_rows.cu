@@ -145,12 +145,8 @@ template <class Element, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) float unrounded[];  // a row, where it is normalised
-    __shared__ std::uint64_t of_block;
     ptx::wait_for_grid_before();
-    if (threadIdx.x == 0) of_block = epoch_of_brief_call(args.workspace);
-    if (args.workspace.world > 1) mailbox::open();
-    __syncthreads();
-    const std::uint64_t epoch = of_block;
+    const std::uint64_t epoch = args.workspace.world > 1 ? epoch_of_brief_block(args.workspace) : 0;
     const RowsOfSums& sums = args.sums;
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::comm_kernel);
     for (std::uint32_t number = blockIdx.x; number < sums.rows; number += gridDim.x) {
