@@ -41,21 +41,31 @@ class OneShot(Finite):
         return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
 
 
-class SmallCalls(Finite):
-    """Calls of few bytes, and what they save."""
+class BriefCalls(Finite):
+    """Calls whose ranks end without a wait for their peers: those of few bytes."""
 
     most_bytes: int = Field(
         ge=0, description="that all ranks send to one of them, and as its own count"
     )
     less_us: float = Field(ge=0, description="than other calls take")
 
+    def saved_us(self, nbytes: int) -> float:
+        """Of a call in which so many bytes come to a rank."""
+        return self.less_us if nbytes <= self.most_bytes else 0.0
+
+
+class MailCalls(Finite):
+    """Calls of one exchange whose data say themselves that they have come, and which are brief."""
+
+    most_bytes: int = Field(
+        ge=0, description="that all ranks send to one of them, and as its own count"
+    )
+    exchange_us: float = Field(ge=0, description="latency of the exchange between all ranks")
+    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+
     def takes(self, nbytes: int) -> bool:
         """A call in which so many bytes come to a rank."""
         return nbytes <= self.most_bytes
-
-    def saved_us(self, nbytes: int) -> float:
-        """Of such a call."""
-        return self.less_us if self.takes(nbytes) else 0.0
 
 
 class PathConstants(Finite):
@@ -69,13 +79,8 @@ class PathConstants(Finite):
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
-    brief: SmallCalls | None = Field(
-        None, description="whose ranks end without a wait for their peers; None: no calls"
-    )
-    mail: SmallCalls | None = Field(
-        None,
-        description="whose data say themselves that they have come, also brief; None: no calls",
-    )
+    brief: BriefCalls | None = Field(None, description="None: all calls wait for their peers' end")
+    mail: MailCalls | None = Field(None, description="None: all calls wait for flags")
     unhidden_gather: float = Field(
         0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
     )

@@ -131,7 +131,8 @@ def predict(
     T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
     same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
-    what a call of few bytes does not wait at its end (``brief``), nor for flags (``mail``).
+    what a call of few bytes does not wait at its end (``brief``). Of one exchange by ``mail``, its own
+    latency and rate.
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
@@ -281,21 +282,23 @@ def _exchanges_us(
     def exchange_us(nbytes: float) -> float:
         return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
 
-    def saved_us(nbytes: float, exchanges: int = 1) -> float:
-        come = math.ceil(world * nbytes)
-        brief = 0.0 if path.brief is None else path.brief.saved_us(come)
-        mail = 0.0 if path.mail is None or exchanges > 1 else path.mail.saved_us(come)
-        return brief + mail
+    def saved_us(nbytes: float) -> float:
+        return 0.0 if path.brief is None else path.brief.saved_us(math.ceil(world * nbytes))
+
+    def once_us(nbytes: float) -> float:
+        mail = path.mail
+        if mail is not None and mail.takes(math.ceil(world * nbytes)):
+            return transfer_us((world - 1) * nbytes, mail.egress_gbs, mail.exchange_us)
+        return exchange_us(nbytes) - saved_us(nbytes)
 
     if op == "gemm_all_reduce" and path.one_shot is not None:
         whole = shape.m * shape.n * sent
         if path.one_shot.takes(whole, world):
-            return exchange_us(whole) - saved_us(whole)
+            return once_us(whole)
     if op == "all_gather_gemm":
-        part = shape.m * shape.k * sent / world
-        return exchange_us(part) - saved_us(part)
+        return once_us(shape.m * shape.k * sent / world)
     part = shape.m * shape.n * sent / world
     if op == "gemm_reduce_scatter":
-        return exchange_us(part) - saved_us(part)
+        return once_us(part)
     sums = shape.m * shape.n * result / world
-    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums, 2)
+    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums)

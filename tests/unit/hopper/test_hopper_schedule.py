@@ -41,7 +41,7 @@ from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.around import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
-from mkernel.topology.cost import SmallCalls
+from mkernel.topology.cost import MailCalls
 
 SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
@@ -251,7 +251,7 @@ def test_who_normalises_rows_of_the_librarys_products(
     assert claims.constants is not None
     library_path = claims.constants.library
     assert library_path is not None
-    mail = SmallCalls(most_bytes=most_bytes, less_us=1.0)
+    mail = MailCalls(most_bytes=most_bytes, exchange_us=3.0, egress_gbs=350.0)
     constants = claims.constants.model_copy(
         update={"library": library_path.model_copy(update={"mail": mail})}
     )

@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales, first_difference
-from mkernel.topology.cost import MachineConstants, OneShot, SmallCalls
+from mkernel.topology.cost import BriefCalls, MachineConstants, MailCalls, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -346,7 +346,7 @@ def test_calls_of_few_bytes_do_not_wait_at_their_end(op: OpName, exchanges: int)
     shape = GemmShape(m=64, n=8192, k=8192)
 
     def comm_us(most_bytes: int) -> float:
-        brief = SmallCalls(most_bytes=most_bytes, less_us=2.0)
+        brief = BriefCalls(most_bytes=most_bytes, less_us=2.0)
         library = made.library.model_copy(update={"brief": brief})
         both = paths.predict(
             op, shape, "bfloat16", 2, 132, 132, made.model_copy(update={"library": library})
@@ -356,6 +356,30 @@ def test_calls_of_few_bytes_do_not_wait_at_their_end(op: OpName, exchanges: int)
 
     nbytes = exchanges * (1 << 20)
     assert comm_us(nbytes - 1) - comm_us(nbytes) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_an_exchange_by_mail_has_a_latency_and_a_rate_of_its_own(op: OpName) -> None:
+    """64 x 8192 elements of 16 bits; the two exchanges of an all-reduce never go so."""
+    made = simple()
+    assert made.library is not None
+    shape = GemmShape(m=64, n=8192, k=8192)
+    nbytes = 64 * 8192 * 2 // (1 if op == "gemm_all_reduce" else 2)
+
+    def comm_us(most_bytes: int, once: bool = True) -> float:
+        mail = MailCalls(most_bytes=most_bytes, exchange_us=2.0, egress_gbs=200.0)
+        one_shot = OneShot(most_bytes=1 << 23 if once else 0, most_more_bytes=0)
+        library = made.library.model_copy(update={"mail": mail, "one_shot": one_shot})
+        both = paths.predict(
+            op, shape, "bfloat16", 2, 132, 132, made.model_copy(update={"library": library})
+        )
+        assert both is not None
+        return both[1].comm_us
+
+    by_flags = comm_us(2 * nbytes - 1)
+    assert comm_us(2 * nbytes) == pytest.approx(2.0 + nbytes / 200e3) != by_flags
+    if op == "gemm_all_reduce":
+        assert comm_us(1 << 30, once=False) == comm_us(0, once=False)
 
 
 def test_waves_of_few_rows_are_predicted() -> None:
