@@ -4,16 +4,18 @@ torch's products stand-ins (``parts_fabric``)."""
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from gpu_plans import gpu_plan
-from parts_fabric import BESIDE
-from parts_runs import case, fabrics, run
+from parts_fabric import BESIDE, Order, started
+from parts_runs import call_of, case, fabrics, run
 
 from mkernel.backends.accelerators.hopper import capabilities, library_tuning, reduce_parts
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
@@ -24,7 +26,7 @@ from mkernel.backends.accelerators.hopper.schedule import PartsSchedule, Product
 from mkernel.errors import ArgumentError
 from mkernel.plan import planner
 from mkernel.plan.around import Around, Norm
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, Scales
 
 OPS = capabilities.OPS
 every_op = pytest.mark.parametrize("op", OPS)
@@ -90,6 +92,56 @@ def test_results_that_are_rounded_once(
     made = in_parts(op, 256, 264, 64, 2, 2, bias=True)
     assert made.part(ProductSchedule).product == "bfloat16"
     run(made, fabric(2), symmetric=True, late=1)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("rows", [6, 256])
+@every_op
+def test_what_native_code_starts_is_the_same_call(
+    fabric: Any, op: str, rows: int, symmetric: bool
+) -> None:
+    """``rows``: of few elements, which are multiplied in float32 and of an AllGather not started
+    so."""
+    world = 3
+    made, stands = in_parts(op, rows * world, 136, 64, world, 2, bias=symmetric), fabric(world)
+    height = rows if op == "gemm_reduce_scatter" else rows * world
+    outs = [torch.empty(height, 136, dtype=torch.bfloat16) for _ in range(world)]
+    shared = {"out": tuple(each.data_ptr() for each in outs)} if symmetric else {}
+    of = case(made)
+
+    def start(rank: int) -> None:
+        order: Any = Order(stands.told[rank])
+        sample = call_of(made, stands, rank, {}, symmetric=shared)
+        executor: Any = executor_of(made)(sample, DispatchContext(0, order, 64))
+        given = of.inputs(rank, world, 1)
+        program = executor.starter(shared, {name: each.stride() for name, each in given.items()})
+        assert (program is None) == (op == "all_gather_gemm" and rows == 6)
+        for number in range(1, 3) if program is not None else ():
+            given = of.inputs(rank, world, number) | {"out": outs[rank].fill_(torch.nan)}
+            started(program, stands, order, number, given)
+            assert order.open == 0
+            found = of.compared({"out": outs[rank]}, rank, world, number)
+            assert of.passed(found), f"rank {rank} call {number}: {found}"
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(start, range(world)))
+
+
+def test_native_code_starts_no_call_of_scales(fabric: Any) -> None:
+    stands = fabric(2)
+    claims = HopperAccelerator().capabilities().model_copy(
+        update={"ops": OPS, "library_ops": OPS, "scale_modes": ("row",)}
+    )  # fmt: skip
+    for op in OPS:
+        made = gpu_plan(
+            HopperAccelerator(), op, 2, {"m": 64, "n": 64, "k": 64}, path="library", chunk=16,
+            around=Around(scales=Scales(mode="row", use_fast_accum=False)), b_layout="column",
+            dtype="float8_e4m3fn", capabilities=claims,
+        )  # fmt: skip
+        executor: Any = executor_of(made)(
+            call_of(made, stands, 0, {}), DispatchContext(0, Order([]), 64)
+        )
+        assert executor.starter({}, {}) is None
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])
