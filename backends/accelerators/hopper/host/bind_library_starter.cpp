@@ -44,7 +44,7 @@ struct LibraryPlan {
 class LibraryStarter final : public CallStarter {
   public:
     LibraryStarter(int device, py::object order, py::object control,
-                   std::shared_ptr<Product> product, Allocation scratch,
+                   std::shared_ptr<LibraryProduct> product, Allocation scratch,
                    std::optional<Allocation> scales, const LibraryPlan& plan)
         : CallStarter(device, std::move(order), std::move(control)),
           product_(std::move(product)),
@@ -101,7 +101,7 @@ class LibraryStarter final : public CallStarter {
                                 bias, stream);
     }
 
-    std::shared_ptr<Product> product_;
+    std::shared_ptr<LibraryProduct> product_;
     Allocation scratch_;
     std::optional<Allocation> scales_;
     LibraryPlan plan_;
@@ -135,12 +135,12 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
 void bind_library_starter(py::module_& module) {
     module.def(
         "library_starter",
-        [](int device, py::object order, py::object control, std::shared_ptr<Product> product,
-           const py::object& scratch, const py::object& scales,
-           const collectives::Collective& together, collectives::Element element,
-           collectives::Way way, const std::string& op, std::uint64_t elements,
-           std::uint32_t columns, std::uint64_t shard_bytes, std::uint64_t scale_bytes,
-           const std::vector<std::uint64_t>& outs) {
+        [](int device, py::object order, py::object control,
+           std::shared_ptr<LibraryProduct> product, const py::object& scratch,
+           const py::object& scales, const collectives::Collective& together,
+           collectives::Element element, collectives::Way way, const std::string& op,
+           std::uint64_t elements, std::uint32_t columns, std::uint64_t shard_bytes,
+           std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs) {
             return CallStarter::capsule(std::make_unique<LibraryStarter>(
                 device, std::move(order), std::move(control), std::move(product),
                 allocation(scratch).value(), allocation(scales),

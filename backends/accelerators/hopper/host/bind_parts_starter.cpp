@@ -66,7 +66,7 @@ using Step = std::variant<Fork, Join, End, Push, Wait, Multiply, Sum, Copy>;
 // the call's out.
 struct PartsProgram {
     DeviceWorld world;
-    std::shared_ptr<Product> product;
+    std::shared_ptr<LibraryProduct> product;
     std::optional<Allocation> partial;
     collectives::Element element;
     std::uint32_t blocks, columns;
@@ -195,7 +195,7 @@ void bind_parts_starter(py::module_& module) {
     using Pair = std::pair<std::string, std::uint64_t>;
     const auto place = [](const Pair& pair) { return Place{base_of(pair.first), pair.second}; };
     py::class_<PartsProgram>(module, "PartsProgram")
-        .def(py::init([](const DeviceWorld& world, std::shared_ptr<Product> product,
+        .def(py::init([](const DeviceWorld& world, std::shared_ptr<LibraryProduct> product,
                          const py::object& partial, collectives::Element element,
                          std::uint32_t blocks, std::uint32_t columns) {
                  return PartsProgram{

@@ -25,7 +25,7 @@ void invoke(const py::object& function, PyObject* const (&given)[kCount], const 
 
 // By torch's functions. `more`: at most one argument of `mm`, the dtype of the result where that is not
 // the inputs'. `whole`: where the product is of another dtype than `out`, makes what it is rounded from.
-class TorchProduct final : public Product {
+class TorchProduct final : public LibraryProduct {
   public:
     TorchProduct(py::object mm, py::object addmm, py::object add, py::tuple more,
                  std::optional<Allocation> whole)
@@ -72,7 +72,7 @@ class TorchProduct final : public Product {
 };
 
 // By a function of (rows, their scales, b, its scales, bias or None, out).
-class ScaledProduct final : public Product {
+class ScaledProduct final : public LibraryProduct {
   public:
     explicit ScaledProduct(py::object function) : function_(std::move(function)) {}
 
@@ -109,11 +109,11 @@ std::uint64_t address_of(const py::object& tensor) {
 }
 
 void bind_products(py::module_& module) {
-    py::class_<Product, std::shared_ptr<Product>>(module, "LibraryProduct");
+    py::class_<LibraryProduct, std::shared_ptr<LibraryProduct>>(module, "LibraryProduct");
     module.def(
         "torch_product",
         [](py::object mm, py::object addmm, py::object add, py::object more,
-           const py::object& whole) -> std::shared_ptr<Product> {
+           const py::object& whole) -> std::shared_ptr<LibraryProduct> {
             py::tuple others(std::move(more));
             if (others.size() > 1) throw py::value_error("more: one argument at most");
             return std::make_shared<TorchProduct>(std::move(mm), std::move(addmm), std::move(add),
@@ -122,7 +122,7 @@ void bind_products(py::module_& module) {
         "mm"_a, "addmm"_a, "add"_a, "more"_a, "whole"_a);
     module.def(
         "scaled_product",
-        [](py::object function) -> std::shared_ptr<Product> {
+        [](py::object function) -> std::shared_ptr<LibraryProduct> {
             return std::make_shared<ScaledProduct>(std::move(function));
         },
         "function"_a);

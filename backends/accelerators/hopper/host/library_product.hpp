@@ -30,12 +30,12 @@ std::optional<Allocation> allocation(const pybind11::object& pair);
 std::uint64_t address_of(const pybind11::object& tensor);
 
 // `out` = rows @ the call's b, perhaps with a bias, on torch's current stream, rounded once.
-class Product {
+class LibraryProduct {
   public:
-    Product() = default;
-    virtual ~Product() = default;
-    Product(const Product&) = delete;
-    Product& operator=(const Product&) = delete;
+    LibraryProduct() = default;
+    virtual ~LibraryProduct() = default;
+    LibraryProduct(const LibraryProduct&) = delete;
+    LibraryProduct& operator=(const LibraryProduct&) = delete;
 
     // `scales`: of the rows; `bias`: either may be None.
     virtual void multiply(const MkernelCall& call, pybind11::handle rows, pybind11::handle scales,
