@@ -1,11 +1,13 @@
 """How well the planner's constants choose between the fused and the library path; better ones.
 
-    mkernel bench --shapes layers --peers mkernel-fused,mkernel-library,nccl+cublas,symm_mem \\
+    mkernel bench --shapes layers --peers \\
+        mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves,nccl+cublas,symm_mem \\
         --ranks 4 --json FILE                    on the GPUs
     python bench/path_constants.py FILE... [--fit backends/accelerators/hopper/machine.json]
 
-One line a shape: both paths measured and predicted, the choice, and what it costs: the chosen path's
-time over the faster path's, and over the best peer's. ``--fit`` then searches constants that predict
+One line a shape: both paths and, where they took part, the library's in one and two parts of each rank
+measured and predicted, the choice, and what it costs: the chosen way's time over the fastest way's, and
+over the best peer's. ``--fit`` then searches constants that predict
 the measured times, wrong choices counting most, and writes those of both paths into that backend's data
 file; its ``source`` is then yours to set right.
 """
@@ -15,21 +17,31 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from machine_file import write_section
 from pydantic import ValidationError
 
+from mkernel.backends.accelerators.hopper import library_tuning
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.harness import results
 from mkernel.plan import paths
-from mkernel.plan.model import DtypeName, GemmShape, OpName
+from mkernel.plan.model import DtypeName, GemmShape, LaunchPlan, OpName, ScaleMode
+from mkernel.plan.planner import plan
 from mkernel.topology.cost import MachineConstants, load_constants
+from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
+from mkernel.topology.world_map import world_map
 
 CORES = machine().cores
+PARTS = {"mkernel-parts": 1, "mkernel-halves": 2}
+"""Contenders, and parts of each rank."""
 STEPS = (0.5, 0.8, 0.93, 1.07, 1.25, 2.0)
 ROUNDS = 40
 
@@ -42,21 +54,56 @@ class Sample:
     shape: GemmShape
     dtype: DtypeName
     world: int
-    fused: float
-    library: float
+    ways: Mapping[str, float]
     peer: float | None
 
-    def predicted(self, constants: MachineConstants) -> tuple[float, float]:
+    def predicted(self, constants: MachineConstants) -> dict[str, float]:
+        """Of the ways that were measured."""
         both = paths.predict(self.op, self.shape, self.dtype, self.world, CORES, CORES, constants)
-        if both is None:
+        if both is None or constants.library is None:
             raise SystemExit(f"constants {constants.name!r} lack those of a path")
-        return both[0].pipelined_us, both[1].pipelined_us
+        found = {"mkernel-fused": both[0].pipelined_us, "mkernel-library": both[1].pipelined_us}
+        for name, parts in PARTS.items():
+            if name in self.ways:
+                times = library_tuning.times(self.plan, parts, CORES, constants)
+                found[name] = times.pipelined + constants.library.start_us
+        return found
+
+    @cached_property
+    def plan(self) -> LaunchPlan:
+        """On the library path."""
+        sizes = self.shape.model_dump(exclude={"kind"})
+        return plan_of(self.op, sizes, self.world, dtype=self.dtype, path="library")
+
+    def choice(self, constants: MachineConstants) -> str:
+        """Of the ways."""
+        predicted = self.predicted(constants)
+        return min(predicted, key=predicted.__getitem__)
 
     def cost(self, constants: MachineConstants) -> float:
-        """The chosen path's time over the faster path's."""
-        fused, library = self.predicted(constants)
-        chosen = self.library if library < fused else self.fused
-        return chosen / min(self.fused, self.library)
+        """The chosen way's time over the fastest way's."""
+        return self.ways[self.choice(constants)] / min(self.ways.values())
+
+
+def plan_of(op: str, sizes: dict[str, int], world: int, **options: Any) -> LaunchPlan:
+    """Such a call's plan, on a node of that many GPUs. ``options``: of the planner."""
+    modes: tuple[ScaleMode, ...] = ("tensor", "row", "block")
+    claims = HopperAccelerator().capabilities().model_copy(
+        update={
+            "ops": OPS, "library_ops": OPS, "scale_modes": modes, "fused_scale_modes": modes[:2],
+            "fused_float32_scale_modes": modes,
+        }
+    )  # fmt: skip
+    gpus = tuple(
+        Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i, numa_node=0)
+        for i in range(world)
+    )
+    node = Node(id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=gpus)
+    where = world_map(Topology(nodes=(node,)), world, claims.constants)
+    return plan(
+        op, sizes, world=where, nic=None, verbs=None, capabilities=claims, accelerator="hopper",
+        schedule=HopperAccelerator().schedule, **options,
+    )  # fmt: skip
 
 
 def samples(files: list[Path]) -> Iterator[Sample]:
@@ -77,38 +124,39 @@ def samples(files: list[Path]) -> Iterator[Sample]:
                 and "mkernel-library" in times
             ):
                 shape = GemmShape(m=row.shape.m, n=row.shape.n, k=row.shape.k)
+                names = ("mkernel-fused", "mkernel-library", *PARTS)
                 yield Sample(
                     row.shape.op, shape, report.spec.dtype, report.ranks,
-                    times["mkernel-fused"], times["mkernel-library"],
+                    {name: times[name] for name in names if name in times},
                     times[row.best_peer] if row.best_peer else None,
                 )  # fmt: skip
 
 
 def table(found: list[Sample], constants: MachineConstants) -> None:
-    print(f"{'op':20} {'M x N x K':>22} W {'fused us':>9} {'pred.':>7} {'library':>9} {'pred.':>7}"
-          f"  {'choice':8} {'cost':>5} {'/peer':>6}")  # fmt: skip
+    print(f"{'op':20} {'M x N x K':>22} W {'us / predicted: fused, library, 1 and 2 parts':60}"
+          f"  {'choice':16} {'cost':>5} {'/peer':>6}")  # fmt: skip
     over = []
     for one in found:
-        fused, library = one.predicted(constants)
-        choice, chosen = ("library", one.library) if library < fused else ("fused", one.fused)
+        predicted, choice = one.predicted(constants), one.choice(constants)
+        chosen = one.ways[choice]
         peer = "" if one.peer is None else f"{chosen / one.peer:6.3f}"
         size = f"{one.shape.m} x {one.shape.n} x {one.shape.k}"
-        print(
-            f"{one.op:20} {size:>22} {one.world} {one.fused:9.1f} {fused:7.1f} {one.library:9.1f} "
-            f"{library:7.1f}  {choice:8} {one.cost(constants):5.2f} {peer}"
-        )
+        ways = "".join(f"{us:7.1f} / {predicted[name]:5.0f}" for name, us in one.ways.items())
+        print(f"{one.op:20} {size:>22} {one.world} {ways:60}  {choice:16} "
+              f"{one.cost(constants):5.2f} {peer}")  # fmt: skip
         over.append(one.peer is not None and chosen > 1.03 * one.peer)
-    wrong = sum(one.cost(constants) > 1.03 for one in found)
-    print(f"{len(found)} shapes: {wrong} choices cost more than 3 %, {sum(over)} are more than 3 % "
-          f"behind a peer; loss {loss(found, constants):.4f}")  # fmt: skip
+    costs = [one.cost(constants) for one in found]
+    print(f"{len(found)} shapes: {sum(cost > 1.03 for cost in costs)} choices cost more than 3 %, "
+          f"{statistics.geometric_mean(costs):.4f} in the mean, {sum(over)} are more than 3 % behind "
+          f"a peer; loss {loss(found, constants):.4f}")  # fmt: skip
 
 
 def loss(found: list[Sample], constants: MachineConstants) -> float:
     """Mean of squared logarithms: of predicted over measured, and ten times that of the choice."""
     total = 0.0
     for one in found:
-        fused, library = one.predicted(constants)
-        total += math.log(fused / one.fused) ** 2 + math.log(library / one.library) ** 2
+        predicted = one.predicted(constants)
+        total += sum(math.log(predicted[name] / us) ** 2 for name, us in one.ways.items())
         total += 10 * math.log(one.cost(constants))
     return total / len(found)
 

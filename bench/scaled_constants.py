@@ -26,19 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from machine_file import write_section
-from path_constants import STEPS, searched
+from path_constants import STEPS, plan_of, searched
 
 from mkernel.backends.accelerators.hopper import scaled_tuning
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, Scaled, machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule, TilingName
 from mkernel.harness import results
 from mkernel.plan.around import Around
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
-from mkernel.plan.planner import plan
-from mkernel.topology.model import Accelerator, Node, NumaNode, Topology
-from mkernel.topology.world_map import world_map
 
 CORES = machine().cores
 ROUNDS = 60
@@ -90,24 +85,10 @@ def fused_plan(
     op: str, sizes: dict[str, int], world: int, mode: ScaleMode, fast: bool
 ) -> LaunchPlan:
     """Such a call's plan on the fused path."""
-    modes: tuple[ScaleMode, ...] = ("tensor", "row", "block")
-    claims = HopperAccelerator().capabilities().model_copy(
-        update={
-            "ops": OPS, "library_ops": OPS, "scale_modes": modes, "fused_scale_modes": modes[:2],
-            "fused_float32_scale_modes": modes,
-        }
-    )  # fmt: skip
-    gpus = tuple(
-        Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i, numa_node=0)
-        for i in range(world)
+    around = Around(scales=Scales(mode=mode, use_fast_accum=fast))
+    return plan_of(
+        op, sizes, world, dtype="float8_e4m3fn", b_layout="column", around=around, path="fused"
     )
-    node = Node(id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=gpus)
-    where = world_map(Topology(nodes=(node,)), world, claims.constants)
-    return plan(
-        op, sizes, world=where, nic=None, verbs=None, capabilities=claims, accelerator="hopper",
-        schedule=HopperAccelerator().schedule, dtype="float8_e4m3fn", b_layout="column",
-        around=Around(scales=Scales(mode=mode, use_fast_accum=fast)), path="fused",
-    )  # fmt: skip
 
 
 def samples(files: Iterable[Path]) -> Iterator[Sample]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hopper_ranks
 import torch
+from fp8_ranks import planned
 from hopper_ranks import Shape, skewed
 from sum_ranks import NormedProduct
 
+from mkernel.backends.accelerators.hopper import capabilities, library_tuning
 from mkernel.backends.accelerators.hopper.parts_exchange import Running
+from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.cases import case_of
 from mkernel.cases.base import Case
+from mkernel.plan import planner
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,21 @@ class NormedParts(NormedProduct):
             options={"norm": self.norm, "bias": self.bias, "path": "library"}, device="cuda",
             chunk=self.chunk,
         )  # fmt: skip
+
+
+def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
+    """Failures of calls that native code starts (``hopper_ranks.known``), planned as if these were
+    faster than all others."""
+    claims, times = capabilities.UNCLAIMED, library_tuning.times
+    capabilities.UNCLAIMED = ()
+    library_tuning.times = lambda plan, parts, *_: Times(0.1, 0.1, 0.1 * (3 - parts) ** 2 + 0.1)
+    planner._planned.cache_clear()
+    try:
+        kinds = {kind for kind in planned(shapes) if not kind.endswith("_parts")}
+        return [*kinds, *hopper_ranks.known(shapes, rounds)]
+    finally:
+        capabilities.UNCLAIMED, library_tuning.times = claims, times
+        planner._planned.cache_clear()
 
 
 def faulty(fault: str, shape: Shape) -> int:

@@ -41,6 +41,14 @@ MIXED = [
     Shape("gemm_all_reduce", 64, 1024, 512, path="library"),
 ]
 
+# Of which the planner chooses the way.
+KNOWN = [
+    Shape("all_gather_gemm", 1032, 520, 1024),
+    Shape("all_gather_gemm", 1032, 264, 520, layout="column", bias=True),
+    Shape("gemm_reduce_scatter", 1032, 776, 512, dtype="float16"),
+    Shape("gemm_all_reduce", 1031, 520, 640, bias=True),
+]
+
 
 def right(world: int, fn: Any, *arguments: Any) -> None:
     """No rank found a failure."""
@@ -86,6 +94,12 @@ def test_calls_take_this_way(world: int) -> None:
 @several
 def test_late_ranks_and_reused_memory(world: int) -> None:
     right(world, hopper_ranks.skewed, MIXED, 60, 2)
+
+
+@several
+def test_known_calls(world: int) -> None:
+    """Native code starts those of the planner's choice."""
+    right(world, parts_ranks.known, KNOWN, 16)
 
 
 @several

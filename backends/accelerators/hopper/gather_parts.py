@@ -20,13 +20,14 @@ from mkernel.backends.accelerators.hopper.library import scales_of_a_rank
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.parts_exchange import (
+    Exchanges,
     PartsExchange,
-    Running,
     checked,
     parts_of,
     rounded_up,
     share,
 )
+from mkernel.backends.accelerators.hopper.parts_program import RecordedCall
 from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
 from mkernel.backends.accelerators.hopper.schedule import GatherPartsSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -80,17 +81,7 @@ class GatherPartsExecutor:
             self._deliver(call, into)
             return
         with self._exchange.of_call(call, stream) as running:
-            self._send(running, a, scale)
-            if call.view == "sequential":
-                for source in self._exchange.peers:
-                    for _, _, number in parts_of(self._plan, source):
-                        running.wait(source, self._exchange.flag(source, number))
-            self._multiply_own(multiply, a, scale, into)
-            for source in self._exchange.peers:
-                for first, last, number in parts_of(self._plan, source):
-                    if call.view == "pipelined":
-                        running.wait(source, self._exchange.flag(source, number))
-                    self._multiply_theirs(multiply, source, first, last, into)
+            self._run(running, multiply, a, scale, into, waits_first=call.view == "sequential")
             self._deliver(call, into)
             self._keep(call, a, scale)
             running.end()
@@ -98,10 +89,43 @@ class GatherPartsExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: the library is called from Python."""
-        return None
+        """Starts calls of 16-bit operands, without ``gathered``, whose products fill ``out``."""
+        plan, shape, dtype = self._plan, self._plan.gemm, self._product
+        if plan.scales is not None or self._how.product != plan.out_dtype:
+            return None
+        told = RecordedCall(plan, self._context, self._exchange.world)
+        a = told.tensor("a", (shape.m // plan.world_size, shape.k), dtype)
+        self._run(told, told.multiply, a, None, told.tensor("out", (shape.m, shape.n), dtype))
+        told.end()
+        return told.starter()
 
-    def _send(self, running: Running, a: torch.Tensor, scale: torch.Tensor | None) -> None:
+    def _run(
+        self,
+        running: Exchanges,
+        multiply: Multiply,
+        a: torch.Tensor,
+        scale: torch.Tensor | None,
+        out: torch.Tensor,
+        *,
+        waits_first: bool = False,
+    ) -> None:
+        """All that comes before the end. ``waits_first``: products begin when all rows have come."""
+        self._send(running, a, scale)
+        theirs = [
+            (source, first, last, self._exchange.flag(source, number))
+            for source in self._exchange.peers
+            for first, last, number in parts_of(self._plan, source)
+        ]
+        if waits_first:
+            for source, _, _, flag in theirs:
+                running.wait(source, flag)
+        self._multiply_own(multiply, a, scale, out)
+        for source, first, last, flag in theirs:
+            if not waits_first:
+                running.wait(source, flag)
+            self._multiply_theirs(multiply, source, first, last, out)
+
+    def _send(self, running: Exchanges, a: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Own rows to every peer, the rank before this one first; their scales ahead of them."""
         exchange, start = (
             self._exchange,

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 
+Allocation = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""(function, arguments) that make a tensor on a device, which is the current one then."""
+
+
 class LibraryExecutor:
     """One plan's calls in a world, on torch's current stream."""
 
@@ -47,7 +51,7 @@ class LibraryExecutor:
         plan, made = call.plan, native()
         shape, how = plan.gemm, plan.part(LibrarySchedule)
         self._plan, self._context = plan, context
-        self._product = _torch_dtype(how.product)
+        self._product = torch_dtype(how.product)
         self._way: _hopper.Way | None = None
         self._normalises = how.normalises
         self._world_size = plan.world_size
@@ -93,12 +97,12 @@ class LibraryExecutor:
     ) -> object | None:
         """Starts calls without ``gathered``."""
         plan, context, made = self._plan, self._context, native()
-        dtype = _torch_dtype(plan.dtype)
+        dtype = torch_dtype(plan.dtype)
         height, width = scales_of_a_rank(plan)
         scales = None  # where those of all rows are gathered
         if height and self._gathers:
             places = (plan.world_size * height, width)
-            scales = _allocation(places, torch.float32, context.device)
+            scales = allocation(places, torch.float32, context.device)
         scratch_dtype = dtype if self._gathers else self._product
         element = made.Element.bfloat16 if self._gathers else self._element
         outs: list[int] = []
@@ -109,7 +113,7 @@ class LibraryExecutor:
             context.order,
             context.control_block,
             self._starters_product(),
-            _allocation(self._between, scratch_dtype, context.device),
+            allocation(self._between, scratch_dtype, context.device),
             scales,
             self._collective,
             element,
@@ -128,15 +132,12 @@ class LibraryExecutor:
         if plan.scales is not None:
             scaled: _hopper.LibraryProduct = made.scaled_product(self._multiply)
             return scaled
-        apart = self._product != _torch_dtype(plan.dtype)
+        apart = self._product != torch_dtype(plan.dtype)
         whole = None  # what out is rounded from
         if apart and (self._gathers or self._world_size == 1):
-            whole = _allocation((plan.gemm.m, plan.gemm.n), self._product, self._context.device)
-        more = (self._product,) if apart else ()
-        plain: _hopper.LibraryProduct = made.torch_product(
-            torch.mm, torch.addmm, torch.add, more, whole
-        )
-        return plain
+            shape = plan.gemm.m, plan.gemm.n
+            whole = allocation(shape, self._product, self._context.device)
+        return starters_product(plan, whole)
 
     def _together(self, call: Call) -> _hopper.Collective:
         together: _hopper.Collective = self._collective.of_call(call_id(call), call.timeout_s)
@@ -246,10 +247,19 @@ class LibraryExecutor:
         out.copy_(whole) if bias is None else torch.add(whole, bias, out=out)
 
 
-def _allocation(
-    shape: tuple[int, int], dtype: torch.dtype, device: int
-) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """(function, arguments) that make a tensor on the device, which is the current one then."""
+def starters_product(plan: LaunchPlan, whole: Allocation | None = None) -> _hopper.LibraryProduct:
+    """What native code multiplies 16-bit operands with. ``whole``: an allocation of what results are
+    rounded from, where they are of another dtype than products."""
+    product = torch_dtype(plan.part(ProductSchedule).product)
+    more = (product,) if product != torch_dtype(plan.dtype) else ()
+    made: _hopper.LibraryProduct = native().torch_product(
+        torch.mm, torch.addmm, torch.add, more, whole
+    )
+    return made
+
+
+def allocation(shape: tuple[int, int], dtype: torch.dtype, device: int) -> Allocation:
+    """What makes such a tensor."""
     # As torch's own compiler allocates: past the dispatcher, in a quarter of the time of torch.empty.
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if quick is not None:
@@ -336,7 +346,7 @@ def _way(plan: LaunchPlan) -> _hopper.Way | None:
     return way
 
 
-def _torch_dtype(name: DtypeName) -> torch.dtype:
+def torch_dtype(name: DtypeName) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

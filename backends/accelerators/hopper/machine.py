@@ -171,6 +171,9 @@ class Parts(Sourced):
     sum_blocks_a_core: int = Field(ge=1)
     end_us: float = Field(ge=0, description="until all ranks have ended a call")
     chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
+    chunks_of_16_bits: tuple[int, ...] = Field(
+        min_length=1, description="the same of 16-bit operands"
+    )
     least_rows: int = Field(ge=1, description="of a chunk")
 
 

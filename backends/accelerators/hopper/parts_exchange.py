@@ -6,9 +6,9 @@ that it has come. The call ends by a kernel (``device/call.cuh``), so slots are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -18,9 +18,9 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
-from mkernel.backends.accelerators.hopper.library import check_product
+from mkernel.backends.accelerators.hopper.library import check_product, element_of
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.schedule import PartsSchedule
+from mkernel.backends.accelerators.hopper.schedule import PartsSchedule, ReducePartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.cuda.memory import bytes_at
 from mkernel.errors import ArgumentError
@@ -62,12 +62,13 @@ class PartsExchange:
     Attributes:
         peers: the other ranks, those after this one first. What each sends here first is read first, as
             each sends to the rank before it first.
+        world: as kernels see it.
     """
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         self._context = context
-        self._world = device_world(call, context)
+        self.world = device_world(call, context)
         world, rank = call.plan.world_size, call.rank
         self._chunks = call.plan.part(PartsSchedule).chunks
         self._workspaces = {rank: call.workspace} | {
@@ -98,33 +99,70 @@ class PartsExchange:
     @contextmanager
     def of_call(self, call: Call, stream: int) -> Iterator[Running]:
         """What one call sends and waits for on ``stream``, and beside it where that is its view."""
-        world = self._world.of_call(call_id(call), call.timeout_s)
-        running = Running(self._context, world, stream, beside=call.view == "pipelined")
+        world = self.world.of_call(call_id(call), call.timeout_s)
+        beside = call.view == "pipelined"
+        running = Running(self._context, world, stream, call.plan, beside=beside)
         try:
             yield running
         finally:
             running.join()
 
 
-class Running:
-    """The exchanges of one call."""
-
-    def __init__(
-        self, context: DispatchContext, world: _hopper.DeviceWorld, stream: int, *, beside: bool
-    ) -> None:
-        """``beside``: copies go on the second stream; else between the products."""
-        self._context, self.world, self.stream = context, world, stream
-        self._beside, self._forked = beside, False
-        self._copies = stream
+class Exchanges(Protocol):
+    """What a call sends and waits for, in its order."""
 
     def fork(self) -> None:
         """What is sent from here on comes after all that the call's stream has by now."""
+
+    def send(self, peer: int, rows: torch.Tensor, to: int, flag: int | None = None) -> None:
+        """Packed rows to an address of a peer's memory, and the flag behind them."""
+
+    def wait(self, source: int, flag: int) -> None:
+        """The call's stream goes on when that flag has come."""
+
+    def add(
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        ends: bool,
+    ) -> None:
+        """The sum of packed rows, in that order, and of a bias; ``ends``: it also ends the call."""
+
+    def copy(self, landed: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows that have come, to their place in the call's ``out``."""
+
+    def join(self) -> None:
+        """The call's stream goes on when all has been sent. Once."""
+
+    def end(self) -> None:
+        """The end of the call, where no kernel of it does that."""
+
+
+class Running(Exchanges):
+    """The exchanges of one call, on a device."""
+
+    def __init__(
+        self,
+        context: DispatchContext,
+        world: _hopper.DeviceWorld,
+        stream: int,
+        plan: LaunchPlan,
+        *,
+        beside: bool,
+    ) -> None:
+        """``beside``: copies go on the second stream; else between the products."""
+        self._context, self.world, self.stream = context, world, stream
+        self._plan, self._beside, self._forked = plan, beside, False
+        self._copies = stream
+
+    def fork(self) -> None:
         if self._beside:
             self._copies = self._context.order.fork(self.stream)
             self._forked = True
 
     def send(self, peer: int, rows: torch.Tensor, to: int, flag: int | None = None) -> None:
-        """Packed rows to an address of a peer's memory, and the flag behind them."""
         made = native()
         made.push_part(
             self._context.device,
@@ -138,17 +176,39 @@ class Running:
         )
 
     def wait(self, source: int, flag: int) -> None:
-        """The call's stream goes on when that flag has come."""
         native().await_part(self._context.device, self.world, source, flag, self.stream)
 
+    def add(
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        ends: bool,
+    ) -> None:
+        native().sum_parts(
+            self._context.device,
+            self.world,
+            element_of(self._plan),
+            [each.data_ptr() for each in parts],
+            out.numel(),
+            out.data_ptr(),
+            self._plan.part(ReducePartsSchedule).sum_blocks,
+            ends,
+            self.stream,
+            0 if bias is None else bias.data_ptr(),
+            self._plan.gemm.n,
+        )
+
+    def copy(self, landed: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(landed)
+
     def join(self) -> None:
-        """The call's stream goes on when all has been sent. Once."""
         if self._forked:
             self._forked = False
             self._context.order.join(self.stream)
 
     def end(self) -> None:
-        """The end of the call, where no kernel of it does that."""
         self.join()
         native().rendezvous(self._context.device, self.world, self.stream)
 

@@ -37,7 +37,8 @@ def ways(plan: CommonPart) -> tuple[int, ...]:
     if plan.world_size == 1:
         return (WHOLE,)
     how = _MACHINE.parts
-    return (WHOLE, *(parts for parts in how.chunks if parts * how.least_rows <= rows_of(plan)))
+    chunks = how.chunks_of_16_bits if plan.scales is None else how.chunks
+    return (WHOLE, *(parts for parts in chunks if parts * how.least_rows <= rows_of(plan)))
 
 
 def wished(plan: CommonPart, chunk: int) -> int:

@@ -18,19 +18,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.library import element_of
+from mkernel.backends.accelerators.hopper.library import allocation
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.parts_exchange import (
+    Exchanges,
     Part,
     PartsExchange,
-    Running,
     checked,
     parts_of,
     rounded_up,
     share,
 )
+from mkernel.backends.accelerators.hopper.parts_program import RecordedCall
 from mkernel.backends.accelerators.hopper.products import Multiply, multiply_of
 from mkernel.backends.accelerators.hopper.schedule import ReducePartsSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -50,7 +51,6 @@ class ReducePartsExecutor:
         self._plan, self._rank, self._context = plan, call.rank, context
         self._how = checked(plan, ReducePartsSchedule)
         self._exchange = PartsExchange(call, context)
-        self._element = element_of(plan)
         self._product = getattr(torch, self._how.product)
         self._everywhere = plan.op == "gemm_all_reduce"
         self._slot = _slot_bytes(plan)
@@ -87,21 +87,47 @@ class ReducePartsExecutor:
         outs: tuple[int, ...] = ()
         if self._everywhere and out is call.tensors["out"]:
             outs = call.symmetric.get("out", ())
+        bias = aligned(call.tensors["bias"]) if self._plan.bias == "launch" else None
         with self._exchange.of_call(call, stream) as running:
-            self._send_partials(running, rows)
-            self._sum_own(running, rows, call, out, outs)
-            if self._everywhere:
-                self._take_results(running, out, bool(outs))
+            self._run(running, rows, out, bias, outs)
         deliver(out, call.tensors["out"])
         normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: the library is called from Python."""
-        return None
+        """Starts calls of 16-bit operands."""
+        plan, shape = self._plan, self._plan.gemm
+        if plan.scales is not None:
+            return None
+        sums, blocks = (shape.m, shape.n), self._how.sum_blocks
+        partial = allocation(sums, self._product, self._context.device)
+        told = RecordedCall(
+            plan, self._context, self._exchange.world, partial=partial, blocks=blocks
+        )
+        dtype = getattr(torch, plan.dtype)
+        height = shape.m if self._everywhere else self._last - self._first
+        a = told.tensor("a", (shape.m, shape.k), dtype, strides.get("a"))
+        rows = _Rows(told.multiply, a, None, told.tensor("partial", sums, self._product))
+        outs = symmetric.get("out", ()) if self._everywhere else ()
+        self._run(told, rows, told.tensor("out", (height, shape.n), dtype), None, outs)
+        return told.starter()
 
-    def _send_partials(self, running: Running, rows: _Rows) -> None:
+    def _run(
+        self,
+        running: Exchanges,
+        rows: _Rows,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        outs: tuple[int, ...],
+    ) -> None:
+        """All of a call. ``outs``: the address of every rank's ``out``, where ranks reach it."""
+        self._send_partials(running, rows)
+        self._sum_own(running, rows, out, bias, outs)
+        if self._everywhere:
+            self._take_results(running, out, bool(outs))
+
+    def _send_partials(self, running: Exchanges, rows: _Rows) -> None:
         exchange = self._exchange
         for owner in exchange.peers:
             start = share(self._plan.gemm.m, self._plan.world_size, owner)[0]
@@ -114,15 +140,14 @@ class ReducePartsExecutor:
 
     def _sum_own(
         self,
-        running: Running,
+        running: Exchanges,
         rows: _Rows,
-        call: Call,
         out: torch.Tensor,
+        bias: torch.Tensor | None,
         outs: tuple[int, ...],
     ) -> None:
         """Own rows of ``out``; of an all-reduce they go on to every peer."""
         exchange, parts = self._exchange, parts_of(self._plan, self._rank)
-        bias = aligned(call.tensors["bias"]) if self._plan.bias == "launch" else None
         for part in parts:
             rows.multiply(part)
             for source in reversed(exchange.peers):
@@ -137,7 +162,7 @@ class ReducePartsExecutor:
 
     def _sum(
         self,
-        running: Running,
+        running: Exchanges,
         partial: torch.Tensor,
         part: Part,
         out: torch.Tensor,
@@ -145,27 +170,18 @@ class ReducePartsExecutor:
         ends: bool,
     ) -> torch.Tensor:
         start = part.first if self._everywhere else part.first - self._first
-        mine = out[start : start + part.last - part.first]
+        height = part.last - part.first
+        mine = out[start : start + height]
         below = (part.first - self._first) * self._sum_row
-        native().sum_parts(
-            self._context.device,
-            running.world,
-            self._element,
-            [
-                partial[part.first].data_ptr(),
-                *(
-                    self._exchange.address_here(self._slot_at(self._rank, source) + below)
-                    for source in self._exchange.peers
-                ),
-            ],
-            mine.numel(),
-            mine.data_ptr(),
-            self._how.sum_blocks,
-            ends,
-            running.stream,
-            0 if bias is None else bias.data_ptr(),
-            self._plan.gemm.n,
-        )
+        theirs = [
+            self._exchange.lying(
+                self._slot_at(self._rank, source) + below,
+                (height, self._plan.gemm.n),
+                self._product,
+            )
+            for source in self._exchange.peers
+        ]
+        running.add([partial[part.first : part.last], *theirs], mine, bias, ends=ends)
         return mine
 
     def _slot_at(self, owner: int, sender: int) -> int:
@@ -173,7 +189,7 @@ class ReducePartsExecutor:
         return (sender - owner - 1) % self._plan.world_size * self._slot
 
     def _send_results(
-        self, running: Running, mine: torch.Tensor, part: Part, outs: tuple[int, ...]
+        self, running: Exchanges, mine: torch.Tensor, part: Part, outs: tuple[int, ...]
     ) -> None:
         exchange, below = self._exchange, part.first * self._out_row
         for peer in exchange.peers:
@@ -183,7 +199,7 @@ class ReducePartsExecutor:
             flag = exchange.flag(self._rank, part.number, _RESULTS)
             running.send(peer, mine, to + below, flag)
 
-    def _take_results(self, running: Running, out: torch.Tensor, symmetric: bool) -> None:
+    def _take_results(self, running: Exchanges, out: torch.Tensor, symmetric: bool) -> None:
         """The peers' rows of ``out``; then the call is over."""
         exchange, landed = self._exchange, self._landed
         assert landed is not None
@@ -192,7 +208,7 @@ class ReducePartsExecutor:
                 running.wait(source, exchange.flag(source, part.number, _RESULTS))
                 if not symmetric:
                     rows = slice(part.first, part.last)
-                    out[rows].copy_(landed[rows])
+                    running.copy(landed[rows], out[rows])
         running.end()
 
 

@@ -96,6 +96,13 @@ class PartsFabric(Fabric):
             )
         assert come, f"rank {here.rank} waits for flag {flag} of {source}"
 
+    def PartsProgram(self, *how: Any) -> Program:
+        return Program(*how)
+
+    def parts_starter(self, device: int, order: Any, control: Any, program: Program) -> Program:
+        assert device == 0
+        return program
+
     def sum_parts(
         self, device: int, here: Here, element: Any, parts: list[int], elements: int, out: int,
         blocks: int, ends: bool, stream: int, bias: int, columns: int,
@@ -123,6 +130,64 @@ class PartsFabric(Fabric):
 
     def _end(self) -> None:
         self._ends.wait(30)
+
+
+class Program:
+    """Stands for PartsProgram: the steps of a call, by name."""
+
+    def __init__(self, *how: Any) -> None:
+        names = ("world", "product", "partial", "element", "blocks", "columns")
+        self.how = dict(zip(names, how, strict=True))
+        self.steps: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.steps.append((name, *given))
+
+
+def started(
+    program: Program, fabric: PartsFabric, order: Order, number: int, given: dict[str, torch.Tensor]
+) -> None:
+    """One call as native code starts it (``host/bind_parts_starter.cpp``)."""
+    how = program.how
+    here = how["world"].of_call(number, 1.0)
+    tensors, streams = dict(given), {"copies": MAIN}
+    if how["partial"] is not None:
+        (shape, _, dtype) = how["partial"][1]
+        tensors["partial"] = torch.full(shape, torch.nan, dtype=dtype)
+
+    def address(place: tuple[str, int]) -> int:
+        base, offset = place
+        return offset + (0 if base == "here" else tensors[base].data_ptr())
+
+    def fork() -> None:
+        streams["copies"] = order.fork(MAIN)
+
+    def push(peer: int, place: tuple[str, int], nbytes: int, to: int, flag: int) -> None:
+        fabric.push_part(0, here, peer, address(place), nbytes, to, flag, streams["copies"])
+
+    def multiply(rows: torch.Tensor | None, first: int, count: int, to: int) -> None:
+        rows = tensors["a"][first : first + count] if rows is None else rows
+        assert len(rows) == count
+        out = tensors["partial" if "partial" in tensors else "out"][to : to + count]
+        mm(rows, tensors["b"], out)
+        if "partial" not in tensors and "bias" in tensors:
+            out += tensors["bias"]
+
+    def add(parts: list[tuple[str, int]], elements: int, out: tuple[str, int], ends: bool) -> None:
+        row = tensors["bias"].data_ptr() if "bias" in tensors else 0
+        fabric.sum_parts(
+            0, here, how["element"], [address(each) for each in parts], elements, address(out),
+            how["blocks"], ends, MAIN, row, how["columns"],
+        )  # fmt: skip
+
+    take = {
+        "fork": fork, "push": push, "multiply": multiply, "sum": add,
+        "wait": lambda source, flag: fabric.await_part(0, here, source, flag, MAIN),
+        "copy": lambda at, to, size: ctypes.memmove(tensors["out"].data_ptr() + to, at, size),
+        "join": lambda: order.join(MAIN), "end": lambda: fabric.rendezvous(0, here, MAIN),
+    }  # fmt: skip
+    for name, *what in program.steps:
+        take[name](*what)
 
 
 def flat_at(address: int, nbytes: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ from mkernel.backends.accelerators.hopper import (
     gather_parts,
     library,
     parts_exchange,
+    parts_program,
     products,
     reduce_parts,
 )
@@ -48,7 +49,9 @@ def fabrics(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
 
     def make(world: int) -> PartsFabric:
         made = PartsFabric(world)
-        for module in (library, device_world, parts_exchange, gather_parts, reduce_parts):
+        for module in (
+            library, device_world, parts_exchange, parts_program, gather_parts, reduce_parts,
+        ):  # fmt: skip
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)
         monkeypatch.setattr(products, "mm", mm)
@@ -67,6 +70,24 @@ def case(made: LaunchPlan) -> Any:
     if made.scales is not None:
         options["scales"] = made.scales.mode
     return case_of(made.op)(sizes, made.dtype, made.out_dtype, made.b_layout, options=options)
+
+
+def call_of(
+    made: LaunchPlan,
+    fabric: PartsFabric,
+    rank: int,
+    tensors: dict[str, torch.Tensor],
+    number: int = 1,
+    **more: Any,
+) -> Call:
+    """A rank's call of a plan."""
+    others = [peer for peer in range(made.world_size) if peer != rank]
+    return Call(
+        plan=made, rank=rank, tensors=tensors, epoch=number, number=number, pad=0,
+        workspace=fabric.workspace(rank), areas=(0,),
+        peers={peer: PeerMemory(0, fabric.workspace(peer)) for peer in others},
+        region=0, fifo=0, timeout_s=1.0, **more,
+    )  # fmt: skip
 
 
 def run(
@@ -103,12 +124,7 @@ def run(
                 if scale is not None:
                     places = world * len(scale), scale.shape[1]
                     tensors["gathered_scale"] = torch.full(places, torch.nan)
-            call = Call(
-                plan=made, rank=rank, tensors=tensors, epoch=number, number=number, pad=0,
-                workspace=fabric.workspace(rank), areas=(0,),
-                peers={p: PeerMemory(0, fabric.workspace(p)) for p in range(world) if p != rank},
-                region=0, fifo=0, timeout_s=1.0, view=view, symmetric=shared,
-            )  # fmt: skip
+            call = call_of(made, fabric, rank, tensors, number, view=view, symmetric=shared)
             context = DispatchContext(0, order, 64, one=torch.ones(1, 1))
             executor = executor or executor_of(made)(call, context)
             if late == rank:

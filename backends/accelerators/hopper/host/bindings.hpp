@@ -14,6 +14,8 @@ void bind_attention(pybind11::module_& module);
 void bind_parts(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_starters(pybind11::module_& module);
+void bind_products(pybind11::module_& module);
 void bind_library_starter(pybind11::module_& module);
+void bind_parts_starter(pybind11::module_& module);
 
 }  // namespace mkernel::hopper

@@ -37,6 +37,7 @@ class CallStarter {
     virtual void queue(const MkernelCall& call) = 0;
 
     [[nodiscard]] int device() const { return device_; }
+    [[nodiscard]] CallOrder& order() { return order_; }
 
   private:
     int device_;

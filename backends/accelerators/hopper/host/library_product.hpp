@@ -1,0 +1,45 @@
+// A library's product as native code starts it, with tensors that Python made.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "backends/accelerators/hopper/host/call_starter.hpp"
+
+namespace mkernel::hopper {
+
+// Of a call; borrowed.
+inline pybind11::handle tensor_of(const MkernelCall& call, int which) {
+    return static_cast<PyObject*>(call.tensors[which]);
+}
+
+// What makes a tensor: a function of torch's and its arguments.
+struct Allocation {
+    pybind11::object function;
+    pybind11::tuple arguments;
+
+    [[nodiscard]] pybind11::object operator()() const;
+};
+
+// Of a pair (function, arguments), or None. py::value_error.
+std::optional<Allocation> allocation(const pybind11::object& pair);
+
+// A tensor's, in memory.
+std::uint64_t address_of(const pybind11::object& tensor);
+
+// `out` = rows @ the call's b, perhaps with a bias, on torch's current stream, rounded once.
+class LibraryProduct {
+  public:
+    LibraryProduct() = default;
+    virtual ~LibraryProduct() = default;
+    LibraryProduct(const LibraryProduct&) = delete;
+    LibraryProduct& operator=(const LibraryProduct&) = delete;
+
+    // `scales`: of the rows; `bias`: either may be None.
+    virtual void multiply(const MkernelCall& call, pybind11::handle rows, pybind11::handle scales,
+                          pybind11::handle bias, pybind11::handle out) const = 0;
+};
+
+}  // namespace mkernel::hopper
