@@ -28,7 +28,7 @@ from typing import Any
 from machine_file import write_section
 from path_constants import STEPS, plan_of, searched
 
-from mkernel.backends.accelerators.hopper import scaled_tuning
+from mkernel.backends.accelerators.hopper import parts_tuning, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, Scaled, machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule, TilingName
 from mkernel.harness import results
@@ -57,7 +57,7 @@ class Sample:
         assert fused is not None
         library = min(
             scaled_tuning.times(self.plan, parts, CORES).pipelined
-            for parts in scaled_tuning.ways(self.plan)
+            for parts in parts_tuning.ways(self.plan)
         )
         start = scaled_tuning._MACHINE.scaled.product.start_us
         return fused.pipelined_us, library + start
