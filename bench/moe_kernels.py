@@ -68,7 +68,7 @@ class Problem:
         routing = native.Routing(
             sizes=self.sizes, routing=self.words.data_ptr(), ids=self.ids.data_ptr(),
             counts=self.counts.data_ptr(), row_bytes=2 * self.k, capacity=0, early=0,
-            exchanges=False,
+            early_rows=256, exchanges=False,
         )  # fmt: skip
         native.moe_route(0, self.here, routing, self.report, stream())
 

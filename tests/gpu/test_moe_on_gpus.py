@@ -80,7 +80,10 @@ def test_tables_of_random_routings(world: int) -> None:
     chance = random.Random(5)
     shapes = [moe_ranks.drawn(chance, world) for _ in range(60)]
     many = [Moe(3000, 512, 768, 2, 2), Moe(700, 64, 64, 33, 8), Moe(300, 64, 64, 300, 8)]
-    right(world, moe_ranks.tables, [replace(one, capacity=0) for one in [*shapes, *many]], 1)
+    listed = [replace(one, capacity=0) for one in [*shapes, *many]]
+    right(world, moe_ranks.tables, listed, 1)
+    for rows in (64, 128):
+        right(world, moe_ranks.early, rows, moe_ranks.tables, listed, 1)
 
 
 @worlds
@@ -96,6 +99,7 @@ def test_many_rows_of_few_experts(world: int) -> None:
     right(world, moe_ranks.judged, shapes, 3)
     right(world, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
     right(world, moe_ranks.boxed, moe_ranks.judged, shapes, 3)
+    right(world, moe_ranks.early, 128, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
 
 
 @worlds

@@ -139,6 +139,9 @@ class Experts(Sourced):
     )
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
+    far_early_rows: int = Field(
+        256, ge=64, multiple_of=64, description="of moe_tuning.early_rows, between nodes"
+    )
 
 
 class Scaled(Sourced):

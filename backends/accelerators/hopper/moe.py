@@ -232,6 +232,7 @@ class DispatchExecutor(_Moe):
                     row_bytes=_row_bytes(plan),
                     capacity=capacity or 0,
                     early=how.early_tiles if exchanges else 0,
+                    early_rows=how.early_rows,
                     exchanges=exchanges,
                 ),
                 report,

@@ -45,11 +45,13 @@ void bind_moe(py::module_& module) {
         .def("take_refusal", &ReportBlock::take_refusal);
     py::class_<Routing>(module, "Routing")
         .def(py::init([](const Sizes& sizes, Address routing, Address ids, Address counts,
-                         Address row_bytes, Word capacity, Word early, bool exchanges) {
-                 return Routing{sizes, routing, ids, counts, row_bytes, capacity, early, exchanges};
+                         Address row_bytes, Word capacity, Word early, Word early_rows,
+                         bool exchanges) {
+                 return Routing{sizes,    routing, ids,        counts,   row_bytes,
+                                capacity, early,   early_rows, exchanges};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "ids"_a, "counts"_a, "row_bytes"_a,
-             "capacity"_a, "early"_a, "exchanges"_a);
+             "capacity"_a, "early"_a, "early_rows"_a, "exchanges"_a);
     py::class_<GroupedProduct>(module, "GroupedProduct")
         .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
                          Address b, Address out, Word rows, Word n, Word k, Word height, bool half,

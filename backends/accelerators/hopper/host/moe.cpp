@@ -127,6 +127,7 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
         .report = report.report(),
         .capacity = routing.capacity,
         .early = routing.early,
+        .early_rows = routing.early_rows,
         .exchanges = routing.exchanges,
     };
     route(args, cuda::stream_at(stream));

@@ -67,7 +67,7 @@ class ReportBlock {
 struct Routing {
     Sizes sizes;
     std::uint64_t routing, ids, counts, row_bytes;
-    std::int32_t capacity, early;
+    std::int32_t capacity, early, early_rows;
     bool exchanges;
 };
 void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
