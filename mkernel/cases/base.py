@@ -133,9 +133,20 @@ class Oracle(ABC):
             name: compare_rows(outputs[name].to(wanted.device), wanted, rows, self.row_axis)
             if name in tolerances
             else compare_exact(outputs[name].to(wanted.device), wanted)
-            for name, wanted in self.reference(rank, world_size, iteration, rows).items()
-            if promised is None or name in promised
+            for name, wanted in self.truths(rank, world_size, iteration, promised, rows).items()
         }
+
+    def truths(
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        promised: Collection[str] | None = None,
+        rows: Rows = every_row,
+    ) -> dict[str, torch.Tensor]:
+        """The reference of the outputs that are promised, or of all that there are."""
+        found = self.reference(rank, world_size, iteration, rows)
+        return {name: each for name, each in found.items() if promised is None or name in promised}
 
     def passed(self, found: Mapping[str, Comparison]) -> bool:
         """Whether every error is within its tolerance (a NaN error is not)."""

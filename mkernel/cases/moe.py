@@ -18,6 +18,8 @@ cut by rows, experts by their number.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from mkernel.cases.base import (
@@ -214,6 +216,27 @@ class MoeDispatchCase(MoeCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """outputs [R, I], counts [E/W] int64, out [T, I]."""
+        out = self._combined(rank, world_size, iteration, rows)
+        return {**self._grouped(rank, world_size, iteration, rows), "out": out}
+
+    def truths(
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        promised: Collection[str] | None = None,
+        rows: Rows = every_row,
+    ) -> dict[str, torch.Tensor]:
+        """Combined tokens take most of the time: they are left out where they are not promised."""
+        if promised is None or "out" in promised:
+            return super().truths(rank, world_size, iteration, promised, rows)
+        found = self._grouped(rank, world_size, iteration, rows)
+        return {name: each for name, each in found.items() if name in promised}
+
+    def _grouped(
+        self, rank: int, world_size: int, iteration: int, rows: Rows
+    ) -> dict[str, torch.Tensor]:
+        """outputs and counts."""
         source, token, _, counts = self._rows(rank, world_size, iteration)
         at = rows(len(source))
         expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)[at]
@@ -225,11 +248,7 @@ class MoeDispatchCase(MoeCase):
         for number, w in enumerate(self._w(rank, world_size, iteration)):
             here = expert == number
             outputs[here] = self._activate(x[source[here], token[here]].double() @ w.double())
-        return {
-            "outputs": outputs,
-            "counts": counts,
-            "out": self._combined(rank, world_size, iteration, rows),
-        }
+        return {"outputs": outputs, "counts": counts}
 
     def _combined(self, rank: int, world_size: int, iteration: int, rows: Rows) -> torch.Tensor:
         sent = self._rounded(self._activate(self._sent(rank, world_size, iteration, rows)))

@@ -67,11 +67,23 @@ def test_random_routings_of_rows_that_are_put_in_order(world: int) -> None:
 
 
 @worlds
+def test_random_routings_of_rows_by_boxes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    shapes = [moe_ranks.drawn(chance, world) for _ in range(DRAWS)]
+    right(world, moe_ranks.boxed, moe_ranks.judged, shapes, seed)
+
+
+@worlds
 def test_tables_of_random_routings(world: int) -> None:
     chance = random.Random(5)
     shapes = [moe_ranks.drawn(chance, world) for _ in range(60)]
     many = [Moe(3000, 512, 768, 2, 2), Moe(700, 64, 64, 33, 8), Moe(300, 64, 64, 300, 8)]
-    right(world, moe_ranks.tables, [replace(one, capacity=0) for one in [*shapes, *many]], 1)
+    listed = [replace(one, capacity=0) for one in [*shapes, *many]]
+    right(world, moe_ranks.tables, listed, 1)
+    for rows in (64, 128):
+        right(world, moe_ranks.early, rows, moe_ranks.tables, listed, 1)
 
 
 @worlds
@@ -86,6 +98,8 @@ def test_many_rows_of_few_experts(world: int) -> None:
     ]
     right(world, moe_ranks.judged, shapes, 3)
     right(world, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
+    right(world, moe_ranks.boxed, moe_ranks.judged, shapes, 3)
+    right(world, moe_ranks.early, 128, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
 
 
 @worlds
@@ -105,12 +119,14 @@ def test_many_calls_in_the_queue(world: int) -> None:
     shapes = [*BOUNDED, Moe(129, 256, 64, 2, 2)]
     right(world, moe_ranks.queued, shapes, 24, 3)
     right(world, moe_ranks.permuted, moe_ranks.queued, shapes, 24, 3)
+    right(world, moe_ranks.boxed, moe_ranks.queued, shapes, 24, 3)
 
 
 @worlds
 def test_graphs_whose_routing_changes(world: int) -> None:
     right(world, moe_ranks.replayed, BOUNDED, 100)
     right(world, moe_ranks.permuted, moe_ranks.replayed, BOUNDED, 100)
+    right(world, moe_ranks.boxed, moe_ranks.replayed, BOUNDED, 20)
 
 
 @worlds
@@ -132,6 +148,14 @@ def test_too_many_rows_stop_the_combine_and_the_world_goes_on(world: int) -> Non
 def test_faults_are_seen(fault: str, world: int) -> None:
     shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
     assert all(launched(world, moe_ranks.faulty, shape, fault)), "on every rank"
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_rows_by_boxes_are_seen(fault: str, world: int) -> None:
+    shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
+    found = launched(world, moe_ranks.boxed, moe_ranks.faulty, shape, fault)
+    assert all(found), "on every rank"
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])

@@ -129,6 +129,9 @@ class Experts(Sourced):
     """The grouped product of MoE. Rates are of all multiprocessors, random half precision."""
 
     gathered_tflops: float = Field(gt=0, description="each block gathers its rows")
+    boxed_tflops: float | None = Field(
+        None, gt=0, description="the same by boxes of one row; None: not measured, copies are taken"
+    )
     permuted_tflops: float = Field(gt=0, description="rows are put in order beside the product")
     ready_tflops: float = Field(gt=0, description="rows are in order")
     deep_k: tuple[int, int] = Field(
@@ -136,6 +139,9 @@ class Experts(Sourced):
     )
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
+    far_early_rows: int = Field(
+        256, ge=64, multiple_of=64, description="of moe_tuning.early_rows, between nodes"
+    )
 
 
 class Scaled(Sourced):

@@ -133,6 +133,7 @@ class _Moe:
         permuted: torch.Tensor | None = None,
         height: int = 0,
         gated: bool = False,
+        boxes: bool = False,
         **how: Any,
     ) -> _hopper.GroupedProduct:
         depth, width = w.shape[1:]
@@ -148,6 +149,7 @@ class _Moe:
             k=depth,
             height=height,
             gated=gated,
+            boxes=boxes,
             half=self._plan.dtype == "float16",
             n_major=self._plan.b_layout == "row",
             waits=self._exchanges(call),
@@ -230,6 +232,7 @@ class DispatchExecutor(_Moe):
                     row_bytes=_row_bytes(plan),
                     capacity=capacity or 0,
                     early=how.early_tiles if exchanges else 0,
+                    early_rows=how.early_rows,
                     exchanges=exchanges,
                 ),
                 report,
@@ -241,7 +244,7 @@ class DispatchExecutor(_Moe):
             product = self._product(
                 call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
                 height=capacity or 0, tokens=True, gated=shape.activation is not None,
-                deep=how.tiling == "deep", wide=False, home=False, ends=True,
+                deep=how.tiling == "deep", boxes=how.row_boxes, wide=False, home=False, ends=True,
             )  # fmt: skip
             made.moe_grouped(context.device, world, product, stream)
         finally:

@@ -44,7 +44,9 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = DispatchSchedule(
             blocks=blocks,
             early_tiles=early_tiles(plan, processors, found.prediction),
+            early_rows=early_rows(plan),
             permutes=permutes(plan),
+            row_boxes=row_boxes(),
             tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
         )
     elif isinstance(plan.shape, GemmCombineShape):
@@ -90,7 +92,15 @@ class _Product:
 def permutes(plan: CommonPart) -> bool:
     """Whether rows are copied first: the product is then faster, but moves more bytes."""
     product = _Product(plan)
-    return product.permuted_us() < product.us(machine().experts.gathered_tflops)
+    how = machine().experts
+    rate = max(how.gathered_tflops, how.boxed_tflops or 0.0)
+    return product.permuted_us() < product.us(rate)
+
+
+def row_boxes() -> bool:
+    """Whether rows that are gathered come by boxes of one row."""
+    how = machine().experts
+    return (how.boxed_tflops or 0.0) > how.gathered_tflops
 
 
 def reads_weights(plan: CommonPart) -> bool:
@@ -106,16 +116,25 @@ def tiling(k: int) -> ExpertTiling:
 
 
 def early_tiles(plan: CommonPart, processors: int, prediction: Prediction | None) -> int:
-    """Tiles that are multiplied while other ranks' tokens travel: whole ones of own tokens, of which
-    there are none where an expert gets few. ``prediction``: of the plan."""
+    """Tiles that are multiplied while other ranks' tokens travel: of own tokens; none where an expert
+    gets few. ``prediction``: of the plan."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
-    if world == 1 or rows < TILE_ROWS:
+    if world == 1 or rows < early_rows(plan):
         return 0
     nbytes = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
     travel_us = (world - 1) * machine().copies.choose("put", nbytes, 0, flagged=True).microseconds
     if plan.nodes > 1 and prediction is not None:
         travel_us = prediction.comm_us
     rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
-    return math.ceil(travel_us * rate / (2.0 * TILE_ROWS * shape.hidden * shape.columns))
+    weights = shape.hidden * shape.columns  # of one expert
+    height = min(rows // early_rows(plan) * early_rows(plan), TILE_ROWS)
+    read_us = weights * DTYPE_BYTES[plan.dtype] / (machine().experts.memory_gbs * 1e3)
+    return math.ceil(travel_us / max(2.0 * height * weights / rate, read_us))
+
+
+def early_rows(plan: CommonPart) -> int:
+    """Multiples of so many own rows of an expert make tiles that come first. Its other rows are tiles
+    of their own, and need the weights again: whole tiles but where tokens take long to come."""
+    return machine().experts.far_early_rows if plan.nodes > 1 else TILE_ROWS

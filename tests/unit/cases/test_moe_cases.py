@@ -310,3 +310,20 @@ def test_a_row_that_may_be_rounded_either_way_excuses_its_elements_alone() -> No
     got = truth.to(torch.bfloat16)
     got.view(-1)[near[0]] += 0.046875  # as far off, without such a row
     assert _differs(drawn, got, truth, limit, None, ties) == one
+
+
+def test_combined_tokens_are_computed_where_they_are_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    each = case()
+    whole = each.reference(RANK, WORLD, 2)
+    assert list(each.truths(RANK, WORLD, 2)) == ["outputs", "counts", "out"]
+    assert torch.equal(each.truths(RANK, WORLD, 2, ("out",))["out"], whole["out"])
+
+    def combined(*_: Any) -> torch.Tensor:
+        raise AssertionError("nobody asked for it")
+
+    monkeypatch.setattr(type(each), "_combined", combined)
+    found = each.truths(RANK, WORLD, 2, ("outputs", "counts"))
+    assert list(found) == ["outputs", "counts"]
+    assert all(torch.equal(found[name], whole[name]) for name in found)

@@ -11,10 +11,11 @@ import torch
 from plan_walk import WalkedWorld, decorations
 from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
-from mkernel.backends.accelerators.hopper import capabilities, moe, moe_nodes, native
+from mkernel.backends.accelerators.hopper import capabilities, moe, moe_nodes, moe_tuning, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import MOE
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.missing import of_op
@@ -148,6 +149,23 @@ def test_a_place_is_left_for_what_lands_and_own_tokens_come_first(started: Start
     far = planned("moe_dispatch_gemm", **MODEL, tokens=32768).part(DispatchSchedule)
     assert far.blocks == near.blocks - 2
     assert far.early_tiles > 4 * near.early_tiles
+    assert far.early_rows == near.early_rows == moe_tuning.TILE_ROWS
+
+
+def test_own_tiles_that_come_first_may_be_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8192 tokens of DeepSeek-V3: an expert has 128 rows of each rank."""
+    sizes = {**MODEL, "tokens": 4096}
+    assert planned("moe_dispatch_gemm", **sizes).part(DispatchSchedule).early_tiles == 0
+    constants = machine()
+    experts = constants.experts.model_copy(update={"far_early_rows": 128})
+    monkeypatch.setattr(
+        moe_tuning, "machine", lambda: constants.model_copy(update={"experts": experts})
+    )
+    far = planned("moe_dispatch_gemm", **{**sizes, "tokens": 4100}).part(DispatchSchedule)
+    assert far.early_rows == 128
+    assert far.early_tiles > 100
+    near = one_node.planned("moe_dispatch_gemm", **sizes).part(DispatchSchedule)
+    assert (near.early_rows, near.early_tiles) == (256, 0)
     several = planned("moe_gemm_combine", **MODEL, tokens=4096).part(GemmCombineSchedule)
     assert several.blocks == far.blocks
 

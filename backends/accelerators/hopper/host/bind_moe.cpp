@@ -45,23 +45,25 @@ void bind_moe(py::module_& module) {
         .def("take_refusal", &ReportBlock::take_refusal);
     py::class_<Routing>(module, "Routing")
         .def(py::init([](const Sizes& sizes, Address routing, Address ids, Address counts,
-                         Address row_bytes, Word capacity, Word early, bool exchanges) {
-                 return Routing{sizes, routing, ids, counts, row_bytes, capacity, early, exchanges};
+                         Address row_bytes, Word capacity, Word early, Word early_rows,
+                         bool exchanges) {
+                 return Routing{sizes,    routing, ids,        counts,   row_bytes,
+                                capacity, early,   early_rows, exchanges};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "ids"_a, "counts"_a, "row_bytes"_a,
-             "capacity"_a, "early"_a, "exchanges"_a);
+             "capacity"_a, "early"_a, "early_rows"_a, "exchanges"_a);
     py::class_<GroupedProduct>(module, "GroupedProduct")
         .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
                          Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
                          bool n_major, bool tokens, bool gated, bool wide, bool home, bool waits,
-                         bool ends, bool deep, Word blocks) {
+                         bool ends, bool deep, bool boxes, Word blocks) {
                  return GroupedProduct{sizes, routing, a,      permuted, b,       out,    rows,
                                        n,     k,       height, half,     n_major, tokens, gated,
-                                       wide,  home,    waits,  ends,     deep,    blocks};
+                                       wide,  home,    waits,  ends,     deep,    boxes,  blocks};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a, "rows"_a,
              "n"_a, "k"_a, "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a,
-             "home"_a, "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
+             "home"_a, "waits"_a, "ends"_a, "deep"_a, "boxes"_a, "blocks"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
                          Address out, Word width, bool half, bool wide, bool by_rank, bool waits,

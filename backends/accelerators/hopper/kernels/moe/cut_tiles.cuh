@@ -32,7 +32,7 @@ __device__ inline void write_tiles(const RoutingArgs& args, const int* total, co
     };
     int written = 0;
     for (const bool early : {true, false}) {
-        int seen = 0;  // whole tiles of own rows, of the experts before
+        int seen = 0;  // tiles of own rows, of the experts before
         int rows_before = 0;
         for (int first = 0; first < tables.experts; first += 32) {
             const int expert = first + lane;
@@ -42,10 +42,11 @@ __device__ inline void write_tiles(const RoutingArgs& args, const int* total, co
             int all = 0;
             const int row = rows_before + sum_before(count, all);
             rows_before += all;
-            const int whole = (own.end - own.first) / kTileRows;
-            const int place = seen + sum_before(whole, all);
+            const int whole = (own.end - own.first) / args.early_rows * args.early_rows;
+            const int whole_tiles = (whole + kTileRows - 1) / kTileRows;
+            const int place = seen + sum_before(whole_tiles, all);
             seen += all;
-            const int mine = min(max(args.early - place, 0), whole) * kTileRows;
+            const int mine = min(max(args.early - place, 0) * kTileRows, whole);
             // Of the first rank from its first row on, else up to its last: one rest less.
             const int from = own.first == 0 || mine == 0 ? row : row + own.end - mine;
             if (early) {

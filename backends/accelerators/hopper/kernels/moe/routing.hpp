@@ -7,8 +7,8 @@
 //   those counts ──sums over runs, then over experts──▶ the first row of each run and expert
 //   ids ──▶ row of each place, place of each row: stable by source, token, slot
 //   counts ──one warp──▶ tiles of the grouped product
-// Tiles come expert by expert, so that each weight is read once; but up to `early` whole tiles that need
-// own tokens alone come first, while those of other ranks travel.
+// Tiles come expert by expert, so that each weight is read once; but up to `early` tiles that need own tokens
+// alone come first, while those of other ranks travel: of each expert a multiple of `early_rows`.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,7 +31,7 @@ struct RoutingArgs {
     std::int64_t* counts;         // [experts]
     Report* report;
     std::int32_t capacity;  // of rows, on each rank; 0: any
-    std::int32_t early;
+    std::int32_t early, early_rows;
     bool exchanges;  // else the own ids stand for those of all ranks
 };
 
