@@ -74,8 +74,10 @@ def _errors(
     found = [
         _unexpected(rank, error, legal) for rank, error in raised.items() if error[0] not in legal
     ]
-    # A rank that fails while the world ends cannot stop those that have left it.
+    # A rank that fails while the world ends cannot stop those that have left it; nor one that has made
+    # all its calls, and fails in its last one of a group.
     ending = fault.stage == "leave" or any(rank in outcome.leaving for rank in fault.victims)
+    ending |= fault.of.maybe and any(told.calls >= turn.calls for told in own)
     if len(raised) < len(others) and not ending:
         found += [f"rank {rank} noticed nothing" for rank in others.keys() - raised.keys()]
     agrees = fault.kind != "store-lost"  # who has lost the store has no way to

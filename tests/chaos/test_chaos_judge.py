@@ -170,6 +170,14 @@ def test_nor_about_one_that_is_killed_so_late_that_the_world_was_ending() -> Non
     assert "noticed nothing" in judge(joining, Outcome(told, died, leaving={0, 1}))[0]
 
 
+def test_nor_about_one_that_fails_in_a_group_when_all_calls_of_the_world_are_made() -> None:
+    limited = turn("files-exhausted", 2)
+    for calls, found in ((limited.calls - 1, ["rank 1 noticed nothing"]), (limited.calls, [])):
+        victim = Told(2, calls, error=("OSError", "too many open files"), at=100.0)
+        others = {0: Told(0, error=("PeerFailure", "rank 2 failed"), at=101.0), 1: Told(1)}
+        assert judge(limited, Outcome({**others, 2: victim})) == found
+
+
 def test_a_limit_that_is_not_hit_is_no_fault() -> None:
     limited = turn("files-exhausted", 0)
     assert judge(limited, Outcome({rank: Told(rank) for rank in range(3)})) == []
