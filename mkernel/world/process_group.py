@@ -8,7 +8,9 @@ other world gets a group beside the default one, the user's or ours, by the worl
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,6 +22,10 @@ from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
+
+_DESCRIPTORS = 6
+"""What a group of gloo has open beside a connection to each rank: three that stay, and some more while
+ranks connect."""
 
 
 class _Groups:
@@ -49,14 +55,15 @@ class _Groups:
         with self._lock:
             before = _default_group()
             if before is None:
-                distributed.init_process_group(
-                    backend,
-                    store=store,
-                    rank=rank,
-                    world_size=size,
-                    timeout=timeout,
-                    pg_options=options,
-                )
+                with _counted_if_made():
+                    distributed.init_process_group(
+                        backend,
+                        store=store,
+                        rank=rank,
+                        world_size=size,
+                        timeout=timeout,
+                        pg_options=options,
+                    )
                 made = self._default = _default_group()
                 assert made is not None
                 self._store = store
@@ -76,6 +83,18 @@ class _Groups:
                 if self.made_default():
                     distributed.destroy_process_group()
                 self._default = self._store = None
+
+
+@contextlib.contextmanager
+def _counted_if_made() -> Iterator[None]:
+    """Torch names default groups by a count, and ranks find each other in the store by that name. It
+    also counts a group that failed, where another rank may not have come so far as to count."""
+    before = distributed_c10d._world.group_count
+    try:
+        yield
+    except BaseException:
+        distributed_c10d._world.group_count = before
+        raise
 
 
 def _beside(
@@ -137,7 +156,11 @@ def open_group(
         store: carries the addresses that the ranks exchange.
         name: of the group, where it is not torch's default one; no other group has it.
         undo: gets what destroys the group.
+
+    Raises:
+        OSError: the process may not open as many descriptors as that takes.
     """
+    _check_descriptors(size)
     wait = timedelta(seconds=timeout_s)
     if accelerator.collectives != "gloo":
         # Calls end by the backend's own deadline. A library that runs messages as kernels must
@@ -149,6 +172,21 @@ def open_group(
         )
     undo.callback(_groups.close, group)
     return group
+
+
+def _check_descriptors(size: int) -> None:
+    """Where none is left gloo's thread that accepts connections would end the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    left = limit - sum(int(each) < limit for each in os.listdir("/proc/self/fd"))
+    wanted = size + _DESCRIPTORS
+    if left < wanted:
+        raise OSError(
+            errno.EMFILE,
+            f"a process group of {size} ranks opens {wanted} descriptors, and this process may open "
+            f"{left} more: close some, or raise the limit of {limit} (`ulimit -n`)",
+        )
 
 
 @contextlib.contextmanager
