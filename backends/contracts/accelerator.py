@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +55,8 @@ class Call:
         symmetric: by tensor name, for those tensors that lie in symmetric memory
             (:func:`mkernel.empty`) on every rank: where each rank's lies, in this process's address
             space; 0 for ranks of other nodes.
+        begun_s: when this was made, by CLOCK_MONOTONIC, which is when ranks have agreed on the call.
+            After ``timeout_s`` more peers may have left, and nothing may be written to their memory.
     """
 
     plan: LaunchPlan
@@ -76,6 +79,7 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     group: torch.distributed.ProcessGroup | None = None
     symmetric: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    begun_s: float = field(default_factory=time.monotonic)
 
 
 class Again(NamedTuple):

@@ -80,6 +80,8 @@ class Kernel:
     def _put(self, peer: int, offset: int, nbytes: int, signal: int) -> None:
         call = self.call
         if peer in call.peers:
+            if _transport.pad_aborted(call.pad) or time.monotonic() > call.begun_s + call.timeout_s:
+                return  # the peer may have left: a rank that was stopped writes into no memory of it
             there = call.peers[peer]
             memmove(there.workspace + offset, call.workspace + offset, nbytes)
             _transport.pad_add(there.pad, signal, 1)

@@ -141,6 +141,7 @@ class Calls:
                 arena = memory.arena
                 if self._queues:
                     self._turns.follow()
+                self._failure.look_if_behind()
                 launch = self._accelerator.launch(
                     Call(
                         plan=plan,

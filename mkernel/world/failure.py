@@ -141,6 +141,13 @@ class FailureMonitor:
             self.take(Notice.from_json(told))
             self.raise_if_broken()
 
+    def look_if_behind(self) -> None:
+        """Raise the world's failure where the watchdog may not have heard of it yet. A rank that was
+        stopped must not begin a call of a world that the others have given up, and write into their
+        memory."""
+        if self._watchdog is not None and self._watchdog.is_behind():
+            self.look_for_abort()
+
     def check_peers(self, missing: set[int]) -> None:
         """Raise where the world is broken, or one of the ranks that are waited for has left it."""
         if self._watchdog is None:

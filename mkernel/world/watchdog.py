@@ -31,6 +31,7 @@ from mkernel.world.bootstrap import Bootstrap
 
 NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled", "Untrusted"]
 
+_BEHIND_HEARTBEATS = 3
 _SILENCE_HEARTBEATS = 50
 """A rank on another host that has not reported for this many heartbeats counts as lost."""
 
@@ -152,6 +153,7 @@ class Watchdog:
         self._suspicious = False
         self._on_notice = on_notice
         self._beat = 0
+        self._looked = 0.0
         self._last: dict[int, tuple[int, float]] = {}
         self._left: set[int] = set()
         self._elsewhere: dict[int, tuple[int, str]] = {}
@@ -168,6 +170,7 @@ class Watchdog:
     def start(self) -> None:
         """Report the first heartbeat and start watching. RuntimeError: no thread can be had."""
         self._last = {peer: (0, time.monotonic()) for peer in self._peers}
+        self._looked = time.monotonic()
         self._report("live")
         self._thread.start()
 
@@ -183,6 +186,11 @@ class Watchdog:
             self._report("left")
         for fd in (*self._pidfds, self._wake_read, self._wake_write):
             os.close(fd)
+
+    def is_behind(self) -> bool:
+        """Whether its latest look is older than some heartbeats: it gets no CPU, or this process was
+        stopped, and others may have given the world up meanwhile."""
+        return time.monotonic() - self._looked > _BEHIND_HEARTBEATS * self._heartbeat_s
 
     def left(self) -> set[int]:
         """Ranks that have left the world on purpose, as far as seen."""
@@ -236,6 +244,7 @@ class Watchdog:
         return notice
 
     def _look(self, dead: list[int]) -> Notice | None:
+        began = time.monotonic()
         for rank in dead:
             if not self._has_left(rank):
                 text = (
@@ -260,6 +269,7 @@ class Watchdog:
             if rank not in local and silent_s > _SILENCE_HEARTBEATS * self._heartbeat_s:
                 text = f"rank {rank} has been silent for {silent_s:.1f} s; its host may be down"
                 return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
+        self._looked = began
         return None
 
     def _has_left(self, rank: int) -> bool:

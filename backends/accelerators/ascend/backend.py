@@ -288,6 +288,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             blocks=blocks,
             node=plan.placement[call.rank].node,
             fifo=call.fifo,
+            begun_s=call.begun_s,
             timeout_s=call.timeout_s,
             view=call.view,
             trace=call.trace,

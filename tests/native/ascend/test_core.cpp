@@ -251,9 +251,9 @@ void puts_copy_and_leave_the_rest() {
 
 // As one finds it that was stopped, and goes on when the others have given it up.
 void what_is_late_reaches_no_other_rank() {
-    const auto reaches = [](std::uint32_t peer, std::uint64_t deadline_ns, bool aborted) {
+    const auto reaches = [](std::uint32_t peer, std::uint64_t until_ns, bool aborted) {
         Bench bench(sim::Role::comm);
-        bench.environment.deadline_ns = deadline_ns;
+        bench.environment.peers_wait_until_ns = until_ns;
         if (aborted) bench.environment.pad.abort(transport::AbortCode::timeout, {});
         bench.gm[0] = 7;
         const GlobalView from = bench.view(DType::float32, 1, 1);

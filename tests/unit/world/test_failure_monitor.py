@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest.mock import Mock
+
 import pytest
+from torch.distributed import HashStore
 
 from mkernel.backends.transport import _transport
 from mkernel.errors import PeerFailure, Timeout
 from mkernel.world.failure import FailureMonitor
+from mkernel.world.watchdog import Notice
 
 
 class NoStore:
@@ -57,3 +62,16 @@ def test_who_is_behind_is_no_rank_of_this_call(
     heartbeats = {f"heartbeat/{rank}": {"call": call} for rank, call in calls.items()}
     monkeypatch.setattr(monitor._alarm, "peek", heartbeats.get)
     assert monitor.who_is_behind() == said
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_watchdog_that_is_behind_is_not_waited_for(behind: bool) -> None:
+    """A rank that was stopped hears of the failure before its next call, not some time in it."""
+    store = HashStore()
+    monitor = FailureMonitor(0, 2, 5.0, (store, store), bytes(32))
+    monitor._watchdog = Mock(is_behind=lambda: behind)
+    monitor.look_if_behind()  # nobody has told of any
+    told = Notice.from_error(1, Timeout("rank 0 did not come"))
+    monitor._alarm.publish_first("abort", told.to_json())
+    with pytest.raises(Timeout, match="rank 0 did not come") if behind else nullcontext():
+        monitor.look_if_behind()

@@ -107,6 +107,25 @@ def test_what_was_reported_while_this_rank_slept_counts(world: World) -> None:
     assert world.look(after_s=10 * LIMIT_S) is None
 
 
+def test_a_watchdog_that_has_not_looked_for_some_heartbeats_is_behind(world: World) -> None:
+    """From the begin of its look on: what came after that it has not seen."""
+    assert not world.watchdog.is_behind()
+    world.now += 4 * HEARTBEAT_S
+    assert world.watchdog.is_behind()
+    peek = world.bootstrap.peek
+
+    def stopped(name: str) -> object:
+        world.now += 4 * HEARTBEAT_S if name == "abort" else 0.0
+        return peek(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.bootstrap, "peek", stopped)
+        assert world.look() is None
+    assert world.watchdog.is_behind()
+    assert world.look() is None
+    assert not world.watchdog.is_behind()
+
+
 def test_a_watchdog_that_fails_ends_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     bootstrap, told = Bootstrap(HashStore()), []
 

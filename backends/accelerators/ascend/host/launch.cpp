@@ -40,6 +40,9 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     environment_.pad = transport::SignalPad(args.pad);
     environment_.fifo = call_.fifo;
     environment_.deadline_ns = monotonic_ns() + call_.timeout_ns;
+    if (call_.begun_ns != 0) {
+        environment_.peers_wait_until_ns = call_.begun_ns + call_.timeout_ns;
+    }
     environment_.rank = args.rank;
     environment_.op = call_.number;
     environment_.scheduler = &sim::Scheduler::process();

@@ -31,6 +31,7 @@ struct Call {
     std::uint32_t node = 0;
     const transport::FifoHandle* fifo = nullptr;
     std::uint64_t timeout_ns = 0;
+    std::uint64_t begun_ns = 0;  // when the ranks agreed on it, or later; 0: not known
     View view = View::pipelined;
     bool trace = false;
     std::optional<sim::StrictOptions> strict;

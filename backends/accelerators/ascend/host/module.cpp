@@ -59,9 +59,9 @@ std::shared_ptr<host::Launch> launch(
     std::shared_ptr<host::Kernels> kernels, std::uint32_t rank, std::uint64_t epoch,
     std::uint32_t number, std::uint64_t pad, std::uint64_t workspace, const Areas& areas,
     std::uint32_t region, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& peers,
-    const BlockCounts& blocks, std::uint32_t node, std::uint64_t fifo, double timeout_s,
-    const std::string& view_name, bool trace, std::optional<sim::StrictOptions> strict,
-    bool log_races) {
+    const BlockCounts& blocks, std::uint32_t node, std::uint64_t fifo, double begun_s,
+    double timeout_s, const std::string& view_name, bool trace,
+    std::optional<sim::StrictOptions> strict, bool log_races) {
     host::Call call;
     call.strict = std::move(strict);
     call.log_races = log_races;
@@ -87,6 +87,7 @@ std::shared_ptr<host::Launch> launch(
     call.number = number;
     call.node = node;
     call.fifo = pointer<const transport::FifoHandle>(fifo);
+    call.begun_ns = nanoseconds(begun_s);
     call.timeout_ns = nanoseconds(timeout_s);
     call.trace = trace;
     call.view = view_named(view_name);
@@ -182,7 +183,7 @@ PYBIND11_MODULE(_ascend, module) {
 
     module.def("launch", &launch, py::kw_only(), "kernels"_a, "rank"_a, "epoch"_a, "number"_a,
                "pad"_a, "workspace"_a, "areas"_a, "region"_a, "peers"_a, "blocks"_a, "node"_a,
-               "fifo"_a, "timeout_s"_a, "view"_a, "trace"_a, "strict"_a = py::none(),
+               "fifo"_a, "begun_s"_a, "timeout_s"_a, "view"_a, "trace"_a, "strict"_a = py::none(),
                "log_races"_a = false);
 
     module.def("record", &record, py::kw_only(), "kernels"_a, "rank"_a, "same_node"_a, "blocks"_a,

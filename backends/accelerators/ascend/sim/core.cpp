@@ -420,9 +420,9 @@ transport::Diagnosis Core::diagnosis(std::uint32_t peer) const {
 
 bool Core::given_up(std::uint32_t peer) const {
     if (peer == environment_.rank) return false;
-    const std::uint64_t deadline = environment_.deadline_ns;
+    const std::uint64_t until = environment_.peers_wait_until_ns;
     return environment_.pad.aborted() != transport::AbortCode::none ||
-           (deadline != 0 && transport::monotonic_ns() > deadline);
+           (until != 0 && transport::monotonic_ns() > until);
 }
 
 std::uint64_t Core::wanted(std::uint32_t signal, std::int64_t amount) const {

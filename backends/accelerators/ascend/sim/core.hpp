@@ -22,8 +22,8 @@
 //              negative amount leaves out as much of what earlier calls add. False when the call is
 //              aborted or its deadline passed; the kernel then returns at once.
 //   nic_put    queues a put-with-signal to a rank of another node; false as twait.
-// Once a call is aborted or its deadline has passed, tput and tnotify do nothing to other ranks: these may
-// have left, and so a rank that was stopped for long writes into no memory that is theirs.
+// Once a call is aborted, or peers may have given it up, tput and tnotify do nothing to other ranks: so one
+// that was stopped for long writes into no memory of ranks that have left.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,7 @@ struct Environment {
     transport::SignalPad pad;                     // the own rank's
     const transport::FifoHandle* fifo = nullptr;  // null where the world has one node
     std::uint64_t deadline_ns = 0;                // of every wait
+    std::uint64_t peers_wait_until_ns = 0;        // for this rank, at least; 0: for ever
     std::uint32_t rank = 0;
     std::uint32_t op = 0;  // call number, for diagnosis
     std::vector<GmRange> memory;
