@@ -93,12 +93,13 @@ KINDS: dict[str, Kind] = {
     "queue-pair-error": _kind("NicError", **_DEVICE),
     "queue-overflow": _kind("NicError", **_DEVICE),
     "link-back-in-time": _kind(**_DEVICE),
-    "files-exhausted": _kind("PeerFailure", **_LIMIT),
-    "memory-exhausted": _kind("PeerFailure", **_LIMIT),
-    "threads-exhausted": _kind("PeerFailure", **_LIMIT),
-    "disk-full": _kind("PeerFailure", **_LIMIT),
+    "files-exhausted": _kind("PeerFailure", "NicError", **_LIMIT),
+    "memory-exhausted": _kind("PeerFailure", "NicError", **_LIMIT),
+    "threads-exhausted": _kind("PeerFailure", "NicError", **_LIMIT),
+    "disk-full": _kind("PeerFailure", "NicError", **_LIMIT),
 }
-"""By name. ``differs``: one rank calls with another shape, which all refuse, and the world goes on."""
+"""By name. ``differs``: one rank calls with another shape, which all refuse, and the world goes on. A
+limit that a rank's NIC meets is an error of that NIC, on all ranks."""
 
 DEVICE_FAULTS = {
     "link-dropped": ("drop@{count}",),

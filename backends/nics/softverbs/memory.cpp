@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -33,11 +35,12 @@ struct CloseDir {
     void operator()(DIR* dir) const { ::closedir(dir); }
 };
 
-// The areas that overlap [address, address + length), in order.
+// The areas that overlap [address, address + length), in order. std::system_error: no descriptor is left to
+// look with, say.
 std::vector<Area> areas(std::uint64_t address, std::uint64_t length) {
     std::vector<Area> found;
     const std::unique_ptr<std::FILE, CloseFile> maps(std::fopen("/proc/self/maps", "re"));
-    if (!maps) return found;
+    if (!maps) throw std::system_error(errno, std::generic_category(), "/proc/self/maps");
     char line[1024];
     while (std::fgets(line, sizeof(line), maps.get()) != nullptr) {
         Area a;

@@ -5,6 +5,7 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <cerrno>
@@ -546,6 +547,15 @@ TEST(registration_is_checked) {
     CHECK(a.v->reg_mr(a.pd, reinterpret_cast<void*>(4096), 4096, IBV_ACCESS_LOCAL_WRITE) ==
           nullptr);
     CHECK(errno == EFAULT);
+    if (!software()) return;
+    // Where the device cannot look whether memory is there it says why.
+    rlimit before{};
+    CHECK(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const rlimit none{0, before.rlim_max};
+    CHECK(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+    CHECK(a.v->reg_mr(a.pd, a.memory.data(), 4096, IBV_ACCESS_LOCAL_WRITE) == nullptr);
+    CHECK(errno == EMFILE);
+    CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
 
 TEST(a_wrong_gid_does_not_connect) {
