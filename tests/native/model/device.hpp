@@ -15,6 +15,7 @@
 #define __CUDACC__
 #define __device__
 #define __host__
+#define __shared__
 
 namespace mkernel::transport {
 
@@ -33,7 +34,15 @@ inline std::uint32_t atomicAdd(std::uint32_t* word, std::uint32_t by) {
     return mkernel::transport::shared(*word).fetch_add(by, std::memory_order_relaxed);
 }
 
-// Of every kernel.
+// Of every kernel. One thread stands for a block.
 inline struct {
     unsigned x = 2, y = 1, z = 1;
 } gridDim;
+inline const struct {
+    unsigned x = 1, y = 1, z = 1;
+} blockDim;
+inline const struct {
+    unsigned x = 0, y = 0, z = 0;
+} threadIdx;
+
+inline void __syncthreads() {}

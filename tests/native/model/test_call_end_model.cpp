@@ -19,13 +19,15 @@ constexpr int kRanks = 2, kBlocks = 2;
 
 // How a call ends, and what is wrong with it.
 enum class End {
-    whole,       // finish_call: every rank hears that every other is done
-    nodes,       // the same, between nodes
-    brief,       // finish_brief_call: nobody waits; memory of even and of odd calls
-    one_memory,  // planted: brief, with the same memory in every call
-    early,       // planted: whole, but blocks are done before they have read
-    one_block,   // planted: the first block that is done ends the call
-    no_fences,   // planted
+    whole,             // finish_call: every rank hears that every other is done
+    nodes,             // the same, between nodes
+    brief,             // finish_brief_call: nobody waits; memory of even and of odd calls
+    ahead,             // epoch_of_brief_block: the same, counted when blocks begin
+    one_memory,        // planted: brief, with the same memory in every call
+    ahead_one_memory,  // planted: the same of ahead
+    early,             // planted: whole, but blocks are done before they have read
+    one_block,         // planted: the first block that is done ends the call
+    no_fences,         // planted
 };
 
 // Calls of kernels: each block writes into the peer's memory and sets its flag there, waits for its own, and
@@ -91,7 +93,12 @@ class Calls : public model::Scenario {
     void kernel(const hopper::Workspace& workspace, Rank& peer, Rank& own, int block,
                 std::uint64_t epoch) {
         const auto waiter = hopper::waiter_of(workspace, {}, transport::Waiter::kernel);
-        const std::size_t half = end_ == End::brief ? epoch & 1 : 0;
+        const bool ahead = end_ == End::ahead || end_ == End::ahead_one_memory;
+        if (ahead) {
+            model::require(hopper::epoch_of_brief_block(workspace) == epoch,
+                           "a block has another number");
+        }
+        const std::size_t half = end_ == End::brief || end_ == End::ahead ? epoch & 1 : 0;
         model::writes(&peer.inbox[block][half]);
         peer.arrived[block].set(epoch);
         const auto read = [&] {
@@ -101,7 +108,7 @@ class Calls : public model::Scenario {
         if (end_ != End::early) read();
         if (end_ == End::brief || end_ == End::one_memory) {
             hopper::finish_brief_call(workspace, epoch);
-        } else {
+        } else if (!ahead) {
             hopper::finish_call(workspace, waiter, epoch);
         }
         if (end_ == End::early) read();
@@ -122,6 +129,7 @@ TEST(calls_end) {
     CHECK(right("one node", End::whole, 2, 2));
     CHECK(right("two nodes", End::nodes, 2, 2));
     CHECK(right("brief", End::brief, 3, 2));
+    CHECK(right("brief, counted ahead", End::ahead, 3, 2));
 }
 
 TEST(orders) {
@@ -130,7 +138,8 @@ TEST(orders) {
     const auto surprises = model::orders_count(
         {{scenario<Calls>(End::whole, std::uint64_t{2}), settings},
          {scenario<Calls>(End::nodes, std::uint64_t{2}), settings},
-         {scenario<Calls>(End::brief, std::uint64_t{3}), settings}},
+         {scenario<Calls>(End::brief, std::uint64_t{3}), settings},
+         {scenario<Calls>(End::ahead, std::uint64_t{3}), settings}},
         {{"change of told by the NIC, release as relaxed",
           "here the sender's own fence is behind it, as the NIC is no thread"}});
     CHECK(surprises.empty());
@@ -138,6 +147,7 @@ TEST(orders) {
 
 TEST(planted) {
     CHECK(!right("brief, one memory", End::one_memory, 2, 2));
+    CHECK(!right("counted ahead, one memory", End::ahead_one_memory, 2, 2));
     CHECK(!right("done before it has read", End::early, 2, 2));
     CHECK(!right("not the last block", End::one_block, 2, 2));
     CHECK(!right("no fences", End::no_fences, 2, 2));
