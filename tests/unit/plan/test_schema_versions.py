@@ -73,6 +73,10 @@ def of_another_version(content: Any, field: str, version: Any) -> Any:
     return {"of another version": [1], **lasts, field: version}
 
 
+OLD = sorted((Path(__file__).parents[2] / "data" / "schema_1").glob("*.json"))
+"""Files as an earlier version of mkernel wrote them."""
+
+
 def refusal(path: Path, read: Callable[[Path], object]) -> str:
     with pytest.raises(InputFileError) as refused:
         read(path)
@@ -109,6 +113,36 @@ def test_a_report_of_a_machine_has_the_version_of_its_topology(tmp_path: Path) -
     content["topology"]["schema_version"] = 2
     said = refusal(written(tmp_path / "x.json", content), discover.read)
     assert "schema_version: 2 is of another version" in said
+
+
+def kept(told: Any, read: Any) -> bool:
+    """Whether a model has all that a file told, whatever it has beside."""
+    if isinstance(told, dict):
+        return all(name in read and kept(value, read[name]) for name, value in told.items())
+    if isinstance(told, list):
+        return len(told) == len(read) and all(map(kept, told, read))
+    return bool(told == read)
+
+
+@pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
+def test_files_of_the_first_version_are_read_as_they_were_written(path: Path) -> None:
+    """Where this fails the schema has changed: it needs another version, by which to refuse these."""
+    _, read = NUMBERED[path.stem.partition("-")[0]]
+    told = json.loads(path.read_text())
+    assert told["schema_version"] == 1
+    found: Any = read(path)
+    model = getattr(found, "topology", found)
+    assert kept(told, model.model_dump(mode="json"))
+
+
+def test_what_a_file_told_and_a_model_has_not_is_noticed() -> None:
+    assert {path.stem.partition("-")[0] for path in OLD} == NUMBERED.keys()
+    plan = json.loads((OLD[0].parent / "plan-ascend-all_gather_gemm.json").read_text())
+    assert kept(plan, {**plan, "new": 1})
+    assert not kept({**plan, "gone": 1}, plan)
+    assert not kept([plan, plan], [plan])
+    schedule = {**plan["schedule"], next(iter(plan["schedule"])): "another"}
+    assert not kept(plan, {**plan, "schedule": schedule})
 
 
 @pytest.mark.parametrize("kind", FORMATTED)
