@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mkernel.user_files import read_file
+from mkernel.user_files import parse_json, read_file
 
 _MOST_BYTES = 1 << 20
+_MOST_DEEP = 32
 
 
 def path() -> Path:
@@ -49,16 +50,28 @@ def last() -> dict[str, Any] | None:
     """The record that was kept last; None: there is none.
 
     Raises:
-        InputFileError, OSError, ValueError: there is one that cannot be read.
+        InputFileError, OSError, ValueError, RecursionError: there is one that cannot be read, or not be
+            shown.
     """
     file = path()
     if not os.path.lexists(file):
         return None
     _check_own(file.parent)
-    found = json.loads(read_file(file, "the last failure,", _MOST_BYTES))
+    found = parse_json(read_file(file, "the last failure,", _MOST_BYTES))
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no record")
+    _check_depth(found)
+    json.dumps(found, ensure_ascii=False).encode()  # ValueError for half of a character
     return found
+
+
+def _check_depth(record: dict[str, Any]) -> None:
+    level: list[Any] = [record]
+    for _ in range(_MOST_DEEP):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [one for each in inner for one in each if isinstance(one, dict | list)]
+    if level:
+        raise ValueError(f"lists and objects lie in each other more than {_MOST_DEEP} deep")
 
 
 def _check_own(folder: Path) -> None:

@@ -36,6 +36,7 @@ INSTRUMENTED = [
     *("mkernel.cli", "mkernel.settings", "mkernel.user_files", "mkernel.harness.inputs"),
     *("mkernel.plan", "mkernel.harness.shapes", "mkernel.harness.results"),
     *("mkernel.harness.gpu_tests", "mkernel.schema_version"),
+    *("mkernel.bug_report", "mkernel.failure_record"),
 ]
 READERS = {
     "bootstrap": (
@@ -56,6 +57,7 @@ READERS = {
         "mkernel/plan/model.py", "mkernel/schema_version.py", "mkernel/user_files.py",
         "topology/cost.py",
     ),
+    "record": ("mkernel/bug_report.py", "mkernel/failure_record.py"),
 }  # fmt: skip
 """By target: the files that read what it makes. What else they do is not its to cover."""
 TARGETS = tuple(READERS)

@@ -21,10 +21,12 @@ from unittest import mock
 import typer
 from torch.distributed import HashStore
 
+from mkernel import bug_report, failure_record
 from mkernel.backends.nics.session import Address, Key, _parse
 from mkernel.cli import bench, plan, probe  # noqa: F401 - imported here, so that they are measured
 from mkernel.cli import main as cli_main
 from mkernel.cli import run as cli_run
+from mkernel.doctor import Report
 from mkernel.errors import ArgumentError, InputFileError, MkernelError, Untrusted, WorldError
 from mkernel.harness import bench_run, gpu_tests, inputs, results
 from mkernel.plan.model import LaunchPlan
@@ -97,6 +99,19 @@ def files(data: bytes) -> None:
         file.write_bytes(data)
         with contextlib.suppress(MkernelError):  # tensors that are no operands too
             inputs.load("all_gather_gemm", (file,) * count)
+
+
+def record(data: bytes) -> None:
+    """What was kept of the last failure, as ``mkernel doctor --report`` shows it."""
+    _FILE.write_bytes(data)
+    with (
+        mock.patch.object(failure_record, "path", return_value=_FILE),
+        mock.patch.object(bug_report, "examine", return_value=Report(rows=(), healthy=True)),
+        mock.patch.object(bug_report, "setting_rows", return_value=()),
+        mock.patch.object(bug_report, "versions", return_value={}),
+    ):
+        shown = bug_report.collect("none").model_dump_json()
+    assert bug_report.BugReport.model_validate_json(shown).last_failure is not None
 
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -200,4 +215,5 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "topology": topology,
     "arguments": arguments,
     "files": files,
+    "record": record,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -77,6 +78,24 @@ def test_it_shows_no_secret_and_nobodys_name(
     assert found.settings["MKERNEL_JOB_SECRET"].value == MASK
     assert found.settings["MKERNEL_NIC_SETTINGS__SOFT_LIBRARY"].value == "~/lib.so"
     assert found.last_failure == {"failure": {"message": "rank 1 on host died"}}
+
+
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [
+        ('{"x":' + "[" * 300 + "]" * 300 + "}", "lie in each other more than 32 deep"),
+        ("[" * 20000, "recursion"),
+        ('{"x": "\\ud800"}', "surrogates"),
+        ("[]", "holds no record"),
+    ],
+    ids=["deep", "deeper", "half a character", "no object"],
+)
+def test_a_record_that_cannot_be_shown_is_left_out(kept: str, why: str) -> None:
+    """Found by fuzzing: the report itself could not be written."""
+    failure_record.keep({})
+    failure_record.path().write_text(kept)
+    found = json.loads(bug_report.collect("no machine").model_dump_json())
+    assert re.fullmatch(f"cannot be read: .*{why}.*", found["last_failure"])
 
 
 def test_what_cannot_be_had_is_said(
