@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -307,6 +308,13 @@ def test_what_was_refused_is_told_once(started: Started) -> None:
 
 
 def test_too_many_experts_are_named(started: Started) -> None:
-    usual = planned("moe_dispatch_gemm", experts=100_000)
-    with pytest.raises(Unsupported, match="50000 experts on a rank; at most"):
-        HopperAccelerator().workspace(usual)
+    """The most that are named are taken, and one more on each rank is not."""
+    with pytest.raises(Unsupported, match="50000 experts on a rank; at most") as refused:
+        HopperAccelerator().workspace(planned("moe_dispatch_gemm", experts=100_000))
+    named = re.search(r"at most (\d+)", str(refused.value))
+    assert named is not None
+    most = int(named[1])
+    at_most = planned("moe_dispatch_gemm", experts=2 * most)
+    assert HopperAccelerator().workspace(at_most).areas
+    with pytest.raises(Unsupported, match=f"{most + 1} experts on a rank; at most {most}"):
+        HopperAccelerator().workspace(planned("moe_dispatch_gemm", experts=2 * (most + 1)))
