@@ -4,10 +4,10 @@
 
 Random shapes (M, N and K from 512 on, multiples of 8 or of another number), bfloat16, B column-major;
 microseconds a call in a CUDA graph of several, contenders by turns, median of the replays.
-``planned``: the tiling that a fused plan of one rank would take; ``path``: which path a plan would. Told
-are the library's time over that of the planned tiling, of all shapes and of those that plans leave to
-that tiling, and over the plan's, where the library's own product counts as one. The constants of ``tilings`` in
-``machine.json`` are chosen by this.
+``planned``: the tiling that a fused plan of one rank would take; ``path``: what any plan would.
+Told are the library's time over that of the planned tiling, of all shapes and of those that plans
+leave to it, and over that of the plan, where a library's product is the library's. The constants of
+``tilings`` in ``machine.json`` are chosen by this.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
                 times[name].append(us)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return {
-        "m": m, "n": n, "k": k, "path": path(m, n, k, processors), "planned": tuning.tiling(m, 1, n, k, processors),
+        "m": m, "n": n, "k": k, "path": path(m, n, k, processors),
+        "planned": tuning.tiling(m, 1, n, k, processors),
         **{name: round(statistics.median(found), 2) for name, found in times.items()},
     }  # fmt: skip
 
