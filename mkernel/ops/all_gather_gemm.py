@@ -142,8 +142,10 @@ def all_gather_gemm(
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b.
     Floating point: one fixed order of K per output element, so the result is bit-identical from
-    call to call, for every chunk size and, on one path (``LaunchPlan.path``), world split. NaN and
-    infinities pass as in ``a @ b``. A bias is added to the rounded C, which is then rounded again.
+    call to call, for every chunk size and, on one path (``LaunchPlan.path``), world split; but where a
+    library multiplies ranks' rows by themselves (``LaunchPlan.schedule``), their number decides, and a
+    chunk size that is asked for with the path ``library``. NaN and infinities pass as in ``a @ b``.
+    A bias is added to the rounded C, which is then rounded again.
 
     Args:
         a: [M/W, K], this rank's rows; or an activation such as [B, S, K], of which this rank has a
