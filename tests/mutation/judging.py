@@ -1,0 +1,203 @@
+"""Whether tests notice a mutant: in forks of a process that has collected them, then in new imports."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coverage import Coverage
+from in_place import Functions
+
+_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0")
+_NOT_IN_PLACE = 98
+
+Lines = dict[str, dict[int, list[str]]]
+"""By file and line: the tests that execute it; lines that importing executes have none."""
+
+
+def in_child(tree: Path, limit_s: float, body: Callable[[], int]) -> int | None:
+    """What ``body`` returns in a process of its own that imports from ``tree``, and all that it starts;
+    None: it did not end in time. Nothing of it is left."""
+    pid = os.fork()
+    if pid == 0:
+        _alone(tree, "log", body)
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            _end_session(pid)
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    _end_session(pid)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _alone(tree: Path, log: str, body: Callable[[], int]) -> None:
+    """Of a process that was just forked: leads a session, and ends with what ``body`` returns."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        told = os.open(tree / log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        for target, source in ((0, null), (1, told), (2, told)):
+            os.dup2(source, target)
+        os.chdir(tree)
+        if sys.path[0] != str(tree):
+            sys.path.insert(0, str(tree))
+        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+        sys.dont_write_bytecode = True
+        os._exit(body())
+    except BaseException as error:  # the process ends here, whatever comes
+        os.write(2, repr(error).encode())
+        os._exit(99)
+
+
+def _end_session(leader: int) -> None:
+    """End what is left of the session that ``leader`` leads, in whatever process groups."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(entry.name)) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def run_anew(tree: Path, tests: list[str], limit_s: float) -> int | None:
+    """pytest's exit code of some tests in a process that has imported nothing of the tree; None: they
+    did not end in time."""
+    return in_child(tree, limit_s, lambda: int(pytest.main([*_OPTIONS, *tests])))
+
+
+class Collected:
+    """A process that has imported and collected tests. Each mutant is judged in a fork of it, where it
+    replaces the code of functions: what a mutant costs is then its tests alone."""
+
+    def __init__(self, tree: Path, tests: tuple[str, ...]) -> None:
+        self._tree = tree
+        self._pipe, theirs = Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._pipe.close()
+            options = [*_OPTIONS, "-s", f"--basetemp={tree}/tests.tmp", *tests]
+            _alone(tree, "collected", lambda: int(pytest.main(options, [_Server(tree, theirs)])))
+        theirs.close()
+
+    def traced(self, files: list[str]) -> tuple[Lines, dict[str, float]]:
+        """Which tests execute which lines of these files, and how long each takes. All of them pass."""
+        code = self._ask("traced", files)
+        if code != 0:
+            print((self._tree / "log").read_text()[-3000:])
+            raise SystemExit(f"the tests do not pass unmutated (exit {code})")
+        lines, seconds = json.loads((self._tree / "traced.json").read_text())
+        found = {
+            name: {int(line): tests for line, tests in of.items() if tests}
+            for name, of in lines.items()
+        }
+        return found, seconds
+
+    def fail(
+        self, path: Path, source: str, mutated: str, tests: list[str], limit_s: float
+    ) -> bool | None:
+        """Whether a test fails; False: none does, or the mutant is not one of functions' code alone;
+        None: they did not end in time."""
+        code = self._ask("judged", str(path), source, mutated, tests, limit_s)
+        return None if code is None else code not in (0, _NOT_IN_PLACE)
+
+    def _ask(self, *asked: Any) -> int | None:
+        self._pipe.send(asked)
+        try:
+            answer: int | None = self._pipe.recv()
+        except EOFError:
+            print((self._tree / "collected").read_text()[-3000:])
+            raise SystemExit("the tests cannot be collected") from None
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        os.waitpid(self._pid, 0)
+
+
+class _Server:
+    """A pytest plugin that answers a :class:`Collected` instead of running what was collected."""
+
+    def __init__(self, tree: Path, pipe: Any) -> None:
+        self._tree, self._pipe = tree, pipe
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._session = session
+        self._items = {item.nodeid: item for item in session.items}
+        self._functions = Functions()
+        gc.collect()
+        gc.freeze()  # what forks share is not written to
+        with contextlib.suppress(EOFError):
+            while True:
+                name, *arguments = self._pipe.recv()
+                self._pipe.send(getattr(self, f"_{name}")(*arguments))
+        return True
+
+    def _traced(self, files: list[str]) -> int | None:
+        def body() -> int:
+            tracer = _Tracer(files)
+            self._session.config.pluginmanager.register(tracer)
+            tracer.coverage.start()
+            code = self._run(list(self._items))
+            tracer.coverage.stop()
+            told = [tracer.lines(files), tracer.seconds]
+            (self._tree / "traced.json").write_text(json.dumps(told))
+            return code
+
+        return in_child(self._tree, 3600, body)
+
+    def _judged(
+        self, path: str, source: str, mutated: str, tests: list[str], limit_s: float
+    ) -> int | None:
+        def body() -> int:
+            if not self._functions.replace(path, source, mutated):
+                return _NOT_IN_PLACE
+            return self._run(tests)
+
+        return in_child(self._tree, limit_s, body)
+
+    def _run(self, tests: list[str]) -> int:
+        """0 or 1: a test failed, the last that was run."""
+        items = [self._items[test] for test in tests]
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self._session.testsfailed:
+                return 1
+        return 0
+
+
+class _Tracer:
+    """A pytest plugin that notes which lines each test executes, and how long it takes."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.coverage = Coverage(data_file=None, include=files, concurrency=["thread"])
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.coverage.switch_context(item.nodeid)
+        start = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid] = time.perf_counter() - start
+
+    def lines(self, files: list[str]) -> dict[str, dict[int, list[str]]]:
+        """By file and line: the tests."""
+        data = self.coverage.get_data()
+        found = {}
+        for name in files:
+            of = data.contexts_by_lineno(os.path.realpath(name))
+            found[name] = {line: list(filter(None, tests)) for line, tests in of.items()}
+        return found
