@@ -1,9 +1,10 @@
-"""A mutant put into modules that are imported already: the code of its functions, without a new import."""
+"""A mutant put into modules that are imported already, by the code of their functions."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from os.path import realpath
 from types import CodeType, FunctionType
 
 
@@ -17,52 +18,45 @@ class Functions:
                 self._by_code.setdefault(each.__code__, []).append(each)
 
     def replace(self, path: str, source: str, mutated: str) -> bool:
-        """Have functions of a file run ``mutated``'s code; False, and nothing is done, where more than
-        code of functions differs: what importing executes, or what a function closes over."""
-        before, after = (
-            compile(text, path, "exec", dont_inherit=True) for text in (source, mutated)
-        )
-        pairs = differing(before, after)
-        if pairs is None:
-            return False
-        found = [
-            (function, after)
-            for before, after in pairs
-            for function in self._by_code.get(before, [])
-            if function.__code__.co_filename == path
-        ]
-        if any(len(f.__code__.co_freevars) != len(code.co_freevars) for f, code in found):
-            return False
-        for function, code in found:
+        """Have a file's functions run ``mutated``'s code. False, and nothing is done, where that is not
+        all: importing does something else, a function closes over something else, or none is here."""
+        texts = (source, mutated)
+        before, after = (compile(text, path, "exec", dont_inherit=True) for text in texts)
+        replaced = []
+        for one, other, inside in _differing(before, after):
+            if not one.co_flags & _OF_FUNCTION:
+                if _own(one) != _own(other):
+                    return False
+                continue
+            functions = [
+                each
+                for each in self._by_code.get(one, [])
+                if realpath(each.__code__.co_filename) == realpath(path)
+            ]
+            if not (functions or inside) or len(one.co_freevars) != len(other.co_freevars):
+                return False
+            replaced += [(each, other) for each in functions]
+        for function, code in replaced:
             function.__code__ = code
-        return True
+        return bool(replaced)
 
 
-def differing(before: CodeType, after: CodeType) -> list[tuple[CodeType, CodeType]] | None:
-    """(before, after) of each function's code that differs; None: other code differs too."""
-    pairs = []
-    for one, other in _pairs(before, after):
-        if one.co_flags & _OPTIMIZED:
-            pairs.append((one, other))
-        elif _own(one) != _own(other):
-            return None
-    return pairs
+_OF_FUNCTION = 1  # CO_OPTIMIZED: what modules and classes execute has it not
 
 
-_OPTIMIZED = 1
-"""A function's; that of a module or a class has it not."""
-
-
-def _pairs(one: CodeType, other: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+def _differing(
+    one: CodeType, other: CodeType, inside: bool = False
+) -> Iterator[tuple[CodeType, CodeType, bool]]:
+    """Code that differs, as it lies in each other, the outermost first; ``inside``: of a function,
+    whose new code makes it anew."""
     if one == other:
         return
-    yield one, other
-    inner, outer = (
-        [const for const in code.co_consts if isinstance(const, CodeType)] for code in (one, other)
-    )
+    yield one, other, inside
+    pair = (one, other)
+    inner, outer = ([c for c in code.co_consts if isinstance(c, CodeType)] for code in pair)
     if len(inner) == len(outer):
-        for pair in zip(inner, outer, strict=True):
-            yield from _pairs(*pair)
+        for each in zip(inner, outer, strict=True):
+            yield from _differing(*each, inside or bool(one.co_flags & _OF_FUNCTION))
 
 
 def _own(code: CodeType) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from coverage import Coverage
 from in_place import Functions
+from mutants import Mutant
 
 _OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0")
 _NOT_IN_PLACE = 98
@@ -70,29 +71,36 @@ def _end_session(leader: int) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
-def run_anew(tree: Path, tests: list[str], limit_s: float) -> int | None:
-    """pytest's exit code of some tests in a process that has imported nothing of the tree; None: they
-    did not end in time."""
-    return in_child(tree, limit_s, lambda: int(pytest.main([*_OPTIONS, *tests])))
+def run_anew(tree: Path, tests: list[str], limit_s: float) -> str:
+    """The outcome of some tests in a process that has imported nothing of the tree."""
+    return _outcome(in_child(tree, limit_s, lambda: int(pytest.main([*_OPTIONS, *tests]))))
+
+
+def _outcome(code: int | None) -> str:
+    return "killed by time" if code is None else "killed" if code else "survived"
 
 
 class Collected:
     """A process that has imported and collected tests. Each mutant is judged in a fork of it, where it
-    replaces the code of functions: what a mutant costs is then its tests alone."""
+    replaces the code of functions: what a mutant costs is then its tests alone.
 
-    def __init__(self, tree: Path, tests: tuple[str, ...]) -> None:
-        self._tree = tree
+    ``files``: those that are mutated. What importing and collecting execute of them is not judged so:
+    what they made of it is there already.
+    """
+
+    def __init__(self, tree: Path, tests: tuple[str, ...], files: list[str]) -> None:
+        self._tree, self._files = tree, files
         self._pipe, theirs = Pipe()
         self._pid = os.fork()
         if self._pid == 0:
             self._pipe.close()
             options = [*_OPTIONS, "-s", f"--basetemp={tree}/tests.tmp", *tests]
-            _alone(tree, "collected", lambda: int(pytest.main(options, [_Server(tree, theirs)])))
+            _alone(tree, "collected", lambda: _Server(tree, theirs, files).serve(options))
         theirs.close()
 
-    def traced(self, files: list[str]) -> tuple[Lines, dict[str, float]]:
-        """Which tests execute which lines of these files, and how long each takes. All of them pass."""
-        code = self._ask("traced", files)
+    def traced(self) -> tuple[Lines, dict[str, float]]:
+        """Which tests execute which lines, and how long each takes. All of them pass."""
+        code = self._ask("traced")
         if code != 0:
             print((self._tree / "log").read_text()[-3000:])
             raise SystemExit(f"the tests do not pass unmutated (exit {code})")
@@ -103,13 +111,10 @@ class Collected:
         }
         return found, seconds
 
-    def fail(
-        self, path: Path, source: str, mutated: str, tests: list[str], limit_s: float
-    ) -> bool | None:
-        """Whether a test fails; False: none does, or the mutant is not one of functions' code alone;
-        None: they did not end in time."""
-        code = self._ask("judged", str(path), source, mutated, tests, limit_s)
-        return None if code is None else code not in (0, _NOT_IN_PLACE)
+    def judge(self, name: str, mutant: Mutant, tests: list[str], limit_s: float) -> str | None:
+        """The outcome of these tests, of which there are some; None: it takes new imports."""
+        code = self._ask("judged", name, mutant, tests, limit_s)
+        return None if code == _NOT_IN_PLACE else _outcome(code)
 
     def _ask(self, *asked: Any) -> int | None:
         self._pipe.send(asked)
@@ -129,10 +134,22 @@ class Collected:
 class _Server:
     """A pytest plugin that answers a :class:`Collected` instead of running what was collected."""
 
-    def __init__(self, tree: Path, pipe: Any) -> None:
-        self._tree, self._pipe = tree, pipe
+    def __init__(self, tree: Path, pipe: Any, files: list[str]) -> None:
+        self._tree, self._pipe, self._files = tree, pipe, files
+        self._sources = {name: (tree / name).read_text() for name in files}
+        self._importing = Coverage(data_file=None, include=files)
+
+    def serve(self, options: list[str]) -> int:
+        """Collect tests and answer; pytest's exit code."""
+        self._importing.start()
+        return int(pytest.main(options, [self]))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._importing.stop()
+        data = self._importing.get_data()
+        self._imported = {
+            name: set(data.lines(os.path.realpath(name)) or ()) for name in self._files
+        }
         self._session = session
         self._items = {item.nodeid: item for item in session.items}
         self._functions = Functions()
@@ -144,24 +161,30 @@ class _Server:
                 self._pipe.send(getattr(self, f"_{name}")(*arguments))
         return True
 
-    def _traced(self, files: list[str]) -> int | None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(report.nodeid, report.longreprtext, flush=True)
+
+    def _traced(self) -> int | None:
         def body() -> int:
-            tracer = _Tracer(files)
+            tracer = _Tracer(self._files)
             self._session.config.pluginmanager.register(tracer)
             tracer.coverage.start()
             code = self._run(list(self._items))
             tracer.coverage.stop()
-            told = [tracer.lines(files), tracer.seconds]
+            told = [tracer.lines(self._files), tracer.seconds]
             (self._tree / "traced.json").write_text(json.dumps(told))
             return code
 
         return in_child(self._tree, 3600, body)
 
-    def _judged(
-        self, path: str, source: str, mutated: str, tests: list[str], limit_s: float
-    ) -> int | None:
+    def _judged(self, name: str, mutant: Mutant, tests: list[str], limit_s: float) -> int | None:
+        if self._imported[name].intersection(mutant.lines):
+            return _NOT_IN_PLACE
+        source = self._sources[name]
+
         def body() -> int:
-            if not self._functions.replace(path, source, mutated):
+            if not self._functions.replace(name, source, mutant.applied(source)):
                 return _NOT_IN_PLACE
             return self._run(tests)
 

@@ -34,6 +34,11 @@ class Mutant:
     before: str
     after: str
 
+    @property
+    def lines(self) -> range:
+        """Its lines."""
+        return range(self.line, self.last_line + 1)
+
     def applied(self, source: str) -> str:
         """The mutated source."""
         return source[: self.start] + self.after + source[self.end :]

@@ -4,8 +4,8 @@
 
 Draws mutants (mutants.py) of a module's lines (modules.py) and runs the tests that execute the
 mutated line, fastest first, until one fails (judging.py). Each worker has a copy of the tree in
-build/mutation, which processes that tests start import too. What survives is listed. A seed draws one sequence of the
-mutants of a commit: ``--from 100`` goes on behind the first hundred of it.
+build/mutation, which processes that tests start import too. What survives is listed. A seed draws one
+sequence of the mutants of a commit: ``--from 100`` goes on behind the first hundred of it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ _SLACK_S = 20.0
 
 def judges(mutant: Mutant, executed: dict[int, list[str]], seconds: dict[str, float]) -> list[str]:
     """The tests that execute the mutated lines, fastest first."""
-    tests = {
-        test for line in range(mutant.line, mutant.last_line + 1) for test in executed.get(line, [])
-    }
+    tests = {test for line in mutant.lines for test in executed.get(line, [])}
     return sorted(tests, key=lambda test: seconds[test])
 
 
@@ -57,25 +55,17 @@ def outcome(
     further: list[str],
     limit_s: float,
 ) -> str:
-    """``killed``, ``killed by time`` or ``survived``: the last only where the module was imported anew."""
+    """``killed``, ``killed by time`` or ``survived``."""
     path = tree / name
     source, times = path.read_text(), path.stat()
-    mutated = mutant.applied(source)
     try:
-        path.write_text(mutated)
+        path.write_text(mutant.applied(source))
         # Another time than any bytecode's, and than that of the mutant before.
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9 * (2 + mutant.start)))
-        if tests:
-            failed = collected.fail(path, source, mutated, tests, limit_s)
-            if failed is not False:
-                return "killed" if failed else "killed by time"
-        for some, limit in ((tests, limit_s + _SLACK_S), (further, 600.0)):
-            if not some:
-                continue
-            code = run_anew(tree, some, limit)
-            if code != 0:
-                return "killed by time" if code is None else "killed"
-        return "survived"
+        how = collected.judge(name, mutant, tests, limit_s) if tests else "survived"
+        if how is None:
+            how = run_anew(tree, tests, limit_s + _SLACK_S)
+        return run_anew(tree, further, 600.0) if how == "survived" and further else how
     finally:
         path.write_text(source)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -89,7 +79,7 @@ def drawn(
     population, unseen = [], 0
     for name in files:
         for mutant in mutants((ROOT / name).read_text()):
-            in_sight = any(line in lines[name] for line in range(mutant.line, mutant.last_line + 1))
+            in_sight = any(line in lines[name] for line in mutant.lines)
             if in_sight or module.further:
                 population.append((name, mutant))
             else:
@@ -211,8 +201,8 @@ def main() -> None:
     trees = [ROOT / "build/mutation" / f"{given.module}{i}" for i in range(given.jobs)]
     for tree in trees:
         copy_of_tree(tree)
-    workers = {tree: Collected(tree, module.tests) for tree in trees}
-    lines, seconds = workers[trees[0]].traced(files)
+    workers = {tree: Collected(tree, module.tests, files) for tree in trees}
+    lines, seconds = workers[trees[0]].traced()
     population, unseen = drawn(files, lines, module, given.seed)
     chosen = population[given.first : given.first + given.sample]
     print(

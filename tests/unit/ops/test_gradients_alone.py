@@ -29,9 +29,7 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         [(2, 3), (3, 2), (3, 1), (2,), (1,)],
     ),
     "all_gather_gemm, several and gathered": (
-        lambda a, b, c: (lambda found: (*found[0], found[1]))(
-            mkernel.all_gather_gemm(a, [b, c], return_gathered=True, save_gathered=True)
-        ),
+        lambda *given: several(*given),  # noqa: PLW0108 - which is defined below
         [(2, 3), (3, 2), (3, 1)],
     ),
     "gemm_reduce_scatter": (
@@ -100,6 +98,11 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         [(2, 3, 2, 2), (2, 3, 1, 2), (2, 3, 1, 2)],
     ),
 }  # fmt: skip
+
+
+def several(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    results, whole = mkernel.all_gather_gemm(a, [b, c], return_gathered=True, save_gathered=True)
+    return (*results, whole)
 
 
 def handle() -> mkernel.MoeHandle:
