@@ -46,6 +46,20 @@ def test_shards_that_must_be_packed_are_those_of_a_gather_alone() -> None:
     assert anywhere.takes_pitched("all_gather_gemm") == ("a", "b")
 
 
+def test_a_process_group_carries_all_between_nodes_and_no_puts_inside_one() -> None:
+    claims = CAPABILITIES.model_copy(update={"process_group": True, "put_ops": ("all_reduce",)})
+    found = [claims.group_carries("all_reduce", nodes) for nodes in (1, 2)]
+    assert found == [False, True]
+    assert claims.group_carries("ring_attention", 1)
+    assert not CAPABILITIES.group_carries("ring_attention", 2)
+
+
+def test_rows_of_heads_are_aligned() -> None:
+    planned("ring_attention", ATTENTION, {})
+    with pytest.raises(ShapeError, match=r"head_dim = 12 .* 8"):
+        planned("ring_attention", {**ATTENTION, "head_dim": 12}, {})
+
+
 def test_a_causal_sequence_is_cut_twice_as_often() -> None:
     claims = CAPABILITIES.model_copy(update={"positions": 8})
     full, causal = (AttentionShape(**ATTENTION, causal=each) for each in (False, True))

@@ -106,6 +106,30 @@ def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
     assert times[1].comm_us == pytest.approx(times[0].comm_us)
 
 
+@pytest.mark.parametrize(
+    ("op", "shape", "more"),
+    [
+        ("ring_attention", attention(causal=False), 2.5),
+        ("moe_dispatch", MoeShape(tokens=32, hidden=24, features=40, experts=8, top_k=2), 2.0),
+        ("moe_gemm_combine", COMBINED, 2.0),
+    ],
+)
+def test_gradients_are_more_work(op: str, shape: Shape, more: float) -> None:
+    sizes = shape.model_dump(exclude={"kind", "head_dim"})
+    if "heads" in sizes:
+        sizes["head_dim"] = 8
+    times = []
+    for name in ("moe_dispatch_gemm" if op == "moe_dispatch" else op, f"{op}_backward"):
+        claims = CAPABILITIES.model_copy(update={"ops": (name,)})
+        made = plan(
+            name, sizes, dtype="float16", world=world_map(world(2, 2), 2, constants_of("ascend")),
+            accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft",
+        )  # fmt: skip
+        assert made.prediction is not None
+        times.append(made.prediction.compute_us)
+    assert times[1] == pytest.approx(more * times[0])
+
+
 def test_sums_of_ranks_come_home_once_for_each_token_and_rank_that_has_experts_of_it() -> None:
     both = 1 - (1 - 1 / W) ** 2
     sent = payloads("moe_gemm_combine", COMBINED, "float16", W, "ranks")
