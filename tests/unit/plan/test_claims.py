@@ -54,6 +54,23 @@ def test_a_process_group_carries_all_between_nodes_and_no_puts_inside_one() -> N
     assert not CAPABILITIES.group_carries("ring_attention", 2)
 
 
+def test_a_layout_that_there_is_none_of_is_no_layout_that_a_backend_lacks() -> None:
+    with pytest.raises(ArgumentError, match="b_layout = 'diagonal'") as raised:
+        planned("all_gather_gemm", {"m": 256, "n": 256, "k": 256}, {}, b_layout="diagonal")
+    assert type(raised.value) is ArgumentError
+
+
+def test_a_chip_s_cores_are_used_as_far_as_kernels_are_built_for_them() -> None:
+    claims = CAPABILITIES.model_copy(
+        update={"compute_cores": 8, "comm_cores": 48, "most_cores": 100}
+    )
+    for cores, used in ((40, 40), (100, 100), (120, 100)):
+        here = claims.with_cores(cores)
+        assert (here.compute_cores, here.comm_cores) == (used, min(used, 48))
+    assert claims.with_cores(None) is claims
+    assert claims.with_cores(8).comm_cores == 8
+
+
 def test_rows_of_heads_are_aligned() -> None:
     planned("ring_attention", ATTENTION, {})
     with pytest.raises(ShapeError, match=r"head_dim = 12 .* 8"):

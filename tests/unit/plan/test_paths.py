@@ -449,3 +449,8 @@ def test_a_tile_of_a_cluster_counts_all_of_its_rows() -> None:
     both = paths.predict("all_gather_gemm", shape, "bfloat16", 2, 132, 132, constants)
     assert both is not None
     assert both[1].pipelined_us < both[0].pipelined_us
+
+
+def test_small_results_of_experts_come_home_in_the_dtype_of_sums() -> None:
+    found = [paths.partials_of_experts(n, "float16", "float32") for n in (4095, 4096, 4097)]
+    assert found == ["float32", "float16", "float16"]
