@@ -60,6 +60,17 @@ def test_a_layout_that_there_is_none_of_is_no_layout_that_a_backend_lacks() -> N
     assert type(raised.value) is ArgumentError
 
 
+def test_blocks_of_scales_cover_k() -> None:
+    claims = {"scale_modes": ("block",)}
+    options: dict[str, Any] = {
+        "dtype": E4M3, "out_dtype": "float32", "b_layout": "column",
+        "around": Around(scales=Scales(mode="block")),
+    }  # fmt: skip
+    planned("all_gather_gemm", {"m": 256, "n": 256, "k": 2 * BLOCK}, claims, **options)
+    with pytest.raises(ShapeError, match=f"k = 192 .* multiple of {BLOCK}"):
+        planned("all_gather_gemm", {"m": 256, "n": 256, "k": 192}, claims, **options)
+
+
 def test_a_chip_s_cores_are_used_as_far_as_kernels_are_built_for_them() -> None:
     claims = CAPABILITIES.model_copy(
         update={"compute_cores": 8, "comm_cores": 48, "most_cores": 100}
