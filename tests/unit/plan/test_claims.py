@@ -60,6 +60,22 @@ def test_a_layout_that_there_is_none_of_is_no_layout_that_a_backend_lacks() -> N
     assert type(raised.value) is ArgumentError
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_who_adds_a_bias(adds: bool) -> None:
+    sizes = {"m": 256, "n": 256, "k": 256}
+    for bias, step in ((True, "launch" if adds else "after"), (False, None)):
+        made = planned("all_gather_gemm", sizes, {"adds_bias": adds}, around=Around(bias=bias))
+        assert made.bias == step
+
+
+def test_backends_differ_in_what_attention_they_take() -> None:
+    claims = CAPABILITIES.model_copy(update={"head_dims": (16,)})
+    other = {**ATTENTION, "head_dim": 32}
+    assert takes(claims, "ring_attention", ATTENTION, 2, "float16")
+    assert not takes(claims, "ring_attention", other, 2, "float16")
+    assert takes(claims, "ring_attention", {**other, "heads": 0}, 2, "float16")
+
+
 def test_blocks_of_scales_cover_k() -> None:
     claims = {"scale_modes": ("block",)}
     options: dict[str, Any] = {
