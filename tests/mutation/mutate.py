@@ -41,9 +41,9 @@ _SLACK_S = 20.0
 
 
 def judges(mutant: Mutant, executed: dict[int, list[str]], seconds: dict[str, float]) -> list[str]:
-    """The tests that execute the mutated lines, fastest first."""
+    """Those of the tests with ``seconds`` that execute the mutated lines, fastest first."""
     tests = {test for line in mutant.lines for test in executed.get(line, [])}
-    return sorted(tests, key=lambda test: seconds[test])
+    return sorted(tests & seconds.keys(), key=lambda test: seconds[test])
 
 
 def outcome(
@@ -187,6 +187,9 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--jobs", type=int, default=1)
     arguments.add_argument("--files", nargs="*", help="only these files of the module")
+    arguments.add_argument(
+        "--longest", type=float, default=float("inf"), help="seconds of a test that judges"
+    )
     arguments.add_argument("--out", type=Path, help="JSON of the outcomes")
     arguments.add_argument(
         "--further", action="store_true", help="also tests that start processes, of all lines"
@@ -203,6 +206,7 @@ def main() -> None:
         copy_of_tree(tree)
     workers = {tree: Collected(tree, module.tests, files) for tree in trees}
     lines, seconds = workers[trees[0]].traced()
+    seconds = {test: took for test, took in seconds.items() if took <= given.longest}
     population, unseen = drawn(files, lines, module, given.seed)
     chosen = population[given.first : given.first + given.sample]
     print(
