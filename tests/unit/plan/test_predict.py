@@ -90,6 +90,13 @@ def test_work_and_bytes_of_the_other_ops(
     assert payloads(op, shape, "float16", W) == sent
 
 
+@pytest.mark.parametrize(("nodes", "ranks", "sends"), [(1, 1, False), (1, 2, True), (2, 1, True)])
+def test_more_ranks_than_one_send(nodes: int, ranks: int, sends: bool) -> None:
+    times = main_job(nodes, ranks).plan.prediction
+    assert times is not None
+    assert (times.comm_us > 0) == sends
+
+
 def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
     claims = CAPABILITIES.model_copy(update={"ops": ("ring_attention",)})
     sizes = {"batch": 2, "heads": 32, "kv_heads": 8, "sequence": 1 << 16, "head_dim": 128}

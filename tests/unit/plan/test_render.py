@@ -59,6 +59,10 @@ def test_what_a_plan_makes_no_use_of_is_shown_where_all_of_it_is() -> None:
         assert ("head_start_cycles 0" in shown) is ("peers_together no" in shown) is unused
 
 
+def test_no_schedule_is_said() -> None:
+    assert render._schedule(None, unused=True) == "none yet"
+
+
 def test_rails_are_those_of_ways_that_have_some() -> None:
     text = "\n".join(lines(render.plan(make(2, 2))))
     assert "1 rail x " in text

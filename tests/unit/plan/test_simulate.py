@@ -242,3 +242,21 @@ def test_links_of_each_side_carry_what_its_nodes_send_or_receive() -> None:
     assert sides == [1 + flow.src_links, len(flow.links) - flow.src_links]
     assert flow.src_links
     assert sides[1]
+
+
+def test_sums_go_home_when_all_of_their_terms_are_there() -> None:
+    """An exchange, then another: each has the latency of its way."""
+    far = FREE.model_copy(update={"nic_latency_us": 1e6})
+    for op, exchanges in (("gemm_reduce_scatter", 1), ("gemm_all_reduce", 2)):
+        found = simulate(planned(2, 1, op=op, constants=far), far)
+        assert found.exposed_us == pytest.approx(exchanges * 1e6, rel=0.01)
+
+
+def test_messages_are_as_few_as_the_detail_allows() -> None:
+    made = planned(2, 2)
+    for chunks, detail, pieces in ((10**6, 640, 640 // (4 * 4)), (3, 10**6, 3), (10**6, 1, 1)):
+        calls = CallMessages(made.plan, made.pipeline, FREE, chunks=chunks, detail=detail)
+        ranks = len(list(calls.ranks()))
+        assert calls.pieces(calls.steps[0]) == min(chunks, max(1, detail // (4 * ranks**2))), pieces
+    assert calls.name(OrderPlace(1, 0, 2, 3)) == "node +1, local rank +0, part 2"
+    assert calls.steps[1].size == 1
