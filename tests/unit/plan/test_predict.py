@@ -92,9 +92,11 @@ def test_work_and_bytes_of_the_other_ops(
 
 @pytest.mark.parametrize(("nodes", "ranks", "sends"), [(1, 1, False), (1, 2, True), (2, 1, True)])
 def test_more_ranks_than_one_send(nodes: int, ranks: int, sends: bool) -> None:
-    times = main_job(nodes, ranks).plan.prediction
-    assert times is not None
-    assert (times.comm_us > 0) == sends
+    for op in ("all_gather_gemm", "gemm_reduce_scatter"):  # the second in closed form
+        claims = CAPABILITIES.model_copy(update={"ops": (op,)})
+        times = main_job(nodes, ranks, op=op, capabilities=claims).plan.prediction
+        assert times is not None
+        assert (times.comm_us > 0) == sends
 
 
 def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
