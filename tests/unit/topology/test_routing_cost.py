@@ -23,7 +23,7 @@ from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FabricLink, Nic, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.reshape import split_into_nodes
-from mkernel.topology.routing import nic_gbs, routes
+from mkernel.topology.routing import _by_group, nic_gbs, routes
 from mkernel.topology.world_map import world_map
 
 CONSTANTS = constants_of("ascend")
@@ -205,3 +205,17 @@ def test_a_product_takes_no_less_than_its_bytes_do() -> None:
     found = products(path, 2, 8, 4, 16, cores=132, memory_gbs=1e-3, itemsize=2)
     totals = [each.total_us for each in found]
     assert totals == [pytest.approx(2 * (16 * 16 + 16 * 4 + 16 * 4))] * len(path.tiles)
+
+
+def test_a_process_group_goes_no_faster_between_nodes_than_a_nic() -> None:
+    for most, own, wanted in (
+        (None, None, 25.0),
+        (10.0, None, 10.0),
+        (99.0, None, 25.0),
+        (10.0, 7.0, 7.0),
+    ):
+        changed = CONSTANTS.model_copy(update={"nic_most_gbs": most, "group_gbs": own})
+        assert _by_group(changed, None).bandwidth_gbs == wanted
+    slow = CONSTANTS.model_copy(update={"group_latency_us": 77.0})
+    found = [_by_group(each, None).latency_us for each in (slow, CONSTANTS)]
+    assert found == [77.0, CONSTANTS.nic_latency_us]
