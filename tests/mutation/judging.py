@@ -21,6 +21,7 @@ from mutants import Mutant
 
 _OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0")
 _NOT_IN_PLACE = 98
+_IMPORTING_S = 60.0
 
 Lines = dict[str, dict[int, list[str]]]
 """By file and line: the tests that execute it; lines that importing executes have none."""
@@ -71,13 +72,35 @@ def _end_session(leader: int) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
-def run_anew(tree: Path, tests: list[str], limit_s: float) -> str:
-    """The outcome of some tests in a process that has imported nothing of the tree."""
-    return _outcome(in_child(tree, limit_s, lambda: int(pytest.main([*_OPTIONS, *tests]))))
+def run_anew(tree: Path, limits: dict[str, float]) -> str:
+    """The outcome of tests, each within a limit in seconds, in a process that has imported nothing of
+    the tree."""
+
+    def body() -> int:
+        return int(pytest.main([*_OPTIONS, *limits], [_Limits(limits)]))
+
+    return _outcome(in_child(tree, sum(limits.values()) + _IMPORTING_S, body))
 
 
 def _outcome(code: int | None) -> str:
-    return "killed by time" if code is None else "killed" if code else "survived"
+    if code is None or code == -signal.SIGALRM:
+        return "killed by time"
+    return "killed" if code else "survived"
+
+
+class _Limits:
+    """A pytest plugin that ends the process where a test takes longer than its limit."""
+
+    def __init__(self, limits: dict[str, float]) -> None:
+        self._limits = limits
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_REAL, self._limits.get(item.nodeid, 0.0))
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 class Collected:
@@ -111,9 +134,9 @@ class Collected:
         }
         return found, seconds
 
-    def judge(self, name: str, mutant: Mutant, tests: list[str], limit_s: float) -> str | None:
-        """The outcome of these tests, of which there are some; None: it takes new imports."""
-        code = self._ask("judged", name, mutant, tests, limit_s)
+    def judge(self, name: str, mutant: Mutant, limits: dict[str, float]) -> str | None:
+        """The outcome of tests, each within a limit in seconds; None: it takes new imports."""
+        code = self._ask("judged", name, mutant, limits)
         return None if code == _NOT_IN_PLACE else _outcome(code)
 
     def _ask(self, *asked: Any) -> int | None:
@@ -178,7 +201,7 @@ class _Server:
 
         return in_child(self._tree, 3600, body)
 
-    def _judged(self, name: str, mutant: Mutant, tests: list[str], limit_s: float) -> int | None:
+    def _judged(self, name: str, mutant: Mutant, limits: dict[str, float]) -> int | None:
         if self._imported[name].intersection(mutant.lines):
             return _NOT_IN_PLACE
         source = self._sources[name]
@@ -186,9 +209,10 @@ class _Server:
         def body() -> int:
             if not self._functions.replace(name, source, mutant.applied(source)):
                 return _NOT_IN_PLACE
-            return self._run(tests)
+            self._session.config.pluginmanager.register(_Limits(limits))
+            return self._run(list(limits))
 
-        return in_child(self._tree, limit_s, body)
+        return in_child(self._tree, sum(limits.values()) + _IMPORTING_S, body)
 
     def _run(self, tests: list[str]) -> int:
         """0 or 1: a test failed, the last that was run."""

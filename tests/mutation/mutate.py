@@ -38,6 +38,8 @@ _IMPORTED_ONCE = ("hypothesis", "numpy", "pydantic", "torch", "torch.distributed
 _SLACK = 5.0
 """So many times longer than it takes by itself, and this many seconds, a test may take."""
 _SLACK_S = 20.0
+_FURTHER_S = 300.0
+"""A file of tests that start processes."""
 
 
 def judges(mutant: Mutant, executed: dict[int, list[str]], seconds: dict[str, float]) -> list[str]:
@@ -51,9 +53,8 @@ def outcome(
     collected: Collected,
     name: str,
     mutant: Mutant,
-    tests: list[str],
-    further: list[str],
-    limit_s: float,
+    limits: dict[str, float],
+    further: tuple[str, ...],
 ) -> str:
     """``killed``, ``killed by time`` or ``survived``."""
     path = tree / name
@@ -62,10 +63,12 @@ def outcome(
         path.write_text(mutant.applied(source))
         # Another time than any bytecode's, and than that of the mutant before.
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9 * (2 + mutant.start)))
-        how = collected.judge(name, mutant, tests, limit_s) if tests else "survived"
+        how = collected.judge(name, mutant, limits) if limits else "survived"
         if how is None:
-            how = run_anew(tree, tests, limit_s + _SLACK_S)
-        return run_anew(tree, further, 600.0) if how == "survived" and further else how
+            how = run_anew(tree, limits)
+        if how == "survived" and further:
+            how = run_anew(tree, dict.fromkeys(further, _FURTHER_S))
+        return how
     finally:
         path.write_text(source)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -109,9 +112,8 @@ def work(
         except Empty:
             return
         ids = judges(mutant, lines[name], seconds)
-        limit_s = _SLACK * sum(seconds[test] for test in ids) + _SLACK_S
-        further = list(module.further)
-        how = outcome(tree, collected, name, mutant, ids, further, limit_s)
+        limits = {test: _SLACK * seconds[test] + _SLACK_S for test in ids}
+        how = outcome(tree, collected, name, mutant, limits, module.further)
         done.put((name, mutant, len(ids), how))
 
 

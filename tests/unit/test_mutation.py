@@ -66,7 +66,7 @@ lines, seconds = collected.traced()
 for mutant in mutants((tree / name).read_text()):
     tests = sorted({test for line in mutant.lines for test in lines[name].get(line, [])})
     if tests:
-        print(mutant, "|", collected.judge(name, mutant, tests, 3.0))
+        print(mutant, "|", collected.judge(name, mutant, dict.fromkeys(tests, 3.0)))
 collected.close()
 """
 
