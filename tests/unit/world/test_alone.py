@@ -18,6 +18,7 @@ from mkernel.errors import (
     NotInitialized,
     UnknownBackend,
 )
+from mkernel.ops.all_gather_gemm import OP as GATHER
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +76,20 @@ def test_an_accelerator_that_cannot_run_here_says_why(monkeypatch: pytest.Monkey
     with pytest.raises(BackendUnavailable, match="'streams': it is broken; mend it"):
         mkernel.init(accelerator="streams")
     assert not mkernel.is_initialized()
+
+
+def test_calls_are_counted() -> None:
+    world = mkernel.init(accelerator="streams")
+    given: list[int] = []
+    accelerator = world.accelerator
+    launch = accelerator.launch
+
+    def seen(call: Any) -> Any:
+        given.append(call.number)
+        return launch(call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "launch", seen)
+        for _ in range(3):
+            GATHER.call(torch.ones(2, 8), torch.ones(8, 8))
+    assert given == [1, 2, 3]
