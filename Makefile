@@ -109,13 +109,14 @@ fuzz: $(VENV)/.installed
 	python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 # Whether the tests of a module notice where its code is wrong: mutants of it, drawn by seed. Or of the NICs'
-# native code (MODULE=nics).
+# native code (MODULE=nics). FROM=100 goes on behind the first hundred.
 MODULE ?= planner
 SAMPLE ?= 100
+FROM ?= 0
 SEED ?= 1
 mutate: $(VENV)/.installed
 	python tests/mutation/$(if $(filter nics,$(MODULE)),native.py,mutate.py $(MODULE)) \
-		--sample $(SAMPLE) --seed $(SEED)
+		--sample $(SAMPLE) --from $(FROM) --seed $(SEED)
 
 lint: $(VENV)/.installed
 	ruff check .

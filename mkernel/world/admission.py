@@ -185,9 +185,8 @@ def _check(
     claims: AcceleratorCapabilities,
 ) -> None:
     found = tuple(tensor.shape)
-    fits = found == wanted.shape or (
-        len(found) == len(wanted.shape)
-        and all(size in (None, there) for size, there in zip(wanted.shape, found, strict=True))
+    fits = len(found) == len(wanted.shape) and all(
+        size in (None, there) for size, there in zip(wanted.shape, found, strict=True)
     )
     if not fits:
         raise ShapeError(name, found, f"{wanted.shape}, as planned")

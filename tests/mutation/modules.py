@@ -61,6 +61,7 @@ MODULES = {
     "ops": Module(
         ("mkernel/ops/*.py",),
         (
+            "tests/unit/ops",
             "tests/unit/test_plain.py",
             "tests/unit/plan",
             "tests/unit/cases",
@@ -74,6 +75,7 @@ MODULES = {
         (
             "tests/unit/world",
             "tests/unit/nics",
+            "tests/unit/ops",
             "tests/unit/test_selection.py",
             "tests/unit/test_settings.py",
         ),

@@ -1,7 +1,7 @@
 """Mutants of a Python file: one small change each, of the kind that a slip of the hand makes.
 
 Left alone is what no test should pin down: annotations, docstrings, texts, arguments of decorators and
-of raised errors.
+of raised errors, ``strict=`` of sequences that are equally long.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ class Mutant:
     before: str
     after: str
 
+    @property
+    def lines(self) -> range:
+        """Its lines."""
+        return range(self.line, self.last_line + 1)
+
     def applied(self, source: str) -> str:
         """The mutated source."""
         return source[: self.start] + self.after + source[self.end :]
 
     def __str__(self) -> str:
         """On one line, as tables show it."""
-        return f"`{' '.join(self.before.split())}` → `{self.after}`"
+        return f"`{' '.join(self.before.split())}` → `{self.after.replace(chr(10), '')}`"
 
 
 def mutants(source: str) -> list[Mutant]:
@@ -59,7 +64,8 @@ def mutants(source: str) -> list[Mutant]:
         assert node.end_col_offset is not None
         start = offset(node.lineno, node.col_offset)
         end = offset(node.end_lineno, node.end_col_offset)
-        after = ast.unparse(changed)
+        # What follows stays on its line.
+        after = ast.unparse(changed) + "\n" * (node.end_lineno - node.lineno)
         if isinstance(changed, ast.expr):
             after = f"({after})"
         found.append(Mutant(node.lineno, node.end_lineno, start, end, source[start:end], after))
@@ -86,6 +92,8 @@ def _of(node: ast.AST) -> Iterator[tuple[Located, ast.AST]]:
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     skipped: list[ast.AST | None] = []
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return
     if isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert):
         return
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -117,7 +125,9 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[Located, ast.AST]]:
         case ast.Break():
             yield node, ast.Continue()
         case ast.Return(value=ast.expr() as value):
-            if not (isinstance(value, ast.Constant) and value.value is None):
+            if not (
+                isinstance(value, ast.Constant) and (value.value is None or value.value is False)
+            ):
                 yield node, ast.Return(value=ast.Constant(None))
         case ast.If(test=test) | ast.While(test=test):
             if not isinstance(test, ast.Compare | ast.UnaryOp):

@@ -1,37 +1,34 @@
 """Mutation testing: does a test notice where the code is wrong?
 
-    python tests/mutation/mutate.py MODULE [--sample N] [--seed S] [--jobs J] [--out FILE]
+    python tests/mutation/mutate.py MODULE [--sample N] [--from N] [--seed S] [--jobs J] [--out FILE]
 
 Draws mutants (mutants.py) of a module's lines (modules.py) and runs the tests that execute the
-mutated line, fastest first, until one fails. Each worker has a copy of the tree in build/mutation,
-which processes that tests start import too. What survives is listed.
+mutated line, fastest first, until one fails (judging.py). Each worker has a copy of the tree in
+build/mutation, which processes that tests start import too. What survives is listed. A seed draws one
+sequence of the mutants of a commit: ``--from 100`` goes on behind the first hundred of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import Queue
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import pytest
-from coverage import Coverage
-
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from judging import Collected, Lines, run_anew
 from modules import MODULES, Module
 from mutants import Mutant, mutants
 from tree_copy import ROOT, copy_of_tree
@@ -41,114 +38,23 @@ _IMPORTED_ONCE = ("hypothesis", "numpy", "pydantic", "torch", "torch.distributed
 _SLACK = 5.0
 """So many times longer than it takes by itself, and this many seconds, a test may take."""
 _SLACK_S = 20.0
-
-Lines = dict[str, dict[int, list[str]]]
-"""By file and line: the tests that execute it; lines that importing executes have none."""
-
-
-def in_child(tree: Path, limit_s: float, body: Callable[[], int]) -> int | None:
-    """What ``body`` returns in a process of its own that imports from ``tree``, and all that it starts;
-    None: it did not end in time. Nothing of it is left."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            null = os.open(os.devnull, os.O_RDWR)
-            log = os.open(tree / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            for target, source in ((0, null), (1, log), (2, log)):
-                os.dup2(source, target)
-            os.chdir(tree)
-            sys.path.insert(0, str(tree))
-            os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
-            sys.dont_write_bytecode = True
-            os._exit(body())
-        except BaseException:  # the process ends here, whatever comes
-            os._exit(99)
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            _end_session(pid)
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    _end_session(pid)
-    os.waitpid(pid, 0)
-    return None
-
-
-def _end_session(leader: int) -> None:
-    """End what is left of the session that ``leader`` leads, in whatever process groups."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if os.getsid(int(entry.name)) == leader:
-                os.kill(int(entry.name), signal.SIGKILL)
-
-
-def run_tests(ids: list[str], plugins: list[Any]) -> int:
-    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
-    return int(pytest.main([*quiet, *ids], plugins=plugins))
-
-
-class _Tracer:
-    """A pytest plugin that notes which lines each test executes, and how long it takes."""
-
-    def __init__(self, files: list[str]) -> None:
-        self.coverage = Coverage(data_file=None, include=files, concurrency=["thread"])
-        self.seconds: dict[str, float] = {}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.coverage.switch_context(item.nodeid)
-        start = time.perf_counter()
-        try:
-            return (yield)
-        finally:
-            self.seconds[item.nodeid] = time.perf_counter() - start
-
-    def lines(self, files: list[str]) -> dict[str, dict[int, list[str]]]:
-        """By file and line: the tests."""
-        data = self.coverage.get_data()
-        found = {}
-        for name in files:
-            of = data.contexts_by_lineno(os.path.realpath(name))
-            found[name] = {line: list(filter(None, tests)) for line, tests in of.items()}
-        return found
-
-
-def baseline(tree: Path, module: Module, files: list[str]) -> tuple[Lines, dict[str, float]]:
-    """Which tests execute which lines, and how long each takes. All of them pass."""
-    result = tree / "baseline.json"
-
-    def traced() -> int:
-        tracer = _Tracer(files)
-        tracer.coverage.start()
-        code = run_tests(list(module.tests), [tracer])
-        tracer.coverage.stop()
-        result.write_text(json.dumps([tracer.lines(files), tracer.seconds]))
-        return code
-
-    code = in_child(tree, 1200, traced)
-    if code != 0:
-        print((tree / "log").read_text()[-3000:])
-        raise SystemExit(f"the tests do not pass unmutated (exit {code})")
-    lines, seconds = json.loads(result.read_text())
-    found = {
-        name: {int(line): tests for line, tests in of.items() if tests}
-        for name, of in lines.items()
-    }
-    return found, seconds
+_FURTHER_S = 300.0
+"""A file of tests that start processes."""
 
 
 def judges(mutant: Mutant, executed: dict[int, list[str]], seconds: dict[str, float]) -> list[str]:
-    """The tests that execute the mutated lines, fastest first."""
-    tests = {
-        test for line in range(mutant.line, mutant.last_line + 1) for test in executed.get(line, [])
-    }
-    return sorted(tests, key=lambda test: seconds[test])
+    """Those of the tests with ``seconds`` that execute the mutated lines, fastest first."""
+    tests = {test for line in mutant.lines for test in executed.get(line, [])}
+    return sorted(tests & seconds.keys(), key=lambda test: seconds[test])
 
 
 def outcome(
-    tree: Path, name: str, mutant: Mutant, ids: list[str], further: list[str], limit_s: float
+    tree: Path,
+    collected: Collected,
+    name: str,
+    mutant: Mutant,
+    limits: dict[str, float],
+    further: tuple[str, ...],
 ) -> str:
     """``killed``, ``killed by time`` or ``survived``."""
     path = tree / name
@@ -157,43 +63,47 @@ def outcome(
         path.write_text(mutant.applied(source))
         # Another time than any bytecode's, and than that of the mutant before.
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9 * (2 + mutant.start)))
-        for tests, limit in ((ids, limit_s), (further, 600.0)):
-            if not tests:
-                continue
-            code = in_child(tree, limit, lambda tests=tests: run_tests(tests, []))  # type: ignore[misc]
-            if code is None:
-                return "killed by time"
-            if code != 0:
-                return "killed"
-        return "survived"
+        how = collected.judge(name, mutant, limits) if limits else "survived"
+        if how is None:
+            how = run_anew(tree, limits)
+        if how == "survived" and further:
+            how = run_anew(tree, dict.fromkeys(further, _FURTHER_S))
+        return how
     finally:
         path.write_text(source)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def sample(
-    files: list[str], lines: Lines, module: Module, count: int, seed: int
-) -> tuple[list[tuple[str, Mutant]], int, int]:
-    """Mutants to judge; of how many; how many lie where no test that is seen comes."""
+def drawn(
+    files: list[str], lines: Lines, module: Module, seed: int
+) -> tuple[list[tuple[str, Mutant]], int]:
+    """All mutants that can be judged, in the order in which a seed draws them; and how many lie where
+    no test that is seen comes."""
     population, unseen = [], 0
     for name in files:
         for mutant in mutants((ROOT / name).read_text()):
-            in_sight = any(line in lines[name] for line in range(mutant.line, mutant.last_line + 1))
+            in_sight = any(line in lines[name] for line in mutant.lines)
             if in_sight or module.further:
                 population.append((name, mutant))
             else:
                 unseen += 1
 
     # The same mutants whatever else of the module changes: each is drawn by its own hash.
-    def drawn(each: tuple[str, Mutant]) -> str:
+    def lot(each: tuple[str, Mutant]) -> str:
         name, mutant = each
         return hashlib.sha256(f"{seed} {name} {mutant.line} {mutant}".encode()).hexdigest()
 
-    return sorted(population, key=drawn)[:count], len(population), unseen
+    return sorted(population, key=lot), unseen
 
 
 def work(
-    tree: Path, module: Module, lines: Lines, seconds: dict[str, float], todo: Any, done: Any
+    tree: Path,
+    collected: Collected,
+    module: Module,
+    lines: Lines,
+    seconds: dict[str, float],
+    todo: Any,
+    done: Any,
 ) -> None:
     """One worker: judges mutants until there are none left."""
     while True:
@@ -202,24 +112,86 @@ def work(
         except Empty:
             return
         ids = judges(mutant, lines[name], seconds)
-        limit_s = _SLACK * sum(seconds[test] for test in ids) + _SLACK_S
-        done.put(
-            (
-                name,
-                mutant,
-                len(ids),
-                outcome(tree, name, mutant, ids, list(module.further), limit_s),
-            )
-        )
+        limits = {test: _SLACK * seconds[test] + _SLACK_S for test in ids}
+        how = outcome(tree, collected, name, mutant, limits, module.further)
+        done.put((name, mutant, len(ids), how))
+
+
+def judged(
+    chosen: list[tuple[str, Mutant]],
+    workers: dict[Path, Collected],
+    module: Module,
+    lines: Lines,
+    seconds: dict[str, float],
+) -> Iterator[tuple[str, Mutant, int, str]]:
+    """(file, mutant, how many tests judged it, outcome), as workers, one a tree, come to them."""
+    todo: Any = Queue()
+    done: Any = Queue()
+    for one in chosen:
+        todo.put(one)
+    time.sleep(0.1)  # until the queue's thread has fed the first
+    pids = []
+    for tree, collected in workers.items():
+        pid = os.fork()
+        if pid == 0:
+            work(tree, collected, module, lines, seconds, todo, done)
+            done.close()
+            done.join_thread()
+            os._exit(0)
+        pids.append(pid)
+    for _ in chosen:
+        yield done.get(timeout=1800)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _commit() -> str:
+    head = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@dataclass
+class Report:
+    """What was judged: ``judged`` mutants of the seed's sequence, from number ``first`` on."""
+
+    module: str
+    seed: int
+    first: int
+    mutants: int
+    where_no_test_comes: int
+    judged: int = 0
+    seconds: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    survivors: list[dict[str, str | int]] = field(default_factory=list)
+    commit: str = field(default_factory=_commit)
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+
+    def add(self, name: str, mutant: Mutant, tests: int, how: str) -> None:
+        """One more outcome; survivors are printed."""
+        self.judged += 1
+        self.seconds = round(time.monotonic() - self._began)
+        self.outcomes[how] = self.outcomes.get(how, 0) + 1
+        if how == "survived":
+            at = f"{name}:{mutant.line}"
+            self.survivors.append({"at": at, "change": str(mutant), "tests": tests})
+            print(f"  survived: {at} {mutant} ({tests} tests)", flush=True)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     arguments.add_argument("module", choices=sorted(MODULES))
     arguments.add_argument("--sample", type=int, default=100, help="mutants to judge")
+    arguments.add_argument(
+        "--from", type=int, default=0, dest="first", help="of the seed's sequence"
+    )
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--jobs", type=int, default=1)
     arguments.add_argument("--files", nargs="*", help="only these files of the module")
+    arguments.add_argument(
+        "--longest", type=float, default=float("inf"), help="seconds of a test that judges"
+    )
     arguments.add_argument("--out", type=Path, help="JSON of the outcomes")
     arguments.add_argument(
         "--further", action="store_true", help="also tests that start processes, of all lines"
@@ -234,55 +206,25 @@ def main() -> None:
     trees = [ROOT / "build/mutation" / f"{given.module}{i}" for i in range(given.jobs)]
     for tree in trees:
         copy_of_tree(tree)
-    lines, seconds = baseline(trees[0], module, files)
-    chosen, population, unseen = sample(files, lines, module, given.sample, given.seed)
+    workers = {tree: Collected(tree, module.tests, files) for tree in trees}
+    lines, seconds = workers[trees[0]].traced()
+    seconds = {test: took for test, took in seconds.items() if took <= given.longest}
+    population, unseen = drawn(files, lines, module, given.seed)
+    chosen = population[given.first : given.first + given.sample]
     print(
-        f"{given.module}: {len(files)} files, {len(seconds)} tests; {len(chosen)} of {population} "
-        f"mutants, seed {given.seed}; {unseen} more lie where none of these tests comes",
+        f"{given.module}: {len(files)} files, {len(seconds)} tests; {len(chosen)} of {len(population)} "
+        f"mutants from {given.first} on, seed {given.seed}; {unseen} more lie where none of these "
+        "tests comes",
         flush=True,
     )
-    todo: Any = Queue()
-    done: Any = Queue()
-    for one in chosen:
-        todo.put(one)
-    time.sleep(0.1)  # until the queue's thread has fed the first
-    workers = []
-    for tree in trees:
-        pid = os.fork()
-        if pid == 0:
-            work(tree, module, lines, seconds, todo, done)
-            done.close()
-            done.join_thread()
-            os._exit(0)
-        workers.append(pid)
-    counts: dict[str, int] = {}
-    survivors = []
-    start = time.monotonic()
-    for _ in chosen:
-        name, mutant, tests, how = done.get(timeout=1800)
-        counts[how] = counts.get(how, 0) + 1
-        if how == "survived":
-            survivors.append({"at": f"{name}:{mutant.line}", "change": str(mutant), "tests": tests})
-            print(f"  survived: {name}:{mutant.line} {mutant} ({tests} tests)", flush=True)
-    for pid in workers:
-        os.waitpid(pid, 0)
-    print(f"{given.module}: {counts} in {time.monotonic() - start:.0f} s", flush=True)
-    if given.out:
-        survivors.sort(key=lambda each: str(each["at"]))
-        head = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        report = {
-            "module": given.module,
-            "commit": commit.strip(),
-            "seed": given.seed,
-            "mutants": population,
-            "where_no_test_comes": unseen,
-            "judged": len(chosen),
-            "outcomes": counts,
-            "survivors": survivors,
-        }
-        given.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    for tree in trees:
+    report = Report(given.module, given.seed, given.first, len(population), unseen)
+    for name, mutant, tests, how in judged(chosen, workers, module, lines, seconds):
+        report.add(name, mutant, tests, how)
+        if given.out:  # so far: whoever ends it can go on from here
+            given.out.write_text(json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
+    print(f"{given.module}: {report.outcomes} in {report.seconds} s", flush=True)
+    for tree, collected in workers.items():
+        collected.close()
         shutil.rmtree(tree, ignore_errors=True)
 
 

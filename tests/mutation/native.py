@@ -1,6 +1,6 @@
 """Mutation testing of the NICs' native code: what of the data path no native test notices.
 
-    python tests/mutation/native.py [--sample N] [--seed S] [--at PLACE...] [--out FILE]
+    python tests/mutation/native.py [--sample N] [--from N] [--seed S] [--at PLACE...] [--out FILE]
 
 Draws changes of single operators and numbers in FILES, builds the tests in a copy of the tree
 (build/mutation) and runs them, the model of all interleavings first. A change that does not compile is
@@ -82,6 +82,9 @@ def survives(build: list[str], tests: list[str], file: Path, text: str, tree: Pa
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     arguments.add_argument("--sample", type=int, default=40)
+    arguments.add_argument(
+        "--from", type=int, default=0, dest="first", help="of the seed's sequence"
+    )
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument(
         "--at", nargs="*", help="only changes of these lines, as srd_nic.cpp:161; no self-test then"
@@ -119,7 +122,7 @@ def main() -> None:
     every.sort(key=lambda each: hashlib.sha256(f"{given.seed} {each}".encode()).hexdigest())
     outcomes = {"killed": 0, "survived": 0, "no program": 0}
     survivors = []
-    for name, start, end, after in every[: given.sample]:
+    for name, start, end, after in every[given.first : given.first + given.sample]:
         text = (tree / name).read_text()
         mutant = text[:start] + after + text[end:]
         passed = survives(build, tests, tree / name, mutant, tree)
@@ -131,7 +134,8 @@ def main() -> None:
             survivors.append({"at": f"{name}:{line}", "change": what})
             print(f"  survived: {name}:{line} {what}", flush=True)
         if given.out:  # so far: a build and its tests take long
-            report = {"module": "nics", "seed": given.seed, "mutants": len(every)}
+            report = {"module": "nics", "seed": given.seed, "first": given.first}
+            report |= {"mutants": len(every)}
             report |= {"outcomes": outcomes, "survivors": survivors}
             given.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"nics: {outcomes} of {len(every)}, seed {given.seed}", flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,14 @@ def test_a_device_lies_where_its_folder_leads(tmp_path: Path) -> None:
     assert provider._placement(str(listed)) == ("0000:3b:00.0", 1)
     assert provider._placement("") == (None, None)
     assert provider._placement(str(tmp_path)) == (None, None)
+
+
+@pytest.mark.parametrize(("gbps", "told"), [(0, None), (100, 100)])
+def test_a_speed_of_0_is_not_known(gbps: int, told: int | None) -> None:
+    device: Any = SimpleNamespace(
+        name="mlx5_0", port=2, firmware="20.1", sysfs="", speed_gbps=gbps, active=True,
+        link_layer="InfiniBand", vendor_id=0x15B3, transport="",
+    )  # fmt: skip
+    made = provider._nic(device, several=True)
+    assert (made.id, made.speed_gbps, made.emulated) == ("mlx5_0:2", told, False)
+    assert provider._nic(device, several=False).id == "mlx5_0"

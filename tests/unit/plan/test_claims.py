@@ -46,6 +46,64 @@ def test_shards_that_must_be_packed_are_those_of_a_gather_alone() -> None:
     assert anywhere.takes_pitched("all_gather_gemm") == ("a", "b")
 
 
+def test_a_process_group_carries_all_between_nodes_and_no_puts_inside_one() -> None:
+    claims = CAPABILITIES.model_copy(update={"process_group": True, "put_ops": ("all_reduce",)})
+    found = [claims.group_carries("all_reduce", nodes) for nodes in (1, 2)]
+    assert found == [False, True]
+    assert claims.group_carries("ring_attention", 1)
+    assert not CAPABILITIES.group_carries("ring_attention", 2)
+
+
+def test_a_layout_that_there_is_none_of_is_no_layout_that_a_backend_lacks() -> None:
+    with pytest.raises(ArgumentError, match="b_layout = 'diagonal'") as raised:
+        planned("all_gather_gemm", {"m": 256, "n": 256, "k": 256}, {}, b_layout="diagonal")
+    assert type(raised.value) is ArgumentError
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_who_adds_a_bias(adds: bool) -> None:
+    sizes = {"m": 256, "n": 256, "k": 256}
+    for bias, step in ((True, "launch" if adds else "after"), (False, None)):
+        made = planned("all_gather_gemm", sizes, {"adds_bias": adds}, around=Around(bias=bias))
+        assert made.bias == step
+
+
+def test_backends_differ_in_what_attention_they_take() -> None:
+    claims = CAPABILITIES.model_copy(update={"head_dims": (16,)})
+    other = {**ATTENTION, "head_dim": 32}
+    assert takes(claims, "ring_attention", ATTENTION, 2, "float16")
+    assert not takes(claims, "ring_attention", other, 2, "float16")
+    assert takes(claims, "ring_attention", {**other, "heads": 0}, 2, "float16")
+
+
+def test_blocks_of_scales_cover_k() -> None:
+    claims = {"scale_modes": ("block",)}
+    options: dict[str, Any] = {
+        "dtype": E4M3, "out_dtype": "float32", "b_layout": "column",
+        "around": Around(scales=Scales(mode="block")),
+    }  # fmt: skip
+    planned("all_gather_gemm", {"m": 256, "n": 256, "k": 2 * BLOCK}, claims, **options)
+    with pytest.raises(ShapeError, match=f"k = 192 .* multiple of {BLOCK}"):
+        planned("all_gather_gemm", {"m": 256, "n": 256, "k": 192}, claims, **options)
+
+
+def test_a_chip_s_cores_are_used_as_far_as_kernels_are_built_for_them() -> None:
+    claims = CAPABILITIES.model_copy(
+        update={"compute_cores": 8, "comm_cores": 48, "most_cores": 100}
+    )
+    for cores, used in ((40, 40), (100, 100), (120, 100)):
+        here = claims.with_cores(cores)
+        assert (here.compute_cores, here.comm_cores) == (used, min(used, 48))
+    assert claims.with_cores(None) is claims
+    assert claims.with_cores(8).comm_cores == 8
+
+
+def test_rows_of_heads_are_aligned() -> None:
+    planned("ring_attention", ATTENTION, {})
+    with pytest.raises(ShapeError, match=r"head_dim = 12 .* 8"):
+        planned("ring_attention", {**ATTENTION, "head_dim": 12}, {})
+
+
 def test_a_causal_sequence_is_cut_twice_as_often() -> None:
     claims = CAPABILITIES.model_copy(update={"positions": 8})
     full, causal = (AttentionShape(**ATTENTION, causal=each) for each in (False, True))

@@ -7,14 +7,14 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from plan_worlds import CAPABILITIES, make, world
+from plan_worlds import CAPABILITIES, main_job, make, world
 from rich.console import Console
 from shipped import constants_of
 
 from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
-from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales, first_difference
+from mkernel.plan.model import GemmShape, LaunchPlan, OpName, PathChoice, Scales, first_difference
 from mkernel.topology.cost import BriefCalls, MachineConstants, MailCalls, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -90,6 +90,22 @@ def test_the_faster_path_is_taken_and_its_times_are_the_plans(op: str, m: int) -
         assert forced.prediction.pipelined_us == us
         assert (forced == made) == (made.path == path)
         assert LaunchPlan.model_validate_json(forced.model_dump_json()) == forced
+
+
+@pytest.mark.parametrize("path", ["fused", "library"])
+def test_the_path_that_is_taken_is_marked_among_both(path: PathChoice) -> None:
+    options: dict[str, Any] = {
+        "op": "all_gather_gemm",
+        "dtype": "bfloat16",
+        "accelerator": "hopper",
+    }
+    found = main_job(1, 4, **options, capabilities=HOPPER, path="auto")
+    both = {one.option: one for one in found.alternatives if one.decision == "path"}
+    made = found.plan
+    assert isinstance(made, LaunchPlan)
+    assert made.prediction is not None
+    assert both[path].chosen == (made.path == path)
+    assert both[path].predicted_us == getattr(made.prediction, f"{path}_us")
 
 
 def test_library_path_by_hand() -> None:
@@ -449,3 +465,8 @@ def test_a_tile_of_a_cluster_counts_all_of_its_rows() -> None:
     both = paths.predict("all_gather_gemm", shape, "bfloat16", 2, 132, 132, constants)
     assert both is not None
     assert both[1].pipelined_us < both[0].pipelined_us
+
+
+def test_small_results_of_experts_come_home_in_the_dtype_of_sums() -> None:
+    found = [paths.partials_of_experts(n, "float16", "float32") for n in (4095, 4096, 4097)]
+    assert found == ["float32", "float16", "float16"]

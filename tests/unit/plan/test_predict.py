@@ -90,6 +90,15 @@ def test_work_and_bytes_of_the_other_ops(
     assert payloads(op, shape, "float16", W) == sent
 
 
+@pytest.mark.parametrize(("nodes", "ranks", "sends"), [(1, 1, False), (1, 2, True), (2, 1, True)])
+def test_more_ranks_than_one_send(nodes: int, ranks: int, sends: bool) -> None:
+    for op in ("all_gather_gemm", "gemm_reduce_scatter"):  # the second in closed form
+        claims = CAPABILITIES.model_copy(update={"ops": (op,)})
+        times = main_job(nodes, ranks, op=op, capabilities=claims).plan.prediction
+        assert times is not None
+        assert (times.comm_us > 0) == sends
+
+
 def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
     claims = CAPABILITIES.model_copy(update={"ops": ("ring_attention",)})
     sizes = {"batch": 2, "heads": 32, "kv_heads": 8, "sequence": 1 << 16, "head_dim": 128}
@@ -104,6 +113,30 @@ def test_a_causal_call_is_predicted_to_compute_half_and_send_all() -> None:
         times.append(made.prediction)
     assert times[1].compute_us == pytest.approx(times[0].compute_us / 2)
     assert times[1].comm_us == pytest.approx(times[0].comm_us)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "more"),
+    [
+        ("ring_attention", attention(causal=False), 2.5),
+        ("moe_dispatch", MoeShape(tokens=32, hidden=24, features=40, experts=8, top_k=2), 2.0),
+        ("moe_gemm_combine", COMBINED, 2.0),
+    ],
+)
+def test_gradients_are_more_work(op: str, shape: Shape, more: float) -> None:
+    sizes = shape.model_dump(exclude={"kind", "head_dim"})
+    if "heads" in sizes:
+        sizes["head_dim"] = 8
+    times = []
+    for name in ("moe_dispatch_gemm" if op == "moe_dispatch" else op, f"{op}_backward"):
+        claims = CAPABILITIES.model_copy(update={"ops": (name,)})
+        made = plan(
+            name, sizes, dtype="float16", world=world_map(world(2, 2), 2, constants_of("ascend")),
+            accelerator="ascend", capabilities=claims, nic="cx7", verbs="soft",
+        )  # fmt: skip
+        assert made.prediction is not None
+        times.append(made.prediction.compute_us)
+    assert times[1] == pytest.approx(more * times[0])
 
 
 def test_sums_of_ranks_come_home_once_for_each_token_and_rank_that_has_experts_of_it() -> None:

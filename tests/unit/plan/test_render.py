@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from plan_worlds import MACHINE, make, world
 from rich.console import Console, RenderableType
 
+from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.plan import render
 from mkernel.topology.model import Topology
 
@@ -42,6 +43,35 @@ def test_any_machine_fits_into_15_lines(accelerators: int, nics: int, nodes: int
         tuple(nic(i, speed_gbps=i + 1) for i in range(nics)),
     )
     assert len(lines(render.topology(many(*[one] * nodes)))) <= 15
+
+
+def test_what_a_plan_makes_no_use_of_is_shown_where_all_of_it_is() -> None:
+    part = GatherSchedule(
+        rows_per_chunk=8,
+        order="node",
+        peers_together=False,
+        products_in_flight=2,
+        head_start_cycles=0,
+    )
+    for unused in (True, False):
+        shown = render._schedule(part, unused=unused)
+        assert "products_in_flight 2" in shown
+        assert ("head_start_cycles 0" in shown) is ("peers_together no" in shown) is unused
+
+
+def test_no_schedule_is_said() -> None:
+    assert render._schedule(None, unused=True) == "none yet"
+
+
+def test_rails_are_those_of_ways_that_have_some() -> None:
+    text = "\n".join(lines(render.plan(make(2, 2))))
+    assert "1 rail x " in text
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_numa_node_is_named_where_there_are_several(several: bool) -> None:
+    one = node((gpu(0, numa_node=0), gpu(1, numa_node=int(several))))
+    assert ("· NUMA 0" in "\n".join(lines(render.topology(many(one))))) == several
 
 
 def test_names_are_not_markup() -> None:

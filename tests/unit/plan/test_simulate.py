@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from plan_worlds import CAPABILITIES, main_job, world
 from shipped import constants_of
 
+from mkernel.plan.messages import CallMessages, OrderPlace, SimulatedRank
 from mkernel.plan.model import OpName
 from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Exchange
@@ -221,3 +222,41 @@ def test_waves(parts: list[tuple[int, float]], tiles: int, cores: int) -> None:
             expected = max(expected, free[tile % cores])
         given_out = max(given_out, upto)
         assert end == pytest.approx(expected)
+
+
+def test_links_of_each_side_carry_what_its_nodes_send_or_receive() -> None:
+    """A message that stands for those of several nodes: each link of the sender's node is busy with one
+    of them, each of the receiver's with three."""
+    made = planned(2, 2)
+    calls = CallMessages(made.plan, made.pipeline, FREE, chunks=1)
+    src, dst = SimulatedRank(0, 0), SimulatedRank(len(made.plan.placement.sites) - 1, 0)
+    place = OrderPlace(1, 0, 0, 1)
+    busy = [
+        {link: us for way in calls.send(src, dst, 1e6, weight, place).subflows for link, us in way}
+        for weight in ((1.0, 1.0), (1.0, 3.0))
+    ]
+    more = {link: busy[1][link] / us for link, us in busy[0].items()}
+    sides = [sum(factor == pytest.approx(each) for factor in more.values()) for each in (1.0, 3.0)]
+    assert sum(sides) == len(more)
+    (flow,) = calls._subflows[next(ends for ends in calls._subflows if not ends.within)]
+    assert sides == [1 + flow.src_links, len(flow.links) - flow.src_links]
+    assert flow.src_links
+    assert sides[1]
+
+
+def test_sums_go_home_when_all_of_their_terms_are_there() -> None:
+    """An exchange, then another: each has the latency of its way."""
+    far = FREE.model_copy(update={"nic_latency_us": 1e6})
+    for op, exchanges in (("gemm_reduce_scatter", 1), ("gemm_all_reduce", 2)):
+        found = simulate(planned(2, 1, op=op, constants=far), far)
+        assert found.exposed_us == pytest.approx(exchanges * 1e6, rel=0.01)
+
+
+def test_messages_are_as_few_as_the_detail_allows() -> None:
+    made = planned(2, 2)
+    for chunks, detail, pieces in ((10**6, 640, 640 // (4 * 4)), (3, 10**6, 3), (10**6, 1, 1)):
+        calls = CallMessages(made.plan, made.pipeline, FREE, chunks=chunks, detail=detail)
+        ranks = len(list(calls.ranks()))
+        assert calls.pieces(calls.steps[0]) == min(chunks, max(1, detail // (4 * ranks**2))), pieces
+    assert calls.name(OrderPlace(1, 0, 2, 3)) == "node +1, local rank +0, part 2"
+    assert calls.steps[1].size == 1

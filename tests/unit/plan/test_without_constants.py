@@ -35,6 +35,16 @@ def test_constants_that_the_user_gives_count() -> None:
     assert make(capabilities=CLAIMS, constants=CAPABILITIES.constants) == make()
 
 
+@pytest.mark.parametrize(("top_k", "returns"), [(4, "ranks"), (3, "slots")])
+def test_results_come_home_by_rank_where_that_is_less_than_half(top_k: int, returns: str) -> None:
+    """A token has slots of the other of two ranks but once in 2^top_k times: 15/16 or 7/8 of a row
+    travels, and by slot half of all: 2 rows or 3/2."""
+    sizes = {"tokens": 64, "hidden": 64, "features": 64, "experts": 8, "top_k": top_k}
+    claims = CLAIMS.model_copy(update={"ops": ("moe_gemm_combine",)})
+    made = explained("moe_gemm_combine", sizes, 1, 2, capabilities=claims)
+    assert made.pipeline.returns == returns
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGIN))

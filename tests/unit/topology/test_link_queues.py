@@ -54,3 +54,10 @@ def test_a_circle_is_named() -> None:
     other.after(one)
     with pytest.raises(ValueError, match="'one' waits"):
         run([one, other], 1)
+
+
+def test_a_message_that_waits_for_itself_is_named_beside_one_that_arrives() -> None:
+    one, stuck = (Message(name, [[(0, 1.0)]], 0.0) for name in ("one", "stuck"))
+    stuck.after(stuck)
+    with pytest.raises(ValueError, match="'stuck'"):
+        run([one, stuck], 1)

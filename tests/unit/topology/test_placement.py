@@ -258,3 +258,9 @@ def test_one_of_two_nics_is_enough_to_take_over_from() -> None:
     affinity = assign_nics(gpus, [nic(i, i // 2, numa_node=0) for i in range(4)])
     assert sorted(len(own) for own in affinity.values()) == [1, 1, 2]
     assert len({one.id for own in affinity.values() for one in own}) == 4
+
+
+def test_equally_near_nics_are_taken_in_turn() -> None:
+    gpus = tuple(gpu(at, numa_node=0) for at in range(4))
+    found = assign_nics(gpus, (nic(0, numa_node=0), nic(1, numa_node=0)))
+    assert [[one.id for one in found[each.id]] for each in gpus] == [["mlx5_0"], ["mlx5_1"]] * 2

@@ -121,7 +121,9 @@ def test_links_and_refusals_go_where_both_of_their_ends_go() -> None:
     assert one.bridges == two.bridges == more["bridges"]
     (alone,) = split_into_nodes(whole, 1, 4, None, SOFT).nodes
     assert (alone.fabric, alone.no_p2p) == (fabric, more["no_p2p"])
-    assert split_into_nodes(whole, 1, 2, SIM, SOFT).nodes[0].fabric == ()
+    for prototype in (SIM, SIM.model_copy(update={"id": "cuda"})):  # whatever its copies are called
+        (copies,) = split_into_nodes(whole, 1, 4, prototype, SOFT).nodes
+        assert (copies.fabric, copies.no_p2p) == ((), ())
 
 
 def test_ranks_of_a_device_have_its_links_and_refusals() -> None:

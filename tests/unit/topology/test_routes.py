@@ -191,6 +191,22 @@ def test_listed_links_decide_inside_a_node() -> None:
     assert found[0, 2].bandwidth_gbs == 32, "no NVLink: PCIe"
 
 
+@pytest.mark.parametrize(
+    ("rates", "own", "gbs"),
+    [((300.0, 200.0), None, 200), ((None, 200.0), None, 200), ((300.0, 200.0), 150.0, 150)],
+)
+def test_ports_to_a_switch_limit_what_is_known(
+    rates: tuple[float | None, ...], own: float | None, gbs: float
+) -> None:
+    links = tuple(
+        FabricLink(kind="nvlink", ends=(f"cuda{i}", "switch"), count=12, gbs=rate)
+        for i, rate in enumerate(rates)
+    )
+    constants = CONSTANTS.model_copy(update={"egress_gbs": own, "p2p_gbs": None})
+    found = every(world(node((gpu(0, 0), gpu(1, 0)), (), fabric=links)), 2, constants)
+    assert found[0, 1].bandwidth_gbs == gbs
+
+
 def test_rails_that_are_not_joined_are_named() -> None:
     left, right = (
         node((gpu(0, 0),), (nic(0, 0),)),

@@ -12,16 +12,18 @@ from shipped import constants_of
 from mkernel.errors import ArgumentError, InputFileError, NoRoute
 from mkernel.topology.cost import (
     MachineConstants,
+    OneShot,
     gemm_tile_us,
     gemm_us,
     load_constants,
+    products,
     transfer_us,
 )
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FabricLink, Nic, Topology
 from mkernel.topology.placement import place
 from mkernel.topology.reshape import split_into_nodes
-from mkernel.topology.routing import nic_gbs, routes
+from mkernel.topology.routing import _by_group, nic_gbs, routes
 from mkernel.topology.world_map import world_map
 
 CONSTANTS = constants_of("ascend")
@@ -187,3 +189,33 @@ def test_a_port_is_rated_in_bits_and_no_faster_than_measured() -> None:
 def test_float64_is_half_as_fast_as_float32() -> None:
     rates = [CONSTANTS.tflops_per_core(dtype) for dtype in ("float32", "float64")]
     assert rates[1] == rates[0] / 2 > 0
+
+
+def test_one_exchange_takes_up_to_its_limits() -> None:
+    few = OneShot(most_bytes=100, most_more_bytes=60)
+    assert [few.takes(n, 2) for n in (100, 101)] == [True, False]
+    assert [few.takes(n, 4) for n in (30, 31)] == [True, False]
+
+
+def test_a_product_takes_no_less_than_its_bytes_do() -> None:
+    """1 GB/s: a byte takes a nanosecond. Of 2 x 8 rows, 4 columns and K of 16, in 2 bytes."""
+    shipped = constants_of("hopper").fused
+    assert shipped is not None
+    path = shipped.model_copy(update={"splits": (1,)})
+    found = products(path, 2, 8, 4, 16, cores=132, memory_gbs=1e-3, itemsize=2)
+    totals = [each.total_us for each in found]
+    assert totals == [pytest.approx(2 * (16 * 16 + 16 * 4 + 16 * 4))] * len(path.tiles)
+
+
+def test_a_process_group_goes_no_faster_between_nodes_than_a_nic() -> None:
+    for most, own, wanted in (
+        (None, None, 25.0),
+        (10.0, None, 10.0),
+        (99.0, None, 25.0),
+        (10.0, 7.0, 7.0),
+    ):
+        changed = CONSTANTS.model_copy(update={"nic_most_gbs": most, "group_gbs": own})
+        assert _by_group(changed, None).bandwidth_gbs == wanted
+    slow = CONSTANTS.model_copy(update={"group_latency_us": 77.0})
+    found = [_by_group(each, None).latency_us for each in (slow, CONSTANTS)]
+    assert found == [77.0, CONSTANTS.nic_latency_us]

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mkernel.topology.discover import Discovery, read
+from mkernel.topology.sources import hwloc
+from mkernel.topology.sources.xml import Element
 
 HOST = '<object type="Bridge" bridge_type="0-1" bridge_pci="0000:[00-ff]">{}</object>'
 
@@ -229,3 +231,18 @@ def test_a_device_of_one_port_is_called_as_itself(tmp_path: Path) -> None:
     )
     nics = found(tmp_path, HOST.format(card)).topology.nodes[0].nics
     assert [(n.id, n.port, n.active) for n in nics] == [("mlx5_0", 1, True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "gbs"),
+    [
+        ("31.507692", 31.508),
+        ("0.000000", None),
+        ("", None),
+        ("fast", None),
+        ("1e300", None),
+        ("-1", None),
+    ],
+)
+def test_speeds_of_links(text: str, gbs: float | None) -> None:
+    assert hwloc._gbs(Element("object", {"pci_link_speed": text}, 1)) == gbs

@@ -35,6 +35,20 @@ def test_accelerators_with_bridges_and_rates(tmp_path: Path) -> None:
     ]
 
 
+def test_links_of_gpus_that_idle_count_at_full_speed_and_those_of_nics_as_they_are(
+    tmp_path: Path,
+) -> None:
+    tree = SysfsTree(tmp_path)
+    idle = gpu(tree, "pci0000:40/0000:40:01.0/0000:41:00.0", link=SPEED)
+    slow = tree.pci("pci0000:00/0000:00:05.0/0000:05:00.0", class_="0x020000\n", link=SPEED)
+    (slow / "net/eth0").mkdir(parents=True)
+    for function in (idle, slow):
+        (function / "current_link_speed").write_text("2.5 GT/s PCIe\n")
+    found = pci_tree.read(tmp_path)
+    assert [one.pcie_gbs for one in found.accelerators] == [31.508]
+    assert [one.pcie_gbs for one in found.nics] == [4.0]
+
+
 @pytest.mark.parametrize("interfaces", ["net", "virtio1/net"])
 def test_ethernet_with_its_rate(tmp_path: Path, interfaces: str) -> None:
     tree = SysfsTree(tmp_path)

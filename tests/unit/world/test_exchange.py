@@ -29,3 +29,23 @@ def test_a_wait_ends_with_the_world_unless_it_is_told_what_to_look_at() -> None:
     exchange.collect("topic")
     exchange.collect("topic", ranks=[2], check=own)
     assert seen == [("topic", [0, 1, 2], 7.0, peers), ("topic", [2], 7.0, own)]
+
+
+def test_each_time_has_keys_of_its_own_and_all_but_the_last_two_are_forgotten() -> None:
+    log: list[tuple[str, str]] = []
+    bootstrap = SimpleNamespace(
+        publish=lambda key, value: log.append(("publish", key)),
+        collect=lambda key, *_: log.append(("collect", key)) or {},
+        forget=lambda key: log.append(("forget", key)),
+    )
+    failure: Any = SimpleNamespace(
+        rank=1, size=2, bootstrap=bootstrap, timeout_s=7.0, check_peers=None
+    )
+    exchange = Exchange(failure)
+    for topic in ("plan", "plan", "other", "plan", "plan"):
+        exchange.gather(topic, 5)
+    assert [key for what, key in log if what == "publish"] == [
+        "plan/0/1", "plan/1/1", "other/0/1", "plan/2/1", "plan/3/1",
+    ]  # fmt: skip
+    assert [key for what, key in log if what == "forget"] == ["plan/0/1", "plan/1/1"]
+    assert [key for what, key in log if what == "collect"][-1] == "plan/3"

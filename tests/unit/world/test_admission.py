@@ -1,0 +1,111 @@
+"""What a world launches with a plan: tensors that are the plan's, or a refusal that names one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mkernel
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.ops import ring_attention
+from mkernel.ops.all_gather_gemm import OP
+from mkernel.ops.moe import dispatch
+from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.model import LaunchPlan
+from mkernel.world.admission import admit_tensors, planned_tensors
+
+
+@pytest.fixture(scope="module")
+def claims() -> Iterator[AcceleratorCapabilities]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        yield mkernel.init(accelerator="streams").engine("all_gather_gemm").claims
+        mkernel.finalize()
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def gemm(column: bool = False) -> LaunchPlan:
+    b = ones(8, 16).t() if column else ones(16, 8)
+    return OP.call(ones(4, 16), b).plan
+
+
+Q, KV = ones(1, 4, 6, 8), ones(1, 2, 6, 8)
+
+
+def attention(by_positions: bool = False, documents: bool = False) -> LaunchPlan:
+    given = [x.transpose(1, 2).contiguous().transpose(1, 2) if by_positions else x for x in (Q, KV)]
+    bounds = torch.tensor([0, 6], dtype=torch.int32) if documents else None
+    return ring_attention.call(given[0], given[1], given[1], cu_seqlens=bounds).plan
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "error"),
+    [
+        ("a", ones(4, 16), None),
+        ("b", ones(16, 8), None),
+        ("out", ones(4, 8), None),
+        ("a", ones(5, 16), ShapeError),
+        ("a", ones(16), ShapeError),
+        ("b", ones(8, 16), ShapeError),
+        ("a", ones(4, 16).half(), DtypeError),
+        ("a", ones(16, 4).t(), LayoutError),
+        ("out", ones(4, 16)[:, ::2], LayoutError),
+        ("nothing of the plan", ones(1), None),
+    ],
+)
+def test_tensors_of_products(
+    claims: AcceleratorCapabilities, name: str, tensor: torch.Tensor, error: type[Exception] | None
+) -> None:
+    if error is None:
+        admit_tensors(gemm(), {name: tensor}, claims)
+        return
+    with pytest.raises(error, match="as planned") as raised:
+        admit_tensors(gemm(), {name: tensor}, claims)
+    assert str(raised.value).startswith(name)
+
+
+def test_b_lies_as_planned(claims: AcceleratorCapabilities) -> None:
+    admit_tensors(gemm(column=True), {"b": ones(8, 16).t()}, claims)
+    with pytest.raises(LayoutError, match=r"b = .*column-major and packed"):
+        admit_tensors(gemm(column=True), {"b": ones(16, 8)}, claims)
+    with pytest.raises(LayoutError, match=r"b = .*row-major and packed"):
+        admit_tensors(gemm(), {"b": ones(8, 16).t()}, claims)
+
+
+def test_attention_lies_as_planned(claims: AcceleratorCapabilities) -> None:
+    lying = {False: Q, True: Q.transpose(1, 2).contiguous().transpose(1, 2)}
+    for planned in (False, True):
+        plan = attention(by_positions=planned)
+        admit_tensors(plan, {"q": lying[planned], "lse": ones(1, 4, 6)}, claims)
+        with pytest.raises(LayoutError, match=r"q = .*contiguous and packed"):
+            admit_tensors(plan, {"q": lying[not planned]}, claims)
+        with pytest.raises(ShapeError, match="k = "):
+            admit_tensors(plan, {"k": Q}, claims)
+
+
+def test_documents_are_those_of_the_plan(claims: AcceleratorCapabilities) -> None:
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)}
+    admit_tensors(attention(documents=True), given, claims)
+    admit_tensors(attention(), {}, claims)
+    for plan, tensors in ((attention(documents=True), {}), (attention(), given), (gemm(), given)):
+        with pytest.raises(ArgumentError, match=r"plan.shape.documents"):
+            admit_tensors(plan, tensors, claims)
+
+
+def test_rows_of_experts_are_as_many_as_there_are(claims: AcceleratorCapabilities) -> None:
+    x, ids, w = ones(3, 8), torch.tensor([[0], [1], [0]]), ones(2, 8, 4)
+    plan = dispatch(x, ids, w).plan
+    admit_tensors(plan, {"x": x, "topk_ids": ids, "w": w}, claims)
+    assert {"x", "topk_ids", "w"} <= planned_tensors(plan).keys()
+    for name, wrong in (("x", x[:2]), ("topk_ids", ids.expand(3, 2).contiguous()), ("w", w[:1])):
+        with pytest.raises(ShapeError, match=f"{name} = "):
+            admit_tensors(plan, {name: wrong}, claims)
+    with pytest.raises(DtypeError, match="topk_ids = "):
+        admit_tensors(plan, {"topk_ids": ids.float()}, claims)

@@ -1,0 +1,95 @@
+"""A world of one rank, this process: how it is joined, what it refuses, what is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mkernel
+from mkernel.backends import registry
+from mkernel.errors import (
+    AlreadyInitialized,
+    ArgumentError,
+    BackendUnavailable,
+    NotInitialized,
+    UnknownBackend,
+)
+from mkernel.ops.all_gather_gemm import OP as GATHER
+
+
+@pytest.fixture(autouse=True)
+def nobody_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if mkernel.is_initialized():
+        mkernel.finalize()
+
+
+def test_from_begin_to_end() -> None:
+    assert not mkernel.is_initialized()
+    world = mkernel.init(accelerator="streams")
+    assert (world.rank, world.size, world.identity.nodes) == (0, 1, 1)
+    assert mkernel.is_initialized()
+    assert mkernel.world() is world
+    with pytest.raises(AlreadyInitialized, match="already in a world"):
+        mkernel.init(accelerator="streams")
+    x = torch.ones(2, 8)
+    assert torch.equal(mkernel.all_reduce(x), x)  # type: ignore[arg-type]
+    mkernel.synchronize()
+    assert mkernel.stats().calls == {"all_reduce": 1}
+    mkernel.finalize()
+    assert not mkernel.is_initialized()
+    with pytest.raises(NotInitialized):
+        mkernel.world()
+    with pytest.raises(NotInitialized):
+        mkernel.all_reduce(x)
+    again = mkernel.init(accelerator="streams")
+    assert again.name != world.name
+    assert torch.equal(mkernel.all_reduce(x), x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"accelerator": "none such"}, UnknownBackend, "none such"),
+        ({"nodes": 2}, ArgumentError, "nodes"),
+        ({"nodes": 0}, ArgumentError, "nodes"),
+        ({"ranks_per_node": 2}, ArgumentError, "ranks"),
+        ({"timeout_s": -1.0}, ArgumentError, "timeout_s"),
+    ],
+)
+def test_refused_by_name(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        mkernel.init(**{"accelerator": "streams", **options})
+    assert not mkernel.is_initialized()
+
+
+def test_an_accelerator_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = registry.accelerator("streams")
+    status = replace(backend.status(), usable=False, detail="it is broken", remedy="mend it")
+    monkeypatch.setattr(type(backend), "status", lambda _: status)
+    with pytest.raises(BackendUnavailable, match="'streams': it is broken; mend it"):
+        mkernel.init(accelerator="streams")
+    assert not mkernel.is_initialized()
+
+
+def test_calls_are_counted() -> None:
+    world = mkernel.init(accelerator="streams")
+    given: list[int] = []
+    accelerator = world.accelerator
+    launch = accelerator.launch
+
+    def seen(call: Any) -> Any:
+        given.append(call.number)
+        return launch(call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "launch", seen)
+        for _ in range(3):
+            GATHER.call(torch.ones(2, 8), torch.ones(8, 8))
+    assert given == [1, 2, 3]
