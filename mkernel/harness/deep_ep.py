@@ -64,8 +64,8 @@ class DeepEp(Contender):
             return "for products of experts"
         if find_spec("deep_ep") is None:
             return _ABSENT
-        if problem.device.type != "cuda":
-            return "only on cuda devices"
+        if problem.device.type == "cpu":
+            return "has no kernels for CPUs"
         if problem.bars_libraries:
             return problem.bars_libraries
         if problem.case.dtype != "bfloat16":
