@@ -206,6 +206,13 @@ class Spreads(Sourced):
     gemm_all_reduce: tuple[Spread, ...] = Field(min_length=1)
 
 
+class Norms(Sourced):
+    """What residual and RMSNorm of few rows that are summed add to a call."""
+
+    behind_us: float = Field(ge=0, description="by a kernel behind")
+    inside_us: float = Field(ge=0, description="by the kernel that sums them")
+
+
 class HopperMachine(ChipMachine):
     """The whole file."""
 
@@ -215,6 +222,7 @@ class HopperMachine(ChipMachine):
     network: Network
     slicing: Slicing
     partials: Partials
+    norms: Norms
     scaled: Scaled
     parts: Parts
     attention: Attention

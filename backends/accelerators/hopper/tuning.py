@@ -14,6 +14,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     MOST_NORMED_COLUMNS,
     FewRowsSchedule,
     GatherSchedule,
+    LibrarySchedule,
     ReduceSchedule,
     SumSchedule,
     TilingName,
@@ -60,6 +61,24 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
+    return _with_norm(request, _scheduled(request))
+
+
+def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
+    """The same, with the time of a norm of summed rows: by what sums them, or by a kernel behind."""
+    plan, times, made = request.plan, found.prediction, found.schedule
+    if plan.norm is None or times is None:
+        return found
+    mailed = isinstance(made, SumSchedule) and made.way == "mail"
+    inside = mailed or (isinstance(made, FewRowsSchedule | LibrarySchedule) and made.normalises)
+    more = _MACHINE.norms.inside_us if inside else _MACHINE.norms.behind_us
+    names = ["compute_us", "sequential_us", "pipelined_us"]
+    names += [f"{plan.path}_us"] if times.fused_us is not None else []
+    later = {name: getattr(times, name) + more for name in names}
+    return found._replace(prediction=times.model_copy(update=later))
+
+
+def _scheduled(request: ScheduleRequest) -> Scheduled:
     plan = request.plan
     if plan.scales is not None and plan.path == "library":
         return scaled_tuning.schedule(request)

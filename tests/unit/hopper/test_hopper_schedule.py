@@ -19,11 +19,13 @@ from mkernel.backends.accelerators.hopper import (
     gather_parts,
     gemm,
     library,
+    machine,
     native,
     norm,
     parts_exchange,
     products,
     reduce_parts,
+    tuning,
 )
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
@@ -239,6 +241,30 @@ def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bo
     dispatch.executor_of(usual)(call, CONTEXT).start(call, 5)
     assert (("start", "norm") in started.told) == inside
     assert ("norm_rows" in [name for name, *_ in started.told]) != inside
+
+
+@pytest.mark.parametrize("where", ["behind_us", "inside_us"])
+def test_a_norm_takes_its_time_where_it_is_made(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows by a kernel behind; of the library's rows by what sums them. The path follows from it."""
+    shape, world = {"m": 64, "n": 4096, "k": 2048}, world_of_two()
+    usual = {"dtype": "bfloat16", "b_layout": "column"}
+    normed = Around(norm=Norm(True, 1e-6))
+    found = machine.machine().norms
+    for path, at in (("fused", "behind_us"), ("library", "inside_us")):
+        plain, other = (
+            world.plan("gemm_all_reduce", shape, path=path, around=around, **usual).prediction
+            for around in (Around(), normed)
+        )
+        assert plain is not None and other is not None
+        more = getattr(found, at)
+        assert other.pipelined_us - plain.pipelined_us == pytest.approx(more)
+        assert other.compute_us - plain.compute_us == pytest.approx(more)
+    costly = found.model_copy(update={where: 100.0})
+    monkeypatch.setattr(tuning, "_MACHINE", tuning._MACHINE.model_copy(update={"norms": costly}))
+    chosen = world.plan("gemm_all_reduce", shape, around=normed, **usual)
+    assert chosen.path == ("library" if where == "behind_us" else "fused")
 
 
 @pytest.mark.parametrize("m", [8, 16, 4096])
