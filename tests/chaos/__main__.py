@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="each turn in full")
     parser.add_argument("--pinned", action="store_true", help="those of pinned.json first")
     options = parser.parse_args()
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the first is ignored behind a shell's `&`
+        signal.signal(ending, signal.default_int_handler)  # ends its processes
     before = [each.turn() for each in pinned()] if options.pinned else []
     start = time.monotonic()
     counts: Counter[str] = Counter()

@@ -98,7 +98,8 @@ def _write(result: dict[str, Any], output: Path | None) -> None:
 
 def _lives(plan: Plan, output: Path | None) -> Report:
     soaked, report = Soaked(), Report(plan)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its processes
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the first is ignored behind a shell's `&`
+        signal.signal(ending, signal.default_int_handler)  # ends its processes
     _write(_result(report.summary()), output)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         for ended, wrong in soak(plan, Path(folder), soaked):
