@@ -27,7 +27,7 @@ from typing import Any
 from machine_file import write_section
 from pydantic import ValidationError
 
-from mkernel.backends.accelerators.hopper import library_tuning
+from mkernel.backends.accelerators.hopper import library_tuning, parts_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.machine import machine
@@ -76,9 +76,10 @@ class Sample:
         return plan_of(self.op, sizes, self.world, dtype=self.dtype, path="library")
 
     def choice(self, constants: MachineConstants) -> str:
-        """Of the ways."""
-        predicted = self.predicted(constants)
-        return min(predicted, key=predicted.__getitem__)
+        """Of the ways that plans may take."""
+        predicted, taken = self.predicted(constants), parts_tuning.ways(self.plan)
+        legal = [name for name in predicted if PARTS.get(name, parts_tuning.WHOLE) in taken]
+        return min(legal, key=predicted.__getitem__)
 
     def cost(self, constants: MachineConstants) -> float:
         """The chosen way's time over the fastest way's."""

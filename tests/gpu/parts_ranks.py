@@ -12,7 +12,7 @@ from fp8_ranks import planned
 from hopper_ranks import Shape, skewed
 from sum_ranks import NormedProduct
 
-from mkernel.backends.accelerators.hopper import capabilities, library_tuning
+from mkernel.backends.accelerators.hopper import library_tuning, parts_tuning
 from mkernel.backends.accelerators.hopper.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.cases import case_of
@@ -38,15 +38,15 @@ class NormedParts(NormedProduct):
 def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
     """Failures of calls that native code starts (``hopper_ranks.known``), planned as if these were
     faster than all others."""
-    claims, times = capabilities.UNCLAIMED, library_tuning.times
-    capabilities.UNCLAIMED = ()
+    ways, times = parts_tuning.ways, library_tuning.times
+    parts_tuning.ways = lambda _: (parts_tuning.WHOLE, 1, 2)
     library_tuning.times = lambda plan, parts, *_: Times(0.1, 0.1, 0.1 * (3 - parts) ** 2 + 0.1)
     planner._planned.cache_clear()
     try:
         kinds = {kind for kind in planned(shapes) if not kind.endswith("_parts")}
         return [*kinds, *hopper_ranks.known(shapes, rounds)]
     finally:
-        capabilities.UNCLAIMED, library_tuning.times = claims, times
+        parts_tuning.ways, library_tuning.times = ways, times
         planner._planned.cache_clear()
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName
 from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
@@ -177,6 +177,7 @@ class Parts(Sourced):
     sum_blocks_a_core: int = Field(ge=1)
     end_us: float = Field(ge=0, description="until all ranks have ended a call")
     chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
+    ops_of_16_bits: tuple[OpName, ...] = Field(description="that may run so with 16-bit operands")
     chunks_of_16_bits: tuple[int, ...] = Field(
         min_length=1, description="the same of 16-bit operands"
     )

@@ -34,10 +34,10 @@ class Times(NamedTuple):
 
 def ways(plan: CommonPart) -> tuple[int, ...]:
     """The numbers of parts of each rank that a call may run in; :data:`WHOLE` first."""
-    if plan.world_size == 1:
+    how, wide = _MACHINE.parts, plan.scales is None
+    if plan.world_size == 1 or (wide and plan.op not in how.ops_of_16_bits):
         return (WHOLE,)
-    how = _MACHINE.parts
-    chunks = how.chunks_of_16_bits if plan.scales is None else how.chunks
+    chunks = how.chunks_of_16_bits if wide else how.chunks
     return (WHOLE, *(parts for parts in chunks if parts * how.least_rows <= rows_of(plan)))
 
 
