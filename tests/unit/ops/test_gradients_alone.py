@@ -32,6 +32,10 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         lambda *given: several(*given),  # noqa: PLW0108 - which is defined below
         [(2, 3), (3, 2), (3, 1)],
     ),
+    "all_gather_gemm, several along 1": (
+        lambda a, b, c: tuple(mkernel.all_gather_gemm(a, [b, c], gather_dim=1)),
+        [(2, 2, 3), (3, 2), (3, 1)],
+    ),
     "gemm_reduce_scatter": (
         lambda a, b, c: mkernel.gemm_reduce_scatter(a, b, bias=c), [(2, 3), (3, 2), (2,)]
     ),
@@ -145,6 +149,20 @@ def test_gradients_have_the_dtype_of_their_tensors(op: str) -> None:
     for given in (half, b, bias):
         assert given.grad is not None
         assert given.grad.dtype == torch.float16
+
+
+def test_sums_with_gradients_have_the_dtype_that_is_asked_for() -> None:
+    x = torch.ones(2, 8, dtype=torch.float16, requires_grad=True)
+    weight = torch.ones(8, dtype=torch.float16)
+    for found in (
+        mkernel.all_reduce(x, out_dtype=torch.float32),
+        mkernel.all_reduce(x, norm_weight=weight, out_dtype=torch.float32),
+        mkernel.gemm_all_reduce(x, x.detach().t(), norm_weight=weight[:2], out_dtype=torch.float32),
+    ):
+        assert isinstance(found, Tensor)
+        assert found.dtype == torch.float32
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        assert gradient.dtype == torch.float16
 
 
 def test_weights_of_another_dtype_have_gradients_of_theirs() -> None:

@@ -199,6 +199,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: attend(Q.int(), KV.int(), KV.int()), DtypeError, "q.dtype"),
     (lambda: attend(Q, KV, KV, scale=float("nan")), ArgumentError, "scale"),
     (lambda: attend(ones(1, 4, 8, 6).transpose(2, 3), KV, KV), LayoutError, "q"),
+    (lambda: attend(Q, ones(1, 2, 8, 6).transpose(2, 3), KV), LayoutError, "k"),
     (lambda: attend(Q, KV, KV, cu_seqlens=[0, 6]), DtypeError, "cu_seqlens = '?list"),
     (lambda: attend(Q, KV, KV, cu_seqlens=torch.tensor([0, 6])), DtypeError, "cu_seqlens.dtype"),
     (lambda: attend(Q, KV, KV, cu_seqlens=torch.tensor([6]).int()), ShapeError, "cu_seqlens"),
@@ -213,6 +214,7 @@ def test_refused_by_name(at: int) -> None:
         call()
     assert type(raised.value) is error
     assert "expected" in str(raised.value)
+    assert "as planned" not in str(raised.value), "the op says so, not the launch"
 
 
 def test_what_was_refused_is_refused_again() -> None:
