@@ -174,3 +174,24 @@ def test_weights_of_another_dtype_have_gradients_of_theirs() -> None:
     assert weights.grad is not None
     assert weights.grad.dtype == torch.float64
     assert torch.equal(weights.grad, torch.where(IDS < 0, 0.0, 4.0).double())
+
+
+def test_plans_of_gradients_are_of_the_call_s_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = mkernel.world().accelerator
+    launch, plans = accelerator.launch, {}
+
+    def seen(call: Any) -> Any:
+        plans[call.plan.op] = call.plan.shape
+        return launch(call)
+
+    monkeypatch.setattr(accelerator, "launch", seen)
+    x, w = torch.ones(3, 8, requires_grad=True), torch.ones(2, 8, 4)
+    mkernel.moe_dispatch_gemm(x, IDS, w, capacity=7).outputs.sum().backward()
+    assert plans["moe_dispatch_backward"].capacity == 7
+    mkernel.moe_dispatch_gemm(x, IDS, w).outputs.sum().backward()
+    assert plans["moe_dispatch_backward"].capacity is None
+    for layout in ("heads", "positions"):
+        q = torch.ones(1, 4, 2, 8)
+        q = (q.transpose(1, 2) if layout == "positions" else q).requires_grad_()
+        mkernel.ring_attention(q, q, q).sum().backward()
+        assert plans["ring_attention_backward"].layout == layout

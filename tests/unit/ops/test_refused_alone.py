@@ -63,6 +63,10 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: gather(A, ones(2, 8, 8)), ShapeError, "b = .*3-D"),
     (lambda: gather(A, ones(8, 0)), ShapeError, "b = .*empty"),
     (lambda: gather(A, ones(7, 8)), ShapeError, "a has 8, b has 7"),
+    (lambda: gather(A, ones(7, 8)), ShapeError,
+     r"b = Tensor\(shape=\(7, 8\), dtype=torch.float32, strides=\(8, 1\)\)"),
+    (lambda: gather(LEFT, [RIGHT], a_scale=ones(1)), ArgumentError, "b_scale = None"),
+    (lambda: gather(LEFT, [RIGHT], b_scale=[ones(1)]), ArgumentError, "a_scale = None"),
     (lambda: gather(A, B.half()), DtypeError, "b.dtype"),
     (lambda: gather(A.int(), B.int()), DtypeError, "a.dtype"),
     (lambda: gather(A.to(E4M3), B.to(E4M3)), DtypeError, "need a_scale and b_scale"),
@@ -213,6 +217,8 @@ def test_refused_by_name(at: int) -> None:
     with pytest.raises(error, match=said) as raised:
         call()
     assert type(raised.value) is error
+    if said.isidentifier():  # the argument is what is named first
+        assert str(raised.value).startswith((f"{said} ", f"{said}."))
     assert "expected" in str(raised.value)
     assert "as planned" not in str(raised.value), "the op says so, not the launch"
 
