@@ -124,6 +124,15 @@ def test_fakes_refuse_what_ops_refuse() -> None:
             ops.ring_attention(mode.from_tensor(Q), k, k, **group)
 
 
+@pytest.mark.skipif(not SCALED, reason="this torch multiplies no e4m3 on CPUs")
+def test_public_functions_of_e4m3_take_fakes() -> None:
+    with FakeTensorMode() as mode:
+        a, b, one = (mode.from_tensor(each) for each in (LEFT, RIGHT, ONE))
+        found = mkernel.gemm_all_reduce(a, b, a_scale=one, b_scale=one)
+    assert isinstance(found, Tensor)
+    assert (tuple(found.shape), found.dtype) == ((16, 32), torch.bfloat16)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled_calls_are_the_same(grad: bool) -> None:
     """By a compiler that only takes the program apart and puts it together again."""

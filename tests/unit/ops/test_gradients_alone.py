@@ -151,6 +151,14 @@ def test_gradients_have_the_dtype_of_their_tensors(op: str) -> None:
         assert given.grad.dtype == torch.float16
 
 
+def test_what_was_gathered_has_the_dtype_of_a_and_the_product_its_own() -> None:
+    a = torch.ones(2, 8, dtype=torch.float16, requires_grad=True)
+    c, whole = mkernel.all_gather_gemm(
+        a, a.detach().t(), return_gathered=True, out_dtype=torch.float32
+    )
+    assert (c.dtype, whole.dtype) == (torch.float32, torch.float16)  # type: ignore[union-attr]
+
+
 def test_sums_with_gradients_have_the_dtype_that_is_asked_for() -> None:
     x = torch.ones(2, 8, dtype=torch.float16, requires_grad=True)
     weight = torch.ones(8, dtype=torch.float16)

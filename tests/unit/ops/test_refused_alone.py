@@ -150,7 +150,11 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
      "b_scale = '?1 of them"),
     (lambda: gather(LEFT, RIGHT, a_scale=ones(1), b_scale=ones(1).requires_grad_()), ArgumentError,
      "no backward for e4m3"),
+    (lambda: gather(LEFT, [RIGHT, RIGHT], a_scale=ones(1).requires_grad_(), b_scale=[ones(1)] * 2),
+     ArgumentError, "a_scale = .*no backward for e4m3"),
     # experts
+    (lambda: mkernel.moe_gemm_combine(ROWS, ones(2, 8, 8), (1, 2), ones(3, 2)),  # type: ignore[arg-type]
+     ArgumentError, "handle = '?tuple"),
     (lambda: dispatch(ones(3), IDS, ones(2, 8, 8)), ShapeError, "x"),
     (lambda: dispatch(ones(3, 8), IDS[0], ones(2, 8, 8)), ShapeError, "topk_ids"),
     (lambda: dispatch(ones(3, 8), IDS, ones(8, 8)), ShapeError, "w = "),
