@@ -120,6 +120,8 @@ def test_fakes_refuse_what_ops_refuse() -> None:
             ops.all_reduce(mode.from_tensor(BIAS), **group)
         with pytest.raises(ShapeError, match="H = 16"):
             ops.moe_dispatch_gemm(x, ids, w, **group)
+        with pytest.raises(ShapeError, match=r"^q = .*all at least 1"):
+            ops.ring_attention(x, k, k, **group)
         with pytest.raises(ShapeError, match="divides q's 4"):
             ops.ring_attention(mode.from_tensor(Q), k, k, **group)
 

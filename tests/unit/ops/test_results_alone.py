@@ -221,6 +221,12 @@ def test_e4m3_of_several() -> None:
         a, several[0], a_scale=of_a, b_scale=of_b[0], return_gathered=True
     )
     close(one, wanted[0], torch.bfloat16)  # type: ignore[arg-type]
+    bias, out = drawn(16), torch.empty(2, 8, 16)
+    added, _ = mkernel.all_gather_gemm(
+        a, several[0], a_scale=of_a, b_scale=of_b[0], bias=bias, out=out, return_gathered=True
+    )
+    assert added is out
+    close(out, wanted[0] + bias.double(), torch.float32)
 
 
 def moe_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
