@@ -63,7 +63,6 @@ def check_norm(
     if norm.residual is not None:
         validate.on_device("residual", norm.residual, device)
         validate.output("residual", norm.residual, shape, out, 0)
-        validate.contiguous("residual", norm.residual)
 
 
 def norm_signatures(norm: Normed) -> tuple[object, ...]:

@@ -37,9 +37,9 @@ def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor
     return gathered
 
 
-def _keep(ctx: Any, keywords: Any, dim: str | None) -> None:
+def _keep(ctx: Any, keywords: Any, dim: str) -> None:
     ctx.options = {"chunk": keywords["chunk"], "group": keywords["group"]}
-    ctx.dim = 0 if dim is None else keywords[dim]
+    ctx.dim = keywords[dim]
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool]:
@@ -171,7 +171,6 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
 
 def save_reduce(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a and b."""
-    _keep(ctx, keyword_only_inputs, None)
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -191,7 +190,6 @@ def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
 def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keeps a, b and the weight, and the new residual, whose rows were normalised."""
     ctx.set_materialize_grads(False)
-    _keep(ctx, keyword_only_inputs, None)
     a, b, weight, *given = inputs
     ctx.eps = keyword_only_inputs["eps"]
     ctx.residual = None if not given or given[0] is None else given[0].dtype

@@ -120,8 +120,19 @@ def test_fakes_refuse_what_ops_refuse() -> None:
             ops.all_reduce(mode.from_tensor(BIAS), **group)
         with pytest.raises(ShapeError, match="H = 16"):
             ops.moe_dispatch_gemm(x, ids, w, **group)
+        with pytest.raises(ShapeError, match=r"^q = .*all at least 1"):
+            ops.ring_attention(x, k, k, **group)
         with pytest.raises(ShapeError, match="divides q's 4"):
             ops.ring_attention(mode.from_tensor(Q), k, k, **group)
+
+
+@pytest.mark.skipif(not SCALED, reason="this torch multiplies no e4m3 on CPUs")
+def test_public_functions_of_e4m3_take_fakes() -> None:
+    with FakeTensorMode() as mode:
+        a, b, one = (mode.from_tensor(each) for each in (LEFT, RIGHT, ONE))
+        found = mkernel.gemm_all_reduce(a, b, a_scale=one, b_scale=one)
+    assert isinstance(found, Tensor)
+    assert (tuple(found.shape), found.dtype) == ((16, 32), torch.bfloat16)
 
 
 @pytest.mark.parametrize("grad", [False, True])

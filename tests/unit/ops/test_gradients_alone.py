@@ -32,6 +32,10 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         lambda *given: several(*given),  # noqa: PLW0108 - which is defined below
         [(2, 3), (3, 2), (3, 1)],
     ),
+    "all_gather_gemm, several along 1": (
+        lambda a, b, c: tuple(mkernel.all_gather_gemm(a, [b, c], gather_dim=1)),
+        [(2, 2, 3), (3, 2), (3, 1)],
+    ),
     "gemm_reduce_scatter": (
         lambda a, b, c: mkernel.gemm_reduce_scatter(a, b, bias=c), [(2, 3), (3, 2), (2,)]
     ),
@@ -147,6 +151,28 @@ def test_gradients_have_the_dtype_of_their_tensors(op: str) -> None:
         assert given.grad.dtype == torch.float16
 
 
+def test_what_was_gathered_has_the_dtype_of_a_and_the_product_its_own() -> None:
+    a = torch.ones(2, 8, dtype=torch.float16, requires_grad=True)
+    c, whole = mkernel.all_gather_gemm(
+        a, a.detach().t(), return_gathered=True, out_dtype=torch.float32
+    )
+    assert (c.dtype, whole.dtype) == (torch.float32, torch.float16)  # type: ignore[union-attr]
+
+
+def test_sums_with_gradients_have_the_dtype_that_is_asked_for() -> None:
+    x = torch.ones(2, 8, dtype=torch.float16, requires_grad=True)
+    weight = torch.ones(8, dtype=torch.float16)
+    for found in (
+        mkernel.all_reduce(x, out_dtype=torch.float32),
+        mkernel.all_reduce(x, norm_weight=weight, out_dtype=torch.float32),
+        mkernel.gemm_all_reduce(x, x.detach().t(), norm_weight=weight[:2], out_dtype=torch.float32),
+    ):
+        assert isinstance(found, Tensor)
+        assert found.dtype == torch.float32
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        assert gradient.dtype == torch.float16
+
+
 def test_weights_of_another_dtype_have_gradients_of_theirs() -> None:
     y = torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True)
     x, w = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(2, 8, 4, dtype=torch.bfloat16)
@@ -156,3 +182,24 @@ def test_weights_of_another_dtype_have_gradients_of_theirs() -> None:
     assert weights.grad is not None
     assert weights.grad.dtype == torch.float64
     assert torch.equal(weights.grad, torch.where(IDS < 0, 0.0, 4.0).double())
+
+
+def test_plans_of_gradients_are_of_the_call_s_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = mkernel.world().accelerator
+    launch, plans = accelerator.launch, {}
+
+    def seen(call: Any) -> Any:
+        plans[call.plan.op] = call.plan.shape
+        return launch(call)
+
+    monkeypatch.setattr(accelerator, "launch", seen)
+    x, w = torch.ones(3, 8, requires_grad=True), torch.ones(2, 8, 4)
+    mkernel.moe_dispatch_gemm(x, IDS, w, capacity=7).outputs.sum().backward()
+    assert plans["moe_dispatch_backward"].capacity == 7
+    mkernel.moe_dispatch_gemm(x, IDS, w).outputs.sum().backward()
+    assert plans["moe_dispatch_backward"].capacity is None
+    for layout in ("heads", "positions"):
+        q = torch.ones(1, 4, 2, 8)
+        q = (q.transpose(1, 2) if layout == "positions" else q).requires_grad_()
+        mkernel.ring_attention(q, q, q).sum().backward()
+        assert plans["ring_attention_backward"].layout == layout

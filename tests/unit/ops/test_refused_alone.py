@@ -63,6 +63,10 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: gather(A, ones(2, 8, 8)), ShapeError, "b = .*3-D"),
     (lambda: gather(A, ones(8, 0)), ShapeError, "b = .*empty"),
     (lambda: gather(A, ones(7, 8)), ShapeError, "a has 8, b has 7"),
+    (lambda: gather(A, ones(7, 8)), ShapeError,
+     r"b = Tensor\(shape=\(7, 8\), dtype=torch.float32, strides=\(8, 1\)\)"),
+    (lambda: gather(LEFT, [RIGHT], a_scale=ones(1)), ArgumentError, "b_scale = None"),
+    (lambda: gather(LEFT, [RIGHT], b_scale=[ones(1)]), ArgumentError, "a_scale = None"),
     (lambda: gather(A, B.half()), DtypeError, "b.dtype"),
     (lambda: gather(A.int(), B.int()), DtypeError, "a.dtype"),
     (lambda: gather(A.to(E4M3), B.to(E4M3)), DtypeError, "need a_scale and b_scale"),
@@ -92,6 +96,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: summed(ones(8)), ShapeError, "x"),
     (lambda: summed(A.int()), DtypeError, "x.dtype"),
     (lambda: summed(A, out_dtype=torch.int8), DtypeError, "out_dtype"),
+    (lambda: scatter(A.clone().requires_grad_(), B, out=ones(4, 8)), ArgumentError, "requires grad"),
     # several products
     (lambda: gather(A, []), ArgumentError, "an empty list"),
     (lambda: gather(A, [B, ones(7, 16)]), ShapeError, r"b\[0\] = .*K = 7"),
@@ -146,7 +151,11 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
      "b_scale = '?1 of them"),
     (lambda: gather(LEFT, RIGHT, a_scale=ones(1), b_scale=ones(1).requires_grad_()), ArgumentError,
      "no backward for e4m3"),
+    (lambda: gather(LEFT, [RIGHT, RIGHT], a_scale=ones(1).requires_grad_(), b_scale=[ones(1)] * 2),
+     ArgumentError, "a_scale = .*no backward for e4m3"),
     # experts
+    (lambda: mkernel.moe_gemm_combine(ROWS, ones(2, 8, 8), (1, 2), ones(3, 2)),  # type: ignore[arg-type]
+     ArgumentError, "handle = '?tuple"),
     (lambda: dispatch(ones(3), IDS, ones(2, 8, 8)), ShapeError, "x"),
     (lambda: dispatch(ones(3, 8), IDS[0], ones(2, 8, 8)), ShapeError, "topk_ids"),
     (lambda: dispatch(ones(3, 8), IDS, ones(8, 8)), ShapeError, "w = "),
@@ -199,6 +208,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: attend(Q.int(), KV.int(), KV.int()), DtypeError, "q.dtype"),
     (lambda: attend(Q, KV, KV, scale=float("nan")), ArgumentError, "scale"),
     (lambda: attend(ones(1, 4, 8, 6).transpose(2, 3), KV, KV), LayoutError, "q"),
+    (lambda: attend(Q, ones(1, 2, 8, 6).transpose(2, 3), KV), LayoutError, "k"),
     (lambda: attend(Q, KV, KV, cu_seqlens=[0, 6]), DtypeError, "cu_seqlens = '?list"),
     (lambda: attend(Q, KV, KV, cu_seqlens=torch.tensor([0, 6])), DtypeError, "cu_seqlens.dtype"),
     (lambda: attend(Q, KV, KV, cu_seqlens=torch.tensor([6]).int()), ShapeError, "cu_seqlens"),
@@ -212,7 +222,10 @@ def test_refused_by_name(at: int) -> None:
     with pytest.raises(error, match=said) as raised:
         call()
     assert type(raised.value) is error
+    if said.isidentifier():  # the argument is what is named first
+        assert str(raised.value).startswith((f"{said} ", f"{said}."))
     assert "expected" in str(raised.value)
+    assert "as planned" not in str(raised.value), "the op says so, not the launch"
 
 
 def test_what_was_refused_is_refused_again() -> None:

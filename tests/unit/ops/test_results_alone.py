@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mkernel
 from mkernel.ops.all_gather_gemm import OP as GATHER
+from mkernel.ops.scales import Scaled, scale_strides
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -192,6 +193,18 @@ def test_e4m3(op: str, mode: str) -> None:
     close(out, wanted, torch.float16)
 
 
+def test_scales_lie_as_their_operands_do() -> None:
+    rows, columns = torch.ones(2, 8, 3), torch.ones(4, 3).t()
+    for scales, dim, wanted in (
+        ((rows, columns), 0, ("packed", "packed")),
+        ((rows, columns), 1, ("scattered", "packed")),
+        ((rows.transpose(0, 1), columns.contiguous()), 1, ("packed", "scattered")),
+        ((torch.ones(1), torch.ones(1, 1)), 1, ("packed", "packed")),
+    ):
+        found = scale_strides(Scaled(*scales, False), dim)
+        assert (found["a_scale"], found["b_scale"]) == wanted
+
+
 @needs_scaled_mm
 def test_e4m3_of_several() -> None:
     a = drawn(2, 8, 32).to(E4M3)
@@ -208,6 +221,12 @@ def test_e4m3_of_several() -> None:
         a, several[0], a_scale=of_a, b_scale=of_b[0], return_gathered=True
     )
     close(one, wanted[0], torch.bfloat16)  # type: ignore[arg-type]
+    bias, out = drawn(16), torch.empty(2, 8, 16)
+    added, _ = mkernel.all_gather_gemm(
+        a, several[0], a_scale=of_a, b_scale=of_b[0], bias=bias, out=out, return_gathered=True
+    )
+    assert added is out
+    close(out, wanted[0] + bias.double(), torch.float32)
 
 
 def moe_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

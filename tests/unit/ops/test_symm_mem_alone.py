@@ -41,6 +41,11 @@ def test_gathers(dim: int, count: int, whole: bool) -> None:
         torch.testing.assert_close(got, A @ b, rtol=1e-4, atol=1e-4)
 
 
+def test_what_was_gathered_is_returned_by_default() -> None:
+    gathered, _ = mkernel.fused_all_gather_matmul(A, BS, 0, None)
+    assert gathered is not None
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
