@@ -3,10 +3,9 @@
     python3 bench/moe_kernels.py [tokens ...]
 
 Random balanced routing of all tokens on the experts of one of two ranks; microseconds, of a graph of
-five calls, whose weights are cold where they exceed L2. ``gathered``, ``boxes of rows``, ``permuted``
-and ``ready`` are the ways of rows in ``kernels/moe/grouped.cuh``; the permuted ones are of a graph that
-sorts, too, less the time of sorting alone. ``gated``: half the columns are the gate's. What is wrong
-is said.
+five calls, whose weights are cold where they exceed L2. ``gathered``, ``permuted`` and ``ready`` are
+the ways of rows in ``kernels/moe/grouped.cuh``; the permuted ones are of a graph that sorts, too, less
+the time of sorting alone. ``gated``: half the columns are the gate's. What is wrong is said.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class Problem:
         )  # fmt: skip
         native.moe_route(0, self.here, routing, self.report, stream())
 
-    def product(
-        self, *, permutes: bool, deep: bool, gated: bool, boxes: bool
-    ) -> Callable[[], None]:
+    def product(self, *, permutes: bool, deep: bool, gated: bool) -> Callable[[], None]:
         """A call of it."""
         blocks = torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2
         made = native.GroupedProduct(
@@ -83,21 +80,22 @@ class Problem:
             out=self.out.data_ptr(), rows=self.rows,
             n=self.n // 2 if gated else self.n, k=self.k, height=0, half=False,
             n_major=True, tokens=self.up, gated=gated, wide=False, home=False, waits=False,
-            ends=False, deep=deep, boxes=boxes, blocks=blocks,
+            ends=False, deep=deep, blocks=blocks,
         )  # fmt: skip
         return lambda: native.moe_grouped(0, self.here, made, stream())
 
-    def variants(self) -> Iterator[tuple[str, bool, bool, bool, bool]]:
-        """Their names; whether rows are permuted, stages deep, columns gated, rows boxes."""
+    def variants(self) -> Iterator[tuple[str, bool, bool, bool]]:
+        """Their names; whether rows are permuted, stages deep, columns gated."""
         if not self.up:
-            yield "ready deep", False, True, False, False
-            yield "ready wide", False, False, False, False
+            yield "ready deep", False, True, False
+            yield "ready wide", False, False, False
             return
-        for gated, name in ((False, ""), (True, " gated")):
-            yield f"gathered{name}", False, True, gated, False
-            yield f"boxes of rows{name}", False, True, gated, True
-            yield f"permuted deep{name}", True, True, gated, False
-            yield f"permuted wide{name}", True, False, gated, False
+        yield "gathered", False, True, False
+        yield "gathered gated", False, True, True
+        yield "permuted deep", True, True, False
+        yield "permuted wide", True, False, False
+        yield "permuted deep gated", True, True, True
+        yield "permuted wide gated", True, False, True
 
     def measure(self) -> str:
         """All variants beside torch's product, on rows that are there."""
@@ -108,8 +106,8 @@ class Problem:
         wanted = torch._grouped_mm(ready, self.w, offs=ends)
         theirs = graphed(lambda: torch._grouped_mm(ready, self.w, offs=ends))
         parts = [f"route {of_route:.1f} torch {theirs:.1f}"]
-        for name, permutes, deep, gated, boxes in self.variants():
-            multiply = self.product(permutes=permutes, deep=deep, gated=gated, boxes=boxes)
+        for name, permutes, deep, gated in self.variants():
+            multiply = self.product(permutes=permutes, deep=deep, gated=gated)
 
             def both(multiply: Callable[[], None] = multiply) -> None:
                 self.route()

@@ -172,15 +172,6 @@ def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
         return fn(*arguments)
 
 
-def boxed(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``fn`` returns where the rows of dispatches are gathered by boxes of one row."""
-    with (
-        mock.patch.object(moe_tuning, "permutes", return_value=False),
-        mock.patch.object(moe_tuning, "row_boxes", return_value=True),
-    ):
-        return fn(*arguments)
-
-
 def early(rows: int, fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where all multiples of so many own rows come first."""
     with (

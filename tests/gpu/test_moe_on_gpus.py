@@ -67,15 +67,6 @@ def test_random_routings_of_rows_that_are_put_in_order(world: int) -> None:
 
 
 @worlds
-def test_random_routings_of_rows_by_boxes(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    shapes = [moe_ranks.drawn(chance, world) for _ in range(DRAWS)]
-    right(world, moe_ranks.boxed, moe_ranks.judged, shapes, seed)
-
-
-@worlds
 def test_tables_of_random_routings(world: int) -> None:
     chance = random.Random(5)
     shapes = [moe_ranks.drawn(chance, world) for _ in range(60)]
@@ -98,7 +89,6 @@ def test_many_rows_of_few_experts(world: int) -> None:
     ]
     right(world, moe_ranks.judged, shapes, 3)
     right(world, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
-    right(world, moe_ranks.boxed, moe_ranks.judged, shapes, 3)
     right(world, moe_ranks.early, 128, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
 
 
@@ -119,14 +109,12 @@ def test_many_calls_in_the_queue(world: int) -> None:
     shapes = [*BOUNDED, Moe(129, 256, 64, 2, 2)]
     right(world, moe_ranks.queued, shapes, 24, 3)
     right(world, moe_ranks.permuted, moe_ranks.queued, shapes, 24, 3)
-    right(world, moe_ranks.boxed, moe_ranks.queued, shapes, 24, 3)
 
 
 @worlds
 def test_graphs_whose_routing_changes(world: int) -> None:
     right(world, moe_ranks.replayed, BOUNDED, 100)
     right(world, moe_ranks.permuted, moe_ranks.replayed, BOUNDED, 100)
-    right(world, moe_ranks.boxed, moe_ranks.replayed, BOUNDED, 20)
 
 
 @worlds
@@ -148,14 +136,6 @@ def test_too_many_rows_stop_the_combine_and_the_world_goes_on(world: int) -> Non
 def test_faults_are_seen(fault: str, world: int) -> None:
     shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
     assert all(launched(world, moe_ranks.faulty, shape, fault)), "on every rank"
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_rows_by_boxes_are_seen(fault: str, world: int) -> None:
-    shape = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
-    found = launched(world, moe_ranks.boxed, moe_ranks.faulty, shape, fault)
-    assert all(found), "on every rank"
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])

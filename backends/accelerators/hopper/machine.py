@@ -129,9 +129,6 @@ class Experts(Sourced):
     """The grouped product of MoE. Rates are of all multiprocessors, random half precision."""
 
     gathered_tflops: float = Field(gt=0, description="each block gathers its rows")
-    boxed_tflops: float | None = Field(
-        None, gt=0, description="the same by boxes of one row; None: not measured, copies are taken"
-    )
     permuted_tflops: float = Field(gt=0, description="rows are put in order beside the product")
     ready_tflops: float = Field(gt=0, description="rows are in order")
     deep_k: tuple[int, int] = Field(

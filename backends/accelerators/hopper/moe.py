@@ -133,7 +133,6 @@ class _Moe:
         permuted: torch.Tensor | None = None,
         height: int = 0,
         gated: bool = False,
-        boxes: bool = False,
         **how: Any,
     ) -> _hopper.GroupedProduct:
         depth, width = w.shape[1:]
@@ -149,7 +148,6 @@ class _Moe:
             k=depth,
             height=height,
             gated=gated,
-            boxes=boxes,
             half=self._plan.dtype == "float16",
             n_major=self._plan.b_layout == "row",
             waits=self._exchanges(call),
@@ -244,7 +242,7 @@ class DispatchExecutor(_Moe):
             product = self._product(
                 call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
                 height=capacity or 0, tokens=True, gated=shape.activation is not None,
-                deep=how.tiling == "deep", boxes=how.row_boxes, wide=False, home=False, ends=True,
+                deep=how.tiling == "deep", wide=False, home=False, ends=True,
             )  # fmt: skip
             made.moe_grouped(context.device, world, product, stream)
         finally:

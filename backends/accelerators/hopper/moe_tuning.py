@@ -46,7 +46,6 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             early_tiles=early_tiles(plan, processors, found.prediction),
             early_rows=early_rows(plan),
             permutes=permutes(plan),
-            row_boxes=row_boxes(),
             tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
         )
     elif isinstance(plan.shape, GemmCombineShape):
@@ -92,15 +91,7 @@ class _Product:
 def permutes(plan: CommonPart) -> bool:
     """Whether rows are copied first: the product is then faster, but moves more bytes."""
     product = _Product(plan)
-    how = machine().experts
-    rate = max(how.gathered_tflops, how.boxed_tflops or 0.0)
-    return product.permuted_us() < product.us(rate)
-
-
-def row_boxes() -> bool:
-    """Whether rows that are gathered come by boxes of one row."""
-    how = machine().experts
-    return (how.boxed_tflops or 0.0) > how.gathered_tflops
+    return product.permuted_us() < product.us(machine().experts.gathered_tflops)
 
 
 def reads_weights(plan: CommonPart) -> bool:

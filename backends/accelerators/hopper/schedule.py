@@ -221,15 +221,13 @@ class DispatchSchedule(Schedule):
     tile: first up to ``early_tiles`` that need own tokens alone, which have a multiple of
     ``early_rows`` of each expert. ``permutes``: the same
     blocks first copy the tokens of a tile into rows that lie one below the other, for tiles of
-    ``tiling``; else each block gathers them for itself, by bulk copies of a row's part where
-    ``row_boxes``, and tiles are deep."""
+    ``tiling``; else each block gathers them for itself, and tiles are deep."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
     early_tiles: int = Field(ge=0)
     early_rows: int = Field(ge=1)
     permutes: bool
-    row_boxes: bool
     tiling: ExpertTiling
 
     @property

@@ -16,7 +16,6 @@ from mkernel.backends.accelerators.hopper import capabilities, dispatch, moe, mo
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import MOE
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.moe_reports import MoeReports
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -268,24 +267,6 @@ def test_many_tokens_are_permuted_before_they_are_multiplied(started: Started) -
         assert (product["permuted"] != 0) is wanted
         assert product["tokens"]
         assert product["rows"] == ROWS
-
-
-def test_rows_are_gathered_by_boxes_once_that_is_known_to_be_faster(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plans are remembered by their sizes: these are of sizes that no other test has."""
-    run(called(planned("moe_dispatch_gemm", capacity=50)))
-    assert not started.given["GroupedProduct"]["boxes"]
-    constants = machine()
-    rate = constants.experts.ready_tflops
-    experts = constants.experts.model_copy(update={"boxed_tflops": rate})
-    monkeypatch.setattr(
-        moe_tuning, "machine", lambda: constants.model_copy(update={"experts": experts})
-    )
-    run(called(planned("moe_dispatch_gemm", capacity=51)))
-    assert started.given["GroupedProduct"]["boxes"]
-    many = {"tokens": 4100, "hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
-    assert not planned("moe_dispatch_gemm", **many).part(DispatchSchedule).permutes
 
 
 def test_own_tokens_come_first_only_where_experts_get_many() -> None:

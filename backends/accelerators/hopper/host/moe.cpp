@@ -161,20 +161,9 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
                            .depth = depth},
                           kBoxRows, product.half);
     };
-    args.workspace = workspace_of(world);
     if (!gathers) args.rows = rows_at(product.tokens ? product.permuted : product.a, k, 0);
-    if (gathers && product.boxes) {
-        const auto tokens_at = [&](std::uint64_t address, std::int64_t count) {
-            return tensor_map(
-                {.address = address, .width = k, .height = static_cast<std::uint64_t>(count)}, 1,
-                product.half);
-        };
-        const auto there = args.workspace.data(args.workspace.rank);
-        args.rows = tokens_at(product.a, product.sizes.tokens);
-        args.there = tokens_at(reinterpret_cast<std::uint64_t>(there),
-                               std::int64_t{product.sizes.world} * product.sizes.tokens);
-    }
     if (!product.home && !product.wide) args.results = rows_at(product.out, n, 1);
+    args.workspace = workspace_of(world);
     args.limits = limits_of(world);
     args.tables = tables_of(product.sizes, product.routing);
     args.a = reinterpret_cast<const char*>(product.a);
@@ -188,10 +177,8 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     args.keeps = !product.waits;
     args.ends = product.ends;
     const GroupedVariant variant{
-        .gather = !gathers        ? Gather::none
-                  : product.boxes ? Gather::boxes
-                                  : Gather::copies,
         .n_major_b = product.n_major,
+        .gathers = gathers,
         .gated = product.gated,
         .wide = product.wide,
         .deep = product.deep,

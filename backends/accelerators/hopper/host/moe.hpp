@@ -77,12 +77,12 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
 // rows first; 0: they are gathered. `rows`: that `out` has, and `a` where it has rows. `gated`: weights have
 // 2n columns. `home`: results go to the places of their rows, not to `out`. `wide`: they are float32.
 // `waits`: for other ranks, and send to them. `ends`: see GroupedArgs. `deep`: see
-// GroupedVariant. `boxes`: rows that are gathered come by boxes of one row.
+// GroupedVariant.
 struct GroupedProduct {
     Sizes sizes;
     std::uint64_t routing, a, permuted, b, out;
     std::int32_t rows, n, k, height;
-    bool half, n_major, tokens, gated, wide, home, waits, ends, deep, boxes;
+    bool half, n_major, tokens, gated, wide, home, waits, ends, deep;
     std::int32_t blocks;
 };
 void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream);

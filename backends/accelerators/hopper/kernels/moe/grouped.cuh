@@ -2,8 +2,8 @@
 //
 // Data flow of one call, on clusters of two blocks that take tiles of the routing's table in turn:
 //   rows of A ──▶ stages, in one of three ways:
-//        gathered  tokens, two warps, 16 bytes a copy or a box of one row: of this rank's x, or, once flag s
-//                  says that they are there, of rank s's rows in the workspace. No byte moves twice: few tokens
+//        gathered  tokens, two warps, 16 bytes a copy: of this rank's x, or, once flag s says that they
+//                  are there, of rank s's rows in the workspace. No byte moves twice: few tokens
 //        permuted  the same tokens, two warps of all blocks ──▶ `permuted`, in the order of rows, ahead of
 //                  the tiles ──loader, boxes──▶ stages: many tokens
 //        ready     rows that are in order already ──loader, boxes──▶ stages
@@ -32,8 +32,7 @@ inline constexpr int kBoxRows = 32;  // of A, and of results
 
 struct GroupedArgs {
     CUtensorMap b;        // [experts, K, N], or [experts, N, K]; gated, of 2N
-    CUtensorMap rows;     // not gathered: [rows, K]; by boxes of one row: own tokens [tokens, K]
-    CUtensorMap there;    // by boxes of one row: all ranks' tokens in the workspace [W * tokens, K]
+    CUtensorMap rows;     // not gathered: [rows, K]
     CUtensorMap results;  // `out`, of 16-bit elements: [1, rows, N]
     Workspace workspace;
     transport::WaitLimits limits;
@@ -49,14 +48,10 @@ struct GroupedArgs {
     bool ends;   // the call, or tells the others; else the next kernel does
 };
 
-// How a block gathers its rows, if it does.
-enum class Gather : std::uint8_t { none, copies, boxes };
-
 // `wide`: results are float32; neither gathered nor gated. `deep`: stages rather than slices
 // (tile/block.cuh); always where rows are gathered.
 struct GroupedVariant {
-    Gather gather;
-    bool n_major_b, gated, wide, deep;
+    bool n_major_b, gathers, gated, wide, deep;
 };
 
 // On `blocks` blocks, an even number. Element: __nv_bfloat16 or __half.

@@ -5,7 +5,6 @@
 #include "backends/accelerators/hopper/kernels/moe/gather_rows.cuh"
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"
 #include "backends/accelerators/hopper/kernels/moe/permute_rows.cuh"
-#include "backends/accelerators/hopper/kernels/moe/row_boxes.cuh"
 #include "backends/accelerators/hopper/kernels/moe/store_rows.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/cuda/small_launch.cuh"
@@ -21,13 +20,12 @@ struct SiluAndMul {
     }
 };
 
-template <class C, class Element, bool kNMajorB, Gather kGather, bool kGated, bool kWide>
+template <class C, class Element, bool kNMajorB, bool kGathers, bool kGated, bool kWide>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     grouped(const __grid_constant__ GroupedArgs args) {
-    constexpr bool kGathers = kGather != Gather::none;
     static_assert(!kWide || (!kGathers && !kGated));
     constexpr int kWidth = kGated ? C::kTileN / 2 : C::kTileN;
-    __shared__ std::uint32_t starts[kGather == Gather::copies ? kTileM : 1];
+    __shared__ std::uint32_t starts[kGathers ? kTileM : 1];
     Shared<C>& shared = shared_memory<C>();
     open_block(shared, kGathers ? 1 + kRowWarps : 1);
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
@@ -55,11 +53,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (args.height > 0) zero_rest(args);
                 storer.finish();
             }
-        } else if constexpr (kGather == Gather::boxes) {
-            RowBoxer<C> boxer(shared, args, static_cast<int>(threadIdx.x) - 64);
-            for_each_part(args, kWidth, [&](const Part& part) {
-                boxer.tile(waiter, epoch, part.first, part.rows);
-            });
         } else if constexpr (kGathers) {
             RowGatherer<C> gatherer(shared, args, starts, static_cast<int>(threadIdx.x) - 64);
             for_each_part(args, kWidth, [&](const Part& part) {
@@ -105,41 +98,37 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <class Element>
 cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
                            cudaStream_t stream) {
-    const auto start = [&]<class C, Gather kGather, bool kGated, bool kWide>() {
+    const auto start = [&]<class C, bool kGathers, bool kGated, bool kWide>() {
         return launch_blocks<C>(variant.n_major_b
-                                    ? grouped<C, Element, true, kGather, kGated, kWide>
-                                    : grouped<C, Element, false, kGather, kGated, kWide>,
+                                    ? grouped<C, Element, true, kGathers, kGated, kWide>
+                                    : grouped<C, Element, false, kGathers, kGated, kWide>,
                                 args, 1 << 20, blocks, stream);
     };
-    const auto with = [&]<class C, Gather kGather>() {
-        return variant.gated ? start.template operator()<C, kGather, true, false>()
-                             : start.template operator()<C, kGather, false, false>();
+    const auto with = [&]<class C, bool kGathers>() {
+        return variant.gated ? start.template operator()<C, kGathers, true, false>()
+                             : start.template operator()<C, kGathers, false, false>();
     };
-    constexpr auto kNone = Gather::none;
-    if (variant.gather == Gather::copies) return with.template operator()<Deep, Gather::copies>();
-    if (variant.gather == Gather::boxes) return with.template operator()<Deep, Gather::boxes>();
-    if (variant.wide) return start.template operator()<Deep, kNone, false, true>();
-    if (variant.deep) return with.template operator()<Deep, kNone>();
-    return with.template operator()<Wide, kNone>();
+    if (variant.gathers) return with.template operator()<Deep, true>();
+    if (variant.wide) return start.template operator()<Deep, false, false, true>();
+    if (variant.deep) return with.template operator()<Deep, false>();
+    return with.template operator()<Wide, false>();
 }
 
-template <class C, class Element, Gather kGather, bool kGated, bool kWide>
+template <class C, class Element, bool kGathers, bool kGated, bool kWide>
 void load_layouts() {
-    cuda::load_kernel(grouped<C, Element, true, kGather, kGated, kWide>);
-    cuda::load_kernel(grouped<C, Element, false, kGather, kGated, kWide>);
+    cuda::load_kernel(grouped<C, Element, true, kGathers, kGated, kWide>);
+    cuda::load_kernel(grouped<C, Element, false, kGathers, kGated, kWide>);
 }
 
 template <class Element>
 void load_grouped() {
-    load_layouts<Deep, Element, Gather::copies, true, false>();
-    load_layouts<Deep, Element, Gather::copies, false, false>();
-    load_layouts<Deep, Element, Gather::boxes, true, false>();
-    load_layouts<Deep, Element, Gather::boxes, false, false>();
-    load_layouts<Deep, Element, Gather::none, true, false>();
-    load_layouts<Deep, Element, Gather::none, false, false>();
-    load_layouts<Deep, Element, Gather::none, false, true>();
-    load_layouts<Wide, Element, Gather::none, true, false>();
-    load_layouts<Wide, Element, Gather::none, false, false>();
+    load_layouts<Deep, Element, true, true, false>();
+    load_layouts<Deep, Element, true, false, false>();
+    load_layouts<Deep, Element, false, true, false>();
+    load_layouts<Deep, Element, false, false, false>();
+    load_layouts<Deep, Element, false, false, true>();
+    load_layouts<Wide, Element, false, true, false>();
+    load_layouts<Wide, Element, false, false, false>();
 }
 
 }  // namespace mkernel::hopper::moe
