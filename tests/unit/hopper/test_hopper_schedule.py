@@ -247,7 +247,7 @@ def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bo
 def test_a_norm_takes_its_time_where_it_is_made(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few rows by a kernel behind; of the library's rows by what sums them. The path follows from it."""
+    """Of few rows by a kernel behind, of the library's rows by what sums them; the path follows from it."""
     shape, world = {"m": 64, "n": 4096, "k": 2048}, world_of_two()
     usual = {"dtype": "bfloat16", "b_layout": "column"}
     normed = Around(norm=Norm(True, 1e-6))
@@ -257,7 +257,8 @@ def test_a_norm_takes_its_time_where_it_is_made(
             world.plan("gemm_all_reduce", shape, path=path, around=around, **usual).prediction
             for around in (Around(), normed)
         )
-        assert plain is not None and other is not None
+        assert plain is not None
+        assert other is not None
         more = getattr(found, at)
         assert other.pipelined_us - plain.pipelined_us == pytest.approx(more)
         assert other.compute_us - plain.compute_us == pytest.approx(more)
