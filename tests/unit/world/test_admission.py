@@ -99,6 +99,11 @@ def test_documents_are_those_of_the_plan(claims: AcceleratorCapabilities) -> Non
             admit_tensors(plan, tensors, claims)
 
 
+def test_where_documents_begin_is_said_in_int32(claims: AcceleratorCapabilities) -> None:
+    with pytest.raises(DtypeError, match="cu_seqlens = "):
+        admit_tensors(attention(documents=True), {"cu_seqlens": torch.tensor([0, 6])}, claims)
+
+
 def test_rows_of_experts_are_as_many_as_there_are(claims: AcceleratorCapabilities) -> None:
     x, ids, w = ones(3, 8), torch.tensor([[0], [1], [0]]), ones(2, 8, 4)
     plan = dispatch(x, ids, w).plan
