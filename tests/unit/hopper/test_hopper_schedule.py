@@ -247,7 +247,7 @@ def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bo
 def test_a_norm_takes_its_time_where_it_is_made(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few rows by a kernel behind, of the library's rows by what sums them; the path follows from it."""
+    """Few rows have a kernel behind, the library's rows what sums them; the path follows from it."""
     shape, world = {"m": 64, "n": 4096, "k": 2048}, world_of_two()
     usual = {"dtype": "bfloat16", "b_layout": "column"}
     normed = Around(norm=Norm(True, 1e-6))
