@@ -221,12 +221,13 @@ class DispatchSchedule(Schedule):
     tile: first up to ``early_tiles`` that need own tokens alone, which have a multiple of
     ``early_rows`` of each expert. ``permutes``: the same
     blocks first copy the tokens of a tile into rows that lie one below the other, for tiles of
-    ``tiling``; else each block gathers them for itself, and tiles are deep."""
+    ``tiling``; else each block gathers them for itself, and tiles are deep. Plans that do
+    not say ``early_rows`` were made when early tiles were whole ones."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
     early_tiles: int = Field(ge=0)
-    early_rows: int = Field(ge=1)
+    early_rows: int = Field(256, ge=1)
     permutes: bool
     tiling: ExpertTiling
 
