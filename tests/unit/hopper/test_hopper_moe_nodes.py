@@ -152,6 +152,7 @@ def test_a_place_is_left_for_what_lands_and_own_tokens_come_first(started: Start
     assert far.early_rows == near.early_rows == moe_tuning.TILE_ROWS
 
 
+@pytest.mark.usefixtures("started")
 def test_own_tiles_that_come_first_may_be_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """8192 tokens of DeepSeek-V3: an expert has 128 rows of each rank."""
     sizes = {**MODEL, "tokens": 4096}

@@ -244,6 +244,7 @@ def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bo
 
 
 @pytest.mark.parametrize("where", ["behind_us", "inside_us"])
+@pytest.mark.usefixtures("started")
 def test_a_norm_takes_its_time_where_it_is_made(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
