@@ -9,7 +9,7 @@ All views are one, but for compute_only, in which this rank's terms are all of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
@@ -19,8 +19,8 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.norm import RowNorm, normalise
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.norm import normalise, rows_of, sum_by_mail
+from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import SumSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -52,7 +52,7 @@ class SumExecutor:
         world, how, made = one_node(plan), plan.part(SumSchedule), native()
         if how.way == "mail":
             try:
-                made.check_sum_rows(world, _rows(plan))
+                made.check_sum_rows(world, rows_of(plan, how.blocks))
             except ValueError as error:  # too much mail, or rows that are too long to keep
                 raise Unsupported(f"{plan.op} of {plan.summed}: {error}") from None
         if world == 1:
@@ -62,7 +62,9 @@ class SumExecutor:
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
         if self._by_mail:
-            self._sum_rows(call, stream)
+            world = self._alone if call.view == "compute_only" else self._world
+            blocks = call.plan.part(SumSchedule).blocks
+            sum_by_mail(call, world, aligned(call.tensors["x"]), blocks, stream)
             return
         if call.view == "compute_only":
             call.tensors["out"].copy_(call.tensors["x"])
@@ -75,36 +77,12 @@ class SumExecutor:
     ) -> None:
         """None: native code knows calls of GEMM ops alone."""
 
-    def _sum_rows(self, call: Call, stream: int) -> None:
-        norm = RowNorm.of(call)
-        x, out = aligned(call.tensors["x"]), writable(call.tensors["out"])
-        given = {} if norm is None else {"norm": norm.addresses()}
-        sums = _rows(call.plan, source=x.data_ptr(), out=out.data_ptr(), **given)
-        world = self._alone if call.view == "compute_only" else self._world
-        native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
-        deliver(out, call.tensors["out"])
-        if norm is not None:
-            norm.deliver(call)
-
     def _two_shot(self, call: Call, stream: int) -> None:
         made, x, out = native(), call.tensors["x"], call.tensors["out"]
         outs = list(call.symmetric.get("out", ())) or [out.data_ptr()]
         together = self._together.of_call(call_id(call), call.timeout_s)
         element = getattr(made.Element, call.plan.dtype)
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
-
-
-def _rows(plan: LaunchPlan, **tensors: Any) -> _hopper.RowsOfSums:
-    """The plan's rows, with addresses."""
-    shape = plan.summed
-    made: _hopper.RowsOfSums = native().RowsOfSums(
-        rows=shape.m,
-        columns=shape.n,
-        half=plan.dtype == "float16",
-        blocks=plan.part(SumSchedule).blocks,
-        **tensors,
-    )
-    return made
 
 
 def _staging(plan: LaunchPlan) -> int:

@@ -25,8 +25,8 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.norm import RowNorm, normalise
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.norm import normalise, rows_of, sum_by_mail
+from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.products import multiply_by
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule, ScaledBy
 from mkernel.backends.contracts.accelerator import Call
@@ -78,7 +78,7 @@ class LibraryExecutor:
         world = one_node(plan)
         _check(plan)
         if plan.part(LibrarySchedule).normalises:
-            native().check_sum_rows(world, _rows(plan, 0))
+            native().check_sum_rows(world, rows_of(plan, 0))
         return Workspace((native().DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
@@ -194,7 +194,8 @@ class LibraryExecutor:
         if call.view == "compute_only":
             return
         if self._normalises:
-            self._sum_and_normalise(call, partial, stream)
+            blocks = collective_blocks(self._context) // 2  # one a multiprocessor
+            sum_by_mail(call, self._world, partial, blocks, stream)
             return
         made, together, element = native(), self._together(call), self._element
         elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
@@ -208,16 +209,6 @@ class LibraryExecutor:
         if call.symmetric and not self._one_shot:
             outs = list(call.symmetric.get("out", ())) or outs
         made.all_reduce(together, element, source, elements, outs, self._way, stream, **row)
-
-    def _sum_and_normalise(self, call: Call, partial: torch.Tensor, stream: int) -> None:
-        norm, out = RowNorm.of(call), writable(call.tensors["out"])
-        assert norm is not None
-        blocks = collective_blocks(self._context) // 2
-        addresses = {"source": partial.data_ptr(), "out": out.data_ptr(), "norm": norm.addresses()}
-        world = self._world.of_call(call_id(call), call.timeout_s)
-        native().sum_rows(world, _rows(self._plan, blocks, **addresses), stream)
-        deliver(out, call.tensors["out"])
-        norm.deliver(call)
 
     def _multiply_call(self, a: torch.Tensor, scale: torch.Tensor | None, call: Call) -> None:
         tensors = call.tensors
@@ -300,15 +291,6 @@ def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
     if how.scaled_by not in ways:
         legal_ways = " or ".join(map(repr, ways))
         raise ArgumentError("plan.schedule.scaled_by", repr(how.scaled_by), legal_ways)
-
-
-def _rows(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSums:
-    """The rows of the partial results, as what sums and normalises them takes them."""
-    rows, columns, half = plan.gemm.m, plan.gemm.n, plan.out_dtype == "float16"
-    made: _hopper.RowsOfSums = native().RowsOfSums(
-        rows=rows, columns=columns, half=half, blocks=blocks, **addresses
-    )
-    return made
 
 
 def _staging(plan: LaunchPlan) -> int:

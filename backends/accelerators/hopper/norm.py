@@ -1,18 +1,20 @@
-"""The norm of rows that a call's kernels have summed: by one more kernel behind them.
+"""Sums of rows by mail, and the norm of summed rows: by what sums them, or by one more kernel behind.
 
-out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
+sum_by_mail  terms ──▶ the mail of every peer ──▶ sums ──▶ out, or their norm (``kernels/sum_rows.hpp``)
+normalise    out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mkernel.backends.accelerators.hopper.device_world import call_id
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.plan.model import NormStep
+from mkernel.plan.model import GemmShape, LaunchPlan, NormStep, SumShape
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -53,24 +55,42 @@ class RowNorm(NamedTuple):
         deliver(self.new, call.tensors["residual_out"])
 
 
+def rows_of(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSums:
+    """The rows that a plan sums, as the kernel takes them."""
+    shape = plan.shape
+    assert isinstance(shape, GemmShape | SumShape)
+    made: _hopper.RowsOfSums = native().RowsOfSums(
+        rows=shape.m,
+        columns=shape.n,
+        half=plan.out_dtype == "float16",
+        blocks=blocks,
+        **addresses,
+    )
+    return made
+
+
+def sum_by_mail(
+    call: Call, world: _hopper.DeviceWorld, terms: torch.Tensor, blocks: int, stream: int
+) -> None:
+    """Queue the sums of all ranks' ``terms`` into ``out``, normalised where the launch does that.
+    ``terms``: packed rows, where kernels can address them."""
+    norm, out = RowNorm.of(call), writable(call.tensors["out"])
+    given = {} if norm is None else {"norm": norm.addresses()}
+    sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
+    native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
+    deliver(out, call.tensors["out"])
+    if norm is not None:
+        norm.deliver(call)
+
+
 def normalise(call: Call, stream: int) -> None:
     """Queue the norm of ``out``, where the launch has one, behind the kernels that sum it."""
     norm = RowNorm.of(call)
     if norm is None:
         return
     out = writable(call.tensors["out"])
-    made, (rows, columns) = native(), out.shape
-    made.norm_rows(
-        made.RowsOfSums(
-            source=aligned(call.tensors["out"]).data_ptr(),
-            out=out.data_ptr(),
-            rows=rows,
-            columns=columns,
-            half=out.dtype == torch.float16,
-            blocks=0,
-            norm=norm.addresses(),
-        ),
-        stream,
-    )
+    source = aligned(call.tensors["out"]).data_ptr()
+    rows = rows_of(call.plan, 0, source=source, out=out.data_ptr(), norm=norm.addresses())
+    native().norm_rows(rows, stream)
     deliver(out, call.tensors["out"])
     norm.deliver(call)
