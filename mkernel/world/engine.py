@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
@@ -97,9 +97,9 @@ class Engine:
     def join_group(
         self,
         store: GroupStore,
+        *,
         prefix: str,
         name: str,
-        *,
         one_host: bool,
         undo: contextlib.ExitStack,
     ) -> None:
@@ -113,8 +113,9 @@ class Engine:
                 self.accelerator,
                 self._me.rank,
                 self._me.size,
-                PrefixStore(prefix, store) if prefix else store,
+                store,
                 self._settings.timeout_s,
+                prefix=prefix,
                 name=name,
                 one_host=one_host,
                 undo=undo,

@@ -169,8 +169,8 @@ class Membership:
         """``companion``: its name; empty: it is none."""
         engine.join_group(
             self.group_store,
-            companion,
-            f"mkernel/{self._name}" + (f"/{companion}" if companion else ""),
+            prefix=companion,
+            name=f"mkernel/{self._name}" + (f"/{companion}" if companion else ""),
             one_host=self._one_host,
             undo=self._undo,
         )

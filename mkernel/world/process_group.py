@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import distributed
-from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
+from torch.distributed import GroupMember, PrefixStore, ProcessGroup, Store, distributed_c10d
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.world.failure import FailureMonitor
@@ -26,6 +26,9 @@ from mkernel.world.group_store import GroupStore
 _DESCRIPTORS = 6
 """What a group of gloo has open beside a connection to each rank: three that stay, and some more while
 ranks connect."""
+_GLOO_CONNECTS = 5
+"""How many times its timeout gloo waits for a rank that is to connect to this one (``waitUntil`` in its
+``transport/tcp/pair.h``): where that rank is dead, all the others do."""
 
 
 class _Groups:
@@ -143,9 +146,10 @@ def open_group(
     accelerator: AcceleratorBackend,
     rank: int,
     size: int,
-    store: Store,
+    store: GroupStore,
     timeout_s: float,
     *,
+    prefix: str,
     name: str,
     one_host: bool,
     undo: contextlib.ExitStack,
@@ -153,7 +157,7 @@ def open_group(
     """A group of a world's ranks. Backends that ask for one leave all traffic to it, between nodes too.
 
     Args:
-        store: carries the addresses that the ranks exchange.
+        store: carries the addresses that the ranks exchange, under keys with ``prefix``.
         name: of the group, where it is not torch's default one; no other group has it.
         undo: gets what destroys the group.
 
@@ -161,16 +165,29 @@ def open_group(
         OSError: the process may not open as many descriptors as that takes.
     """
     _check_descriptors(size)
+    gloo = accelerator.collectives == "gloo"
     wait = timedelta(seconds=timeout_s)
-    if accelerator.collectives != "gloo":
+    if not gloo:
         # Calls end by the backend's own deadline. A library that runs messages as kernels must
         # not come first: it would take the process down, or let the stream go on without data.
         wait *= 3
-    with _loopback() if one_host else contextlib.nullcontext():
+    connect = wait / _GLOO_CONNECTS if gloo else wait
+    with (
+        _loopback() if one_host else contextlib.nullcontext(),
+        store.waiting_at_least(timeout_s),
+    ):
         group = _groups.make(
-            accelerator.collectives, store, rank, size, wait, accelerator.group_options(wait), name
+            accelerator.collectives,
+            PrefixStore(prefix, store) if prefix else store,
+            rank,
+            size,
+            connect,
+            accelerator.group_options(connect),
+            name,
         )
     undo.callback(_groups.close, group)
+    if gloo:
+        distributed_c10d._set_pg_timeout(wait, group)
     return group
 
 

@@ -53,6 +53,10 @@ def test_a_wait_ends() -> None:
         torchs.get("never")
     with pytest.raises(Timeout, match=r"within 0\.1 s"):
         torchs.wait(["never"], timedelta(seconds=0.1))
+    with own.waiting_at_least(0.3), pytest.raises(Timeout, match=r"within 0\.3 s"):
+        torchs.wait(["never"], timedelta(seconds=0.1))
+    with pytest.raises(Timeout, match=r"within 0\.1 s"):
+        torchs.wait(["never"], timedelta(seconds=0.1))
 
     def broken() -> None:
         raise PeerFailure("rank 1 died", 1)

@@ -4,22 +4,76 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torch.distributed import HashStore, distributed_c10d
+import torch
+from torch.distributed import HashStore, ProcessGroup, distributed_c10d
 
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.group_store import GroupStore
 from mkernel.world.process_group import open_group
 
+_FROM_LOOPBACK = re.compile(rb"(\x02\x00)..(\x7f\x00\x00\x01)", re.DOTALL)
+"""A `sockaddr_in` of 127.0.0.1: its family, port and address."""
 
-def opened(size: int, timeout_s: float = 0.2) -> None:
-    """Rank 0 of a group whose other ranks do not come."""
+
+def nothing(group: ProcessGroup) -> None:
+    """No look at it."""
+
+
+def opened(
+    size: int,
+    timeout_s: float = 0.2,
+    look: Callable[[ProcessGroup], None] = nothing,
+    kind: type[GroupStore] = GroupStore,
+) -> None:
+    """Rank 0 of a group whose other ranks do not come. ``look``: at the group. ``kind``: of store."""
     accelerator: Any = Mock(collectives="gloo", group_options=Mock(return_value=None))
+    store = kind(Bootstrap(HashStore()), timeout_s, lambda: None)
     with contextlib.ExitStack() as undo:
-        open_group(accelerator, 0, size, HashStore(), timeout_s, name="x", one_host=True, undo=undo)
+        look(
+            open_group(
+                accelerator,
+                0,
+                size,
+                store,
+                timeout_s,
+                prefix="",
+                name="x",
+                one_host=True,
+                undo=undo,
+            )
+        )
+
+
+class OfOneThatDied(GroupStore):
+    """Rank 1 died between telling its address, which it did ``late_s`` after rank 0, and connecting to
+    rank 0."""
+
+    late_s = 0.0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, value)
+        # Its port is the highest that there is: of two ranks gloo has the one with the lower port wait.
+        address, found = _FROM_LOOPBACK.subn(b"\\1\xff\xff\\2", bytes(value))  # type: ignore[arg-type]
+        assert found == 1
+        tell = super().set
+        timer = threading.Timer(self.late_s, lambda: tell(key.removesuffix("0") + "1", address))
+        timer.start()
+
+
+class OfOneThatDiedLate(OfOneThatDied):
+    """Later than what gloo is given for a step, and within the deadline."""
+
+    late_s = 1.5
 
 
 @contextlib.contextmanager
@@ -50,3 +104,24 @@ def test_a_group_that_is_not_made_is_not_counted() -> None:
     with pytest.raises(RuntimeError):
         opened(2)
     assert distributed_c10d._world.group_count == before
+
+
+@pytest.mark.parametrize("kind", [OfOneThatDied, OfOneThatDiedLate])
+def test_a_rank_that_dies_before_it_connects_is_not_waited_for_longer_than_the_deadline(
+    kind: type[OfOneThatDied],
+) -> None:
+    """Gloo waits for five times its timeout there, which would be 15 s."""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connect timeout"):
+        opened(2, 3.0, kind=kind)
+    assert 2.5 < time.monotonic() - start - kind.late_s < 9
+
+
+def test_calls_have_the_whole_time() -> None:
+    def look(group: ProcessGroup) -> None:
+        backend: Any = group._get_backend(torch.device("cpu"))
+        if not hasattr(backend, "options"):
+            pytest.skip("this torch does not show the options of its groups")
+        assert backend.options._timeout == timedelta(seconds=20)
+
+    opened(1, 20.0, look)
