@@ -161,9 +161,14 @@ def wait_for(
             if look(missing).keys() != missing:
                 raise
         if time.monotonic() > deadline:
-            raise Timeout(
-                f"{late.format(missing=sorted(missing))} within {timeout_s:g} s; look at what they "
-                "do instead, or raise MKERNEL_TIMEOUT_S"
-            )
+            raise late_error(late, missing, timeout_s)
         rest(pause)
         pause = min(2 * pause, _POLL_MOST_S)
+
+
+def late_error(late: str, missing: Iterable[_Name], timeout_s: float) -> Timeout:
+    """What ends a wait for these. ``late``: as :func:`wait_for` has it."""
+    return Timeout(
+        f"{late.format(missing=sorted(missing))} within {timeout_s:g} s; look at what they do "
+        "instead, or raise MKERNEL_TIMEOUT_S"
+    )

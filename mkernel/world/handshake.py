@@ -7,15 +7,15 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.distributed import Store
 
 from mkernel.backends.runtime import fd_exchange
-from mkernel.errors import ArgumentError, Untrusted
+from mkernel.errors import ArgumentError, Timeout, Untrusted
 from mkernel.settings import Settings
-from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.bootstrap import Bootstrap, late_error
 from mkernel.world.watchdog import host_identity
 
 _SECRET_BYTES = 32
@@ -46,35 +46,95 @@ def world_key(
         ArgumentError: several hosts and no secret; a secret that is too short. Timeout: a rank did
         not come. Untrusted: a stranger wrote to the store, or ranks have different secrets.
     """
-    shown = repr(name).replace("{", "{{").replace("}", "}}")
-    late = (
-        f"ranks {{missing}} did not come ({{key!r}}) to world {shown}, which its ranks make together, "
-        "and several in one order,"
-    )
+    meeting = _Meeting(store, size, name, settings)
     if one_host is None and not settings.job_secret.get_secret_value():
-        one_host = _on_one_host(store, rank, size, late, settings)
-    with _job_secret(store, rank, size, bool(one_host), settings) as secret:
+        one_host = _on_one_host(store, rank, size, meeting)
+    with _job_secret(store, rank, size, bool(one_host), meeting, settings) as secret:
         greetings = Bootstrap(store, secret)
         own = secrets.token_hex(_SECRET_BYTES)
         greetings.publish(f"nonce/{rank}", own)
-        found = greetings.collect("nonce", range(size), settings.timeout_s, late=late)
+        found = meeting.collect(greetings, "nonce", range(size))
+        meeting.conclude()
     # The own nonce is not taken from the store: if a stranger put an old one there, keys differ.
     nonces = [own if each == rank else found[each] for each in range(size)]
     return hmac.digest(secret, json.dumps(nonces).encode(), "sha256")
 
 
-def _on_one_host(store: Store, rank: int, size: int, late: str, settings: Settings) -> bool:
+class _Meeting:
+    """The ranks of a world all meet, or all give up: what the first of them says, who has heard of all
+    or has waited for too long, counts for all. Else one that came as the others left would wait for
+    them.
+
+    It is signed where the ranks were given a secret. Where they have yet to share one, a stranger who
+    reaches the store could make them give up.
+    """
+
+    _KEY = "meeting"
+
+    def __init__(self, store: Store, size: int, name: str, settings: Settings) -> None:
+        self._said = Bootstrap(store, settings.job_secret.get_secret_value().encode())
+        self._size = size
+        self._timeout_s = settings.timeout_s
+        shown = repr(name).replace("{", "{{").replace("}", "}}")
+        self._late = (
+            f"ranks {{missing}} did not come ({{key!r}}) to world {shown}, which its ranks make "
+            "together, and several in one order,"
+        )
+
+    def collect(self, greetings: Bootstrap, key: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """As :meth:`Bootstrap.collect`. Timeout: this rank gives up, or another one has."""
+        missing: set[int] = set()
+
+        def check(still: set[int]) -> None:
+            missing.clear()
+            missing.update(still)
+            self.look()
+
+        try:
+            return greetings.collect(key, ranks, self._timeout_s, check, self._late)
+        except Timeout:
+            own = {"awaited": key, "missing": sorted(missing)}
+            self._obey(self._said.publish_first(self._KEY, own))
+            with contextlib.suppress(
+                Timeout
+            ):  # who has heard of all was first: they are there by now
+                return greetings.collect(key, ranks, 0.0)
+            raise
+
+    def look(self) -> None:
+        """Timeout: another rank has given up."""
+        self._obey(self._said.peek(self._KEY))
+
+    def conclude(self) -> None:
+        """This rank has heard of all. Timeout: another one had given up."""
+        self._obey(self._said.publish_first(self._KEY, True))
+
+    def _obey(self, said: Any) -> None:
+        match said:
+            case None | True:  # nobody has spoken; all have come
+                return
+            case {"awaited": "greeting" | "secret" | "nonce" as key, "missing": [_, *_] as ranks}:
+                if all(each in range(self._size) for each in ranks):
+                    late = self._late.replace("{key!r}", repr(key))
+                    raise late_error(late, ranks, self._timeout_s)
+        raise Untrusted(
+            f"bootstrap message {self._KEY!r} is none that a rank writes ({said!r:.100}); keep "
+            "strangers from the store's port"
+        )
+
+
+def _on_one_host(store: Store, rank: int, size: int, meeting: _Meeting) -> bool:
     """Whether all ranks say that they run on this host. Nobody signs that yet: a stranger could make
     them take the wrong way to a secret, on which they then find none."""
     greetings = Bootstrap(store)
     greetings.publish(f"greeting/{rank}", host_identity())
-    found = greetings.collect("greeting", range(size), settings.timeout_s, late=late)
+    found = meeting.collect(greetings, "greeting", range(size))
     return all(host == host_identity() for host in found.values())
 
 
 @contextlib.contextmanager
 def _job_secret(
-    store: Store, rank: int, size: int, one_host: bool, settings: Settings
+    store: Store, rank: int, size: int, one_host: bool, meeting: _Meeting, settings: Settings
 ) -> Iterator[bytes]:
     """The job's secret. Rank 0's offer of it stands until the context ends."""
     given = settings.job_secret.get_secret_value()
@@ -90,7 +150,9 @@ def _job_secret(
     elif one_host:
         with contextlib.ExitStack() as offer:
             yield (
-                _make(store, size, offer) if rank == 0 else _fetch(store, rank, settings.timeout_s)
+                _make(store, size, offer)
+                if rank == 0
+                else _fetch(store, rank, meeting, settings.timeout_s)
             )
     elif settings.allow_unsigned:
         yield b""
@@ -117,10 +179,10 @@ def _make(store: Store, size: int, undo: contextlib.ExitStack) -> bytes:
     return secret
 
 
-def _fetch(store: Store, rank: int, timeout_s: float) -> bytes:
+def _fetch(store: Store, rank: int, meeting: _Meeting, timeout_s: float) -> bytes:
     """Rank 0's secret. A stranger can put another address into the store, but neither answer there as
     this user nor fetch the secret himself."""
-    address: Any = Bootstrap(store).collect("secret", [0], timeout_s)[0]
+    address: Any = meeting.collect(Bootstrap(store), "secret", [0])[0]
     try:
         memory = fd_exchange.fetch(address, timeout_s)
         try:
@@ -130,6 +192,7 @@ def _fetch(store: Store, rank: int, timeout_s: float) -> bytes:
         if len(found) != len(_LABEL) + _SECRET_BYTES or not found.startswith(_LABEL):
             raise OSError("it holds something else")
     except (OSError, LookupError, TypeError, ValueError) as error:
+        meeting.look()  # rank 0 withdraws its offer when it has given up
         Bootstrap(store).publish(f"nonce/{rank}", None)  # rank 0 cannot open it, and gives up, too
         raise Untrusted(
             f"bootstrap message 'secret/0' does not lead to rank 0's offer of the job's secret "

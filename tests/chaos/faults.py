@@ -74,8 +74,9 @@ KINDS: dict[str, Kind] = {
     "none": _kind(happens_to=lambda world: True, weight=3.0),
     "killed": _kind("PeerFailure", dies=True, by="driver", stages=_AFTER_JOIN, weight=2.0),
     "killed-joining": _kind(
-        "PeerFailure", "Timeout", dies=True, by="driver", stages=("join",), weight=0.3
+        "PeerFailure", "Timeout", dies=True, by="driver", stages=("join",), weight=0.15
     ),
+    "stopped-joining": _kind("PeerFailure", "Timeout", by="driver", stages=("join",), weight=0.15),
     "stopped-briefly": _kind(by="driver", stages=_ANY_TIME),
     "stopped-for-long": _kind("Timeout", by="driver", short_deadline=True),
     "host-killed": _kind(
@@ -138,7 +139,7 @@ class Fault:
     @property
     def resumes(self) -> bool:
         """Whether its victims are stopped until the others have made another world."""
-        return self.kind in ("stopped-for-long", "host-stopped")
+        return self.kind in ("stopped-for-long", "stopped-joining", "host-stopped")
 
     def __str__(self) -> str:
         if self.kind == "none":

@@ -5,6 +5,7 @@ A stranger is another user of the machine who reaches the port of the job's stor
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from mkernel.backends.runtime import fd_exchange
 from mkernel.cases.base import TOLERANCE
 from mkernel.world import lifecycle
 from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.sealing import Seal
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -162,6 +164,19 @@ def mapped_late(victim: int, name: str, options: dict[str, Any]) -> Outcome:
 def test_who_maps_memory_that_is_gone_hears_why(what: str) -> None:
     outcomes, _ = launched(mapped_late, *JOINING[what])
     assert_stopped(outcomes, "Untrusted", JOINING[what][1])
+
+
+def gives_up(store: TCPStore, key: str) -> None:
+    """Say, in a rank's name, that it has waited for rank 1 for too long."""
+    name = "meeting"
+    said = json.dumps({"awaited": "nonce", "missing": [1]}).encode()
+    store.set(key.replace("secret/0", name), Seal(b"").close(name, said))
+
+
+def test_saying_that_ranks_have_given_up() -> None:
+    """Before the ranks of one host share a secret nobody can sign that."""
+    outcomes, _ = launched(met_while_joining, 0, "secret/0", gives_up, (), {"secret": ""})
+    assert_stopped(outcomes, "Timeout", "ranks [1] did not come ('nonce')")
 
 
 def met_at_work(secret: str | None, key: str, deed: Deed, *arguments: Any) -> Outcome:

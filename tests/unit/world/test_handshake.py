@@ -72,6 +72,71 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         world_key(HashStore(), 0, 2, name="tp", one_host=True, settings=settings)
 
 
+LATE = {
+    "of the secret's hosts": (SECRET, False, 1),
+    "of one host": ("", True, 1),
+    "of one that makes the secret": ("", True, 0),
+    "of some host": ("", None, 1),
+}
+
+
+@pytest.mark.parametrize("who", LATE)
+def test_a_rank_that_comes_after_others_gave_up_gives_up_as_they_did(who: str) -> None:
+    """It would wait for them until its own deadline, and say then that they had not come."""
+    secret, one_host, late = LATE[who]
+    store = HashStore()
+
+    def comes(rank: int, timeout_s: float) -> str:
+        chosen = {"timeout_s": timeout_s, "job_secret": SecretStr(secret)}
+        settings = Settings().model_copy(update=chosen)
+        with pytest.raises(Timeout) as raised:
+            world_key(store, rank, 2, name="tp", one_host=one_host, settings=settings)
+        return str(raised.value)
+
+    gave_up = comes(1 - late, 0.2)
+    assert f"ranks [{late}] did not come" in gave_up
+    assert comes(late, 60.0) == gave_up.replace("0.2 s", "60 s")
+
+
+def test_a_rank_that_would_give_up_as_others_have_met_meets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    collect = Bootstrap.collect
+
+    def late(self: Bootstrap, key: str, *arguments: Any, **options: Any) -> Any:
+        """Rank 1 hears of rank 0 as that one's time is over."""
+        monkeypatch.undo()
+        Bootstrap(store, SECRET.encode()).publish("nonce/1", "one")
+        Bootstrap(store, SECRET.encode()).publish("meeting", True)
+        raise Timeout("rank 1 did not come")
+
+    monkeypatch.setattr(Bootstrap, "collect", late)
+    settings = Settings().model_copy(update={"job_secret": SecretStr(SECRET)})
+    assert len(world_key(store, 0, 2, name="tp", one_host=True, settings=settings)) == 32
+    assert Bootstrap.collect is collect
+
+
+@pytest.mark.parametrize(
+    "said",
+    [False, [], {}, "met", {"awaited": "nonce", "missing": []}, {"awaited": "all", "missing": [1]},
+     {"awaited": "nonce", "missing": [2]}, {"awaited": "nonce", "missing": [[1]]}],
+)  # fmt: skip
+def test_what_no_rank_says_of_a_meeting(said: Any) -> None:
+    store = HashStore()
+    Bootstrap(store).publish("meeting", said)
+    with pytest.raises(Untrusted, match="'meeting' is none that a rank writes"):
+        world_key(store, 0, 2, name="tp", one_host=True, settings=Settings())
+
+
+def test_who_was_given_a_secret_is_told_by_no_stranger_that_others_gave_up() -> None:
+    store = HashStore()
+    Bootstrap(store).publish("meeting", {"awaited": "nonce", "missing": [1]})
+    settings = Settings().model_copy(update={"job_secret": SecretStr(SECRET)})
+    with pytest.raises(Untrusted, match="meeting"):
+        world_key(store, 0, 2, name="tp", one_host=True, settings=settings)
+
+
 @pytest.mark.parametrize(
     "address",
     [None, [], {}, {"socket": 1}, {"socket": "mkernel-nobody", "cookie": "00" * 16},
