@@ -152,7 +152,6 @@ def _world(part: Part, told: Told, say: Say) -> None:
         os.environ["MKERNEL_SOFTVERBS_FAULTS"] = fault.device
     join.host_identity = (lambda: f"host {node}") if turn.apart else host_identity
     lifecycle.generations.clear()  # the store is this world's own
-    say("join")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if fault.of.by == "rank" and fault.stage == "join":
@@ -163,6 +162,7 @@ def _world(part: Part, told: Told, say: Say) -> None:
             TCPStore("127.0.0.1", part.port, timeout=patience, wait_for_workers=False)
             for _ in range(2)
         )
+        say("join")  # what torch's store takes, and raises, is not ours
         mkernel.init(
             nodes=world.nodes,
             ranks_per_node=world.ranks_per_node,

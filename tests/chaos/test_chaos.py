@@ -38,5 +38,8 @@ def test_turns_that_found_defects(tmp_path: Path) -> None:
 def test_a_turn_is_drawn_from_its_seed_and_number_alone() -> None:
     turns = [draw(7, number) for number in range(200)]
     assert [draw(7, number) for number in reversed(range(200))] == turns[::-1]
-    assert {turn.fault.kind for turn in turns} >= KINDS.keys() - {"killed-joining", "stopped-joining"}
+    assert {turn.fault.kind for turn in turns} >= KINDS.keys() - {
+        "killed-joining",
+        "stopped-joining",
+    }
     assert draw(8, 0) != turns[0]
