@@ -92,9 +92,10 @@ def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> D
 def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
     """DtypeError where two arguments must not differ in dtype."""
     if tensor.dtype != like.dtype:
-        raise DtypeError(
-            name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why="dtypes must not mix"
-        )
+        why, kind = "dtypes must not mix", like.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            why += "; torch.autocast casts nothing for mkernel: cast both yourself"
+        raise DtypeError(name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why=why)
 
 
 def same_columns(name: str, b: torch.Tensor, like: torch.Tensor) -> None:
