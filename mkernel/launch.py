@@ -31,7 +31,7 @@ from torch.distributed import TCPStore
 
 from mkernel import fork_server
 from mkernel.backends.runtime.threads import Thread
-from mkernel.errors import ArgumentError, MkernelError, PeerFailure, Timeout
+from mkernel.errors import ArgumentError, MkernelError, PeerFailure, Timeout, Unsupported
 from mkernel.plan.arguments import check_world
 from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
 from mkernel.settings import load as load_settings
@@ -147,10 +147,17 @@ def launch(
             process, socket or shared memory is left behind.
         PeerFailure: a rank died without a word.
         Timeout: a rank was not in the world long after all deadlines: its backend hangs as it opens.
+        Unsupported: this process may start none: it is a rank that ``launch`` started, say.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A rank that is about to begin: it ends here, and its launcher says why.
         raise SystemExit(_UNGUARDED)
+    if multiprocessing.current_process().daemon:
+        raise Unsupported(
+            "mkernel.launch was called in a process that may start no others: a rank that it started, "
+            "which is in a world already (mkernel.world()), or a worker of a pool or DataLoader; call "
+            "it from the main process"
+        )
     settings = settings or load_settings()
     check_ranks(nodes, ranks_per_node, settings.ranks_per_cpu)
     if timeout_s is not None:

@@ -169,11 +169,13 @@ def all_gather_gemm(
             by blocks.
         bias: [N_r], in the dtype of ``a`` (of e4m3 ones, of C); of several b, one each.
         gather_dim: dimension of ``a`` along which ranks have parts; any but the last.
-        out: [M, N_r] to write to, contiguous; allocated where None. Of several b, one each.
+        out: [M, N_r] to write to, contiguous, in memory of its own; allocated where None. Of several b,
+            one each.
         out_dtype: of C; default: that of ``out``, else that of ``a``; of e4m3 operands bfloat16, else
             float16 or float32.
         chunk: tiles of A a communication chunk; default: the planner's choice.
-        gathered: [M, K], contiguous, in the dtype of ``a``, to write the gathered A to. In memory of
+        gathered: [M, K], contiguous, in the dtype of ``a``, to write the gathered A to; ``a`` may be
+            this rank's rows of it, no other argument shares its memory. In memory of
             :func:`mkernel.empty` it costs nothing where kernels gather there.
         return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
         save_gathered: keep the gathered A for the backward of b, which takes W times the memory of
@@ -457,6 +459,11 @@ def _call_several(
             validate.on_device(bias_name, bias, world.accelerator.device)
     if scales is not None:
         check_alike(a, b, scales, world.accelerator.device)
+    read, written = {"a": a, "gathered": gathered}, {}
+    for number, (b_name, bias_name, out_name) in enumerate(names):
+        read |= {b_name: b[number], bias_name: biases[number]}
+        written[out_name] = outs[number]
+    validate.apart(written, read)
     done = OP.call(
         a,
         b[widest],

@@ -99,6 +99,11 @@ def call(
     plan, given_out = known.plan, out
     if out is None:
         out = torch.empty(x.shape, dtype=known.dtype, device=x.device)
+    else:
+        in_place = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
+        in_place &= out.dtype == x.dtype
+        read = {"x": None if in_place else x, "residual": residual, "norm_weight": weight}
+        validate.apart({"out": out}, read)
     outputs = {"out": out}
     launched = {"x": as_rows(x.contiguous(), 0), "out": as_rows(out, 0)}
     if norm is not None:
@@ -211,7 +216,8 @@ def all_reduce(
             each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
             rounded to the dtype of ``x`` before, and quantised by torch behind the launch. Only
             beside ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
-        out: of the shape of x, contiguous, to write to; allocated where None. It may be x itself.
+        out: of the shape of x, contiguous, to write to: x itself, or memory of its own; allocated
+            where None.
         out_dtype: of the result; default: that of ``out``, else that of x.
         chunk: rows a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.

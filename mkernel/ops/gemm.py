@@ -262,6 +262,10 @@ class GemmOp:
         )
         plan = known.plan
         overwritten = [each for each in (out, gathered) if isinstance(each, Tensor)]
+        if overwritten:
+            read = {"a": a, "b": b, "bias": bias, "residual": residual, "norm_weight": weight}
+            read |= {"a_scale": a_scale, "b_scale": b_scale}
+            _check_apart(read, out, gathered, known.dim, world.rank)
         outputs = _outputs(known, a, out, gathered)
         given = {"a": a, "b": b, **({"bias": bias} if plan.bias == "launch" else {})}
         if norm is not None:
@@ -496,6 +500,20 @@ def _check_output(
     shape = (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :], width)
     validate.on_device(name, output, device)
     validate.output(name, output, shape, dtype, dim)
+
+
+def _check_apart(
+    read: dict[str, Any], out: Tensor | None, gathered: bool | Tensor, dim: int, rank: int
+) -> None:
+    """ArgumentError where outputs of the caller's share memory with inputs or each other; but ``a`` may
+    be this rank's rows of ``gathered``."""
+    validate.apart({"out": out}, read)
+    if isinstance(gathered, Tensor):
+        a: Tensor = read["a"]
+        own = gathered.narrow(dim, rank * a.shape[dim], a.shape[dim])
+        if own.data_ptr() == a.data_ptr() and own.stride() == a.stride():
+            read = {name: each for name, each in read.items() if name != "a"}
+        validate.apart({"gathered": gathered}, {**read, "out": out})
 
 
 def _dtype_of(a: Tensor, b: Tensor, capabilities: AcceleratorCapabilities) -> DtypeName:

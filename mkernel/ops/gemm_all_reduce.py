@@ -166,8 +166,8 @@ def gemm_all_reduce(
             each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
             rounded to the dtype of ``a`` before, and quantised by torch behind the launch. Only
             beside ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
-        out: [M, N] contiguous to write to; allocated where None. In memory of :func:`mkernel.empty`
-            kernels write it on every rank without a copy.
+        out: [M, N] contiguous to write to, in memory of its own; allocated where None. In memory of
+            :func:`mkernel.empty` kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
             bfloat16, else float16 or float32.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.

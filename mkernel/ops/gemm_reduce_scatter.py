@@ -61,7 +61,7 @@ def gemm_reduce_scatter(
             once. So is its gradient, the sum over all ranks' rows.
         scatter_dim: dimension of ``a`` along which ranks get parts of the result; any but the last. W
             divides it.
-        out: [M/W, N] to write to, contiguous; allocated where None.
+        out: [M/W, N] to write to, contiguous, in memory of its own; allocated where None.
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
             bfloat16, else float16 or float32.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.

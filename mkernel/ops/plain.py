@@ -47,14 +47,23 @@ def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any
         )
 
 
+_TRANSFORM = "a transform of torch.func (grad, vmap, jvp, functionalize, ...)"
+
+
 def seen_by_torch(*values: Any) -> bool:
     """Whether torch has to see the call of a registered op: it records a graph for gradients, or it
-    traces, or a mode of it stands in for the data."""
+    traces, or a mode of it stands in for the data.
+
+    Raises:
+        Unsupported: a transform of torch.func differentiates, for which no op is registered.
+    """
     if torch.compiler.is_compiling() or dispatch_modes() or tracing():
         return True
     if torch.is_grad_enabled():
         for value in values:  # in every call: a generator would double the time
             if isinstance(value, Tensor) and value.requires_grad:
+                if transforms() is not None:
+                    raise _refused("a derivative of an op", _TRANSFORM, "call backward instead")
                 return True
     return False
 
@@ -173,7 +182,7 @@ def _refuse_surroundings(op: str) -> None:
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         where = type(modes[-1]).__name__
     elif transforms() is not None:
-        where = "a transform of torch.func (grad, vmap, jvp, functionalize, ...)"
+        where = _TRANSFORM
     elif tracing():
         where = "torch.jit.trace"
     else:  # torch.set_default_device and `with torch.device(...)` are such modes, and harmless
@@ -181,7 +190,11 @@ def _refuse_surroundings(op: str) -> None:
             if not isinstance(mode, torch.utils._device.DeviceContext):
                 where = type(mode).__name__
     if where is not None:
-        raise Unsupported(
-            f"{op} inside {where} is not supported, because kernels compute without its knowledge; "
-            "call the op outside of it"
-        )
+        raise _refused(op, where, "call the op outside of it")
+
+
+def _refused(what: str, where: str, remedy: str) -> Unsupported:
+    return Unsupported(
+        f"{what} inside {where} is not supported, because kernels compute without its knowledge; "
+        f"{remedy}"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -91,9 +92,10 @@ def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> D
 def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
     """DtypeError where two arguments must not differ in dtype."""
     if tensor.dtype != like.dtype:
-        raise DtypeError(
-            name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why="dtypes must not mix"
-        )
+        why, kind = "dtypes must not mix", like.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            why += "; torch.autocast casts nothing for mkernel: cast both yourself"
+        raise DtypeError(name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why=why)
 
 
 def same_columns(name: str, b: torch.Tensor, like: torch.Tensor) -> None:
@@ -148,3 +150,30 @@ def output(
     if tensor.dtype != dtype:
         raise DtypeError(name, tensor.dtype, str(dtype))
     return tensor if dim and tensor.movedim(dim, 0).is_contiguous() else row_major(name, tensor)
+
+
+def apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    """ArgumentError where an output shares memory with an input or with another output: parts of it are
+    written while others are still read. What is no tensor is passed over."""
+    spans = {name: _span(each) for name, each in read.items() if isinstance(each, torch.Tensor)}
+    for name, output in written.items():
+        if not isinstance(output, torch.Tensor):
+            continue
+        begin, end = span = _span(output)
+        for other, (first, last) in spans.items():
+            if begin < last and first < end:
+                raise ArgumentError(
+                    name,
+                    describe(output),
+                    f"a tensor that shares no memory with {other}",
+                    why="a call writes to it while inputs are still read",
+                )
+        spans[name] = span
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first element to behind its last."""
+    begin, last = tensor.data_ptr(), 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return begin, begin + (last + 1) * tensor.element_size()

@@ -298,7 +298,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
         group: names the world; None: the default one.
 
     Raises:
-        ArgumentError: a shape without elements. Unsupported: the accelerator has no such memory.
+        ArgumentError: a shape without elements, or that is no sequence of sizes.
+        DtypeError: ``dtype`` is no dtype of torch's. Unsupported: the accelerator has no such memory.
         OSError: no memory. NotInitialized, PeerFailure, Timeout.
     """
     return current(group).empty(shape, dtype)

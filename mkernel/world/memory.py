@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime.host_memory import HostPages, page_up
 from mkernel.backends.transport import _transport
-from mkernel.errors import ArgumentError, NicError, PeerFailure, Unsupported
+from mkernel.errors import ArgumentError, DtypeError, NicError, PeerFailure, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
 from mkernel.world import board, symmetric
@@ -174,9 +175,15 @@ class SymmetricHeap:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """:func:`mkernel.empty` in this world. Collective."""
-        sizes = tuple(int(size) for size in shape)
+        try:
+            sizes = tuple(map(operator.index, shape))
+        except TypeError:
+            sizes = ()
         if not sizes or min(sizes) < 1:
-            raise ArgumentError("shape", sizes, "at least one dimension, each of at least 1")
+            legal = "a sequence of sizes, such as (4, 8): one dimension or more, each of at least 1"
+            raise ArgumentError("shape", repr(shape), legal)
+        if not isinstance(dtype, torch.dtype):
+            raise DtypeError("dtype", repr(dtype), "a torch.dtype")
         self._failure.raise_if_broken()
         buffer = self._allocate(math.prod(sizes) * dtype.itemsize)
         made = buffer.local.tensor(0, sizes, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ class Registry:
         self._worlds: dict[str, World] = {}
         self._joining: set[str] = set()
         self._lock = threading.Lock()
+        self._parents: list[World] = []
 
     @contextlib.contextmanager
     def joining(self, name: str) -> Iterator[None]:
@@ -82,10 +84,26 @@ class Registry:
         with self._lock:
             return list(reversed(self._worlds.values()))
 
+    def forked(self) -> None:
+        """In a child process: the worlds are its parent's, whose ranks would take what it does for the
+        parent's. They are kept, since what ends them would reach the parent's memory and threads."""
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._parents += self._worlds.values()
+        for world in self._worlds.values():
+            world.ended = True
+        self._worlds, self.default = {}, None
+        self._joining.clear()
+
     def _those_there_are(self) -> str:
+        if self._parents and not self._worlds:
+            return (
+                " (this process was forked from one that is in a world, which only that one may call; "
+                "start processes before mkernel.init, or by spawn)"
+            )
         names = ", ".join(map(repr, self._worlds))
         return f" (this process is in worlds {names})" if names else ""
 
 
 worlds = Registry()
+os.register_at_fork(after_in_child=worlds.forked)
 """The worlds of this process."""

@@ -7,6 +7,7 @@ first notice in a world wins and every rank raises that kind of error.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from mkernel.backends.runtime.threads import Thread
+from mkernel.backends.runtime.threads import END_S, Thread
 from mkernel.errors import (
     Cancelled,
     Diagnosis,
@@ -159,6 +160,7 @@ class Watchdog:
         self._elsewhere: dict[int, tuple[int, str]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
+        self._stopped = False
         self._pidfds: dict[int, int] = {}  # fd → rank
         host = peers[rank].host
         for peer in self._peers.values():
@@ -173,11 +175,14 @@ class Watchdog:
         self._looked = time.monotonic()
         self._report("live")
         self._thread.start()
+        atexit.register(self._exiting)
 
     def stop(self) -> None:
         """Say that this rank leaves on purpose, and end the thread. Twice is harmless."""
-        if self._stopping.is_set():
+        if self._stopped:
             return
+        self._stopped = True
+        atexit.unregister(self._exiting)
         self._stopping.set()
         os.write(self._wake_write, b"x")
         if self._thread.is_alive():
@@ -186,6 +191,15 @@ class Watchdog:
             self._report("left")
         for fd in (*self._pidfds, self._wake_read, self._wake_write):
             os.close(fd)
+
+    def _exiting(self) -> None:
+        """End the thread as the process exits without ``stop``, without a word: to the others this rank
+        dies. Python ends a daemon thread where it next wants the interpreter, and below a function of
+        torch's in C++ that aborts the process."""
+        if self._thread.is_alive():  # not in a child that was forked: the pipe is its parent's too
+            self._stopping.set()
+            os.write(self._wake_write, b"x")
+            self._thread.join(END_S)
 
     def is_behind(self) -> bool:
         """Whether its latest look is older than some heartbeats: it gets no CPU, or this process was

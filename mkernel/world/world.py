@@ -113,6 +113,10 @@ class World:
             self._membership.leave()
             raise
 
+    def __repr__(self) -> str:
+        state = " (ended)" if self.ended else ""
+        return f"<World {self.name!r}: rank {self.rank} of {self.size}, {self.backends.accelerator}{state}>"
+
     # ---- what it consists of -------------------------------------------------------------------
 
     @property

@@ -151,6 +151,8 @@ def situations() -> dict[str, tuple[int, str, float]]:
 
     look("plain", call)
     look("out", lambda: mkernel.gemm_all_reduce(a, b, out=torch.empty(M, N)))
+    held = b.clone()
+    look("out over b", lambda: mkernel.gemm_all_reduce(a, held, out=held[:M]))
     look("registered op", lambda: op(a, b, group=group))
     look("group", lambda: mkernel.gemm_all_reduce(a, b, group=mkernel.world()))
     look("requires grad", lambda: mkernel.gemm_all_reduce(leaf, b))
@@ -206,7 +208,7 @@ def test_refusals_are_those_of_calls_through_python(
     found: dict[str, tuple[int, str, float]],
 ) -> None:
     refused = {name: kind for name, (_, kind, _) in found.items() if kind}
-    assert refused.keys() >= {"function mode", "vmap"}
+    assert refused.keys() >= {"function mode", "vmap", "out over b"}
     assert set(refused.values()) <= {"Unsupported", "ArgumentError", "LayoutError"}
 
 

@@ -18,7 +18,14 @@ from in_world import DEADLINE_S, TOLD_S
 
 import mkernel
 from mkernel.conformance.accelerator import AcceleratorSubject
-from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, PeerFailure, Timeout
+from mkernel.errors import (
+    AlreadyInitialized,
+    ArgumentError,
+    NotInitialized,
+    PeerFailure,
+    Timeout,
+    Unsupported,
+)
 from mkernel.launch import report
 from mkernel.world.watchdog import Watchdog
 
@@ -151,6 +158,16 @@ def test_a_backend_that_hangs_as_it_opens_does_not_hang_the_launcher(
 def test_second_init_is_refused() -> None:
     with pytest.raises(AlreadyInitialized):
         launch(init_again, accelerator="ascend")
+
+
+def launch_again() -> None:
+    launch(call_once)
+
+
+def test_a_rank_launches_none() -> None:
+    """Python's own word for it was an AssertionError about daemonic processes."""
+    with pytest.raises(Unsupported, match=r"a rank that it started, which is in a world already"):
+        launch(launch_again, accelerator="ascend")
 
 
 def test_reports_reach_the_launcher_in_order() -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkernel.errors import ArgumentError, Unsupported
-from mkernel.ops.plain import _usual, plain
+from mkernel.ops.plain import _usual, plain, seen_by_torch
 
 PLAIN = torch.ones(4, 4)
 
@@ -200,6 +200,15 @@ def inside_jvp(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 def inside_trace(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.jit.trace(body, (torch.ones(4, 4),), check_trace=False)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_derivatives_of_torch_func_are_refused_by_name(transform: Any) -> None:
+    """torch's own words were of autograd.Function and setup_context, which a user never wrote."""
+    taken = transform(lambda x: x.sum() if seen_by_torch(x, None) else x)
+    with pytest.raises(Unsupported, match=r"inside a transform of torch\.func .*call backward"):
+        taken(torch.ones(4))
+    assert seen_by_torch(torch.ones(4, requires_grad=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch: deprecations

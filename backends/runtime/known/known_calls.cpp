@@ -101,6 +101,7 @@ Answer KnownCalls::sign(PyObject* const* arguments, Signature& signature, Tensor
     signature.use_fast_accum = arguments[kFastAccum] == Py_True ? 1 : 0;
     const Answer recorded = torch.records();
     if (recorded == Answer::raised) return Answer::raised;
+    std::uint64_t ends[kMostTensors] = {};  // 0 where there is no tensor
     for (int i = 0; i < kMostTensors; ++i) {
         PyObject* const tensor = tensors.objects[i] = arguments[kA + i];
         if (i >= kNeeded && tensor == Py_None) continue;
@@ -110,6 +111,12 @@ Answer KnownCalls::sign(PyObject* const* arguments, Signature& signature, Tensor
             torch.read(tensor, recorded == Answer::yes, own, tensors.addresses[i], nbytes);
         if (read != Answer::yes) return read;
         if (!place(own, tensors.addresses[i], nbytes)) return Answer::no;
+        ends[i] = tensors.addresses[i] + nbytes;
+    }
+    for (int i = 0; i < kMostTensors; ++i) {  // an output over an input: Python says what is wrong
+        const bool meet =
+            tensors.addresses[i] < ends[kOutput] && tensors.addresses[kOutput] < ends[i];
+        if (i != kOutput && meet) return Answer::no;
     }
     return torch.is_current({signature.tensors[0].device_type, signature.tensors[0].device});
 }

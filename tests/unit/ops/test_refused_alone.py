@@ -44,6 +44,11 @@ def attend(*given: Any, **options: Any) -> Any:
     return mkernel.ring_attention(*given, **options)
 
 
+def under_autocast(*given: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return mkernel.all_gather_gemm(*given)
+
+
 def handle(tokens: int = 3, top_k: int = 2) -> mkernel.MoeHandle:
     return dispatch(ones(tokens, 8), IDS[:tokens, :top_k].contiguous(), ones(2, 8, 8)).handle  # type: ignore[no-any-return]
 
@@ -55,7 +60,12 @@ NORM = {"norm_weight": ones(8)}
 Q, KV = ones(1, 4, 6, 8), ones(1, 2, 6, 8)
 
 REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
+    # memory of mkernel.empty
+    (lambda: mkernel.empty(4, torch.float32), ArgumentError, "shape = 4 is not legal"),  # type: ignore[arg-type]
+    (lambda: mkernel.empty((2.5,), torch.float32), ArgumentError, r"shape = \(2.5,\)"),  # type: ignore[arg-type]
+    (lambda: mkernel.empty((4,), "float32"), DtypeError, "dtype = 'float32'"),  # type: ignore[arg-type]
     # shapes and kinds of the operands
+    (lambda: under_autocast(A.bfloat16(), B), DtypeError, "mix; torch.autocast casts nothing"),
     (lambda: gather("a", B), DtypeError, "a = str"),
     (lambda: gather(A, None), DtypeError, "b = NoneType"),
     (lambda: gather(ones(8), B), ShapeError, "1-D"),

@@ -36,6 +36,7 @@ def test_from_begin_to_end() -> None:
     assert (world.rank, world.size, world.identity.nodes) == (0, 1, 1)
     assert mkernel.is_initialized()
     assert mkernel.world() is world
+    assert repr(world) == f"<World {world.name!r}: rank 0 of 1, streams>"
     with pytest.raises(AlreadyInitialized, match="already in a world"):
         mkernel.init(accelerator="streams")
     x = torch.ones(2, 8)
