@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.backends.accelerators.hopper import mail
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
@@ -25,10 +26,15 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.norm import normalise, rows_of, sum_by_mail
+from mkernel.backends.accelerators.hopper.norm import normalise, sum_by_mail
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.products import multiply_by
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ProductSchedule, ScaledBy
+from mkernel.backends.accelerators.hopper.schedule import (
+    MOST_NORMED_COLUMNS,
+    LibrarySchedule,
+    ProductSchedule,
+    ScaledBy,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
@@ -75,10 +81,8 @@ class LibraryExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan on this path needs of symmetric memory. Unsupported."""
-        world = one_node(plan)
+        one_node(plan)
         _check(plan)
-        if plan.part(LibrarySchedule).normalises:
-            native().check_sum_rows(world, rows_of(plan, 0))
         return Workspace((native().DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
@@ -268,10 +272,23 @@ def _check(plan: LaunchPlan) -> None:
         raise ArgumentError("plan.schedule.way", how.way, legal)
     if how.by_mail and (plan.world_size == 1 or how.way == "two_shot"):
         raise ArgumentError("plan.schedule.by_mail", True, "False: there is not one exchange")
+    sent = mail.of_plan(plan, how.product) if how.by_mail else 0
+    if sent > mail.MAIL_BYTES:
+        legal = (
+            f"False: ranks would send {sent} bytes, and a call by mail may have {mail.MAIL_BYTES}"
+        )
+        raise ArgumentError("plan.schedule.by_mail", True, legal)
     if how.normalises and not (
-        how.by_mail and plan.norm and plan.bias is None and how.product == plan.out_dtype
+        how.by_mail
+        and plan.norm
+        and plan.bias is None
+        and how.product == plan.out_dtype
+        and plan.gemm.n <= MOST_NORMED_COLUMNS
     ):
-        legal = "False: no rows by mail, of the results' dtype and without a bias, to normalise"
+        legal = (
+            "False: no rows by mail, of the results' dtype, without a bias and of at most "
+            f"{MOST_NORMED_COLUMNS} columns, to normalise"
+        )
         raise ArgumentError("plan.schedule.normalises", True, legal)
 
 

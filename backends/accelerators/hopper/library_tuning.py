@@ -6,7 +6,7 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
 from __future__ import annotations
 
-from mkernel.backends.accelerators.hopper import parts_tuning
+from mkernel.backends.accelerators.hopper import mail, parts_tuning
 from mkernel.backends.accelerators.hopper.capabilities import claimed
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import WHOLE, Times
@@ -89,13 +89,14 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
     way = _MACHINE.way(shape, product, world) if summed else None
     elements = shape.m * (shape.k if gathers else shape.n) // (1 if summed else world)
     nbytes = elements * DTYPE_BYTES[plan.dtype if gathers else product]
-    mail = _MACHINE.by_mail(nbytes, world, way, constants)
+    brief = _MACHINE.by_mail(nbytes, world, way, constants)
+    mailed = brief and mail.of_plan(plan, product) <= mail.MAIL_BYTES
     normed = plan.norm is not None and plan.bias is None and product == plan.dtype
     return LibrarySchedule(
         product=product,
         way=way,
-        by_mail=mail,
-        normalises=mail and normed and shape.n <= MOST_NORMED_COLUMNS,
+        by_mail=mailed,
+        normalises=mailed and normed and shape.n <= MOST_NORMED_COLUMNS,
     )
 
 

@@ -6,7 +6,7 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
 from __future__ import annotations
 
-from mkernel.backends.accelerators.hopper import parts_tuning
+from mkernel.backends.accelerators.hopper import mail, parts_tuning
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ScaledBy, TilingName
@@ -90,8 +90,9 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    mail = _MACHINE.by_mail(_sent_bytes(plan), plan.world_size, way)
-    return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mail)
+    brief = _MACHINE.by_mail(_sent_bytes(plan), plan.world_size, way)
+    mailed = brief and mail.of_plan(plan, product) <= mail.MAIL_BYTES
+    return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:

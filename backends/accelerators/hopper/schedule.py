@@ -19,6 +19,8 @@ AttentionLibrary = Literal["cudnn", "flash"]
 AttentionCore = Literal["mkernel"]
 """Our own kernel (kernels/attention_core.hpp)."""
 
+FLAGS = 114_688
+"""Of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
 MOST_NORMED_COLUMNS = 48 << 10
 """Of rows that the kernel which sums them normalises; as in kernels/sum_rows.hpp."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
-from mkernel.backends.accelerators.hopper import library_tuning, scaled_tuning
+from mkernel.backends.accelerators.hopper import library_tuning, mail, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
+    FLAGS,
     MOST_NORMED_COLUMNS,
     FewRowsSchedule,
     GatherSchedule,
@@ -29,19 +30,12 @@ from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import FewRowsConstants, gemm_tile_us
 
-FLAGS = 114_688
-"""Flags of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
 COPIED_CHUNKS = 16
 """Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
 
 ELEMENT_BYTES = 2
 
 TILE_DEPTH = 64
-
-MAIL_BYTES = 16 << 20
-"""Of one call; as in device/workspace.cuh."""
-SLOT_BYTES = 128
-"""What a rank sends as mail is rounded up to so many; as in kernels/sum_rows.*."""
 
 _MACHINE = machine()
 TILE_ROWS = _MACHINE.tilings.block_rows
@@ -391,8 +385,7 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     normalises."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     brief = (
-        _MACHINE.one_shot.takes(nbytes, world)
-        and world * _up(nbytes, SLOT_BYTES) * SLOT_BYTES <= MAIL_BYTES
+        _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
     )
     fits = not normed or shape.n <= MOST_NORMED_COLUMNS
     return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)

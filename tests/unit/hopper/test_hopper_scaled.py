@@ -14,10 +14,7 @@ from gpu_plans import gpu_plan
 from parts_fabric import BESIDE, MAIN, Order, PartsFabric
 from parts_runs import case, fabrics, run
 
-from mkernel.backends.accelerators.hopper import (
-    capabilities,
-    products,
-)
+from mkernel.backends.accelerators.hopper import capabilities, mail, products
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
@@ -186,6 +183,30 @@ def test_what_native_code_starts_is_the_same_call(
 
     with ThreadPoolExecutor(world) as pool:
         list(pool.map(start, range(world)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "mailed"), [("row", 3840, True), ("block", 3840, False), ("block", 3584, True)]
+)
+def test_mail_has_room_for_the_scales_beside_rows(
+    fabric: Any, mode: str, rows: int, mailed: bool
+) -> None:
+    """Scales by blocks are a 32nd of their rows, which beside the bytes that say zeros is too much."""
+    made = planned("all_gather_gemm", 2 * rows, 256, 2048, 2, mode, path="library")
+    how = made.part(LibrarySchedule)
+    scales = 4 * rows * (1 if mode == "row" else 2048 // 128)
+    sent = mail.of_plan(made, how.product)
+    assert 0 <= sent - 2 * 17 * (rows * 2048 + scales) // 16 < 2 * 128
+    assert how.by_mail == mailed == (sent <= mail.MAIL_BYTES)
+    fabric(2)
+    executor = executor_of(made)
+    executor.workspace(made)
+    other = how.model_copy(update={"by_mail": True})
+    if not mailed:
+        with pytest.raises(
+            ArgumentError, match=rf"plan\.schedule\.by_mail.*would send {sent} bytes"
+        ):
+            executor.workspace(made.model_copy(update={"schedule": other}))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import native, tuning
+from mkernel.backends.accelerators.hopper import mail, native, tuning
 from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
@@ -182,7 +182,7 @@ def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
     few = (few_rows.COLUMNS, few_rows.MOST_SPLITS, few_rows.DEPTH_BYTES)
     assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH_BYTES)
-    assert (tuning.MAIL_BYTES, tuning.MOST_NORMED_COLUMNS) == (
+    assert (mail.MAIL_BYTES, tuning.MOST_NORMED_COLUMNS) == (
         made.MAIL_BYTES,
         made.MOST_NORMED_COLUMNS,
     )
