@@ -20,6 +20,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 )
 from mkernel.backends.accelerators.hopper.library import check_product, element_of
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.parts_tuning import EXCHANGES
 from mkernel.backends.accelerators.hopper.schedule import PartsSchedule, ReducePartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.cuda.memory import bytes_at
@@ -225,10 +226,10 @@ def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
     most = -(-plan.gemm.m // world)
     if how.chunks > most:
         raise ArgumentError("plan.schedule.chunks", how.chunks, f"at most {most}, a rank's rows")
-    flags = 2 * world * how.chunks
-    if flags > native().MAX_FLAGS:
+    most = native().MAX_FLAGS // (EXCHANGES * world)
+    if how.chunks > most:
         raise ArgumentError(
-            "plan.schedule.chunks", how.chunks, f"at most {native().MAX_FLAGS // (2 * world)}"
+            "plan.schedule.chunks", how.chunks, f"at most {most}, which have a flag each"
         )
     return how
 

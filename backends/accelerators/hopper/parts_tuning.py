@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
+    FLAGS,
     GatherPartsSchedule,
     PartsSchedule,
     ReducePartsSchedule,
@@ -20,6 +21,8 @@ from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
 from mkernel.topology.cost import transfer_us
 
 _MACHINE = machine()
+EXCHANGES = 2
+"""Of a call, at most, each of which has flags of its own."""
 WHOLE = 0
 """Parts of a call of one product and one collective."""
 
@@ -42,8 +45,10 @@ def ways(plan: CommonPart) -> tuple[int, ...]:
 
 
 def wished(plan: CommonPart, chunk: int) -> int:
-    """The number of parts of each rank that have ``chunk`` rows, or all that it has."""
-    return -(-rows_of(plan) // min(chunk, rows_of(plan)))
+    """The number of parts of each rank that have ``chunk`` rows, or all that it has; larger ones where
+    so many had no flags."""
+    parts = -(-rows_of(plan) // min(chunk, rows_of(plan)))
+    return min(parts, FLAGS // (EXCHANGES * plan.world_size))
 
 
 def rows_of(plan: CommonPart) -> int:

@@ -22,7 +22,7 @@ from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
-from mkernel.backends.accelerators.hopper.schedule import PartsSchedule, ProductSchedule
+from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.errors import ArgumentError
 from mkernel.plan import planner
 from mkernel.plan.around import Around, Norm
@@ -227,6 +227,22 @@ def test_parts_are_of_as_many_rows_as_are_wished_of_this_path(op: str) -> None:
     assert made.prediction is not None
     small = planned(op, 128, 256, 512, 2, chunk=8)  # the planner's path
     assert executor_of(small) is LibraryExecutor
+
+
+@every_op
+def test_parts_are_as_many_as_have_flags(fabric: Any, op: str) -> None:
+    """Two exchanges of eight ranks' parts: more rows in each than wished, where one row is."""
+    made = planned(op, 65536, 256, 512, 8, chunk=1, path="library")
+    most = FLAGS // 16
+    assert made.part(PartsSchedule).chunks == most
+    fabric(8)
+    executor = executor_of(made)
+    executor.workspace(made)
+    more = made.part(PartsSchedule).model_copy(update={"chunks": most + 1})
+    with pytest.raises(
+        ArgumentError, match=rf"plan\.schedule\.chunks = {most + 1}.*at most {most}"
+    ):
+        executor.workspace(made.model_copy(update={"schedule": more}))
 
 
 @every_op
