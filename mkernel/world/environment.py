@@ -41,6 +41,10 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
     _check_rank("RANK", rank, "WORLD_SIZE", size)
     alone = size == 1 and "MASTER_ADDR" not in environment
     per_host = _integer(environment, "LOCAL_WORLD_SIZE", size)
+    if per_host < 1:
+        raise ArgumentError(
+            "LOCAL_WORLD_SIZE", per_host, "the number of ranks on a host, at least 1"
+        )
     return Started(rank, size, per_host, None if alone else "env://")
 
 
@@ -103,7 +107,7 @@ def _tasks_per_host(environment: Mapping[str, str], size: int) -> int:
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = environment.get(name, str(size))
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
-    if found is None:
+    if found is None or int(found[1]) < 1:
         raise ArgumentError(
             name, repr(text), "as many tasks on every node, such as srun --ntasks-per-node=8 starts"
         )

@@ -62,6 +62,9 @@ def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
         ({"MASTER_PORT": "x"}, "MASTER_PORT"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK = 4"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "0 to WORLD_SIZE - 1"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE = 0"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "-2"}, "LOCAL_WORLD_SIZE = -2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "0"}, "SLURM_STEP_TASKS_PER_NODE = '0'"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, str], told: str) -> None:
