@@ -292,8 +292,10 @@ class World:
     def _companion(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> Calls:
         """The calls of a companion, which the first of them opens. Collective then."""
         name = plan.accelerator
-        if name not in self._companions:
-            with self._turns:
+        if name in self._companions:
+            return self._companions[name][0]
+        with self._turns:
+            if name not in self._companions:  # another thread may have been first
                 self._failure.raise_if_broken()
                 self._agreement.enter(plan, tensors, {})  # all ranks want it
                 engine = self._membership.engines[name]

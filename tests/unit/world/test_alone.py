@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -94,3 +94,34 @@ def test_calls_are_counted() -> None:
         for _ in range(3):
             GATHER.call(torch.ones(2, 8), torch.ones(8, 8))
     assert given == [1, 2, 3]
+
+
+class SomebodyFirst:
+    """Turns in which another thread's call comes just before the first of this one's."""
+
+    def __init__(self, turns: Any, call: Callable[[], object]) -> None:
+        self._turns, self._calls = turns, [call]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._turns, name)
+
+    def __enter__(self) -> None:
+        if self._calls:
+            self._calls.pop()()
+        self._turns.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._turns.__exit__(*error)
+
+
+def test_a_companion_that_two_threads_want_at_once_is_opened_once() -> None:
+    world = mkernel.init(accelerator="ascend,streams")
+    opened, x = [], torch.ones(2, 8)
+    turns: Any = world._turns
+    open_one = world._membership.open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world._membership, "open", lambda each: (opened.append(each), open_one(each)))
+        patch.setattr(world, "_turns", SomebodyFirst(turns, lambda: mkernel.all_reduce(x)))
+        assert torch.equal(mkernel.all_reduce(x), x)  # type: ignore[arg-type]
+    assert len(opened) == 1
+    assert mkernel.stats().calls == {"all_reduce": 2}
