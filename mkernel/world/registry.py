@@ -105,5 +105,5 @@ class Registry:
 
 
 worlds = Registry()
-os.register_at_fork(after_in_child=worlds.forked)
 """The worlds of this process."""
+os.register_at_fork(after_in_child=worlds.forked)

@@ -11,6 +11,7 @@ from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, flags
 from mkernel.backends.accelerators.hopper.machine import CallTimes, machine
 from mkernel.backends.accelerators.hopper.schedule import (
+    FLAGS,
     AttentionBackwardSchedule,
     AttentionCore,
     AttentionInPiecesSchedule,
@@ -19,7 +20,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
     AttentionSchedule,
 )
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
-from mkernel.backends.accelerators.hopper.tuning import FLAGS
 from mkernel.errors import ArgumentError
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
