@@ -114,8 +114,8 @@ class World:
             raise
 
     def __repr__(self) -> str:
-        state = " (ended)" if self.ended else ""
-        return f"<World {self.name!r}: rank {self.rank} of {self.size}, {self.backends.accelerator}{state}>"
+        state = self.backends.accelerator + (" (ended)" if self.ended else "")
+        return f"<World {self.name!r}: rank {self.rank} of {self.size}, {state}>"
 
     # ---- what it consists of -------------------------------------------------------------------
 
