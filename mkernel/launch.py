@@ -401,8 +401,12 @@ def _rank_main(job: _Job, connection: Connection) -> None:
         try:
             result = fn(*args, **kwargs)
         except BaseException as error:
-            with suppress(MkernelError):
+            try:
                 lifecycle.finalize(error)
+            except MkernelError:
+                pass
+            except Exception:  # the first error is the one to raise; this one is shown beside it
+                traceback.print_exc()
             raise
         lifecycle.finalize()
         message: tuple[str, Any] = ("result", pickle.dumps(result))

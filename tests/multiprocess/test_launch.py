@@ -27,6 +27,7 @@ from mkernel.errors import (
     Unsupported,
 )
 from mkernel.launch import report
+from mkernel.world import lifecycle
 from mkernel.world.watchdog import Watchdog
 
 launch = partial(mkernel.launch, timeout_s=DEADLINE_S)
@@ -378,3 +379,19 @@ def test_a_script_that_is_no_file_is_told_so() -> None:
     )
     assert done.returncode == 1
     assert "<stdin> is no file" in done.stderr.splitlines()[-1]
+
+
+def fails_and_cannot_end() -> None:
+    def failing(error: BaseException | None) -> None:
+        raise OSError("planted, as the world ends")
+
+    lifecycle.finalize = failing  # type: ignore[assignment]
+    raise LookupError("planted by the function")
+
+
+def test_what_the_function_raised_is_told_also_where_its_world_does_not_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(LookupError, match="planted by the function"):
+        mkernel.launch(fails_and_cannot_end, accelerator="streams")
+    assert "planted, as the world ends" in capfd.readouterr().err
