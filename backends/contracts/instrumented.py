@@ -76,10 +76,6 @@ class ModelledRun:
     pipes: tuple[Track, ...] = ()
     links: tuple[Track, ...] = ()
 
-    def kernel_us(self, kernel: str) -> float:
-        """Longest duration of that kernel over the ranks; 0 where it did not run."""
-        return max((k.end_us - k.start_us for k in self.kernels if k.kernel == kernel), default=0.0)
-
 
 class InstrumentedLaunch(ABC):
     """What a launch of an instrumented backend tells once it has ended."""

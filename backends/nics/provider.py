@@ -19,7 +19,6 @@ from mkernel.topology.model import KindName, Nic
 
 SOFT = "soft"
 SYSTEM = "system"
-SOFT_VENDOR = 0
 MELLANOX_VENDORS = frozenset({0x02C9, 0x15B3})
 AMAZON_VENDOR = 0x1D0F
 

@@ -14,8 +14,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
 from mkernel.errors import Untrusted
 
-OVERHEAD_BYTES = 16
-"""How much longer a sealed message is than its contents."""
 _MAX_BYTES = 1 << 24
 """The longest message that is opened; topologies of big nodes are the longest ones that ranks write."""
 
