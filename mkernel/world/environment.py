@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 from torch.distributed import Store
 
-from mkernel.errors import ArgumentError, PeerFailure
+from mkernel.errors import ArgumentError, PeerFailure, Timeout
 from mkernel.world.bootstrap import STORES_HOST
 
+_BEGIN_S = 60.0
+"""What processes and their imports may take, on one host longer than on another."""
 _FIRST_PORT, _PORTS = 15000, 15000
 """Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
 
@@ -48,18 +51,31 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
     return Started(rank, size, per_host, None if alone else "env://")
 
 
-def rendezvous(job: Started) -> tuple[Store, Store]:
+def rendezvous(job: Started, timeout_s: float) -> tuple[Store, Store]:
     """Two clients of the job's store: requests of one client wait for each other, and the watchdog must
-    not. ArgumentError: the environment does not say where it is. PeerFailure: there is none."""
+    not. Waits for the other ranks for ``timeout_s`` beside what processes may take to begin.
+
+    Raises:
+        ArgumentError: the environment does not say where it is. PeerFailure: there is none. Timeout: a
+            rank did not come.
+    """
     if job.url is None:
         store = torch.distributed.HashStore()
         return store, store
     if job.url == "env://":
         _check_store(os.environ)
+    limit = timedelta(seconds=_BEGIN_S + timeout_s)
     try:
         one, two = (
-            next(torch.distributed.rendezvous(job.url, job.rank, job.size))[0] for _ in range(2)
+            next(torch.distributed.rendezvous(job.url, job.rank, job.size, timeout=limit))[0]
+            for _ in range(2)
         )
+    except torch.distributed.DistStoreError as error:
+        raise Timeout(
+            f"not all {job.size} ranks came to the store at {_shown(job.url)} within "
+            f"{limit.total_seconds():g} s ({str(error).splitlines()[0]}); was each of them started, "
+            "with the same MASTER_ADDR and MASTER_PORT? (MKERNEL_TIMEOUT_S raises the limit)"
+        ) from error
     except RuntimeError as error:  # torch raises DistNetworkError and kin, all RuntimeErrors
         raise PeerFailure(
             f"rank {job.rank} finds no store at {_shown(job.url)} ({str(error).splitlines()[0]}); "

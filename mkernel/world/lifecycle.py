@@ -131,7 +131,7 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
             identity,
             backends,
             settings,
-            stores or environment.rendezvous(job),
+            stores or environment.rendezvous(job, settings.timeout_s),
             prefix,
             name,
             wanted.device,

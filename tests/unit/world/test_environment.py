@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from mkernel.errors import ArgumentError
+from mkernel.errors import ArgumentError, Timeout
+from mkernel.world import environment as module
 from mkernel.world.environment import _FIRST_PORT, Started, first_host, rendezvous, started
 
 SRUN = {
@@ -88,4 +91,19 @@ def test_where_the_store_is_must_be_told(
     for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match=told):
-        rendezvous(Started(0, 2, 2, "env://"))
+        rendezvous(Started(0, 2, 2, "env://"), 1.0)
+
+
+def test_ranks_that_do_not_come_are_waited_for_up_to_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own limit is half an hour."""
+    monkeypatch.setattr(module, "_BEGIN_S", 0.0)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(Timeout, match=r"not all 2 ranks came .*MKERNEL_TIMEOUT_S raises"):
+        rendezvous(Started(0, 2, 2, "env://"), 1.0)
