@@ -75,3 +75,11 @@ def test_a_rank_that_left_without_a_word_ends_the_wait(store: HashStore) -> None
 
     with pytest.raises(PeerFailure, match="rank 0"):
         Bootstrap(store).collect("x", range(1), 5, look)
+
+
+def test_what_is_forgotten_is_not_there(store: HashStore) -> None:
+    bootstrap = Bootstrap(store)
+    bootstrap.publish("key", 1)
+    bootstrap.forget("key")
+    assert bootstrap.peek("key") is None
+    bootstrap.forget("key")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mkernel.errors import ArgumentError
 from mkernel.world.environment import _FIRST_PORT, Started, first_host, rendezvous, started
@@ -86,3 +87,14 @@ def test_where_the_store_is_must_be_told(
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match=told):
         rendezvous(Started(0, 2, 2, "env://"))
+
+
+def test_any_port_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = object(), object()
+    stores = iter(found)
+    monkeypatch.setattr(
+        torch.distributed, "rendezvous", lambda url, rank, size: iter([(next(stores), rank, size)])
+    )
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "65535")
+    assert rendezvous(Started(0, 2, 2, "env://")) == found
