@@ -126,14 +126,20 @@ def test_rows_of_experts_are_as_many_as_there_are(claims: AcceleratorCapabilitie
         admit_tensors(plan, {"topk_ids": ids.float()}, claims)
 
 
-def of_two_ranks(op: str, shape: Any, **changes: Any) -> dict[str, tuple[int | None, ...]]:
-    """Shapes of the tensors that a plan of two ranks has."""
+def planned_of_two(op: str, shape: Any, **changes: Any) -> Any:
+    """What a plan of two ranks has."""
     plan: Any = SimpleNamespace(
         op=op, shape=shape, world_size=2, dtype="float16", out_dtype="bfloat16", sums="float32",
         bias=None, norm=None, scales=None,
     )  # fmt: skip
     vars(plan).update(changes)
-    return {name: wanted.shape for name, wanted in planned_tensors(plan).items()}
+    return planned_tensors(plan)
+
+
+def of_two_ranks(op: str, shape: Any, **changes: Any) -> dict[str, tuple[int | None, ...]]:
+    """Shapes of its tensors."""
+    found = planned_of_two(op, shape, **changes)
+    return {name: wanted.shape for name, wanted in found.items()}
 
 
 PRODUCT = GemmShape(m=256, n=96, k=384)
@@ -183,16 +189,31 @@ def test_scales_of_two_ranks(
     assert found == GATHER | {"a_scale": of_a, "b_scale": of_b, "gathered_scale": gathered}
 
 
+EXPERTS = MoeShape(tokens=3, hidden=8, features=4, experts=6, top_k=2)
+HOME = GemmCombineShape(tokens=3, hidden=8, features=4, experts=6, top_k=2, partial_dtype="float32")
+
+
 def test_attention_and_experts_of_two_ranks() -> None:
     shape = AttentionShape(batch=1, heads=4, kv_heads=2, sequence=12, head_dim=8, causal=False)
     found = of_two_ranks("ring_attention", shape)
     assert (found["q"], found["k"], found["lse"]) == ((1, 4, 6, 8), (1, 2, 6, 8), (1, 4, 6))
-    experts = MoeShape(tokens=3, hidden=8, features=4, experts=6, top_k=2)
-    assert of_two_ranks("moe_dispatch_gemm", experts)["w"] == (3, 8, 4)
-    home = GemmCombineShape(
-        tokens=3, hidden=8, features=4, experts=6, top_k=2, partial_dtype="float32"
-    )
-    assert of_two_ranks("moe_gemm_combine", home)["w2"] == (3, 4, 8)
+    assert of_two_ranks("moe_dispatch_gemm", EXPERTS)["w"] == (3, 8, 4)
+    assert of_two_ranks("moe_gemm_combine", HOME)["w2"] == (3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "stored"),
+    [
+        ("all_gather_gemm", PRODUCT, {"b", "b_scale"}),
+        ("moe_dispatch_gemm", EXPERTS, {"w", "grad_w"}),
+        ("moe_gemm_combine", HOME, {"w2", "grad_w2"}),
+    ],
+)
+def test_weights_and_their_scales_lie_as_the_layout_says(
+    op: str, shape: Any, stored: set[str]
+) -> None:
+    found = planned_of_two(op, shape, scales=Scales(mode="row"))
+    assert {name for name, wanted in found.items() if wanted.stored} == stored
 
 
 def test_operands_may_lie_apart_where_the_backend_takes_them_so(

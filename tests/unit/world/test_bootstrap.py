@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mkernel.errors import PeerFailure, Timeout
+from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
 from mkernel.world.bootstrap import Bootstrap
 
 
@@ -83,3 +83,12 @@ def test_what_is_forgotten_is_not_there(store: HashStore) -> None:
     bootstrap.forget("key")
     assert bootstrap.peek("key") is None
     bootstrap.forget("key")
+
+
+def test_what_is_no_message_is_a_strangers_and_told(store: HashStore) -> None:
+    told: list[WorldError] = []
+    bootstrap = Bootstrap(store, tell=told.append)
+    store.set("key", bootstrap._sealing.close("key", b"no JSON"))  # type: ignore[arg-type]
+    with pytest.raises(Untrusted, match="'key' is not JSON") as raised:
+        bootstrap.peek("key")
+    assert told == [raised.value]
