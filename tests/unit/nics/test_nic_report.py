@@ -77,7 +77,9 @@ def test_the_version_of_rdma_core_is_in_the_file_name() -> None:
 
 def test_the_way_to_device_memory() -> None:
     assert "dmabuf" in report.device_memory_status(True, None).detail
-    assert "nvidia_peermem" in report.device_memory_status(False, "nvidia_peermem").detail
+    by_module = report.device_memory_status(False, "nvidia_peermem")
+    assert by_module.usable
+    assert "nvidia_peermem" in by_module.detail
     neither = report.device_memory_status(False, None)
     assert not neither.usable
     assert "dmabuf" in neither.remedy

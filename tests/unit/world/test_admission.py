@@ -228,3 +228,13 @@ def test_operands_may_lie_apart_where_the_backend_takes_them_so(
         tensors = {name: each[:, :8] if name == "out" else each for name, each in given.items()}
         with pytest.raises(LayoutError, match="contiguous and packed"):
             admit_tensors(gemm(), tensors, there)
+
+
+def test_weights_of_experts_lie_as_planned(claims: AcceleratorCapabilities) -> None:
+    x, ids, w = ones(3, 8), torch.tensor([[0], [1], [0]]), ones(2, 8, 4)
+    by_columns = w.transpose(1, 2).contiguous().transpose(1, 2)
+    for given, other in ((w, by_columns), (by_columns, w)):
+        plan = dispatch(x, ids, given).plan
+        admit_tensors(plan, {"w": given}, claims)
+        with pytest.raises(LayoutError, match=r"w = .*-major and packed"):
+            admit_tensors(plan, {"w": other}, claims)
