@@ -77,6 +77,10 @@ def test_the_version_of_rdma_core_is_in_the_file_name() -> None:
 
 def test_the_way_to_device_memory() -> None:
     assert "dmabuf" in report.device_memory_status(True, None).detail
+    assert report.device_memory_status(True, None).detail == "by dmabuf"
+    assert (
+        "nvidia_peermem is loaded too" in report.device_memory_status(True, "nvidia_peermem").detail
+    )
     by_module = report.device_memory_status(False, "nvidia_peermem")
     assert by_module.usable
     assert "nvidia_peermem" in by_module.detail
