@@ -121,5 +121,4 @@ def test_other_chunkings_are_others() -> None:
     default = cut("all_gather_gemm", shape, 2, "float16", None)
     found = others(default, "all_gather_gemm", shape, 2, "float16")
     counts = [default.chunks_per_rank, *(other.chunks_per_rank for other in found)]
-    assert len(found) > 1
-    assert len(set(counts)) == len(counts)
+    assert sorted(counts) == [1, 2, 4, 8, 16]  # of 64 tiles, up to all of them in one

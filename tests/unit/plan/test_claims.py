@@ -187,3 +187,9 @@ def test_a_launch_normalises_where_nothing_is_added_behind_it(
         around=Around(bias=bias, norm=Norm(True, 1e-6)),
     )  # fmt: skip
     assert made.norm.step == step
+
+
+@pytest.mark.parametrize("name", ["features", "kind"])
+def test_sizes_of_other_ops_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{name} = 3 .*none: all_gather_gemm takes m, n, k"):
+        planned("all_gather_gemm", {"m": 256, "n": 256, "k": 256, name: 3}, {})
