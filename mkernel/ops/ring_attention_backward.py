@@ -145,6 +145,5 @@ def backward(ctx: Any, of_out: Tensor | None, of_lse: Tensor | None) -> Any:
     *inputs, out, lse = ctx.saved_tensors
     if of_out is None:
         of_out = torch.zeros_like(out)
-    inputs += [None] * (4 - len(inputs))
     found = ops.ring_attention_backward(of_out, of_lse, *inputs, out, lse, **ctx.options)
     return *found, None

@@ -15,7 +15,8 @@ from mkernel.errors import ArgumentError, PeerFailure, Timeout
 from mkernel.world.bootstrap import STORES_HOST
 
 _BEGIN_S = 300.0
-"""What processes and their imports may take longer on one host than on another: as torch waits for its stores."""
+"""What processes and their imports may take longer on one host than on another, as torch has it for its
+stores."""
 _FIRST_PORT, _PORTS = 15000, 15000
 """Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
 

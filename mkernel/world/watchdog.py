@@ -249,12 +249,11 @@ class Watchdog:
         notice: Notice | None = None
         while notice is None:
             ready = [fd for fd, _ in poller.poll(1000 * self._heartbeat_s)]
-            if self._stopping.is_set():
+            if self._stopping.is_set():  # which it is before the wake-up is written
                 return None
             for fd in ready:
-                if fd in self._pidfds:
-                    poller.unregister(fd)
-            notice = self._look([self._pidfds[fd] for fd in ready if fd in self._pidfds])
+                poller.unregister(fd)
+            notice = self._look([self._pidfds[fd] for fd in ready])
         return notice
 
     def _look(self, dead: list[int]) -> Notice | None:

@@ -150,8 +150,10 @@ class Collected:
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()
+        # To close the pipe says nothing while a process that was forked later has a copy of this end.
+        self._pipe.send(None)
         os.waitpid(self._pid, 0)
+        self._pipe.close()
 
 
 class _Server:
@@ -179,8 +181,8 @@ class _Server:
         gc.collect()
         gc.freeze()  # what forks share is not written to
         with contextlib.suppress(EOFError):
-            while True:
-                name, *arguments = self._pipe.recv()
+            while asked := self._pipe.recv():
+                name, *arguments = asked
                 self._pipe.send(getattr(self, f"_{name}")(*arguments))
         return True
 

@@ -61,13 +61,14 @@ from judging import Collected, run_anew
 from mutants import mutants
 tree = Path.cwd()
 name = "code_to_mutate.py"
-collected = Collected(tree, ("test_it.py",), [name])
+collected, another = (Collected(tree, ("test_it.py",), [name]) for _ in range(2))
 lines, seconds = collected.traced()
 for mutant in mutants((tree / name).read_text()):
     tests = sorted({test for line in mutant.lines for test in lines[name].get(line, [])})
     if tests:
         print(mutant, "|", collected.judge(name, mutant, dict.fromkeys(tests, 3.0)))
-collected.close()
+collected.close()  # of the one that the other knows the pipe of
+another.close()
 """
 
 

@@ -196,3 +196,14 @@ def test_a_first_turn_that_loads_libraries_does_not_hold_up_the_others() -> None
     assert leads.before("first") == LONGEST_LEAD_S
     leads.queued("first", 0.001)
     assert leads.before("first") == SHORTEST_LEAD_S
+
+
+def test_a_hosts_time_lasts_as_long_as_the_call() -> None:
+    def call() -> tuple[Tensors, ...]:
+        time.sleep(0.05)
+        return (RESULT,)
+
+    queue: Any = Recorder()
+    began = time.monotonic()
+    timed = CountedLaunch(queue, Meeting(HashStore(), 0, 1), True).time("mkernel", call)
+    assert 0.05 <= timed.seconds <= time.monotonic() - began

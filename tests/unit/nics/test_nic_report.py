@@ -77,7 +77,13 @@ def test_the_version_of_rdma_core_is_in_the_file_name() -> None:
 
 def test_the_way_to_device_memory() -> None:
     assert "dmabuf" in report.device_memory_status(True, None).detail
-    assert "nvidia_peermem" in report.device_memory_status(False, "nvidia_peermem").detail
+    assert report.device_memory_status(True, None).detail == "by dmabuf"
+    assert (
+        "nvidia_peermem is loaded too" in report.device_memory_status(True, "nvidia_peermem").detail
+    )
+    by_module = report.device_memory_status(False, "nvidia_peermem")
+    assert by_module.usable
+    assert "nvidia_peermem" in by_module.detail
     neither = report.device_memory_status(False, None)
     assert not neither.usable
     assert "dmabuf" in neither.remedy
@@ -127,3 +133,22 @@ def test_a_library_of_unknown_version_is_none_the_worse() -> None:
     assert (known.usable, known.detail.split()[0]) == (True, "44")
     assert unknown.usable
     assert "version unknown" in unknown.detail
+
+
+def test_the_first_gid_is_one() -> None:
+    found = status(replace(Device(), gid_index=0))
+    assert found.usable
+    assert "GID 0 10.0.0.1" in found.detail
+
+
+def test_as_much_locked_memory_as_it_takes_is_enough() -> None:
+    assert report.locked_memory_status(report._LOCKED_BYTES).usable
+    assert not report.locked_memory_status(report._LOCKED_BYTES - 1).usable
+
+
+def test_ports_of_other_backends_have_no_row() -> None:
+    def abilities(verbs: str, nic: Nic) -> tuple[str, Status | None]:
+        return "all", None
+
+    assert report.details("soft", lambda nic: False, abilities) == ()
+    assert len(report.details("soft", lambda nic: True, abilities)) == 1

@@ -13,7 +13,16 @@ from torch.library import opcheck
 
 import mkernel
 from mkernel.errors import ArgumentError, ShapeError
-from mkernel.ops import all_reduce, gemm_all_reduce, moe_gemm_combine, replicated, ring_attention
+from mkernel.ops import (
+    all_reduce,
+    checkpointing,
+    gemm_all_reduce,
+    inductor,
+    moe_gemm_combine,
+    registration,
+    replicated,
+    ring_attention,
+)
 
 E4M3 = torch.float8_e4m3fn
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -158,3 +167,20 @@ def test_compiled_calls_are_the_same(grad: bool) -> None:
     if grad:
         gradients = [torch.autograd.grad(found[0].sum(), (a, b)) for found in (eager, compiled)]
         torch.testing.assert_close(*gradients)
+
+
+def test_who_asks_for_a_result_of_an_op_may_be_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor is told of the order of ops before it lowers one, and regions that this torch compiles
+    wrongly are refused before they are."""
+    asked: list[str] = []
+    monkeypatch.setattr(inductor, "teach", lambda: asked.append("taught"))
+    monkeypatch.setattr(checkpointing, "refuse_tagged", lambda: asked.append("looked"))
+    fake = registration._asked(lambda *given, **named: asked.append(f"{given} {named}"))
+    fake(1, group="x")
+    assert asked == ["taught", "looked", "(1,) {'group': 'x'}"]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="it is not known of older ones")
+def test_the_inductor_that_was_tried_keeps_the_order() -> None:
+    """Else tests of compiled programs would be skipped (tests/torch/conftest.py)."""
+    assert inductor.keeps_order()

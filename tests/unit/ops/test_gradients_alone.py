@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import mkernel
+from mkernel.ops.registration import ops
+from mkernel.world.world import World
 
 IDS = torch.tensor([[0, 1], [1, -1], [0, 0]])
 OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
@@ -203,3 +205,14 @@ def test_plans_of_gradients_are_of_the_call_s_sizes(monkeypatch: pytest.MonkeyPa
         q = (q.transpose(1, 2) if layout == "positions" else q).requires_grad_()
         mkernel.ring_attention(q, q, q).sum().backward()
         assert plans["ring_attention_backward"].layout == layout
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_registered_attention_without_documents(alone: World, eager: bool) -> None:
+    """``cu_seqlens`` may be left out, of torch's op too."""
+    q, k, v = (torch.randn(1, 2, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    called = ops.ring_attention if eager else torch.ops.mkernel.ring_attention
+    out, _ = called(q, k, v, causal=True, group=alone.name)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), (q, k, v)))

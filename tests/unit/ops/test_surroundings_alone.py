@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import mkernel
 from mkernel.errors import ArgumentError
+from mkernel.plan.model import LaunchPlan
+from mkernel.world.world import World
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,71 @@ def test_a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
     square = DTensor.from_local(a, DeviceMesh("cpu", [[0]]), [Shard(0), Shard(0)])
     with pytest.raises(ArgumentError, match="a 1-D mesh"):
         mkernel.all_gather_gemm(square, a)
+
+
+@pytest.fixture
+def launched(alone: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[LaunchPlan, set[str]]]:
+    """Of a backend that adds biases and normalises by itself: the plans, and names of the tensors, that
+    it was asked to launch."""
+    claims = alone.accelerator.capabilities().model_copy(
+        update={"adds_bias": True, "adds_norm": True}
+    )
+    monkeypatch.setattr(alone.accelerator, "capabilities", lambda: claims)
+    asked: list[tuple[LaunchPlan, set[str]]] = []
+    monkeypatch.setattr(alone, "run", lambda plan, tensors, **_: asked.append((plan, set(tensors))))
+    return asked
+
+
+def test_what_a_launch_does_itself_it_gets(launched: list[tuple[LaunchPlan, set[str]]]) -> None:
+    """And nothing is done to its results."""
+    x, weight = torch.randn(6, 40), torch.randn(40)
+    norm = {"norm_weight", "residual", "residual_out"}
+    for call, given in (
+        (lambda: mkernel.all_reduce(x, norm_weight=weight, residual=x), {"x"} | norm),
+        (
+            lambda: mkernel.gemm_all_reduce(x, torch.ones(40, 40), norm_weight=weight, residual=x),
+            {"a", "b"} | norm,
+        ),
+        (lambda: mkernel.gemm_all_reduce(x, torch.ones(40, 40), bias=weight), {"a", "b", "bias"}),
+        (lambda: mkernel.gemm_all_reduce(x, torch.ones(40, 40)), {"a", "b"}),
+    ):
+        call()
+        plan, names = launched.pop()
+        assert names == given | {"out"}
+        assert plan.bias == ("launch" if "bias" in given else None)
+        assert (plan.norm is not None and plan.norm.step == "launch") == ("residual" in given)
+
+
+@pytest.mark.parametrize(
+    ("op", "biased"), [("all_reduce", False), ("gemm_all_reduce", False), ("gemm_all_reduce", True)]
+)
+def test_what_a_launch_does_not_do_the_op_does(
+    op: str, biased: bool, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = alone.accelerator.capabilities().model_copy(
+        update={"adds_bias": False, "adds_norm": False}
+    )
+    monkeypatch.setattr(alone.accelerator, "capabilities", lambda: claims)
+    x, weight, bias = torch.randn(6, 56), torch.randn(56), torch.randn(56)
+    operands = (x,) if op == "all_reduce" else (x, torch.eye(56))
+    options = {"bias": bias} if biased else {}
+    wanted = x + x + (bias if biased else 0)
+    torch.testing.assert_close(getattr(mkernel, op)(*operands, **options), wanted - x)
+    found, new = getattr(mkernel, op)(
+        *operands, norm_weight=weight, residual=x, eps=0.25, **options
+    )
+    torch.testing.assert_close(new, wanted)
+    scale = (wanted.square().mean(1, keepdim=True) + 0.25).rsqrt()
+    torch.testing.assert_close(found, wanted * scale * weight)
+
+
+def test_a_scattered_bias_is_packed_for_the_launch(
+    launched: list[tuple[LaunchPlan, set[str]]],
+) -> None:
+    a, b, bias = torch.randn(6, 40), torch.randn(40, 24), torch.randn(48)
+    for given, copied in ((bias[::2], True), (bias[:24], False)):
+        mkernel.gemm_all_reduce(a, b, bias=given)
+        assert ("bias" in launched.pop()[0].copies) == copied
 
 
 E4M3 = torch.float8_e4m3fn

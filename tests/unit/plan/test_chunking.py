@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mkernel.plan.chunking import chunking, other_row_chunks, row_chunk, rows_of_a_rank
+from mkernel.plan.chunking import (
+    chunking,
+    cut,
+    other_row_chunks,
+    others,
+    row_chunk,
+    rows_of_a_rank,
+)
 from mkernel.plan.model import AttentionShape, CombineShape, DtypeName, GemmShape
 from mkernel.plan.order import ConsumptionOrder, Runs
 
@@ -107,3 +114,11 @@ def test_every_rank_has_its_part_of_a_sequence_and_all_of_its_tokens() -> None:
     tokens = CombineShape(tokens=32, features=40, experts=8, top_k=2)
     rows = GemmShape(m=66, n=8, k=8)
     assert [rows_of_a_rank(shape, 4) for shape in (sequence, tokens, rows)] == [16, 32, 17]
+
+
+def test_other_chunkings_are_others() -> None:
+    shape = GemmShape(m=4096, n=1024, k=1024)
+    default = cut("all_gather_gemm", shape, 2, "float16", None)
+    found = others(default, "all_gather_gemm", shape, 2, "float16")
+    counts = [default.chunks_per_rank, *(other.chunks_per_rank for other in found)]
+    assert sorted(counts) == [1, 2, 4, 8, 16]  # of 64 tiles, up to all of them in one

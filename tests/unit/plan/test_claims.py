@@ -8,8 +8,8 @@ import pytest
 from plan_worlds import CAPABILITIES, explained
 
 from mkernel.backends import registry
-from mkernel.errors import ArgumentError, ShapeError
-from mkernel.plan.around import Around
+from mkernel.errors import ArgumentError, LayoutError, ShapeError
+from mkernel.plan.around import Around, Norm
 from mkernel.plan.model import E4M3, AttentionShape, Scales, first_difference
 from mkernel.plan.scales import BLOCK, scale_sizes
 from mkernel.plan.shapes import GEMMS, takes
@@ -153,3 +153,43 @@ def test_an_accelerator_takes_products_and_sums_of_its_dtypes(op: str) -> None:
 def test_experts_have_one_accelerator_whatever_their_dtype() -> None:
     hopper = registry.accelerator("hopper").capabilities()
     assert takes(hopper, "moe_dispatch_gemm", {}, 2, "float32")
+
+
+def test_operands_of_e4m3_lie_as_matrix_units_read_them() -> None:
+    with pytest.raises(LayoutError, match=r"b = row-major .*K-major"):
+        planned(
+            "all_gather_gemm", {"m": 256, "n": 256, "k": 256}, {"scale_modes": ("row",)},
+            dtype=E4M3, b_layout="row", around=Around(scales=Scales(mode="row")),
+        )  # fmt: skip
+
+
+def test_attention_lies_as_it_is_claimed() -> None:
+    sizes = {**ATTENTION, "layout": "positions"}
+    with pytest.raises(LayoutError, match=r"layout = 'positions' .*one of: heads"):
+        planned("ring_attention", sizes, {"attention_layouts": ("heads",)})
+    claims = {"attention_layouts": ("heads", "positions")}
+    assert planned("ring_attention", sizes, claims).shape.layout == "positions"
+
+
+@pytest.mark.parametrize(
+    ("adds_bias", "adds_norm", "bias", "step"),
+    [
+        (True, True, True, "launch"), (False, True, False, "launch"),
+        (False, True, True, "after"), (True, False, False, "after"), (False, False, True, "after"),
+    ],
+)  # fmt: skip
+def test_a_launch_normalises_where_nothing_is_added_behind_it(
+    adds_bias: bool, adds_norm: bool, bias: bool, step: str
+) -> None:
+    made = planned(
+        "gemm_all_reduce", {"m": 256, "n": 256, "k": 256},
+        {"adds_bias": adds_bias, "adds_norm": adds_norm},
+        around=Around(bias=bias, norm=Norm(True, 1e-6)),
+    )  # fmt: skip
+    assert made.norm.step == step
+
+
+@pytest.mark.parametrize("name", ["features", "kind"])
+def test_sizes_of_other_ops_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{name} = 3 .*none: all_gather_gemm takes m, n, k"):
+        planned("all_gather_gemm", {"m": 256, "n": 256, "k": 256, name: 3}, {})

@@ -221,6 +221,18 @@ def test_what_a_gather_exposes_is_what_local_rows_do_not_cover(late_us: float) -
     assert found.sequential_us == pytest.approx(compute_us + found.comm_us)
 
 
+def test_a_gather_whose_first_chunk_comes_in_time_exposes_nothing() -> None:
+    """The others take longer than local rows, and come while that one is worked on."""
+    constants = ROUND.model_copy(update={"p2p_gbs": 2.5})
+    made = main_job(1, 2, m=8192, n=24 * 256, k=256, constants=constants)
+    found = times_of(made, p2p_gbs=2.5)
+    cut = made.pipeline.chunking
+    assert cut is not None
+    assert cut.chunks_per_rank == 8
+    assert found.comm_us / 8 < found.compute_us / 2 < found.comm_us < 0.9 * found.compute_us
+    assert found.pipelined_us == pytest.approx(found.compute_us)
+
+
 def test_blocks_are_shared_by_neighbours_and_all_other_nodes_together() -> None:
     """Two nodes of three ranks: a rank's blocks serve two neighbours and the other node, which gets
     three ranks' bytes and a signal with each. Their time is what a message costs, and that the

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from devices import gpu, nic, node
 from devices import world as many
@@ -10,6 +13,7 @@ from rich.console import Console, RenderableType
 
 from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.plan import render
+from mkernel.plan.model import GemmShape, SumShape
 from mkernel.topology.model import Topology
 
 
@@ -98,3 +102,65 @@ def test_ranges(numbers: set[int]) -> None:
 
 def test_values_are_shown_as_words() -> None:
     assert [render._word(value) for value in (None, True, False, 3)] == ["none", "yes", "no", "3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "emulated", "shown"),
+    [
+        ("H100", "cuda", False, "H100 (cuda)"),
+        ("cuda device", "cuda", False, "cuda device"),
+        ("H100", "cuda", True, "H100 (cuda, simulated)"),
+        ("simulated cuda", "cuda", True, "simulated cuda"),
+        ("host cuda", "cuda", True, "host cuda"),
+    ],
+)
+def test_a_simulated_device_is_said_to_be_one(
+    name: str, kind: str, emulated: bool, shown: str
+) -> None:
+    device = gpu(0, kind=kind, name=name).model_copy(update={"emulated": emulated})
+    assert render.accelerator_name(device) == shown
+
+
+def test_what_a_node_has_not_is_said() -> None:
+    for accelerators, nics in (((), (nic(0),)), ((gpu(0),), ()), ((gpu(0),), (nic(0),))):
+        text = "\n".join(lines(render.topology(many(node(accelerators, nics)))))
+        assert ("no accelerator" in text, "no NIC" in text) == (not accelerators, not nics)
+
+
+def test_ops_that_are_no_products_show_their_sizes_by_name() -> None:
+    made: Any = SimpleNamespace(shape=SumShape(m=64, n=32))
+    assert render.sizes(made) == "m 64, n 32"
+    made.shape = GemmShape(m=64, n=32, k=16)
+    assert render.sizes(made) == "M 64 x N 32 x K 16"
+
+
+@pytest.mark.parametrize("stripe", [None, 4096])
+def test_how_puts_lie_on_ports(stripe: int | None) -> None:
+    nics: Any = SimpleNamespace(queue_pairs=4, small_puts="in turn", stripe_bytes=stripe)
+    routes: Any = SimpleNamespace(
+        classes=[SimpleNamespace(rails=[0, 1]), SimpleNamespace(rails=[])]
+    )
+    behind = "; puts in turn, on all from 4096 bytes on" if stripe else ""
+    assert render._lanes(nics, routes) == f"2 rails x 4 queue pairs a peer{behind}"
+
+
+def test_nodes_are_shown_as_far_as_there_is_room() -> None:
+    small = node((gpu(0),), ())
+    text = "\n".join(lines(render.topology(many(small, small))))
+    assert "more nodes" not in text
+    assert "node 1" in text
+    large = node(tuple(gpu(i, name=f"model {i}") for i in range(20)))
+    text = "\n".join(lines(render.topology(many(large, small))))
+    assert "model 0" in text
+    assert "and 1 more nodes" in text
+
+
+@pytest.mark.parametrize("links", [(), ("a NIC", "a switch")])
+def test_a_simulation_names_its_busiest_links(links: tuple[str, ...]) -> None:
+    found: Any = SimpleNamespace(
+        time_us=9.0, floor_us=5.0, exchange="direct", constants="modelled", compute_us=5.0,
+        communication_us=7.0, exposed_us=4.0, simulated_ranks=2, messages=3,
+        links=[SimpleNamespace(name=name, utilization=0.5) for name in links],
+    )  # fmt: skip
+    text = "\n".join(lines(render.simulation(found)))
+    assert ("a NIC 50 %; a switch 50 %" in text, "none" in text) == (bool(links), not links)

@@ -17,6 +17,7 @@ from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.planner import Planned
 from mkernel.plan.predict import payloads
+from mkernel.plan.scaling import points
 from mkernel.plan.simulate import MESSAGES, Simulation, trace
 from mkernel.plan.simulate import simulate as simulate_pipeline
 from mkernel.plan.waves import ends_us
@@ -242,6 +243,26 @@ def test_links_of_each_side_carry_what_its_nodes_send_or_receive() -> None:
     assert sides == [1 + flow.src_links, len(flow.links) - flow.src_links]
     assert flow.src_links
     assert sides[1]
+
+
+def test_a_sender_signals_each_node_that_it_sends_to() -> None:
+    made = planned(2, 2)
+    constants = FREE.model_copy(update={"signal_us": 5.0})
+    src, dst = SimulatedRank(0, 0), SimulatedRank(len(made.plan.placement.sites) - 1, 0)
+    place = OrderPlace(1, 0, 0, 1)
+    calls = CallMessages(made.plan, made.pipeline, constants, chunks=1)
+    took = [
+        sum(way[0][1] for way in calls.send(src, dst, 0.0, weight, place).subflows)
+        for weight in ((1.0, 1.0), (3.0, 1.0), (1.0, 3.0))
+    ]
+    assert took[0] > 0
+    assert took == pytest.approx([took[0], 3 * took[0], took[0]])
+
+
+def test_worlds_grow_by_twos_up_to_the_most() -> None:
+    for most, nodes in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])):
+        found = list(points(lambda count: planned(count, 1, m=1536), FREE, most))
+        assert [point.nodes for point in found] == [point.ranks for point in found] == nodes
 
 
 def test_sums_go_home_when_all_of_their_terms_are_there() -> None:

@@ -246,3 +246,16 @@ def test_a_device_of_one_port_is_called_as_itself(tmp_path: Path) -> None:
 )
 def test_speeds_of_links(text: str, gbs: float | None) -> None:
     assert hwloc._gbs(Element("object", {"pci_link_speed": text}, 1)) == gbs
+
+
+def test_links_of_ports_above_a_device(tmp_path: Path) -> None:
+    port = (
+        '<object type="Bridge" bridge_type="1-1" pci_busid="0000:{}:00.0" '
+        'pci_type="0604 [1000:c030] [0000:0000] 00" pci_link_speed="{}">{}</object>'
+    )
+    card = function("03:00.0", "0200 [15b3:1021]", rdma("mlx5_0"))
+    inside = port.format("01", "31.5", port.format("02", "15.75", card))
+    node = found(tmp_path, HOST.format(inside)).topology.nodes[0]
+    links = {bridge.id: bridge.pcie_gbs for bridge in node.bridges}
+    assert links == {"0000:01:00.0": 31.5, "0000:02:00.0": 15.75}
+    assert node.nics[0].pci_path == ("pci0000:00", *links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from mkernel.ops import ring_attention
 from mkernel.ops.all_gather_gemm import OP
 from mkernel.ops.moe import dispatch
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import (
+    AttentionShape,
+    GemmCombineShape,
+    GemmShape,
+    LaunchPlan,
+    MoeShape,
+    NormStep,
+    Scales,
+    SumShape,
+)
 from mkernel.world.admission import admit_tensors, planned_tensors
 
 
@@ -114,3 +124,117 @@ def test_rows_of_experts_are_as_many_as_there_are(claims: AcceleratorCapabilitie
             admit_tensors(plan, {name: wrong}, claims)
     with pytest.raises(DtypeError, match="topk_ids = "):
         admit_tensors(plan, {"topk_ids": ids.float()}, claims)
+
+
+def planned_of_two(op: str, shape: Any, **changes: Any) -> Any:
+    """What a plan of two ranks has."""
+    plan: Any = SimpleNamespace(
+        op=op, shape=shape, world_size=2, dtype="float16", out_dtype="bfloat16", sums="float32",
+        bias=None, norm=None, scales=None,
+    )  # fmt: skip
+    vars(plan).update(changes)
+    return planned_tensors(plan)
+
+
+def of_two_ranks(op: str, shape: Any, **changes: Any) -> dict[str, tuple[int | None, ...]]:
+    """Shapes of its tensors."""
+    found = planned_of_two(op, shape, **changes)
+    return {name: wanted.shape for name, wanted in found.items()}
+
+
+PRODUCT = GemmShape(m=256, n=96, k=384)
+GATHER: dict[str, tuple[int, ...]] = {
+    "a": (128, 384), "b": (384, 96), "out": (256, 96), "gathered": (256, 384)
+}  # fmt: skip
+
+
+def test_products_of_two_ranks() -> None:
+    scattered = {"a": (256, 384), "b": (384, 96), "out": (128, 96)}
+    assert of_two_ranks("all_gather_gemm", PRODUCT) == GATHER
+    assert of_two_ranks("gemm_reduce_scatter", PRODUCT) == scattered
+    assert of_two_ranks("gemm_all_reduce", PRODUCT) == scattered | {"out": (256, 96)}
+
+
+def test_a_launch_takes_the_bias_that_it_adds() -> None:
+    assert of_two_ranks("all_gather_gemm", PRODUCT, bias="launch") == GATHER | {"bias": (96,)}
+    assert of_two_ranks("all_gather_gemm", PRODUCT, bias="after") == GATHER
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"), [("gemm_all_reduce", PRODUCT), ("all_reduce", SumShape(m=256, n=96))]
+)
+def test_a_launch_that_normalises_takes_the_weight(op: str, shape: Any) -> None:
+    plain = of_two_ranks(op, shape)
+    after = NormStep(step="after", residual=True, eps=1e-6)
+    assert of_two_ranks(op, shape, norm=after) == plain
+    alone = plain | {"norm_weight": (96,), "residual_out": (256, 96)}
+    launch = NormStep(step="launch", residual=False, eps=1e-6)
+    assert of_two_ranks(op, shape, norm=launch) == alone
+    both = NormStep(step="launch", residual=True, eps=1e-6)
+    assert of_two_ranks(op, shape, norm=both) == alone | {"residual": (256, 96)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_a", "of_b", "gathered"),
+    [
+        ("tensor", (1, 1), (1, 1), (2, 1)),
+        ("row", (128, 1), (1, 96), (256, 1)),
+        ("block", (128, 3), (3, 1), (256, 3)),
+    ],
+)
+def test_scales_of_two_ranks(
+    mode: Any, of_a: tuple[int, int], of_b: tuple[int, int], gathered: tuple[int, int]
+) -> None:
+    found = of_two_ranks("all_gather_gemm", PRODUCT, scales=Scales(mode=mode))
+    assert found == GATHER | {"a_scale": of_a, "b_scale": of_b, "gathered_scale": gathered}
+
+
+EXPERTS = MoeShape(tokens=3, hidden=8, features=4, experts=6, top_k=2)
+HOME = GemmCombineShape(tokens=3, hidden=8, features=4, experts=6, top_k=2, partial_dtype="float32")
+
+
+def test_attention_and_experts_of_two_ranks() -> None:
+    shape = AttentionShape(batch=1, heads=4, kv_heads=2, sequence=12, head_dim=8, causal=False)
+    found = of_two_ranks("ring_attention", shape)
+    assert (found["q"], found["k"], found["lse"]) == ((1, 4, 6, 8), (1, 2, 6, 8), (1, 4, 6))
+    assert of_two_ranks("moe_dispatch_gemm", EXPERTS)["w"] == (3, 8, 4)
+    assert of_two_ranks("moe_gemm_combine", HOME)["w2"] == (3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "stored"),
+    [
+        ("all_gather_gemm", PRODUCT, {"b", "b_scale"}),
+        ("moe_dispatch_gemm", EXPERTS, {"w", "grad_w"}),
+        ("moe_gemm_combine", HOME, {"w2", "grad_w2"}),
+    ],
+)
+def test_weights_and_their_scales_lie_as_the_layout_says(
+    op: str, shape: Any, stored: set[str]
+) -> None:
+    found = planned_of_two(op, shape, scales=Scales(mode="row"))
+    assert {name for name, wanted in found.items() if wanted.stored} == stored
+
+
+def test_operands_may_lie_apart_where_the_backend_takes_them_so(
+    claims: AcceleratorCapabilities,
+) -> None:
+    """Rows begin at whole steps then, and only of what the backend reads."""
+    apart, odd = ones(4, 32)[:, :16], ones(4, 17)[:, :16]
+    assert not set(claims.takes_pitched("all_gather_gemm")) & {"a", "out"}
+    takes = claims.model_copy(update={"pitched": ("a", "b"), "alignment_bytes": 16})
+    admit_tensors(gemm(), {"a": apart}, takes)
+    for given, there in (({"a": odd}, takes), ({"a": apart}, claims), ({"out": apart}, takes)):
+        tensors = {name: each[:, :8] if name == "out" else each for name, each in given.items()}
+        with pytest.raises(LayoutError, match="contiguous and packed"):
+            admit_tensors(gemm(), tensors, there)
+
+
+def test_weights_of_experts_lie_as_planned(claims: AcceleratorCapabilities) -> None:
+    x, ids, w = ones(3, 8), torch.tensor([[0], [1], [0]]), ones(2, 8, 4)
+    by_columns = w.transpose(1, 2).contiguous().transpose(1, 2)
+    for given, other in ((w, by_columns), (by_columns, w)):
+        plan = dispatch(x, ids, given).plan
+        admit_tensors(plan, {"w": given}, claims)
+        with pytest.raises(LayoutError, match=r"w = .*-major and packed"):
+            admit_tensors(plan, {"w": other}, claims)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import mkernel
 from mkernel.backends import registry
@@ -16,9 +17,11 @@ from mkernel.errors import (
     ArgumentError,
     BackendUnavailable,
     NotInitialized,
+    ShapeError,
     UnknownBackend,
 )
 from mkernel.ops.all_gather_gemm import OP as GATHER
+from mkernel.world.lifecycle import join
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +128,67 @@ def test_a_companion_that_two_threads_want_at_once_is_opened_once() -> None:
         assert torch.equal(mkernel.all_reduce(x), x)  # type: ignore[arg-type]
     assert len(opened) == 1
     assert mkernel.stats().calls == {"all_reduce": 2}
+
+
+def test_a_plan_is_not_launched_on_other_tensors() -> None:
+    """Of another world too, which has planned nothing."""
+    a, b = torch.ones(2, 8), torch.ones(8, 8)
+    mkernel.init(accelerator="streams")
+    plan = GATHER.call(a, b).plan
+    mkernel.finalize()
+    world = mkernel.init(accelerator="streams")
+    with pytest.raises(ShapeError, match=r"a = .* as planned"):
+        world.run(plan, {"a": torch.ones(3, 8), "b": b, "out": torch.empty(2, 8)})
+    assert world.statistics().errors == 1
+    world.run(plan, {"a": a, "b": b, "out": torch.empty(2, 8)})
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_backend_that_was_opened_is_closed(opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(registry.accelerator("streams"))
+    seen: list[Any] = []
+    open_, close = kind.open, kind.close
+
+    def opened(self: Any, device: Any) -> None:
+        if not opens:
+            raise OSError("no such device")
+        seen.append(device.id)
+        open_(self, device)
+
+    def closed(self: Any, limit_s: float) -> bool:
+        seen.append("closed")
+        return close(self, limit_s)
+
+    monkeypatch.setattr(kind, "open", opened)
+    monkeypatch.setattr(kind, "close", closed)
+    if opens:
+        device = mkernel.init(accelerator="streams").map.placement[0].accelerator
+        mkernel.finalize()
+        assert seen == [device, "closed"]
+    else:
+        with pytest.raises(OSError, match="no such device"):
+            mkernel.init(accelerator="streams")
+        assert seen == []
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_world_that_is_named_ends_or_all_do(named: bool) -> None:
+    world = mkernel.init(accelerator="streams")
+    stores = HashStore(), HashStore()
+    other = join(world.identity, world.backends, world.settings, stores, "other")
+    mkernel.finalize(group=other if named else None)
+    assert (world.ended, other.ended) == (not named, True)
+
+
+def test_stores_that_are_given_come_before_the_programs_group() -> None:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        assert mkernel.init(accelerator="streams").name == group.group_name
+        mkernel.finalize()
+        given = mkernel.init(accelerator="streams", stores=(HashStore(), HashStore()))
+        assert given.name.startswith("mkernel:")
+        mkernel.finalize()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -8,8 +8,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mkernel.errors import PeerFailure, Timeout
-from mkernel.world.bootstrap import Bootstrap
+from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
+from mkernel.world.bootstrap import Bootstrap, wait_for
 
 
 @pytest.fixture
@@ -75,3 +75,31 @@ def test_a_rank_that_left_without_a_word_ends_the_wait(store: HashStore) -> None
 
     with pytest.raises(PeerFailure, match="rank 0"):
         Bootstrap(store).collect("x", range(1), 5, look)
+
+
+def test_what_is_forgotten_is_not_there(store: HashStore) -> None:
+    bootstrap = Bootstrap(store)
+    bootstrap.publish("key", 1)
+    bootstrap.forget("key")
+    assert bootstrap.peek("key") is None
+    bootstrap.forget("key")
+
+
+def test_what_is_no_message_is_a_strangers_and_told(store: HashStore) -> None:
+    told: list[WorldError] = []
+    bootstrap = Bootstrap(store, tell=told.append)
+    store.set("key", bootstrap._sealing.close("key", b"no JSON"))  # type: ignore[arg-type]
+    with pytest.raises(Untrusted, match="'key' is not JSON") as raised:
+        bootstrap.peek("key")
+    assert told == [raised.value]
+
+
+def test_pauses_grow_up_to_a_hundredth_of_a_second() -> None:
+    """So that a rank that comes is soon seen, and a deadline not long overstepped."""
+    paused: list[float] = []
+
+    def look(missing: set[int]) -> dict[int, str]:
+        return {0: "there"} if len(paused) == 7 else {}
+
+    wait_for(look, [0], 3600.0, lambda missing: None, "late", paused.append)
+    assert paused == [0.0005, 0.001, 0.002, 0.004, 0.008, 0.01, 0.01]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 
 from mkernel.errors import ArgumentError, Timeout
 from mkernel.world import environment as module
@@ -107,3 +108,16 @@ def test_ranks_that_do_not_come_are_waited_for_up_to_the_deadline(
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(Timeout, match=r"not all 2 ranks came .*MKERNEL_TIMEOUT_S raises"):
         rendezvous(Started(0, 2, 2, "env://"), 1.0)
+
+
+def test_any_port_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = object(), object()
+    stores = iter(found)
+    monkeypatch.setattr(
+        torch.distributed,
+        "rendezvous",
+        lambda url, rank, size, timeout: iter([(next(stores), rank, size)]),
+    )
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "65535")
+    assert rendezvous(Started(0, 2, 2, "env://"), 1.0) == found

@@ -49,3 +49,21 @@ def test_each_time_has_keys_of_its_own_and_all_but_the_last_two_are_forgotten() 
     ]  # fmt: skip
     assert [key for what, key in log if what == "forget"] == ["plan/0/1", "plan/1/1"]
     assert [key for what, key in log if what == "collect"][-1] == "plan/3"
+
+
+def test_a_barrier_waits_for_the_others_and_names_them() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def collect(key: str, ranks: Any, timeout_s: float, check: Any, late: str) -> dict[int, bool]:
+        seen.append((key, late))
+        return {}
+
+    bootstrap = SimpleNamespace(
+        publish=lambda key, value: seen.append((key, repr(value))), collect=collect
+    )
+    failure: Any = SimpleNamespace(
+        rank=1, size=2, bootstrap=bootstrap, timeout_s=7.0, check_peers=None
+    )
+    Exchange(failure).barrier()
+    late = "ranks {missing} did not come to a barrier, or to the end"
+    assert seen == [("barrier/0/1", "True"), ("barrier/0", late)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore
 
+from mkernel import failure_record
 from mkernel.backends.transport import _transport
-from mkernel.errors import PeerFailure, Timeout
+from mkernel.errors import ArgumentError, NicError, PeerFailure, Timeout
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.watchdog import Notice
 
@@ -75,3 +78,75 @@ def test_a_watchdog_that_is_behind_is_not_waited_for(behind: bool) -> None:
     monitor._alarm.publish_first("abort", told.to_json())
     with pytest.raises(Timeout, match="rank 0 did not come") if behind else nullcontext():
         monitor.look_if_behind()
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The records of failures, none of which reaches a file."""
+    records: list[dict[str, Any]] = []
+
+    def keep(record: dict[str, Any]) -> Path:
+        records.append(record)
+        return Path("record.json")
+
+    monkeypatch.setattr(failure_record, "keep", keep)
+    return records
+
+
+def alone() -> FailureMonitor:
+    store = HashStore()
+    return FailureMonitor(0, 2, 5.0, (store, store), bytes(32))
+
+
+def test_a_failure_is_kept_as_soon_as_it_is_heard_of(kept: list[dict[str, Any]]) -> None:
+    """Not only where it is raised: a rank that makes no more call keeps it too."""
+    monitor = alone()
+    assert monitor._keep() == "", "nothing has failed"
+    assert kept == []
+    monitor = alone()
+    notice = Notice("PeerFailure", 1, "rank 1 died", {})
+    monitor.take(notice)
+    assert [record["failure"] for record in kept] == [notice.to_json()]
+    monitor.take(notice)
+    assert len(kept) == 1
+
+
+def test_what_the_user_wanted_is_no_failure(kept: list[dict[str, Any]]) -> None:
+    monitor = alone()
+    monitor.take(Notice("Cancelled", 1, "rank 1 was stopped by its user", {}))
+    assert kept == []
+
+
+def test_what_a_failure_led_to_is_not_its_cause(kept: list[dict[str, Any]]) -> None:
+    """Memory of a peer that is gone, or the connection to it. What the caller did wrong is his."""
+    monitor = alone()
+    monitor.raise_first_cause(OSError("nothing was heard of yet"))
+    monitor.take(Notice("PeerFailure", 1, "rank 1 died", {}))
+    for echo in (OSError("gone"), Timeout("late"), NicError("lost", peer=1)):
+        with pytest.raises(PeerFailure, match="rank 1 died"):
+            monitor.raise_first_cause(echo)
+    for own in (ArgumentError("a", 1, "2"), KeyboardInterrupt(), PeerFailure("rank 1 died", 1)):
+        monitor.raise_first_cause(own)
+
+
+def test_an_own_failure_is_told_as_long_as_nobody_told_one(kept: list[dict[str, Any]]) -> None:
+    monitor = alone()
+    assert monitor._own_notice() is None
+    who = _transport.Diagnosis()
+    who.peer = 1
+    recorded = (_transport.AbortCode.peer_failure, who)
+    monitor.accelerators.append(Mock(failure=lambda: recorded))
+    found = monitor._own_notice()
+    assert found is not None
+    assert (found.kind, found.rank) == ("PeerFailure", 1)
+    monitor.take(found)
+    assert monitor._own_notice() is None
+
+
+@pytest.mark.parametrize("waited", ["", "stream 3 waits for rank 1"])
+def test_a_time_out_says_what_else_waited(waited: str) -> None:
+    monitor = alone()
+    monitor.accelerators += [Mock(at_deadline=lambda: ""), Mock(at_deadline=lambda: waited)]
+    late = monitor._local_error(_transport.AbortCode.timeout, _transport.Diagnosis())
+    behind = f"; all that waited on rank 0 then: {waited}" if waited else "raises the limit)"
+    assert str(late).endswith(behind)

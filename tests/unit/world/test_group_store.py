@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from mkernel.errors import PeerFailure, Timeout, Unsupported, Untrusted
 from mkernel.world.bootstrap import Bootstrap
-from mkernel.world.group_store import GroupStore
+from mkernel.world.group_store import GroupStore, innermost
 
 
 def stores(raw: HashStore, secret: bytes = b"secret") -> tuple[GroupStore, PrefixStore]:
@@ -82,3 +82,14 @@ def test_counters_are_refused() -> None:
     _own, torchs = stores(HashStore())
     with pytest.raises(Unsupported, match="counter"):
         torchs.add("count", 1)
+
+
+def test_who_clones_it_gets_it_itself() -> None:
+    own, _torchs = stores(HashStore())
+    assert own.clone() is own
+
+
+def test_the_store_inside_of_prefixes() -> None:
+    raw = HashStore()
+    for each in (raw, PrefixStore("a", raw), PrefixStore("b", PrefixStore("a", raw))):
+        assert isinstance(innermost(each), HashStore)

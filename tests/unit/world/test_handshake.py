@@ -164,3 +164,15 @@ def test_a_memory_that_holds_something_else(held: str) -> None:
         world_key(store, 1, 2, name="tp", one_host=True, settings=Settings())
     offered.close()
     os.close(memory)
+
+
+def test_of_the_offer_nothing_is_left() -> None:
+    """Neither descriptors nor the secret: who comes later finds nobody."""
+    keys([""] * 2, one_host=True)  # what the first offer of a process makes stays
+    before = set(os.listdir("/proc/self/fd"))
+    store = HashStore()
+    assert len(set(keys([""] * 2, store, one_host=True))) == 1
+    address: Any = Bootstrap(store).peek("secret/0")
+    with pytest.raises(OSError, match=r"."):
+        fd_exchange.fetch(address, 1.0)
+    assert set(os.listdir("/proc/self/fd")) == before

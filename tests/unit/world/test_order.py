@@ -226,3 +226,15 @@ def test_a_world_that_has_ended_is_not_waited_for(worlds: Worlds) -> None:
     worlds.world("one").leave()
     worlds.world("other")
     assert worlds.drained == []
+
+
+def test_a_call_from_before_a_world_began_is_not_followed(worlds: Worlds) -> None:
+    """Nobody noted what the one that stayed alone has queued since."""
+    one, other = worlds.world("one"), worlds.world("other")
+    worlds.call(one, Stream("a"))
+    one.leave()
+    worlds.world("third")
+    later = Stream("b")
+    worlds.call(other, later)
+    assert worlds.drained == ["one", "other"]
+    assert later.waits == []

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup, distributed_c10d
 
+from mkernel.world import process_group
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.group_store import GroupStore
-from mkernel.world.process_group import open_group
+from mkernel.world.process_group import _Groups, _loopback, open_group
 
 _FROM_LOOPBACK = re.compile(rb"(\x02\x00)..(\x7f\x00\x00\x01)", re.DOTALL)
 """A `sockaddr_in` of 127.0.0.1: its family, port and address."""
@@ -125,3 +126,51 @@ def test_calls_have_the_whole_time() -> None:
         assert backend.options._timeout == timedelta(seconds=20)
 
     opened(1, 20.0, look)
+
+
+def made(groups: _Groups, name: str) -> ProcessGroup:
+    """A group of this process alone."""
+    return groups.make("gloo", HashStore(), 0, 1, timedelta(seconds=60), None, name)
+
+
+@pytest.mark.parametrize("default_ends_first", [False, True])
+def test_the_default_group_goes_with_the_last(default_ends_first: bool) -> None:
+    groups = _Groups()
+    assert not groups.made_default()
+    one, other = made(groups, "one"), made(groups, "other")
+    there = distributed_c10d._world.pg_map
+    assert groups.made_default()
+    groups.close(one if default_ends_first else other)
+    assert torch.distributed.is_initialized()
+    assert one in there, "groups of a program may stand on it"
+    assert (other in there) == default_ends_first
+    groups.close(other if default_ends_first else one)
+    assert not torch.distributed.is_initialized()
+    assert not groups.made_default()
+
+
+def test_a_default_group_of_the_program_stays() -> None:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        groups = _Groups()
+        groups.close(made(groups, "ours"))
+        assert torch.distributed.is_initialized()
+        assert not groups.made_default()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("chosen", ["", "eth0"])
+@pytest.mark.parametrize("programs", [False, True])
+def test_the_interface_of_gloo(
+    chosen: str, programs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept for what a program makes in a default group of ours; its own groups may span hosts."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)  # undone however the test leaves it
+    if not chosen:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    default = object() if programs else None
+    monkeypatch.setattr(process_group, "_default_group", lambda: default)
+    with _loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen or "lo")
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == (chosen or ("" if programs else "lo"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from mkernel.errors import Untrusted
+from mkernel.world import sealing
 from mkernel.world.sealing import Seal
 
 OVERHEAD_BYTES = 16
@@ -45,3 +48,12 @@ def test_every_byte_counts() -> None:
     for short in (b"", sealed[:3], sealed[:OVERHEAD_BYTES], sealed[:-1]):
         with pytest.raises(Untrusted):
             Seal(b"secret").open("key", short)
+
+
+def test_the_longest_message_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = Seal(b"secret")
+    sealed = seal.close("key", b"body")
+    for most in (len(sealed), len(sealed) - 1):
+        monkeypatch.setattr(sealing, "_MAX_BYTES", most)
+        with nullcontext() if most == len(sealed) else pytest.raises(Untrusted, match="at most"):
+            assert seal.open("key", sealed) == b"body"

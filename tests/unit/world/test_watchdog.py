@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from mkernel.errors import Untrusted
 from mkernel.world import watchdog
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.watchdog import Notice, Peer, Watchdog
@@ -177,3 +180,64 @@ def test_an_own_failure_that_goes_away_is_none(world: World) -> None:
         world.failed = None
         assert world.look() is None
     assert world.bootstrap.peek("abort") is None
+
+
+def test_every_look_reports_once_more(world: World) -> None:
+    """Else a rank that works for long would be silent."""
+    for beat in (2, 3, 4):
+        assert world.look() is None
+        told: Any = world.bootstrap.peek("heartbeat/0")
+        assert (told["beat"], told["state"]) == (beat, "live")
+
+
+def test_who_stops_says_that_he_left(world: World) -> None:
+    world.watchdog.stop()
+    told: Any = world.bootstrap.peek("heartbeat/0")
+    assert told["state"] == "left"
+
+
+def test_a_heartbeat_that_was_deleted_is_a_strangers_work(world: World) -> None:
+    world.report(2)
+    assert world.look() is None
+    world.bootstrap.forget("heartbeat/2")
+    with pytest.raises(Untrusted, match="heartbeat 1 of rank 2 was deleted"):
+        world.look()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 31, "1", None])
+def test_no_rank_has_such_a_number(pid: object) -> None:
+    with pytest.raises(Untrusted, match="a hello of rank 3 that no rank writes"):
+        Peer.from_hello(3, {"host": "here", "pid": pid, "world": {}})
+
+
+def test_it_looks_by_itself_once_it_is_started() -> None:
+    bootstrap, told = Bootstrap(HashStore()), threading.Event()
+    peers = {0: Peer(0, "here", os.getpid())}
+    failed = Notice("Timeout", 0, "waited for rank 1", {})
+    started = Watchdog(bootstrap, 0, peers, 0.01, dict, lambda: failed, lambda notice: told.set())
+    started.start()
+    assert told.wait(120)
+    started.stop()
+
+
+def test_when_it_has_stopped_nothing_of_it_runs() -> None:
+    """What it writes to, signal pads among it, is unmapped then."""
+    looking, goes_on = threading.Event(), threading.Event()
+
+    def look() -> None:
+        looking.set()
+        goes_on.wait(0.5)
+
+    peers = {0: Peer(0, "here", os.getpid())}
+    started = Watchdog(Bootstrap(HashStore()), 0, peers, 0.01, dict, look, lambda notice: None)
+    started.start()
+    assert looking.wait(120)
+    started.stop()
+    assert not started._thread.is_alive()
+    started.stop()
+
+
+def test_programs_that_a_process_starts_have_no_descriptor_of_it(world: World) -> None:
+    for descriptor in (world.watchdog._wake_read, world.watchdog._wake_write):
+        assert not os.get_inheritable(descriptor)
+        assert not os.get_blocking(descriptor)

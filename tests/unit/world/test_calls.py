@@ -1,0 +1,215 @@
+"""What one engine's calls of a world ask of its parts, and when; the parts stand in for themselves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+
+from mkernel.errors import Timeout, Unsupported
+from mkernel.world import calls
+from mkernel.world.calls import CallRecord, Calls
+from mkernel.world.engine import DRAIN_S
+from mkernel.world.statistics import CallCounters, CallKind
+
+
+class Backend:
+    """An accelerator whose launches end as soon as one waits; ``launched``: what it was called with."""
+
+    name = "backend"
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.refuses = False
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> nullcontext[None]:
+        return nullcontext()
+
+    def launch(self, call: Any) -> Any:
+        if self.refuses:
+            raise Unsupported("this launch")
+        self.launched.append(call)
+        return Mock(wait=Mock(return_value=True), calls_over=lambda: 0, results=dict)
+
+    def refused(self) -> None:
+        return None
+
+
+class Made:
+    """``Calls`` among mocks."""
+
+    def __init__(self, *, stream_ordered: bool = False, session: Any = None) -> None:
+        self.backend = Backend()
+        claims = SimpleNamespace(stream_ordered=stream_ordered, settles_puts=False)
+        self.heap = MagicMock()
+        self.heap.places.return_value = {}
+        engine: Any = SimpleNamespace(
+            accelerator=self.backend, heap=self.heap, group=None, claims=claims
+        )
+        self.failure = Mock(running=deque(), call=(0, "key"), notice=None, timeout_s=5.0)
+        self.turns, self.exchange = MagicMock(), Mock(rank=0)
+        self.calls = Calls(
+            engine, session, self.exchange, self.failure, Mock(), self.turns, learns=False
+        )
+
+    def run(self, *, wait: bool = False, view: Any = "pipelined") -> CallRecord:
+        plan: Any = SimpleNamespace(op="an op", world_size=1)
+        return self.calls.run(plan, {}, {}, view, trace=False, wait=wait, signature=None)
+
+
+def nic(*, flushed: bool = True) -> Mock:
+    """A session without order, whose puts complete in time, or do not."""
+    return Mock(
+        fifo=1,
+        capabilities=Mock(return_value=Mock(ordered=False)),
+        flush=Mock(return_value=flushed),
+    )
+
+
+def test_each_launch_has_the_next_epoch() -> None:
+    """Kernels tell the marks of one call from those of the last by it."""
+    made = Made()
+    for _ in range(3):
+        made.run()
+    assert [call.epoch for call in made.backend.launched] == [1, 2, 3]
+
+
+def test_a_launch_that_was_refused_takes_no_epoch() -> None:
+    made = Made()
+    made.backend.refuses = True
+    with pytest.raises(Unsupported):
+        made.run()
+    made.backend.refuses = False
+    made.run()
+    assert [call.epoch for call in made.backend.launched] == [1]
+    assert made.calls.counters.errors == 1
+
+
+def test_every_wait_is_counted() -> None:
+    made = Made()
+    for _ in range(3):
+        made.run(wait=True)
+    assert made.calls.counters.waits == 3
+
+
+@pytest.mark.parametrize("stream_ordered", [False, True])
+def test_calls_that_are_queued_take_their_place_among_those_of_other_worlds(
+    stream_ordered: bool,
+) -> None:
+    made = Made(stream_ordered=stream_ordered)
+    made.run()
+    assert made.turns.follow.call_count == made.turns.queued.call_count == stream_ordered
+    assert len(made.failure.running) == stream_ordered  # else it was waited for
+    made.run()
+    assert len(made.failure.running) == stream_ordered  # the first is over, and forgotten
+
+
+def test_a_call_is_timed_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "Instrumented", Backend)
+    made = Made()
+    for view, wait in (("pipelined", False), ("pipelined", True), ("sequential", False)):
+        made.run(view=view, wait=wait)
+    assert [call.timed for call in made.backend.launched] == [False, True, True]
+
+
+def test_in_a_broken_world_nothing_is_launched() -> None:
+    made = Made()
+    made.failure.raise_if_broken.side_effect = Timeout("rank 1 did not come")
+    with pytest.raises(Timeout, match="rank 1 did not come"):
+        made.run()
+    assert made.backend.launched == []
+
+
+def test_views_take_an_instrumented_backend() -> None:
+    made = Made()
+    made.run(view="pipelined")
+    with pytest.raises(Unsupported, match="in the view 'pipelined' only, not 'sequential'"):
+        made.run(view="sequential")
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_puts_without_order_are_flushed_behind_each_call(flushed: bool) -> None:
+    made = Made(session=nic(flushed=flushed))
+    made.failure.raise_unflushed.side_effect = Timeout("the NIC did not complete its puts")
+    with nullcontext() if flushed else pytest.raises(Timeout, match="did not complete"):
+        made.run()
+    assert made.failure.raise_unflushed.call_count == (not flushed)
+
+
+def test_a_world_ends_together() -> None:
+    made = Made(stream_ordered=True)
+    made.run()
+    made.calls.end(None)
+    assert not made.failure.running
+    assert made.exchange.barrier.call_count == 1
+    assert made.failure.tell.call_count == 0
+
+
+def test_a_rank_that_stops_early_tells_the_others() -> None:
+    made = Made()
+    error = RuntimeError("no more")
+    made.calls.end(error)
+    made.failure.tell.assert_called_once_with(error)
+
+
+def test_a_broken_world_ends_at_once() -> None:
+    made = Made()
+    made.failure.notice = Mock()
+    made.calls.end(RuntimeError("no more"))
+    assert made.failure.tell.call_count == made.exchange.barrier.call_count == 0
+
+
+def test_a_call_that_does_not_end_breaks_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After twice the deadline: the user's own work may be queued before it."""
+    now = [0.0]
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def wait(for_s: float) -> bool:
+        now[0] += for_s
+        return False
+
+    made = Made(stream_ordered=True)
+    made.failure.running.append(Mock(wait=wait, calls_over=lambda: 0))
+    with pytest.raises(Timeout, match="did not end within"):
+        made.calls.synchronize()
+    assert now[0] == pytest.approx(2 * 5.0 + DRAIN_S, abs=1.0)
+    assert made.failure.tell.call_count == 1
+
+
+def test_the_deadline_of_the_first_call_begins_anew_with_each_that_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    limit_s = 2 * 5.0 + DRAIN_S
+
+    def wait(for_s: float) -> bool:
+        now[0] += for_s
+        return now[0] > 3 * limit_s
+
+    made = Made(stream_ordered=True)
+    over = lambda: int(now[0] / (0.9 * limit_s))  # noqa: E731
+    made.failure.running.append(Mock(wait=wait, calls_over=over))
+    made.calls.synchronize()
+    assert made.calls.counters.waited_s == pytest.approx(3 * limit_s, abs=1.0)
+
+
+def test_native_code_finds_the_number_of_calls_in_eight_bytes() -> None:
+    kind = CallKind("an op", {})
+    for number in range(3):
+        assert (kind.calls, len(kind.counter)) == (number, 8)
+        kind.count()
+
+
+def test_calls_of_one_key_are_one_kind() -> None:
+    counters = CallCounters(0)
+    plan: Any = SimpleNamespace(op="an op", world_size=1)
+    kinds = [counters.of(key, plan) for key in ("one", "other", "one")]
+    assert kinds[0] is kinds[2] is not kinds[1]
+    assert counters.new_shapes == 2
