@@ -31,6 +31,10 @@ def test_a_device_lies_where_its_folder_leads(tmp_path: Path) -> None:
     listed.mkdir(parents=True)
     (listed / "device").symlink_to(function)
     assert provider._placement(str(listed)) == ("0000:3b:00.0", 1)
+    (function / "numa_node").write_text("0\n")
+    assert provider._placement(str(listed)) == ("0000:3b:00.0", 0)
+    (function / "numa_node").write_text("-1\n")
+    assert provider._placement(str(listed)) == ("0000:3b:00.0", None)
     assert provider._placement("") == (None, None)
     assert provider._placement(str(tmp_path)) == (None, None)
 

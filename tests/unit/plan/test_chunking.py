@@ -122,3 +122,9 @@ def test_other_chunkings_are_others() -> None:
     found = others(default, "all_gather_gemm", shape, 2, "float16")
     counts = [default.chunks_per_rank, *(other.chunks_per_rank for other in found)]
     assert sorted(counts) == [1, 2, 4, 8, 16]  # of 64 tiles, up to all of them in one
+
+
+def test_the_order_in_a_node_by_hand() -> None:
+    order = ConsumptionOrder(nodes=1, ranks_per_node=4)
+    assert order[1] == (1, 2, 3, 0)
+    assert order.consumers(1) == (1, 0, 3, 2)

@@ -193,3 +193,8 @@ def test_a_launch_normalises_where_nothing_is_added_behind_it(
 def test_sizes_of_other_ops_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"{name} = 3 .*none: all_gather_gemm takes m, n, k"):
         planned("all_gather_gemm", {"m": 256, "n": 256, "k": 256, name: 3}, {})
+
+
+def test_heads_are_a_multiple_of_those_of_keys() -> None:
+    with pytest.raises(ShapeError, match=r"heads = 3 .*kv_heads"):
+        planned("ring_attention", {**ATTENTION, "heads": 3}, {})

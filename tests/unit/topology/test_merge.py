@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from devices import gpu, nic, node
 
-from mkernel.topology.merge import merge
+from mkernel.topology.merge import _same, merge
 from mkernel.topology.model import Bridge, FabricLink, Nic, NumaNode
 from mkernel.topology.sources.findings import Findings
 
@@ -124,3 +124,10 @@ def test_numa_nodes_and_bridges_are_merged_by_id() -> None:
     assert found.numa == two.numa
     assert found.bridges == two.bridges
     assert found.notes == ()
+
+
+def test_nics_of_one_name_are_one_whatever_their_ids() -> None:
+    one, other = (Nic(id=each, kind="cx", name="mlx5_0") for each in ("mlx5_0", "0000:01:00.0"))
+    assert _same(one, other)
+    assert not _same(one, other.model_copy(update={"name": "mlx5_1"}))
+    assert not _same(one, other.model_copy(update={"port": 2}))

@@ -16,6 +16,7 @@ from mkernel.topology.placement import (
     WorldPlacement,
     assign_nics,
     balance,
+    cpus_near,
     place,
     usable_nics,
     visible,
@@ -264,3 +265,15 @@ def test_equally_near_nics_are_taken_in_turn() -> None:
     gpus = tuple(gpu(at, numa_node=0) for at in range(4))
     found = assign_nics(gpus, (nic(0, numa_node=0), nic(1, numa_node=0)))
     assert [[one.id for one in found[each.id]] for each in gpus] == [["mlx5_0"], ["mlx5_1"]] * 2
+
+
+def test_cpus_near_a_nic_are_in_order() -> None:
+    there = node(nics=(nic(0, numa_node=1),), numa=(NumaNode(id=1, cpus=(9, 4, 7)),))
+    assert cpus_near(there, there.nics[0]) == (4, 7, 9)
+
+
+def test_each_kind_of_device_has_a_variable_of_its_own() -> None:
+    devices = tuple(gpu(i, kind=kind) for kind in ("cuda", "rocm") for i in range(2))
+    variables = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
+    left = visible(devices, {"HIP_VISIBLE_DEVICES": "1"}, variables)
+    assert sorted((one.kind, one.index) for one in left) == [("cuda", 0), ("cuda", 1), ("rocm", 1)]

@@ -11,6 +11,7 @@ from shipped import constants_of
 
 from mkernel.errors import ArgumentError, InputFileError, NoRoute
 from mkernel.topology.cost import (
+    LinkConstants,
     MachineConstants,
     OneShot,
     gemm_tile_us,
@@ -219,3 +220,8 @@ def test_a_process_group_goes_no_faster_between_nodes_than_a_nic() -> None:
     slow = CONSTANTS.model_copy(update={"group_latency_us": 77.0})
     found = [_by_group(each, None).latency_us for each in (slow, CONSTANTS)]
     assert found == [77.0, CONSTANTS.nic_latency_us]
+
+
+def test_links_may_cost_no_time() -> None:
+    free = LinkConstants(p2p_latency_us=0.0, signal_us=0.0)
+    assert (free.p2p_latency_us, free.signal_us) == (0.0, 0.0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from devices import gpu, nic, node, world
 from shipped import constants_of
 
 from mkernel.topology.placement import place
 from mkernel.topology.routing import routes
-from mkernel.topology.shared_links import subflows
+from mkernel.topology.shared_links import _fabric, subflows
 
 CONSTANTS = constants_of("hopper")
 
@@ -30,3 +33,13 @@ def test_an_accelerator_slower_than_its_rails_is_a_link_of_its_own(
     rails = [["mlx5_0 out", "mlx5_0 in"], ["mlx5_1 out", "mlx5_1 in"]]
     assert {route.bandwidth_gbs for route in table.classes} == {8.0 if own else 100.0}
     assert names == [["cuda0 out", *rail, "cuda0 in"] if own else rail for rail in rails]
+
+
+@pytest.mark.parametrize("egress", [(), (None,), (100.0,)])
+def test_of_a_switch_each_accelerators_ports_are_shared(egress: tuple[float | None, ...]) -> None:
+    table: Any = SimpleNamespace(egress_gbs=egress)
+    route: Any = SimpleNamespace(fabric_gbs=50.0, bandwidth_gbs=1.0)
+    seats: Any = [SimpleNamespace(accelerator=name) for name in ("a", "b")]
+    found = {link.name: gbs for link, gbs in _fabric(table, route, 0, seats, 0, 1)}
+    ports = {"a egress": 100.0, "b ingress": 100.0}
+    assert found == (ports if egress == (100.0,) else {"a → b": 50.0})

@@ -102,3 +102,10 @@ def test_any_text_is_a_list_or_a_value_error(text: str) -> None:
 def test_the_real_machine_has_cpus() -> None:
     nodes = cpu.read().numa
     assert any(node.cpus for node in nodes)
+
+
+def test_the_longest_mask_is_one() -> None:
+    words = cpu._MOST_CPUS // 32
+    assert cpu.parse_cpu_mask(",".join(["1", *["0"] * (words - 1)])) == {cpu._MOST_CPUS - 32}
+    with pytest.raises(ValueError, match="is for more than"):
+        cpu.parse_cpu_mask(",".join(["0"] * (words + 1)))

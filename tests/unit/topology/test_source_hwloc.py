@@ -259,3 +259,13 @@ def test_links_of_ports_above_a_device(tmp_path: Path) -> None:
     links = {bridge.id: bridge.pcie_gbs for bridge in node.bridges}
     assert links == {"0000:01:00.0": 31.5, "0000:02:00.0": 15.75}
     assert node.nics[0].pci_path == ("pci0000:00", *links)
+
+
+def test_numbers_have_31_bits() -> None:
+    for text, number in (
+        ("2147483647", 2147483647),
+        ("2147483648", None),
+        ("-1", None),
+        ("x", None),
+    ):
+        assert Element("object", {"os_index": text}, 1).number("os_index") == number

@@ -141,7 +141,15 @@ def test_any_rate_text_is_a_positive_rate_or_none(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("state", "active"),
-    [("4: ACTIVE", True), ("1: DOWN", False), ("2: INIT", False), ("5: ACTIVE_DEFER", False)],
+    [
+        ("4", True),
+        ("ACTIVE", False),
+        ("0: ACTIVE", True),
+        ("4: ACTIVE", True),
+        ("1: DOWN", False),
+        ("2: INIT", False),
+        ("5: ACTIVE_DEFER", False),
+    ],
 )
 def test_states(state: str, active: bool) -> None:
     assert infiniband.is_active(state) is active

@@ -149,3 +149,9 @@ def test_a_model_without_end_is_none() -> None:
     row = "| 0     {} | OK |\n| 0 | 0000:C1:00.0 |\n"
     assert [one.name for one in npu.parse(row.format("910B3")).accelerators] == ["910B3"]
     assert npu.parse(row.format("910B" + "\0" * 2000)).accelerators == ()
+
+
+def test_rows_behind_one_that_is_not_understood_count() -> None:
+    text = "\n".join(" ".join(line.split()) for line in matrix(3).splitlines())
+    found = npu.parse(text.replace("NPU0 X HCCS", "NPU0 X WHAT"))
+    assert [link.ends for link in found.fabric] == [("npu1", "npu2")]

@@ -286,3 +286,11 @@ def test_a_bridge_is_as_fast_as_it_can_be(tmp_path: Path) -> None:
         (tmp_path / name).write_text(value)
     assert pci.port_gbs(tmp_path) == pci.link_gbs(32.0, 16)
     assert pci.device_gbs(tmp_path, idles=False) == pci.link_gbs(2.5, 16)
+
+
+def test_a_gpu_that_idles_has_its_links_whole_rate(tmp_path: Path) -> None:
+    tree = SysfsTree(tmp_path)
+    gpu = tree.pci("pci0000:38/0000:38:01.0/0000:3b:00.0", link=("32.0 GT/s PCIe", "16"))
+    (gpu / "current_link_speed").write_text("2.5 GT/s PCIe\n")
+    (found,) = nvml.read(tmp_path, FakeNvml([("A", "0000:3b:00.0")])).accelerators
+    assert found.pcie_gbs == 63.015
