@@ -16,6 +16,9 @@ START_S = 10.0
 """How long a new thread may take to begin."""
 END_S = 10.0
 """How long threads that were told to end may take."""
+_LOOKS = 20
+"""In which that time is waited for: a process that is stopped meanwhile (SIGSTOP) misses one of them, and
+its threads have the time of the others."""
 
 
 class _NotAwaited(threading.Event):
@@ -40,7 +43,8 @@ class Thread(threading.Thread):
         """RuntimeError: the process can have no more threads, or this one did not begin in time. Its
         target then never runs, and is no longer held."""
         super().start()
-        if not self._begun.wait(START_S) and self._claim.acquire(blocking=False):
+        begun = any(self._begun.wait(START_S / _LOOKS) for _ in range(_LOOKS))
+        if not begun and self._claim.acquire(blocking=False):
             # Python keeps a thread that died before it began in its list of those about to begin.
             del self._target, self._args, self._kwargs  # type: ignore[attr-defined]
             raise RuntimeError(

@@ -45,6 +45,34 @@ def test_a_start_whose_thread_dies_first_ends(monkeypatch: pytest.MonkeyPatch) -
     assert not thread.is_alive()
 
 
+class _Stopped(threading.Event):
+    """The process is stopped in the first wait and goes on when its time has passed; then its other
+    threads go on too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.goes_on.is_set():
+            return super().wait(timeout)
+        self.goes_on.set()
+        return False
+
+
+def test_a_thread_has_time_to_begin_when_its_process_was_stopped_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+    thread = Thread(told.append, "word", name="mkernel-test")
+    stopped = thread._begun = _Stopped()
+    begin = thread._bootstrap  # type: ignore[attr-defined]
+    monkeypatch.setattr(thread, "_bootstrap", lambda: stopped.goes_on.wait(60) and begin())
+    thread.start()
+    thread.join(60)
+    assert told == ["word"]
+
+
 def test_a_thread_that_begins_too_late_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "START_S", 0.0)
     told: list[object] = []
