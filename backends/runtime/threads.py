@@ -17,8 +17,8 @@ START_S = 10.0
 END_S = 10.0
 """How long threads that were told to end may take."""
 _LOOKS = 20
-"""In which that time is waited for: a process that is stopped meanwhile (SIGSTOP) misses one of them, and
-its threads have the time of the others."""
+"""In which that time is waited for: a process that is stopped meanwhile (SIGSTOP) misses one of them,
+and its threads have the time of the others."""
 
 
 class _NotAwaited(threading.Event):
