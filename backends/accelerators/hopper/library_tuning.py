@@ -90,7 +90,7 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
     elements = shape.m * (shape.k if gathers else shape.n) // (1 if summed else world)
     nbytes = elements * DTYPE_BYTES[plan.dtype if gathers else product]
     brief = _MACHINE.by_mail(nbytes, world, way, constants)
-    mailed = brief and mail.of_plan(plan, product) <= mail.MAIL_BYTES
+    mailed = brief and mail.fits(plan, product)
     normed = plan.norm is not None and plan.bias is None and product == plan.dtype
     return LibrarySchedule(
         product=product,

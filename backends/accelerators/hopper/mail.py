@@ -33,3 +33,8 @@ def of_plan(plan: CommonPart, product: DtypeName) -> int:
         return of_sums(places * (_PLACE_BYTES + 1), world)
     nbytes = shape.m * shape.n * DTYPE_BYTES[product]
     return of_sums(nbytes if plan.op == "gemm_all_reduce" else nbytes // world, world)
+
+
+def fits(plan: CommonPart, product: DtypeName) -> bool:
+    """Whether a call may have as much as :func:`of_plan` says."""
+    return of_plan(plan, product) <= MAIL_BYTES

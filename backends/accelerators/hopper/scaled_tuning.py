@@ -91,7 +91,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
     brief = _MACHINE.by_mail(_sent_bytes(plan), plan.world_size, way)
-    mailed = brief and mail.of_plan(plan, product) <= mail.MAIL_BYTES
+    mailed = brief and mail.fits(plan, product)
     return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
 
 

@@ -183,9 +183,9 @@ class Calls : public model::Scenario {
 };
 
 // Ranks that send each other mail in several calls (hopper's device/mailbox.cuh): a word that is not zero has
-// come, and its reader writes zero back, which must be ordered before what is sent there
-// next. `halves`: areas, by the number of the call. That a grid begins when the grid before has completed stands
-// here in the orders of sending and looking.
+// come, and its reader writes zero back, which must be ordered before what is sent there next. `halves`: areas,
+// by the number of the call. That a grid begins when the grid before has completed stands here in the orders of
+// sending and looking.
 template <int kRanks>
 class Mail : public model::Scenario {
   public:
