@@ -1,13 +1,15 @@
 """What a rank runs under a tool that watches one process, after ``hopper_ranks``: ``python
-checked_kernels.py WHAT TOOL``, in the world of the environment's ranks. Prints ``right`` where it
-is."""
+checked_kernels.py WHAT TOOL``, in the world of the environment's ranks. Prints ``right`` where it is.
+Where the tool is ``names``, nothing watches, and our kernels that ran are printed, each by its name."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,19 +17,28 @@ from unittest import mock
 import attention_ranks
 import hopper_ranks
 import moe_ranks
+import parts_ranks
 import torch
 from attention_ranks import Attention
 from hopper_ranks import Shape
 from moe_ranks import Moe
-from sum_ranks import NormedProduct
+from sum_ranks import NormedProduct, Rows
+from torch.profiler import ProfilerActivity, profile
 
 import mkernel
 from mkernel.backends.accelerators.hopper import attention as attention_op
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.cuda.native import device_clock
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
+
+
+def fused() -> list[str]:
+    """Every GEMM by one kernel, odd sizes."""
+    shapes = [Shape(op, 512, 264, 200, path="fused") for op in hopper_ranks.OPS]
+    return hopper_ranks.judged(shapes, 0)
 
 
 def few_rows() -> list[str]:
@@ -48,8 +59,7 @@ def few_rows() -> list[str]:
 def medium() -> list[str]:
     """Every GEMM with tiles of 128 x 192, odd sizes."""
     tuning.tiling = lambda *_: "medium"
-    shapes = [Shape(op, 512, 264, 200, path="fused") for op in hopper_ranks.OPS]
-    return hopper_ranks.judged(shapes, 0)
+    return fused()
 
 
 def e4m3() -> list[str]:
@@ -118,10 +128,112 @@ def experts_filled() -> list[str]:
         return experts()
 
 
-CHECKED: dict[str, Callable[[], list[str]]] = {
-    each.__name__: each for each in (few_rows, medium, e4m3, attention, experts)
+def attention_by_core() -> list[str]:
+    """Parts of a ring by our own kernel."""
+    return attention_ranks.by_core(
+        attention_ranks.judged, [Attention(1, 4, 2, 288, causal=True)], 0
+    )
+
+
+def attention_by_kernel() -> list[str]:
+    """A whole ring by one kernel."""
+    shapes = [Attention(1, 4, 2, 256, causal=causal, way="kernel") for causal in (False, True)]
+    return attention_ranks.judged(shapes, 0)
+
+
+def attention_backward() -> list[str]:
+    """Gradients of parts, and the sums of those that travel."""
+    return attention_ranks.trained([Attention(1, 4, 2, 288, causal=True)], 0)
+
+
+def sums() -> list[str]:
+    """AllReduce of rows, few by mail and many by flags, with norms and without."""
+    few = [Rows(3, 1032), Rows(64, 4096, norm="alone"), Rows(33, 1032, "float16", "residual")]
+    many = [Rows(4096, 4104, norm=norm) for norm in (None, "residual")]
+    return hopper_ranks.judged([*few, *many], 0)  # type: ignore[list-item]
+
+
+def exchanges() -> list[str]:
+    """The collectives around a library's products: by mail, by flags at once, and in two steps."""
+    by_mail = [Shape(op, 64, 264, 200, path="library") for op in hopper_ranks.OPS]
+    at_once = [Shape("gemm_all_reduce", 1031, 520, 72, path="library", bias=True)]
+    by_flags = [
+        Shape("all_gather_gemm", 4096, 72, 4104, path="library"),
+        Shape("gemm_reduce_scatter", 4096, 4104, 72, path="library"),
+        Shape("gemm_all_reduce", 4096, 4104, 72, path="library"),
+    ]
+    return hopper_ranks.judged([*by_mail, *at_once, *by_flags], 0)
+
+
+def parts() -> list[str]:
+    """A library's products in parts, whose sums add up what copy engines brought."""
+    shapes = [
+        Shape(op, 1001 // 2 * 2, 264, 200, path="library", chunk=128) for op in hopper_ranks.OPS
+    ]
+    normed = [parts_ranks.NormedParts(130, 264, 200)]
+    return hopper_ranks.judged([*shapes, *normed], 0)  # type: ignore[list-item]
+
+
+def nodes() -> list[str]:
+    """Each rank a node of its own: slots, parts and rows go through NICs."""
+    gemms = [Shape(op, 512, 264, 200, path="fused") for op in hopper_ranks.OPS]
+    failures = hopper_ranks.judged(gemms, 0)
+    failures += attention_ranks.judged([Attention(1, 4, 2, 256, causal=True)], 1)
+    return failures + moe_ranks.judged([Moe(72, 136, 72)], 2)
+
+
+def copies_and_clocks() -> list[str]:
+    """What benchmarks launch: copies by multiprocessors, a device's clock, and a stream held up."""
+    from mkernel.backends.accelerators.hopper import _hopper
+
+    stream = torch.cuda.current_stream().cuda_stream
+    src = torch.randint(0, 255, (300_016,), dtype=torch.uint8, device="cuda")
+    failures = []
+    for engine in (_hopper.Engine.bulk, _hopper.Engine.plain):
+        dst = torch.zeros_like(src)
+        _hopper.copy(dst.data_ptr(), src.data_ptr(), 300_001, engine, stream=stream)
+        whole = torch.equal(dst[:300_001], src[:300_001]) and not dst[300_001:].any()
+        failures += [] if whole else [f"{engine} copied something else"]
+    clock = device_clock(torch.cuda.current_device())
+    assert clock is not None
+    readings = clock.read(8, 20.0, stream=stream)
+    clock.hold(readings[-1][1] + 1_000_000, 5.0, stream=stream)
+    torch.cuda.synchronize()
+    return failures + ([] if len(readings) == 8 else [f"{len(readings)} readings of 8"])
+
+
+ALONE = {"memcheck": 2, "initcheck": 1, "racecheck": 1, "synccheck": 1}
+"""Ranks by tool. initcheck knows nothing of what other processes write, racecheck nothing of their
+threads."""
+MET = {"memcheck": 2, "racecheck": 2, "synccheck": 2}
+"""Of what one rank alone does not launch."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run, by how many ranks under which tool."""
+
+    run: Callable[[], list[str]]
+    ranks: Mapping[str, int] = field(default_factory=lambda: ALONE)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1
+
+
+CHECKED = {
+    each.run.__name__: each
+    for each in (
+        *map(Program, (few_rows, medium, e4m3, attention, experts, attention_by_core)),
+        Program(copies_and_clocks),
+        Program(fused, {**ALONE, **MET}),
+        Program(attention_by_kernel, environment={"MKERNEL_HOPPER_ATTENTION": "kernel"}),
+        *(Program(each, MET) for each in (attention_backward, sums, exchanges, parts)),
+        Program(nodes, MET, nodes=2),
+    )
 }
-CONTROLS = {"experts_by_boxes": experts, "experts_by_rows": experts_by_rows}
+CONTROLS = {
+    "experts_by_boxes": Program(experts),
+    "experts_by_rows": Program(experts_by_rows),
+}
 """What shows which stores initcheck sees."""
 SEEN_BY_INITCHECK = {"attention": attention_by_flash, "experts": experts_filled}
 """What stands for one of these under that tool."""
@@ -129,16 +241,65 @@ SEEN_BY_INITCHECK = {"attention": attention_by_flash, "experts": experts_filled}
 
 def main(what: str, tool: str) -> int:
     """1 where any result was wrong."""
-    run = SEEN_BY_INITCHECK.get(what) if tool == "initcheck" else None
+    program = {**CHECKED, **CONTROLS}[what]
+    run = SEEN_BY_INITCHECK.get(what, program.run) if tool == "initcheck" else program.run
+    os.environ |= program.environment
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MKERNEL_CONSTANTS"] = str(_with_few_rows(Path(folder) / "constants.json"))
-        mkernel.init(accelerator="hopper", timeout_s=200)
+        far: dict[str, Any] = {"nodes": program.nodes, "nic": "cx7", "verbs": "soft"}
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        mkernel.init(accelerator="hopper", timeout_s=200, **(far if program.nodes > 1 else {}))
     try:
-        failures = (run or {**CHECKED, **CONTROLS}[what])()
+        failures = _named(run) if tool == "names" else run()
     finally:
         mkernel.finalize()
     print(*failures or ["right"], sep="\n")
     return 1 if failures else 0
+
+
+def _named(run: Callable[[], list[str]]) -> list[str]:
+    """What it finds. Prints our kernels, each once, with its template's arguments."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        failures = run()
+        torch.cuda.synchronize()
+    for name in sorted({event.name for event in seen.events() if "mkernel::" in event.name}):
+        print(f"kernel {name}")
+    return failures
+
+
+def function_of(name: str) -> str:
+    """A kernel's name without its result, template's arguments, arguments and nameless namespaces."""
+    name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::", "", name)
+    found = re.search(r"\bmkernel(::\w+)+", name)
+    assert found is not None, name
+    return found.group()
+
+
+def compiled() -> dict[str, int]:
+    """Kernels that the native modules hold, by name without template's arguments, and of each how
+    many there are."""
+    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.cuda import _cuda
+
+    symbols = {
+        symbol
+        for module in (_hopper, _cuda)
+        for symbol in re.findall(
+            rb"\.nv\.constant0\.(_ZN7mkernel\w+)", Path(str(module.__file__)).read_bytes()
+        )
+    }
+    names = [_qualified(symbol.decode()) for symbol in symbols]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _qualified(symbol: str) -> str:
+    """Of a nested name as the Itanium C++ ABI writes it: each part with its length before it."""
+    parts, rest = [], symbol.removeprefix("_ZN")
+    while number := re.match(r"\d+", rest):
+        end = number.end() + int(number.group())
+        parts.append(rest[number.end() : end])
+        rest = rest[end:]
+    return "::".join(part for part in parts if not part.startswith("_GLOBAL__N_"))
 
 
 def _with_few_rows(file: Path) -> Path:

@@ -382,15 +382,6 @@ def absent(shape: Shape, victim: int, deadline_s: float) -> None:
         raise
 
 
-def one_call(shape: Shape) -> list[str]:
-    """A world of the environment's ranks, one call, failures."""
-    mkernel.init(accelerator="hopper", timeout_s=200)
-    try:
-        return judged([shape], 0)
-    finally:
-        mkernel.finalize()
-
-
 def survive(
     rank: int,
     size: int,
@@ -442,12 +433,3 @@ def _join(rank: int, size: int, port: int, accelerator: str, nodes: int) -> None
     mkernel.init(
         accelerator=accelerator, nodes=nodes, timeout_s=DEADLINE_S, stores=(stores[0], stores[1])
     )
-
-
-if __name__ == "__main__":  # a rank under a tool that watches one process
-    import sys
-
-    op, m, n, k = sys.argv[1:5]
-    found = one_call(Shape(op, int(m), int(n), int(k)))
-    print("\n".join(found) or "right")
-    sys.exit(len(found))

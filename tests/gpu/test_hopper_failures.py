@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import checked_kernels
-import hopper_ranks
 import pytest
+import sanitized_kernels
 from device_buffers import several, takes_ranks
 from hopper_ranks import OPS, Shape
+from sanitized_kernels import FOUND, SANITIZER, run_sanitized
 from survivors import judge_absence, judge_survivors
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
-
-SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-FOUND = 86
-"""Exit status of a program in which a tool has found something."""
 
 
 @several
@@ -48,33 +42,23 @@ sanitized = pytest.mark.skipif(
 @sanitized
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("tool", "path"),
+    ("what", "tool", "world"),
     [
-        ("memcheck", "fused"),
-        ("memcheck", "library"),
-        ("racecheck", "fused"),
-        ("synccheck", "fused"),
-        ("synccheck", "library"),
+        (what, tool, world)
+        for what, program in checked_kernels.CHECKED.items()
+        for tool, world in program.ranks.items()
     ],
 )
-@pytest.mark.parametrize("op", OPS)
-def test_sanitizer(
-    tmp_path: Path, op: str, tool: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MKERNEL_PATH", path)
-    program = [hopper_ranks.__file__, op, "512", "264", "200"]
-    judge_sanitized(tool, program, 2, tmp_path)
+def test_sanitizer(tmp_path: Path, what: str, tool: str, world: int) -> None:
+    judge_sanitized(tool, [checked_kernels.__file__, what, tool], world, tmp_path)
 
 
 @sanitized
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("tool", "world"), [("memcheck", 2), ("initcheck", 1), ("racecheck", 1), ("synccheck", 1)]
-)
-@pytest.mark.parametrize("what", checked_kernels.CHECKED)
-def test_sanitizer_of_other_kernels(tmp_path: Path, what: str, tool: str, world: int) -> None:
-    """initcheck knows nothing of what other processes write, racecheck nothing of their threads."""
-    judge_sanitized(tool, [checked_kernels.__file__, what, tool], world, tmp_path)
+def test_every_kernel_is_checked(tmp_path: Path) -> None:
+    """By each tool that can, in one of the programs above."""
+    seen = sanitized_kernels.seen(tmp_path)
+    assert sanitized_kernels.missing(seen) == []
 
 
 @sanitized
@@ -116,41 +100,3 @@ def judge_sanitized(tool: str, program: list[str], world: int, folder: Path) -> 
         # What a tool says first tells most; then what the rank made of it.
         assert status == 0, f"{text[:3000]}\n[..]\n{text[-2000:]}"
         assert "right" in text
-
-
-def run_sanitized(tool: str, program: list[str], world: int, folder: Path) -> list[tuple[int, str]]:
-    """What each rank ends with under the tool, and all that was printed; :data:`FOUND` where the tool
-    has found something."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # torch's kernels are not ours to judge, but what they write is initialised.
-    ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=mkernel"]
-    command = [
-        SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), *ours, sys.executable, *program
-    ]  # fmt: skip
-    logs = [folder / f"rank{rank}" for rank in range(world)]
-    ranks = []
-    try:
-        for rank, log in enumerate(logs):
-            environment = {
-                "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-            }  # fmt: skip
-            with log.open("w") as file:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        env={**os.environ, **{k: str(v) for k, v in environment.items()}},
-                    )
-                )
-        for process in ranks:
-            process.wait(350)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [(process.returncode, log.read_text()) for process, log in zip(ranks, logs, strict=True)]

@@ -97,7 +97,7 @@ struct Gathered {
 
 template <bool kWhole>
 __global__ void __launch_bounds__(kMailThreads, 2)
-    all_gather_kernel(const __grid_constant__ Gathered args) {
+    mail_all_gather_kernel(const __grid_constant__ Gathered args) {
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
     ptx::wait_for_grid_before();
@@ -171,7 +171,7 @@ __device__ bool take(char* from, Eight<In>& eight, const transport::DeviceWaiter
 
 template <class In, class Out, bool kScatter, bool kWhole>
 __global__ void __launch_bounds__(kMailThreads, 2)
-    reduce_kernel(const __grid_constant__ Reduced args) {
+    mail_reduce_kernel(const __grid_constant__ Reduced args) {
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
     const int world = sent.workspace.world;
@@ -262,8 +262,8 @@ void reduce(const Collective& call, Element element, const void* src, std::uint6
     const auto kernel = of_element<void (*)(Reduced)>(element, [&](auto source, auto result) {
         using In = decltype(source);
         using Out = decltype(result);
-        return vectors ? &reduce_kernel<In, Out, kScatter, true>
-                       : &reduce_kernel<In, Out, kScatter, false>;
+        return vectors ? &mail_reduce_kernel<In, Out, kScatter, true>
+                       : &mail_reduce_kernel<In, Out, kScatter, false>;
     });
     launch(kernel, args, call, static_cast<std::uint32_t>(places), stream);
 }
@@ -280,7 +280,7 @@ void all_gather_by_mail(const Collective& call, const void* src, std::uint64_t s
         .bytes = {shard_bytes, beside.bytes},
         .places = {static_cast<std::uint32_t>(places[0]), static_cast<std::uint32_t>(places[1])}};
     const bool vectors = whole({src, out, beside.src, beside.out}, {shard_bytes, beside.bytes});
-    launch(vectors ? &all_gather_kernel<true> : &all_gather_kernel<false>, args, call,
+    launch(vectors ? &mail_all_gather_kernel<true> : &mail_all_gather_kernel<false>, args, call,
            args.places[0] + args.places[1], stream);
 }
 
