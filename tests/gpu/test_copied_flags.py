@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parents[2] / "build/native/backends/cuda/tests/copied_f
 FAULTS = ("flag_before_data", "flag_on_another_stream", "last_word_left_out")
 ITERATIONS = 1_000_000
 FAULTY_ITERATIONS = 4000
-"""All laps of both kinds, beside traffic and without."""
+"""Laps of both kinds, with traffic beside them and without."""
 pytestmark = [
     needs_gpus(2),
     pytest.mark.skipif(
