@@ -18,6 +18,7 @@
 #   whole    whole layers beside the libraries' ones                 whole_layers.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
+#   flags    flags that copy engines copy behind their data, a million times  copied_flags.json
 #   soak     three soaks side by side on the same GPUs, each of SOAK_SECONDS [480] seconds with a rank
 #            killed every SOAK_LIFE [60]; a run that does not end is stopped SOAK_MARGIN [75] s behind that
 #                                                            soak_hopper.json, runs in soak_hopper/
@@ -175,6 +176,10 @@ for part in "$@"; do
     host)
         run python bench/host_time.py --write
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
+        ;;
+    flags)
+        run python bench/copied_flags.py
+        [ "$results" = "$PWD/bench/results" ] || cp bench/results/copied_flags.json "$results/"
         ;;
     soak)
         seconds=${SOAK_SECONDS:-480} jobs=()
