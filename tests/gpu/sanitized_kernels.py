@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 FOUND = 86
 """Exit status of a program in which a tool has found something."""
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+AT_A_TIME = 6
+"""Programs: most of what one takes is the start of its processes."""
 NAMES = "names"
 """In a tool's place: nothing watches."""
 UNWATCHED: dict[tuple[str, str], str] = {}
@@ -77,20 +81,29 @@ def seen(folder: Path) -> Seen:
     """What each program launches in worlds of as many ranks as its tools take. AssertionError where one
     of them is wrong."""
     found: Seen = {name: {} for name in compiled()}
-    for what, program in CHECKED.items():
-        for world in sorted(set(program.ranks.values())):
-            here = folder / f"{what}-{world}"
-            here.mkdir()
-            ran = run_sanitized(NAMES, [checked_kernels.__file__, what, NAMES], world, here)
-            for status, text in ran:
-                assert status == 0, f"{what} of {world} ranks: {text[:3000]}\n[..]\n{text[-2000:]}"
-            lines = {line for _, text in ran for line in text.splitlines()}
-            names = {line.removeprefix("kernel ") for line in lines if line.startswith("kernel ")}
-            for tool in (tool for tool, ranks in program.ranks.items() if ranks == world):
-                for name in sorted(names):
+    asked = [
+        (what, world)
+        for what, program in CHECKED.items()
+        for world in sorted(set(program.ranks.values()))
+    ]
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        launched = pool.map(partial(_launched, folder), *zip(*asked, strict=True))
+        for (what, world), names in zip(asked, launched, strict=True):
+            for tool in (tool for tool, ranks in CHECKED[what].ranks.items() if ranks == world):
+                for name in names:
                     kernel = found.setdefault(function_of(name), {})
                     kernel.setdefault(tool, {}).setdefault(what, []).append(name)
     return found
+
+
+def _launched(folder: Path, what: str, world: int) -> list[str]:
+    here = folder / f"{what}-{world}"
+    here.mkdir()
+    ran = run_sanitized(NAMES, [checked_kernels.__file__, what, NAMES], world, here)
+    for status, text in ran:
+        assert status == 0, f"{what} of {world} ranks: {text[:3000]}\n[..]\n{text[-2000:]}"
+    lines = {line for _, text in ran for line in text.splitlines()}
+    return sorted(line.removeprefix("kernel ") for line in lines if line.startswith("kernel "))
 
 
 def missing(found: Seen) -> list[str]:

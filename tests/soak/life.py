@@ -172,10 +172,16 @@ def _torch(life: Life) -> Iterator[None]:
         yield
         broken = False
     finally:
-        if broken and "nccl" in backend:
-            _whole()._get_backend(torch.device("cuda")).abort()  # NCCL waits for who is gone
+        if broken:
+            _abort_nccl()
         distributed.destroy_process_group()
         gc.collect()
+
+
+def _abort_nccl() -> None:
+    """End its kernels, which wait for a rank that is gone and keep up what is queued behind them."""
+    if "nccl" in distributed.get_backend_config():
+        _whole()._get_backend(torch.device("cuda")).abort()
 
 
 def _whole() -> ProcessGroup:
@@ -215,6 +221,7 @@ class _Living:
                 taken += 1
         except Exception as error:
             _note(self._lived, error)
+            _abort_nccl()
             self._traffic.clear()
             self._break(error)
         else:
@@ -294,6 +301,7 @@ class _Living:
 
     def _judge(self, place: Place, which: int, way: str, iteration: int, outcome: Any) -> None:
         life, lived = self._life, self._lived
+        place.world.synchronize()  # what a rank that is gone has left unfinished is no result
         planted = life.planted if lived.calls >= life.planted_after else None
         if lived.calls == life.planted_after:
             spoil(planted, outcome)
@@ -320,11 +328,26 @@ class _Living:
         while len(self._traffic) > leave:
             work, tensor, wanted = self._traffic.pop(0)
             work.wait()
-            if not bool((tensor == wanted).all()):
+            right = (tensor == wanted).all()
+            self._until_done()
+            if not bool(right):
                 self._lived.wrong.append(
                     f"rank {self._life.rank}: an all_reduce of torch.distributed of "
                     f"{tensor.numel()} elements is not {wanted}"
                 )
+
+    def _until_done(self) -> None:
+        """Until the device has done what is queued on the current stream. NCCL's part never ends where a
+        rank is gone; what a world says of that is raised."""
+        if not self._streams:
+            return
+        done = torch.cuda.Event()
+        done.record()
+        while not done.query():
+            for place in self._places.values():
+                if place is not None:
+                    place.world.synchronize()  # all its calls have been judged
+            time.sleep(0.0002)
 
     def _sample(self) -> None:
         self._receive(0)
