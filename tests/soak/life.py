@@ -337,7 +337,7 @@ class _Living:
                 )
 
     def _until_done(self) -> None:
-        """Until the device has done what is queued on the current stream. NCCL's part never ends where a
+        """Until the device has done what is queued on this stream. NCCL's part never ends where a
         rank is gone; what a world says of that is raised."""
         if not self._streams:
             return
