@@ -301,6 +301,7 @@ class _Living:
 
     def _judge(self, place: Place, which: int, way: str, iteration: int, outcome: Any) -> None:
         life, lived = self._life, self._lived
+        self._until_done()
         place.world.synchronize()  # what a rank that is gone has left unfinished is no result
         planted = life.planted if lived.calls >= life.planted_after else None
         if lived.calls == life.planted_after:
@@ -346,7 +347,7 @@ class _Living:
         while not done.query():
             for place in self._places.values():
                 if place is not None:
-                    place.world.synchronize()  # all its calls have been judged
+                    place.world.synchronize()
             time.sleep(0.0002)
 
     def _sample(self) -> None:
