@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
 from mkernel.ops import moe_marks
 from mkernel.ops.moe_gemm_combine import gemm_combine
+from mkernel.plan import planner
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
 
@@ -122,6 +124,8 @@ class Work:
         ]
         if found["outputs"][rows:].count_nonzero():
             wrong.append(f"{text} rows behind the last one are not zero")
+        if "home" not in found:
+            return wrong
         # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much.
         roundings = 3 if self.shape.narrow else 1
         wanted, terms = self._home(turn)
@@ -162,22 +166,37 @@ class Work:
         return wanted, terms
 
 
+@contextmanager
+def deciding(**decisions: Any) -> Iterator[None]:
+    """Within it, functions of :mod:`moe_tuning` decide so, of every plan: one that this process has
+    made before, in another world too, would be taken again."""
+    planner._planned.cache_clear()
+    asked = {name: mock.Mock(return_value=each) for name, each in decisions.items()}
+    try:
+        with mock.patch.multiple(moe_tuning, **asked):
+            yield
+    finally:
+        planner._planned.cache_clear()
+    never = [name for name, each in asked.items() if not each.called]
+    assert not never, f"no plan asked for {', '.join(never)}"
+
+
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
     first; second products have wide tiles."""
-    with (
-        mock.patch.object(moe_tuning, "permutes", return_value=True),
-        mock.patch.object(moe_tuning, "reads_weights", return_value=False),
-    ):
+    with deciding(permutes=True, reads_weights=False):
         return fn(*arguments)
 
 
 def early(rows: int, fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where all multiples of so many own rows come first."""
-    with (
-        mock.patch.object(moe_tuning, "early_rows", return_value=rows),
-        mock.patch.object(moe_tuning, "early_tiles", return_value=1 << 20),
-    ):
+    with deciding(early_rows=rows, early_tiles=1 << 20):
+        return fn(*arguments)
+
+
+def wanted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
+    """What ``fn`` returns where each token goes once to each rank that has an expert of it."""
+    with deciding(push_blocks=(8, ())):
         return fn(*arguments)
 
 
@@ -325,6 +344,8 @@ def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
 
 
 FAULTS = ("expert", "tail", "slots", "stale", "weights", "halves")
+WANTED_FAULTS = ("stale", "unsent")
+"""Of tokens that go where they are wanted."""
 
 
 def faulty(shape: Moe, fault: str) -> list[str]:
@@ -333,6 +354,7 @@ def faulty(shape: Moe, fault: str) -> list[str]:
     assert not work.failures(0, work.call())
     native = backend.native()
     old = work.given["x"].clone()
+    nobody = torch.full_like(work.given["topk_ids"], -1, dtype=torch.int32)
 
     class Native:
         """The native module, with the fault."""
@@ -365,6 +387,13 @@ def faulty(shape: Moe, fault: str) -> list[str]:
             given = old.data_ptr() if fault == "stale" else rows
             native.push_rows(device, world, given, *rest)
 
+        def WantedTokens(self, **given: Any) -> Any:
+            if fault == "stale":
+                given["x"] = old.data_ptr()
+            if fault == "unsent":  # as if no rank wanted any
+                given["ids"] = nobody.data_ptr()
+            return native.WantedTokens(**given)
+
         def moe_home(self, device: int, world: Any, home: Any, *rest: Any) -> None:
             if fault == "weights":  # of the token before
                 work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
@@ -383,6 +412,55 @@ def faulty(shape: Moe, fault: str) -> list[str]:
     result = work.call()
     mkernel.synchronize()
     return work.failures(1, result)
+
+
+def late_tokens(shape: Moe) -> list[str]:
+    """What is wrong in a dispatch behind one that was refused while the first rank's tokens still
+    travelled: these would come in the next call, whose tokens they say are there."""
+    first = replace(shape, routing="one_expert", capacity=1)
+    most = mkernel.world().size * shape.tokens * shape.top_k
+    refused, work = Work(first, 1), Work(replace(shape, capacity=most), 2)
+    found = work.failures(0, work.call())
+    mkernel.synchronize()
+    native = backend.native()
+
+    class Native:
+        """The native module, whose tokens leave late."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def push_rows(self, *given: Any) -> None:
+            late(given[-1])
+            native.push_rows(*given)
+
+        def push_wanted(self, *given: Any) -> None:
+            late(given[-1])
+            native.push_wanted(*given)
+
+    def late(stream: int) -> None:
+        if work.rank == 0:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+                spin(LATE_S)
+
+    def dispatched(one: Work) -> Any:
+        given = one.given
+        return mkernel.moe_dispatch_gemm(
+            given["x"], given["topk_ids"], given["w"], capacity=one.shape.capacity
+        )
+
+    work.fill(1)
+    torch.cuda.synchronize()
+    with mock.patch.object(backend, "native", Native):
+        dispatched(refused)
+        sent = dispatched(work)
+    try:
+        mkernel.synchronize()
+        found.append("too many rows raised nothing")
+    except CapacityExceeded:
+        pass
+    result = {"outputs": sent.outputs, "counts": sent.counts}
+    return found + work.failures(1, result, "behind late tokens")
 
 
 def other_rows(shape: Moe) -> list[str]:

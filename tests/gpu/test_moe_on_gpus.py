@@ -11,7 +11,7 @@ import moe_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
 from in_world import TOLD_S
-from moe_ranks import FAULTS, Moe
+from moe_ranks import FAULTS, WANTED_FAULTS, Moe
 from survivors import judge_survivors
 
 import mkernel
@@ -146,6 +146,59 @@ def test_faults_of_rows_that_are_put_in_order_are_seen(fault: str, world: int) -
         narrow=True,
     )  # fmt: skip
     found = launched(world, moe_ranks.permuted, moe_ranks.faulty, shape, fault)
+    assert all(found), "on every rank"
+
+
+@several
+@pytest.mark.parametrize("permuted", [False, True])
+def test_random_routings_of_tokens_where_they_are_wanted(world: int, permuted: bool) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    shapes = [moe_ranks.drawn(chance, world) for _ in range(DRAWS // 2)]
+    how = [moe_ranks.permuted] if permuted else []
+    right(world, moe_ranks.wanted, *how, moe_ranks.judged, shapes, seed)
+
+
+@several
+def test_many_wanted_rows_of_few_experts(world: int) -> None:
+    """Also beside tiles of own tokens, which leave the push its multiprocessors."""
+    shapes = [Moe(2048 + 77, 256, 512, 2, 2), Moe(1536, 1032, 776, 1, 1), Moe(700, 7168, 264, 2, 1)]
+    right(world, moe_ranks.wanted, moe_ranks.judged, shapes, 3)
+    right(world, moe_ranks.wanted, moe_ranks.permuted, moe_ranks.judged, shapes, 3)
+    right(
+        world,
+        moe_ranks.wanted,
+        moe_ranks.early,
+        128,
+        moe_ranks.permuted,
+        moe_ranks.judged,
+        shapes,
+        3,
+    )
+
+
+@several
+def test_graphs_and_queues_of_wanted_tokens(world: int) -> None:
+    right(world, moe_ranks.wanted, moe_ranks.replayed, BOUNDED, 50)
+    right(world, moe_ranks.wanted, moe_ranks.permuted, moe_ranks.replayed, BOUNDED, 50)
+    right(world, moe_ranks.wanted, moe_ranks.queued, [*BOUNDED, Moe(129, 256, 64, 2, 2)], 24, 3)
+    right(world, moe_ranks.wanted, moe_ranks.repeated, Moe(300, 1032, 512, 4, 4, narrow=True), 12)
+    right(world, moe_ranks.wanted, moe_ranks.overflowed, Moe(40, 64, 64, 2, 2))
+
+
+@several
+def test_tokens_that_come_late_belong_to_their_call(world: int) -> None:
+    shape = Moe(64, 256, 64, 2, 2)
+    right(world, moe_ranks.late_tokens, shape)
+    right(world, moe_ranks.wanted, moe_ranks.late_tokens, shape)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pytest.mark.parametrize("fault", WANTED_FAULTS)
+def test_faults_of_wanted_tokens_are_seen(fault: str, world: int) -> None:
+    shape = Moe(40, 1032, 64, 2, 2)
+    found = launched(world, moe_ranks.wanted, moe_ranks.faulty, shape, fault)
     assert all(found), "on every rank"
 
 

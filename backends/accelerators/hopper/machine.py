@@ -136,6 +136,10 @@ class Experts(Sourced):
     )
     permute_us: float = Field(ge=0, description="until the first rows have been put so")
     memory_gbs: float = Field(gt=0, description="of weights and rows that are read or written once")
+    route_us: float = Field(45.0, ge=0, description="until ids are sorted")
+    push_blocks: int = Field(
+        8, ge=2, multiple_of=2, description="that send tokens where they are wanted"
+    )
     far_early_rows: int = Field(
         256, ge=64, multiple_of=64, description="of moe_tuning.early_rows, between nodes"
     )

@@ -1,7 +1,8 @@
 """The MoE ops on one rank: what a plan needs of the workspace, and how a call is queued.
 
 Data flow of a dispatch:
-  x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind
+  x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind;
+      or, of each peer those that it has experts of, ──a kernel there──▶ the same
   topk_ids ──one kernel──▶ every peer; then the tables of the handle, counts, and rows, which the host
       waits for to size the outputs; with a capacity it waits for nothing
   rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
@@ -95,26 +96,31 @@ class _Moe:
     def _exchanges(self, call: Call) -> bool:
         return self._several and call.view != "compute_only"
 
+    def _copy(
+        self, call: Call, rows: torch.Tensor, count: int, row_bytes: int
+    ) -> Callable[[int], None]:
+        """What queues on a stream copies of ``count`` rows to every peer of this node."""
+        made, device = native(), self._context.device
+        whole = made.AllGatherSchedule(count, count)
+        return lambda stream: made.push_rows(
+            device, self._of_call(call), rows.data_ptr(), row_bytes, whole, stream
+        )
+
     def _push(
         self,
         call: Call,
-        rows: torch.Tensor,
-        count: int,
-        row_bytes: int,
         stream: int,
+        to_near: Callable[[int], None],
         to_far: Callable[[int], None],
     ) -> bool:
-        """Copies ``count`` rows to every peer of this node; ``to_far`` queues on a stream what goes to
-        other nodes. Whether they are under way on a second stream, which is to be joined."""
-        made, context = native(), self._context
-        whole, beside = made.AllGatherSchedule(count, count), stream
+        """``to_near`` and ``to_far`` queue on a stream what goes to this node's ranks and to those of
+        others. Whether it is under way on a second stream, which is to be joined."""
+        context, beside = self._context, stream
         forks = call.view == "pipelined" and not self._copies_first
         if forks:
             beside = context.order.fork(stream)
         try:
-            made.push_rows(
-                context.device, self._of_call(call), rows.data_ptr(), row_bytes, whole, beside
-            )
+            to_near(beside)
             if self._plan.nodes > 1:
                 to_far(beside)
         except BaseException:
@@ -215,7 +221,7 @@ class DispatchExecutor(_Moe):
         world, report = self._of_call(call), context.reports.block
         far = FarRanks(context.device, self._sizes, _row_bytes(plan))
         forked = exchanges and self._push(
-            call, x, len(x), _row_bytes(plan), stream,
+            call, stream, self._tokens(call, x, ids),
             lambda beside: far.send_tokens(world, x, ids, beside),
         )  # fmt: skip
         try:
@@ -239,6 +245,9 @@ class DispatchExecutor(_Moe):
             height = context.reports.rows(call_id(call)) if capacity is None else capacity
             outputs = x.new_empty((height, shape.features))
             permuted = x.new_empty((height, shape.hidden)) if how.permutes else None
+            if forked and how.push_blocks and not how.early_tiles:  # it would keep out the push
+                forked = False
+                context.order.join(stream)
             product = self._product(
                 call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
                 height=capacity or 0, tokens=True, gated=shape.activation is not None,
@@ -250,6 +259,21 @@ class DispatchExecutor(_Moe):
                 context.order.join(stream)
         _heights[words.untyped_storage()] = _version(words), height
         return {"outputs": outputs, "counts": counts}
+
+    def _tokens(self, call: Call, x: torch.Tensor, ids: torch.Tensor) -> Callable[[int], None]:
+        """What queues on a stream the own tokens' way to the peers of this node."""
+        made, device = native(), self._context.device
+        row_bytes, blocks = _row_bytes(self._plan), self._plan.part(DispatchSchedule).push_blocks
+        if blocks == 0:
+            return self._copy(call, x, len(x), row_bytes)
+        tokens = made.WantedTokens(
+            sizes=self._sizes,
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            row_bytes=row_bytes,
+            blocks=blocks,
+        )
+        return lambda stream: made.push_wanted(device, self._of_call(call), tokens, stream)
 
 
 class _Returns(_Moe):
@@ -273,7 +297,7 @@ class _Returns(_Moe):
         far = FarRanks(device, self._sizes, row_bytes)
         exchanges = self._exchanges(call)
         forked = exchanges and self._push(
-            call, weights, 1, weights.nbytes, stream,
+            call, stream, self._copy(call, weights, 1, weights.nbytes),
             lambda beside: far.send_weights(world, weights, beside),
         )  # fmt: skip
         try:

@@ -14,6 +14,8 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ExpertTiling,
     GemmCombineSchedule,
 )
+from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
     DTYPE_BYTES,
     CommonPart,
@@ -24,6 +26,7 @@ from mkernel.plan.model import (
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
+from mkernel.settings import load_as
 
 TILE_ROWS = 256
 """Of a cluster; as in kernels/moe/tables.cuh."""
@@ -32,7 +35,7 @@ SUM_BLOCKS_A_CORE = 8
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """How a plan of an MoE op runs. Tokens travel whole, whatever chunk is wished."""
+    """How a plan of an MoE op runs. A rank's tokens are one chunk, whatever chunk is wished."""
     plan = request.plan
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
@@ -41,9 +44,14 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     sums = processors * SUM_BLOCKS_A_CORE
     made: Schedule
     if isinstance(plan.shape, MoeShape):
+        pushing, considered = push_blocks(plan, processors)
+        found = found._replace(alternatives=found.alternatives + considered)
+        early = early_tiles(plan, processors, found.prediction, pushing)
         made = DispatchSchedule(
-            blocks=blocks,
-            early_tiles=early_tiles(plan, processors, found.prediction),
+            # Beside early tiles the push needs room; it is over before any others begin.
+            blocks=max(2, blocks - pushing) if early else blocks,
+            push_blocks=pushing,
+            early_tiles=early,
             early_rows=early_rows(plan),
             permutes=permutes(plan),
             tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
@@ -106,23 +114,76 @@ def tiling(k: int) -> ExpertTiling:
     return "deep" if least <= k <= most else "wide"
 
 
-def early_tiles(plan: CommonPart, processors: int, prediction: Prediction | None) -> int:
+def push_blocks(plan: CommonPart, processors: int) -> tuple[int, tuple[Alternative, ...]]:
+    """Blocks that send each token once to each rank that wants it, where that is predicted to be faster
+    than copies of all tokens to every rank, or asked for (:class:`HopperSettings`); 0: the copies. And
+    both ways, where there are two: between nodes tokens always travel whole."""
+    wished = load_as(HopperSettings).tokens
+    if plan.world_size == 1 or plan.nodes > 1 or wished == "whole":
+        return 0, ()
+    blocks = max(2, min(machine().experts.push_blocks, processors // 8 * 2))
+    if wished == "wanted":
+        return blocks, ()
+    return choose(
+        "tokens",
+        (0, blocks),
+        lambda pushing: _dispatch_us(plan, processors, pushing),
+        lambda pushing: "wanted" if pushing else "whole",
+    )
+
+
+def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
+    """A balanced dispatch whose tokens travel by so many blocks, or by copy engines: own rows, where
+    experts have many, are multiplied while the others travel, beside the blocks that push."""
+    product = _Product(plan)
+    multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
+    own = 0.0
+    if _many_own_rows(plan):
+        multiplied *= processors / (processors - pushing)
+        own = multiplied / plan.world_size
+    return max(travel_us(plan, pushing), machine().experts.route_us + own) + multiplied - own
+
+
+def travel_us(plan: CommonPart, pushing: int) -> float:
+    """Until a rank's tokens are at all others of its node, by so many blocks, each once to each rank
+    that wants it (a share 1 - (1 - 1/W)^top_k of them, of uniform routing), or whole by copy engines,
+    to one rank after another."""
+    shape, world = plan.shape, plan.world_size
+    assert isinstance(shape, MoeShape)
+    nbytes, copies = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype], machine().copies
+    if pushing == 0:
+        return (world - 1) * copies.choose("put", nbytes, 0, flagged=True).microseconds
+    wanted = 1 - (1 - 1 / world) ** shape.top_k
+    usual = machine().experts.push_blocks
+    sent = copies.microseconds("put", "plain", usual, round((world - 1) * wanted * nbytes))
+    return sent * max(1.0, usual / pushing)
+
+
+def _many_own_rows(plan: CommonPart) -> bool:
+    """Whether an expert gets a tile of rows from one rank."""
+    shape = plan.shape
+    assert isinstance(shape, MoeShape)
+    return shape.tokens * shape.top_k / shape.experts >= early_rows(plan)
+
+
+def early_tiles(
+    plan: CommonPart, processors: int, prediction: Prediction | None, pushing: int = 0
+) -> int:
     """Tiles that are multiplied while other ranks' tokens travel: of own tokens; none where an expert
-    gets few. ``prediction``: of the plan."""
+    gets few. ``prediction``: of the plan; ``pushing``: :func:`push_blocks`."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
-    if world == 1 or rows < early_rows(plan):
+    if world == 1 or not _many_own_rows(plan):
         return 0
-    nbytes = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
-    travel_us = (world - 1) * machine().copies.choose("put", nbytes, 0, flagged=True).microseconds
+    travelling_us = travel_us(plan, pushing)
     if plan.nodes > 1 and prediction is not None:
-        travel_us = prediction.comm_us
+        travelling_us = prediction.comm_us
     rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
     weights = shape.hidden * shape.columns  # of one expert
     height = min(rows // early_rows(plan) * early_rows(plan), TILE_ROWS)
     read_us = weights * DTYPE_BYTES[plan.dtype] / (machine().experts.memory_gbs * 1e3)
-    return math.ceil(travel_us / max(2.0 * height * weights / rate, read_us))
+    return math.ceil(travelling_us / max(2.0 * height * weights / rate, read_us))
 
 
 def early_rows(plan: CommonPart) -> int:

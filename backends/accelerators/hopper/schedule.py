@@ -218,16 +218,18 @@ class ReducePartsSchedule(PartsSchedule):
 
 
 class DispatchSchedule(Schedule):
-    """How MoE dispatch+GEMM runs. All tokens travel to every rank, by copy engines, while the device
-    sorts their ids; then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
-    tile: first up to ``early_tiles`` that need own tokens alone, which have a multiple of
-    ``early_rows`` of each expert. ``permutes``: the same
+    """How MoE dispatch+GEMM runs. While the device sorts their ids, tokens travel: all of them to
+    every rank, by copy engines; or, by a kernel of ``push_blocks`` blocks where that is not 0, each
+    once to each rank that has an expert of it. Then a kernel of ``blocks`` blocks multiplies the rows
+    of all experts, tile by tile: first up to ``early_tiles`` that need own tokens alone, which have a
+    multiple of ``early_rows`` of each expert. ``permutes``: the same
     blocks first copy the tokens of a tile into rows that lie one below the other, for tiles of
     ``tiling``; else each block gathers them for itself, and tiles are deep. Plans that do
     not say ``early_rows`` were made when early tiles were whole ones."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
+    push_blocks: int = Field(0, ge=0, multiple_of=2)
     early_tiles: int = Field(ge=0)
     early_rows: int = Field(256, ge=1)
     permutes: bool
@@ -235,8 +237,8 @@ class DispatchSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """For the tokens."""
-        return True
+        """For the tokens, where no blocks push."""
+        return self.push_blocks == 0
 
 
 class CombineSchedule(Schedule):

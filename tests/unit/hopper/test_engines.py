@@ -60,6 +60,12 @@ def test_times_lie_on_the_lines_between_points() -> None:
     assert bulk.microseconds(199_000) == pytest.approx(76.0)
 
 
+def test_an_engine_can_be_named() -> None:
+    assert MEASURED.microseconds("put", "bulk", 16, 1000) == 5.0
+    with pytest.raises(ValueError, match="put by bulk on 8 blocks has no times"):
+        MEASURED.microseconds("put", "bulk", 8, 1000)
+
+
 def test_a_flag_costs_the_copy_engine_a_copy() -> None:
     assert MEASURED.choose("put", 100_000, flagged=True).engine == "bulk"
     alone = MEASURED.choose("put", 100_000, 0, flagged=True)

@@ -24,14 +24,15 @@ from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import BackendUnavailable, CapacityExceeded, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.pipeline import Returns
+from mkernel.plan.planner import explain
 
 WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
 ROWS = 11
 SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
-STARTED = ("push_rows", "moe_route", "moe_grouped", "moe_home")
+STARTED = ("push_rows", "push_wanted", "moe_route", "moe_grouped", "moe_home")
 FRESH = ("out", "counts", "ids", "y", "permuted")
 """Addresses of memory that a call allocates, or zero."""
-BUILT = ("Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes")
+BUILT = ("Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes", "WantedTokens")
 
 
 class Started:
@@ -110,11 +111,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 def world_of_two() -> WalkedWorld:
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(WORLD))
+    return world_of(WORLD)
+
+
+def world_of(size: int) -> WalkedWorld:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(size))
     backend = HopperAccelerator()
     ops = (*capabilities.OPS, *MOE)  # whatever this build has
     backend._capabilities = backend.capabilities().model_copy(update={"ops": ops})
-    return WalkedWorld(backend, devices.world(devices.node(gpus)), WORLD)
+    return WalkedWorld(backend, devices.world(devices.node(gpus)), size)
 
 
 def planned(op: str, **changes: Any) -> LaunchPlan:
@@ -203,6 +208,89 @@ def test_a_dispatch_sorts_while_tokens_travel(started: Started) -> None:
     started.shared = True  # copies within a device need room on it
     run(called(planned("moe_dispatch_gemm")))
     assert started.names[0] == ("push_rows", MAIN)
+
+
+class Joins(Order):
+    """Notes behind how many starts the second stream was joined."""
+
+    def __init__(self, started: Started) -> None:
+        self.started, self.at = started, list[int]()
+
+    def join(self, stream: int) -> None:
+        super().join(stream)
+        self.at.append(len(self.started.names))
+
+
+@pytest.mark.parametrize(("early", "joined"), [(0, 2), (3, 3)])
+def test_wanted_tokens_are_pushed_where_the_product_keeps_out_no_push(
+    started: Started, early: int, joined: int
+) -> None:
+    """A product waits for all ranks' tokens, on all multiprocessors unless it has early tiles."""
+    usual = planned("moe_dispatch_gemm")
+    how = usual.part(DispatchSchedule).model_copy(update={"push_blocks": 6, "early_tiles": early})
+    assert not how.copy_engines
+    call = called(usual.model_copy(update={"schedule": how}))
+    order: Any = Joins(started)
+    where = DispatchContext(0, order, 64, reports=Reports())
+    dispatch.executor_of(call.plan)(call, where).start(call, MAIN)
+    assert started.names == [("push_wanted", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN)]
+    assert (order.at, order.open) == ([joined], 0)
+    tokens = started.given["WantedTokens"]
+    assert tokens["x"] == call.tensors["x"].data_ptr()
+    assert (tokens["blocks"], tokens["row_bytes"]) == (6, 2 * SIZES["hidden"])
+    started.told.clear()
+    run(replace(call, view="sequential"))
+    assert started.names[0] == ("push_wanted", MAIN)
+    started.told.clear()
+    run(replace(call, view="compute_only"))
+    assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
+
+
+DEEPSEEK = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8, "tokens": 4096}
+FEW_OF_MANY = {"hidden": 4096, "features": 768, "experts": 32, "top_k": 2, "tokens": 1024}
+
+
+def pushing(world: int, sizes: dict[str, int]) -> DispatchSchedule:
+    made = world_of(world).plan("moe_dispatch_gemm", sizes, dtype="bfloat16")
+    return made.part(DispatchSchedule)
+
+
+def test_tokens_go_where_they_are_wanted_where_few_ranks_want_one() -> None:
+    """With two ranks and top-8 nearly every token is wanted by both; with eight ranks 66 of 100 are,
+    and of top-2 23."""
+    found = [pushing(world, DEEPSEEK).push_blocks for world in (2, 4, 8)]
+    assert found == [0, 0, 8]
+    found = [pushing(world, FEW_OF_MANY).push_blocks for world in (2, 4, 8)]
+    assert found == [0, 8, 8]
+    decode = {**FEW_OF_MANY, "tokens": 8}  # on their way for less than ids are sorted
+    assert [pushing(world, decode).push_blocks for world in (2, 4, 8)] == [0, 0, 0]
+    assert pushing(1, DEEPSEEK).push_blocks == 0
+
+
+def test_a_push_beside_early_tiles_has_multiprocessors_of_its_own() -> None:
+    few, many = (pushing(8, {**DEEPSEEK, "tokens": tokens}) for tokens in (4096, 16384))
+    assert (few.early_tiles, few.blocks, few.push_blocks) == (0, 132, 8)
+    assert many.early_tiles > 0
+    assert (many.blocks, many.push_blocks) == (124, 8)
+
+
+def test_both_ways_of_tokens_stand_in_the_plan() -> None:
+    eight = world_of(8)
+    made = explain(
+        "moe_dispatch_gemm", DEEPSEEK, world=eight.map, accelerator="hopper", nic=None, verbs=None,
+        capabilities=eight.claims, schedule=eight.accelerator.schedule, dtype="bfloat16",
+    )  # fmt: skip
+    told = {each.option: each for each in made.alternatives if each.decision == "tokens"}
+    assert {name: each.chosen for name, each in told.items()} == {"whole": False, "wanted": True}
+
+
+@pytest.mark.parametrize(("wished", "blocks"), [("whole", 0), ("wanted", 8)])
+def test_how_tokens_travel_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, wished: str, blocks: int
+) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", wished)
+    assert [pushing(world, DEEPSEEK).push_blocks for world in (2, 8)] == [blocks] * 2
+    assert pushing(1, DEEPSEEK).push_blocks == 0
 
 
 def test_a_capacity_is_the_height_and_nothing_is_waited_for(started: Started) -> None:

@@ -79,6 +79,13 @@ def test_kernels_are_loaded_before_one_waits_for_a_nic(started: Started, op: str
     assert started.loaded_at == [0]
 
 
+def test_tokens_travel_whole_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts of a NIC send a rank's tokens as they lie."""
+    monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", "wanted")
+    assert planned("moe_dispatch_gemm").part(DispatchSchedule).push_blocks == 0
+    assert one_node.planned("moe_dispatch_gemm").part(DispatchSchedule).push_blocks == 8
+
+
 def test_sums_leave_behind_the_product(started: Started) -> None:
     plan = planned("moe_gemm_combine")
     assert plan.part(GemmCombineSchedule).returns == "ranks"

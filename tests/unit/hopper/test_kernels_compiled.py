@@ -14,6 +14,7 @@ SPILLED_BYTES = {
     "all_gather_gemm_bf16": 8,
     "gemm_reduce_bf16": 8,
     "moe/grouped_bf16": 8,
+    "moe/push_wanted": 0,
     "few_rows_bf16": 48,
     "few_rows_e4m3_bf16": 48,
     "all_gather_gemm_e4m3_bf16": 8,

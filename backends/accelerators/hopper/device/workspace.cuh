@@ -57,7 +57,8 @@ struct Control {
     transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
     // Of attention's kernels (attention_core.hpp: counters), of which two may run at a time.
     std::uint32_t counters[2][2];
-    std::uint32_t reserved[24];
+    std::uint32_t pushed;  // blocks of a call's push of tokens that are done; back to 0 at its end
+    std::uint32_t reserved[23];
     // The epoch again, for copy engines to copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
     std::uint64_t more_reserved[32];

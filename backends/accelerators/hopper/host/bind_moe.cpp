@@ -19,6 +19,7 @@ void bind_moe(py::module_& module) {
     using moe::Routing;
     using moe::Sizes;
     using moe::Step;
+    using moe::WantedTokens;
     using Word = std::int32_t;
     using Address = std::uint64_t;
 
@@ -52,6 +53,10 @@ void bind_moe(py::module_& module) {
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "ids"_a, "counts"_a, "row_bytes"_a,
              "capacity"_a, "early"_a, "early_rows"_a, "exchanges"_a);
+    py::class_<WantedTokens>(module, "WantedTokens")
+        .def(py::init([](const Sizes& sizes, Address x, Address ids, Address row_bytes,
+                         Word blocks) { return WantedTokens{sizes, x, ids, row_bytes, blocks}; }),
+             py::kw_only(), "sizes"_a, "x"_a, "ids"_a, "row_bytes"_a, "blocks"_a);
     py::class_<GroupedProduct>(module, "GroupedProduct")
         .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
                          Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
@@ -95,6 +100,13 @@ void bind_moe(py::module_& module) {
             moe::route(world, routing, report, stream);
         },
         "device"_a, "world"_a, "routing"_a, "report"_a, "stream"_a, released);
+    module.def(
+        "push_wanted",
+        [](int device, const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::push_wanted(world, tokens, stream);
+        },
+        "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
     module.def(
         "moe_grouped",
         [](int device, const DeviceWorld& world, const GroupedProduct& product,

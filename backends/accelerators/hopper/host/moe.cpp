@@ -133,6 +133,19 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
     route(args, cuda::stream_at(stream));
 }
 
+void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream) {
+    const PushArgs args{
+        .workspace = workspace_of(world),
+        .x = reinterpret_cast<const char*>(tokens.x),
+        .ids = reinterpret_cast<const std::int32_t*>(tokens.ids),
+        .row_bytes = static_cast<std::int64_t>(tokens.row_bytes),
+        .tokens = tokens.sizes.tokens,
+        .top_k = tokens.sizes.top_k,
+        .experts = tokens.sizes.experts,
+    };
+    push_wanted(args, static_cast<std::uint32_t>(tokens.blocks), cuda::stream_at(stream));
+}
+
 void load() {
     load_far_slots();
     load_routing();

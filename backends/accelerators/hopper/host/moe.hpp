@@ -15,6 +15,7 @@
 #include "backends/accelerators/hopper/kernels/far_slots.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/kernels/moe/home.hpp"
+#include "backends/accelerators/hopper/kernels/moe/push_wanted.hpp"
 #include "backends/accelerators/hopper/kernels/moe/routing.hpp"
 
 namespace mkernel::hopper::moe {
@@ -72,6 +73,14 @@ struct Routing {
 };
 void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
            std::uint64_t stream);
+
+// Own tokens and ids, as in PushArgs; each token goes once to each rank of the node that has an expert of it.
+struct WantedTokens {
+    Sizes sizes;
+    std::uint64_t x, ids, row_bytes;
+    std::int32_t blocks;
+};
+void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
 
 // Rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in the order of
 // rows first; 0: they are gathered. `rows`: that `out` has, and `a` where it has rows. `gated`: weights have

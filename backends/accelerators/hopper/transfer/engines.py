@@ -69,6 +69,15 @@ class Engines(Sourced):
     multicast: Literal[False] = False
     directions: dict[Direction, tuple[Curve, ...]]
 
+    def microseconds(self, direction: Direction, engine: Engine, blocks: int, nbytes: int) -> float:
+        """The time of a copy by that engine on so many blocks. ValueError where it was not measured."""
+        for curve in self.directions.get(direction, ()):
+            if (curve.engine, curve.blocks) == (engine, blocks):
+                return curve.microseconds(nbytes)
+        raise ValueError(
+            f"{direction} by {engine} on {blocks} blocks has no times; measure with bench/transfer.py"
+        )
+
     def choose(
         self, direction: Direction, nbytes: int, max_blocks: int = 16, *, flagged: bool = False
     ) -> Choice:

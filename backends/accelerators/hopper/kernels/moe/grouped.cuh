@@ -15,7 +15,8 @@
 // A tile has up to 256 rows of one expert. With more than 128 each block of the cluster has half of them
 // and loads half of the weight's columns for both; else both have all of the rows, and each has
 // columns of its own. A warpgroup none of whose 64 rows are there multiplies nothing.
-// At the end: without `home` the call is over (device/call.cuh); with it, flag `W + r` of every rank says
+// At the end: without `home` the call is over (device/call.cuh), once all ranks' tokens have come, also those that
+// no row needed, and of a routing that was refused; with it, flag `W + r` of every rank says
 // that this rank's rows are there, and the call goes on in the next kernel.
 #pragma once
 

@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     close_block<C>();
     if (threadIdx.x != 0 || !args.ends) return;
     if (!args.home) {
+        if (blockIdx.x == 0) wait_for_all_tokens(args, waiter, epoch);
         finish_call(args.workspace, waiter, epoch);
         return;
     }

@@ -42,4 +42,19 @@ __device__ inline void wait_for_tokens(const GroupedArgs& args,
     }
 }
 
+// Until the tokens of all other ranks are there, whether rows need them or not: a rank that ended the call
+// before would have the rest land in memory of a later one, under that one's flag. One thread.
+__device__ inline void wait_for_all_tokens(const GroupedArgs& args,
+                                           const transport::DeviceWaiter& waiter,
+                                           std::uint64_t epoch) {
+    if (!args.waits) return;
+    const Workspace& workspace = args.workspace;
+    for (int step = 1; step < workspace.world; ++step) {
+        const auto source = static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
+        if (!waiter.until(workspace.flags(workspace.rank)[source], epoch, {source, source, 0})) {
+            break;
+        }
+    }
+}
+
 }  // namespace mkernel::hopper::moe
