@@ -109,6 +109,11 @@ def experts() -> list[str]:
     )
 
 
+def experts_wanted() -> list[str]:
+    """The same where each token goes once to each rank that has an expert of it."""
+    return experts()
+
+
 def experts_by_rows() -> list[str]:
     """The same with fewer rows for each expert than a box has: every result leaves by plain stores."""
     return moe_ranks.judged(
@@ -266,6 +271,7 @@ CHECKED = {
         *(Program(each, MET) for each in (attention_backward, sums)),
         *(Program(each, WITHOUT_RACECHECK) for each in (exchanges, parts)),
         Program(collectives, {"racecheck": 1}),
+        Program(experts_wanted, MET, environment={"MKERNEL_HOPPER_TOKENS": "wanted"}),
         Program(nodes, MET, nodes=2),
         Program(sums_between_nodes, WITHOUT_RACECHECK, nodes=2),
     )
