@@ -68,6 +68,20 @@ class MailCalls(Finite):
         return nbytes <= self.most_bytes
 
 
+class MailTwice(Finite):
+    """All-reduces of two exchanges whose data say themselves that they have come, in one brief call."""
+
+    most_bytes: int = Field(
+        ge=0, description="that all peers send to one rank, in both exchanges together"
+    )
+    exchanges_us: float = Field(ge=0, description="latency of both exchanges between all ranks")
+    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+
+    def takes(self, nbytes: int) -> bool:
+        """A call in which so many bytes come to a rank."""
+        return nbytes <= self.most_bytes
+
+
 class PathConstants(Finite):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
@@ -81,6 +95,9 @@ class PathConstants(Finite):
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
     brief: BriefCalls | None = Field(None, description="None: all calls wait for their peers' end")
     mail: MailCalls | None = Field(None, description="None: all calls wait for flags")
+    mail_twice: MailTwice | None = Field(
+        None, description="None: all-reduces of two exchanges wait for flags"
+    )
     unhidden_gather: float = Field(
         0.0, ge=0, le=1, description="of the shorter of T_c and T_m, what overlap leaves: gathers"
     )

@@ -132,7 +132,7 @@ def predict(
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
     same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
     what a call of few bytes does not wait at its end (``brief``). Of one exchange by ``mail``, its own
-    latency and rate.
+    latency and rate; of two, those of both (``mail_twice``), where that is faster.
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
     last rows to come, or the first partial results to leave, are one tile's work away from the rest;
     and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
@@ -279,17 +279,11 @@ def _exchanges_us(
     if world == 1:
         return 0.0
 
-    def exchange_us(nbytes: float) -> float:
-        return transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us)
-
-    def saved_us(nbytes: float) -> float:
-        return 0.0 if path.brief is None else path.brief.saved_us(math.ceil(world * nbytes))
-
     def once_us(nbytes: float) -> float:
         mail = path.mail
         if mail is not None and mail.takes(math.ceil(world * nbytes)):
             return transfer_us((world - 1) * nbytes, mail.egress_gbs, mail.exchange_us)
-        return exchange_us(nbytes) - saved_us(nbytes)
+        return _by_flags_us((nbytes,), world, path)
 
     if op == "gemm_all_reduce" and path.one_shot is not None:
         whole = shape.m * shape.n * sent
@@ -301,4 +295,31 @@ def _exchanges_us(
     if op == "gemm_reduce_scatter":
         return once_us(part)
     sums = shape.m * shape.n * result / world
-    return exchange_us(part) + exchange_us(sums) - saved_us(part + sums)
+    by_flags = _by_flags_us((part, sums), world, path)
+    return min(by_flags, _twice_by_mail_us(part, sums, world, path))
+
+
+def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:
+    """Whether the two exchanges of an all-reduce go by mail. ``part``, ``sums``: bytes that a rank
+    sends to each peer, to be added up and as sums."""
+    if world == 1:
+        return False
+    by_flags = _by_flags_us((part, sums), world, path)
+    return _twice_by_mail_us(part, sums, world, path) < by_flags
+
+
+def _twice_by_mail_us(part: float, sums: float, world: int, path: PathConstants) -> float:
+    """Both exchanges; infinite where they are too many bytes, or there is no such way."""
+    mail, sent = path.mail_twice, (world - 1) * (part + sums)
+    if mail is None or not mail.takes(math.ceil(sent)):
+        return math.inf
+    return transfer_us(sent, mail.egress_gbs, mail.exchanges_us)
+
+
+def _by_flags_us(sent: Collection[float], world: int, path: PathConstants) -> float:
+    """One exchange after another, of so many bytes to each peer."""
+    waited = sum(
+        transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us) for nbytes in sent
+    )
+    come = math.ceil(world * sum(sent))
+    return waited - (0.0 if path.brief is None else path.brief.saved_us(come))

@@ -168,8 +168,9 @@ def sums() -> list[str]:
 
 
 def exchanges() -> list[str]:
-    """The collectives around a library's products: by mail, by flags at once, and in two steps."""
+    """The collectives around a library's products: by mail, at once and in two steps, and by flags."""
     by_mail = [Shape(op, 64, 264, 200, path="library") for op in hopper_ranks.OPS]
+    by_mail += [Shape("gemm_all_reduce", 1031, 4104, 72, path="library")]
     at_once = [Shape("gemm_all_reduce", 1031, 520, 72, path="library", bias=True)]
     by_flags = [
         Shape("all_gather_gemm", 4096, 72, 4104, path="library"),

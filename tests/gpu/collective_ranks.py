@@ -126,7 +126,7 @@ class Work:
     name: str  # all_gather, reduce_scatter, all_reduce
     elements: int  # of a shard, of a part, of the whole
     dtype: torch.dtype = torch.bfloat16
-    way: str = "one_shot"  # or two_shot, or mail
+    way: str = "one_shot"  # or two_shot; by mail: mail, or mail_twice
     symmetric: bool = False
     seed: int = 0
     out_offset: int = 0  # elements by which the outs are misaligned
@@ -199,7 +199,8 @@ class Work:
         """This rank's call on its stream, and next on the stream a reader of its out."""
         from mkernel.backends.accelerators.hopper import _hopper
 
-        call = self.ranks.call(rank, blocks=blocks, by_mail=self.way == "mail")
+        by_mail = self.way in ("mail", "mail_twice")
+        call = self.ranks.call(rank, blocks=blocks, by_mail=by_mail)
         stream = torch.cuda.current_stream(rank).cuda_stream
         shift = self.out_offset * self.out_dtype.itemsize
         addresses = (
@@ -217,7 +218,8 @@ class Work:
                 call, element, source, self.elements, addresses[0], stream, **self._row(rank)
             )
         else:
-            way = getattr(_hopper.Way, "one_shot" if self.way == "mail" else self.way)
+            native_way = {"mail": "one_shot", "mail_twice": "two_shot"}.get(self.way, self.way)
+            way = getattr(_hopper.Way, native_way)
             _hopper.all_reduce(
                 call, element, source, self.elements, addresses, way, stream, **self._row(rank)
             )

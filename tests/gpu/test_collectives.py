@@ -19,6 +19,7 @@ WAYS = {  # name, way, symmetric outs
     "reduce_scatter": ("reduce_scatter", "", False),
     "reduce_scatter-mail": ("reduce_scatter", "mail", False),
     "all_reduce-mail": ("all_reduce", "mail", False),
+    "all_reduce-mail_twice": ("all_reduce", "mail_twice", False),
     "all_reduce-one_shot": ("all_reduce", "one_shot", False),
     "all_reduce-two_shot": ("all_reduce", "two_shot", False),
     "all_reduce-two_shot-symmetric": ("all_reduce", "two_shot", True),
@@ -41,6 +42,11 @@ def run(done: Work, blocks: tuple[int, ...] = (0,)) -> None:
     ranks.on_each(lambda rank: done.launch(rank, blocks=blocks[rank % len(blocks)]))
     ranks.synchronize()
     ranks.check_outcomes()
+
+
+def most_of_two_exchanges(world: int) -> int:
+    """16-bit elements of the largest all-reduce whose two exchanges go by mail, in whole slots."""
+    return MOST_MAIL // (4 * (world - 1)) // 64 * 64 * world
 
 
 def judge_sizes(world: int, which: str, sizes: tuple[int, ...], **fields: Any) -> None:
@@ -141,6 +147,64 @@ def test_mail_brings_any_bits(world: int) -> None:
         assert made.wrong_ranks() == []
 
 
+@halves
+@worlds
+def test_sums_by_mail_have_the_bits_of_those_by_flags(world: int, dtype: torch.dtype) -> None:
+    """Words of two sums that are +0 or -0, by themselves or after rounding, and NaNs of any kind."""
+    ranks, elements = Ranks(world, 8 * MIB), 40_000
+    nan = torch.tensor([-1, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    terms = torch.cat((torch.tensor([0.0, -0.0, -1e-45, 1e-45, 1.0]), nan))
+    found = []
+    for which in ("all_reduce-two_shot", "all_reduce-mail_twice"):
+        made = work(ranks, which, elements, dtype=torch.float32, rounded_to=dtype)
+        for rank, source in enumerate(made.sources):
+            chance = torch.Generator().manual_seed(rank)
+            # Others' are mostly zeros, so that words of all kinds are sums too.
+            drawn = torch.randint(len(terms), (elements,), generator=chance)
+            few = torch.rand(elements, generator=chance) < 0.2
+            source.copy_(terms[drawn if rank == 0 else torch.where(few, drawn, 0)])
+        ranks.synchronize()
+        run(made)
+        found.append([out.view(torch.int32).cpu() for out in made.outs])
+    for bits in found[1]:
+        assert torch.equal(bits, found[0][0])
+    assert {0, -(1 << 31), 1 << 15} <= set(found[0][0].tolist())
+
+
+@pytest.mark.parametrize("which", ["all_reduce-two_shot", "all_reduce-mail_twice"])
+@worlds
+def test_two_exchanges_in_place(world: int, which: str) -> None:
+    ranks = Ranks(world, 8 * MIB)
+    for elements, shift in ((8, 0), (300_008, 0), (123_457, 3)):
+        made = work(ranks, which, elements, out_offset=shift)
+        wanted = [made.wanted(rank) for rank in range(world)]
+        for source, out in zip(made.sources, made.outs, strict=True):
+            out.copy_(source)
+        made.sources = made.outs
+        ranks.synchronize()
+        run(made)
+        for out, right in zip(made.outs, wanted, strict=True):
+            assert torch.equal(out.cpu(), right.cpu()), f"{elements} elements"
+
+
+@worlds
+def test_the_largest_two_exchanges_by_mail(world: int) -> None:
+    """All that mail holds; more is refused, but for symmetric outs, which flags bring."""
+    elements = most_of_two_exchanges(world)
+    ranks = Ranks(world, 4 * BRIEF)
+    made = work(ranks, "all_reduce-mail_twice", elements)
+    for seed in range(3):  # even and odd epochs
+        made.refresh(seed)
+        run(made)
+        assert made.wrong_ranks() == []
+    more = elements + 64 * world
+    with pytest.raises(ValueError, match="a call by mail may have 16777216"):
+        run(work(ranks, "all_reduce-mail_twice", more))
+    made = Work(ranks, "all_reduce", more, way="mail_twice", symmetric=True)
+    run(made)
+    assert made.wrong_ranks() == []
+
+
 @pytest.mark.parametrize("beside", [1, 5, 64, 4099, 100_000])
 @worlds
 @pytest.mark.parametrize("which", ["all_gather", "all_gather-mail"])
@@ -197,8 +261,10 @@ def test_a_hundred_calls_of_skewed_ranks(world: int) -> None:
 def test_a_slow_reader_is_not_overrun(world: int, which: str) -> None:
     """The last rank reads with one block, byte by byte, when the others are in the next call."""
     slots = 2 if "two_shot" in which else world  # of a shard, a part or the whole
-    ranks = Ranks(world, BRIEF)
+    ranks = Ranks(world, 2 * BRIEF)
     elements = BRIEF // slots // 2 if "mail" not in which else MOST_MAIL // slots // MAIL_BYTES
+    if "twice" in which:
+        elements = most_of_two_exchanges(world)
     calls = [work(ranks, which, elements, out_offset=3) for _ in range(4)]
     for seed, made in enumerate(calls):
         made.refresh(seed)
@@ -339,14 +405,13 @@ def test_wrong_calls_are_refused(message: str, change: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "elements", "way"),
-    [("a call by mail may have 16777216", 4 * MIB + 8, "one_shot"), ("one_shot", 8, "two_shot")],
+    ("elements", "way"), [(4 * MIB + 8, "one_shot"), (8 * MIB + 8, "two_shot")]
 )
-def test_wrong_calls_by_mail_are_refused(message: str, elements: int, way: str) -> None:
+def test_more_than_mail_holds_is_refused(elements: int, way: str) -> None:
     from mkernel.backends.accelerators.hopper import _hopper
 
     world = _hopper.DeviceWorld([4096, 8192], rank=0, control=0, timeout_s=1.0, call=1)
     call = _hopper.Collective(world, staging_bytes=64 * MIB, by_mail=True)
     kind, which = _hopper.Element.bfloat16, getattr(_hopper.Way, way)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="a call by mail may have 16777216"):
         _hopper.all_reduce(call, kind, 4096, elements, [8192], which, 0)

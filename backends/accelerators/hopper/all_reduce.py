@@ -1,8 +1,10 @@
-"""AllReduce on one rank, by one of two ways:
+"""AllReduce on one rank, by one of three ways:
 
-  mail      one kernel: x ──▶ every peer's mail ──▶ sums ──▶ norm ──▶ out (``kernels/sum_rows.hpp``)
-  two_shot  a collective: x ──▶ owners ──▶ sums ──▶ every rank's out (``kernels/collectives.hpp``);
-            where there is a norm, a kernel behind it
+  mail        one kernel: x ──▶ every peer's mail ──▶ sums ──▶ norm ──▶ out
+              (``kernels/sum_rows.hpp``)
+  two_shot    a collective: x ──▶ owners ──▶ sums ──▶ every rank's out (``kernels/collectives.hpp``);
+              where there is a norm, a kernel behind it
+  mail_twice  the same, both exchanges by mail (``kernels/mail_collectives.hpp``), but for symmetric outs
 All views are one, but for compute_only, in which this rank's terms are all of the sum.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.hopper import mail
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -43,7 +46,10 @@ class SumExecutor:
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
         )
         self._together: _hopper.Collective = made.Collective(
-            self._world, _staging(call.plan), blocks=2 * how.blocks
+            self._world,
+            _staging(call.plan),
+            blocks=2 * how.blocks,
+            by_mail=how.way == "mail_twice",
         )
 
     @staticmethod
@@ -55,6 +61,11 @@ class SumExecutor:
                 made.check_sum_rows(world, rows_of(plan, how.blocks))
             except ValueError as error:  # too much mail, or rows that are too long to keep
                 raise Unsupported(f"{plan.op} of {plan.summed}: {error}") from None
+        if how.way == "mail_twice" and (sent := _mail(plan)) > mail.MAIL_BYTES:
+            raise Unsupported(
+                f"{plan.op} of {plan.summed}: the ranks send {sent} bytes; a call by mail may have "
+                f"{mail.MAIL_BYTES}"
+            )
         if world == 1:
             return Workspace((NO_DATA,))
         return Workspace((made.DATA_OFFSET + _staging(plan),))
@@ -83,6 +94,12 @@ class SumExecutor:
         together = self._together.of_call(call_id(call), call.timeout_s)
         element = getattr(made.Element, call.plan.dtype)
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
+
+
+def _mail(plan: LaunchPlan) -> int:
+    """Bytes of mail that two exchanges are."""
+    elements, dtype = plan.summed.m * plan.summed.n, plan.dtype
+    return mail.of_two_exchanges(elements, plan.world_size, dtype, dtype)
 
 
 def _staging(plan: LaunchPlan) -> int:

@@ -270,9 +270,9 @@ def _check(plan: LaunchPlan) -> None:
     if (how.way is not None) != reduced:
         legal = "one_shot or two_shot" if reduced else "None: nothing is summed everywhere"
         raise ArgumentError("plan.schedule.way", how.way, legal)
-    if how.by_mail and (plan.world_size == 1 or how.way == "two_shot"):
-        raise ArgumentError("plan.schedule.by_mail", True, "False: there is not one exchange")
-    sent = mail.of_plan(plan, how.product) if how.by_mail else 0
+    if how.by_mail and plan.world_size == 1:
+        raise ArgumentError("plan.schedule.by_mail", True, "False: there is no exchange")
+    sent = mail.of_plan(plan, how.product, how.way) if how.by_mail else 0
     if sent > mail.MAIL_BYTES:
         legal = (
             f"False: ranks would send {sent} bytes, and a call by mail may have {mail.MAIL_BYTES}"
@@ -280,13 +280,14 @@ def _check(plan: LaunchPlan) -> None:
         raise ArgumentError("plan.schedule.by_mail", True, legal)
     if how.normalises and not (
         how.by_mail
+        and how.way == "one_shot"
         and plan.norm
         and plan.bias is None
         and how.product == plan.out_dtype
         and plan.gemm.n <= MOST_NORMED_COLUMNS
     ):
         legal = (
-            "False: no rows by mail, of the results' dtype, without a bias and of at most "
+            "False: no rows by mail at once, of the results' dtype, without a bias and of at most "
             f"{MOST_NORMED_COLUMNS} columns, to normalise"
         )
         raise ArgumentError("plan.schedule.normalises", True, legal)

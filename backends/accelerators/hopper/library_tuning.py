@@ -89,14 +89,18 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
     way = _MACHINE.way(shape, product, world) if summed else None
     elements = shape.m * (shape.k if gathers else shape.n) // (1 if summed else world)
     nbytes = elements * DTYPE_BYTES[plan.dtype if gathers else product]
-    brief = _MACHINE.by_mail(nbytes, world, way, constants)
-    mailed = brief and mail.fits(plan, product)
+    if way == "two_shot":
+        results = elements * DTYPE_BYTES[plan.out_dtype]
+        brief = _MACHINE.twice_by_mail(nbytes, results, world, constants)
+    else:
+        brief = _MACHINE.by_mail(nbytes, world, way, constants)
+    mailed = brief and mail.fits(plan, product, way)
     normed = plan.norm is not None and plan.bias is None and product == plan.dtype
     return LibrarySchedule(
         product=product,
         way=way,
         by_mail=mailed,
-        normalises=mailed and normed and shape.n <= MOST_NORMED_COLUMNS,
+        normalises=mailed and way == "one_shot" and normed and shape.n <= MOST_NORMED_COLUMNS,
     )
 
 

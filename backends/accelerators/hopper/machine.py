@@ -14,6 +14,7 @@ from pydantic import Field
 from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
+from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName
 from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
 from mkernel.topology.defaults import Sourced
@@ -240,10 +241,21 @@ class HopperMachine(ChipMachine):
     def by_mail(
         self, nbytes: int, world: int, way: Way | None, constants: MachineConstants | None = None
     ) -> bool:
-        """Whether a collective in which a rank sends so many bytes to each peer goes by mail."""
+        """Whether a collective of one exchange, in which a rank sends so many bytes to each peer, goes
+        by mail."""
         library = (constants or self.constants).library
         mail = None if library is None else library.mail
         return world > 1 and way != "two_shot" and mail is not None and mail.takes(world * nbytes)
+
+    def twice_by_mail(
+        self, nbytes: int, results: int, world: int, constants: MachineConstants | None = None
+    ) -> bool:
+        """Whether an all-reduce of two exchanges goes by mail. ``nbytes``: of a rank's partial results;
+        ``results``: of their sums."""
+        library = (constants or self.constants).library
+        return library is not None and paths.twice_by_mail(
+            nbytes / world, results / world, world, library
+        )
 
     @property
     def one_shot(self) -> OneShot:

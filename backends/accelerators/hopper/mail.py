@@ -5,6 +5,7 @@ Pure functions of a plan's sizes.
 
 from __future__ import annotations
 
+from mkernel.backends.accelerators.hopper.schedule import Way
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
 from mkernel.plan.scales import scale_sizes
 
@@ -14,15 +15,29 @@ _SLOT_BYTES = 128
 """What a rank sends is rounded up to so many; as in kernels/{sum_rows,mail_collectives}.cu."""
 _PLACE_BYTES = 16
 """Of gathered bits, beside which goes one more byte; as in kernels/mail_collectives.cu."""
+_OWNED = 8
+"""Elements of which an all-reduce's owners have multiples; as in kernels/collectives.cu."""
 
 
 def of_sums(nbytes: int, world: int) -> int:
     """Bytes where each rank sends so many to each peer, to be added up."""
-    return world * -(-nbytes // _SLOT_BYTES) * _SLOT_BYTES
+    return world * _slot(nbytes)
 
 
-def of_plan(plan: CommonPart, product: DtypeName) -> int:
-    """Bytes of a GEMM op's one collective. ``product``: the dtype in which partial results travel."""
+def of_two_exchanges(elements: int, world: int, product: DtypeName, result: DtypeName) -> int:
+    """Bytes of an all-reduce whose owners add up their parts and send their sums to all peers."""
+    owned = -(-elements // (world * _OWNED)) * _OWNED
+    each = sum(_slot(owned * DTYPE_BYTES[dtype]) for dtype in (product, result))
+    return (world - 1) * each
+
+
+def _slot(nbytes: int) -> int:
+    return -(-nbytes // _SLOT_BYTES) * _SLOT_BYTES
+
+
+def of_plan(plan: CommonPart, product: DtypeName, way: Way | None) -> int:
+    """Bytes of a GEMM op's one collective. ``product``: the dtype in which partial results travel.
+    ``way``: of an all-reduce."""
     shape, world = plan.gemm, plan.world_size
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -31,10 +46,12 @@ def of_plan(plan: CommonPart, product: DtypeName) -> int:
             height, width = scale_sizes(plan.scales.mode, rows, shape.n, shape.k)[0]
             places += -(-height * width * DTYPE_BYTES["float32"] // _PLACE_BYTES)
         return of_sums(places * (_PLACE_BYTES + 1), world)
+    if way == "two_shot":
+        return of_two_exchanges(shape.m * shape.n, world, product, plan.out_dtype)
     nbytes = shape.m * shape.n * DTYPE_BYTES[product]
     return of_sums(nbytes if plan.op == "gemm_all_reduce" else nbytes // world, world)
 
 
-def fits(plan: CommonPart, product: DtypeName) -> bool:
+def fits(plan: CommonPart, product: DtypeName, way: Way | None) -> bool:
     """Whether a call may have as much as :func:`of_plan` says."""
-    return of_plan(plan, product) <= MAIL_BYTES
+    return of_plan(plan, product, way) <= MAIL_BYTES

@@ -90,8 +90,13 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    brief = _MACHINE.by_mail(_sent_bytes(plan), plan.world_size, way)
-    mailed = brief and mail.fits(plan, product)
+    sent, world = _sent_bytes(plan), plan.world_size
+    if way == "two_shot":
+        results = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
+        brief = _MACHINE.twice_by_mail(sent, results, world)
+    else:
+        brief = _MACHINE.by_mail(sent, world, way)
+    mailed = brief and mail.fits(plan, product, way)
     return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
 
 

@@ -168,8 +168,9 @@ class ProductSchedule(Schedule):
 class LibrarySchedule(ProductSchedule):
     """How a library's product and a collective run. ``way``: of an all-reduce, everything to everyone
     at once, or sums in an exchange of their own; None: there is none. ``by_mail``: what the collective
-    sends says itself that it has come, instead of by flags; of one exchange alone. ``normalises``:
-    where rows of the sum are normalised, what sums them does that too, else a kernel behind it."""
+    sends says itself that it has come, instead of by flags. Two exchanges into symmetric results go by
+    flags all the same. ``normalises``: where rows of the sum are normalised, what sums them at once
+    does that too, else a kernel behind it."""
 
     kind: Literal["hopper.library"] = "hopper.library"
     way: Way | None = None
@@ -177,13 +178,13 @@ class LibrarySchedule(ProductSchedule):
     normalises: bool = False
 
 
-SumWay = Literal["mail", "two_shot"]
+SumWay = Literal["mail", "mail_twice", "two_shot"]
 
 
 class SumSchedule(Schedule):
     """How AllReduce runs: everything to everyone at once, by mail, in a kernel of ``blocks`` blocks
-    that normalises the rows that it sums; or sums in an exchange of their own, in a kernel of twice as
-    many, and a norm in a kernel behind them."""
+    that normalises the rows that it sums; or sums in an exchange of their own, by mail too or by flags,
+    in a kernel of twice as many, and a norm in a kernel behind them."""
 
     kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
     way: SumWay

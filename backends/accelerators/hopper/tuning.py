@@ -18,6 +18,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     LibrarySchedule,
     ReduceSchedule,
     SumSchedule,
+    SumWay,
     TilingName,
 )
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
@@ -382,13 +383,18 @@ def few_rows(
 
 def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSchedule:
     """By mail where one exchange is faster than two, all fits, and a block can keep a row that it
-    normalises."""
+    normalises; else two exchanges, by mail where that is predicted to be faster and fits."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     brief = (
         _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
     )
-    fits = not normed or shape.n <= MOST_NORMED_COLUMNS
-    return SumSchedule(way="mail" if brief and fits else "two_shot", blocks=processors)
+    way: SumWay = "two_shot"
+    if brief and (not normed or shape.n <= MOST_NORMED_COLUMNS):
+        way = "mail"
+    elif _MACHINE.twice_by_mail(nbytes, nbytes, world):
+        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
+        way = "mail_twice" if needed <= mail.MAIL_BYTES else "two_shot"
+    return SumSchedule(way=way, blocks=processors)
 
 
 def _up(value: int, by: int) -> int:

@@ -195,7 +195,7 @@ def test_mail_has_room_for_the_scales_beside_rows(
     made = planned("all_gather_gemm", 2 * rows, 256, 2048, 2, mode, path="library")
     how = made.part(LibrarySchedule)
     scales = 4 * rows * (1 if mode == "row" else 2048 // 128)
-    sent = mail.of_plan(made, how.product)
+    sent = mail.of_plan(made, how.product, how.way)
     assert 0 <= sent - 2 * 17 * (rows * 2048 + scales) // 16 < 2 * 128
     assert how.by_mail == mailed == (sent <= mail.MAIL_BYTES)
     fabric(2)

@@ -428,10 +428,10 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     const std::uint64_t total = elements * source_bytes(element);
     const bool copied = !from_float32(element) && bias.row == nullptr;
     if (total == 0 || (copied && is_trivial(call, src, out, total, stream))) return;
-    if (call.by_mail && world > 1) {
-        if (way != Way::one_shot) throw std::invalid_argument("mail goes one_shot");
-        all_reduce_by_mail(call, element, src, elements, owned_elements(world, elements),
-                           out.at[call.workspace.rank], bias, stream);
+    if (call.by_mail && world > 1 && (way == Way::one_shot || !out.symmetric)) {
+        const auto by_mail = way == Way::one_shot ? all_reduce_by_mail : all_reduce_twice_by_mail;
+        by_mail(call, element, src, elements, owned_elements(world, elements),
+                out.at[call.workspace.rank], bias, stream);
         return;
     }
     const std::uint64_t part = owned_elements(world, elements) * source_bytes(element);

@@ -220,6 +220,102 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     });
 }
 
+// In each of two exchanges a rank has a place for every peer: what rank r sends to the rank `step` after it is
+// that rank's slot `step` - 1, and comes from the rank `world` - `step` after it.
+struct Twice {
+    Workspace workspace;
+    transport::WaitLimits limits;
+    const void* src;
+    void* out;
+    std::uint32_t elements;
+    std::uint32_t owned;  // elements of each rank but perhaps the last ones, a multiple of 8
+    std::uint64_t slot;   // bytes of mail from one rank, to be summed
+    std::uint64_t sums;   // where mail with sums begins
+    std::uint64_t sums_slot;
+    Bias bias;
+
+    __device__ int peer(int step) const {
+        const int next = workspace.rank + step;
+        return next < workspace.world ? next : next - workspace.world;
+    }
+    __device__ std::uint32_t begin(int part) const { return min(part * owned, elements); }
+    __device__ std::uint32_t count(int part) const { return min(owned, elements - begin(part)); }
+    __device__ char* to_sum(int at, int step, std::uint64_t epoch) const {
+        return workspace.mail(at, epoch) + (step - 1) * slot;
+    }
+    __device__ char* summed(int at, int step, std::uint64_t epoch) const {
+        return workspace.mail(at, epoch) + sums + (step - 1) * sums_slot;
+    }
+};
+
+// A place is 8 elements of every part, and one thread's from its first word to its last: so `out` may be `src`.
+template <class In, class Out, bool kWhole>
+__global__ void __launch_bounds__(kMailThreads, 2)
+    mail_all_reduce_twice_kernel(const __grid_constant__ Twice args) {
+    const int rank = args.workspace.rank;
+    const int world = args.workspace.world;
+    const In* const src = static_cast<const In*>(args.src);
+    Out* const out = static_cast<Out*>(args.out);
+    ptx::wait_for_grid_before();
+    const std::uint64_t epoch = epoch_of_brief_block(args.workspace);
+    const std::uint32_t places = args.owned / 8;
+    for_own(places, [&](std::uint32_t place) {
+        const std::uint32_t at = place * 8;
+#pragma unroll 1
+        for (int step = 1; step < world; ++step) {
+            const int to = args.peer(step);
+            const std::uint32_t count = args.count(to);
+            if (at >= count) continue;
+            const auto eight = load<kWhole, Eight<In>>(src + args.begin(to) + at, count - at);
+            send(args.to_sum(to, step, epoch) + place * sizeof(eight), eight);
+        }
+        return true;
+    });
+    const transport::DeviceWaiter waiter =
+        waiter_of(args.workspace, args.limits, transport::Waiter::comm_kernel);
+    const std::uint32_t first = args.begin(rank);
+    const std::uint32_t own = args.count(rank);
+    for_own((own + 7) / 8, [&](std::uint32_t place) {
+        const std::uint32_t at = place * 8;
+        Sum8<Out> sum;
+        sum.add(load<kWhole, Eight<In>>(src + first + at, own - at));
+#pragma unroll 1
+        for (int step = 1; step < world; ++step) {
+            Eight<In> theirs;
+            char* const mail = args.to_sum(rank, world - step, epoch) + place * sizeof(theirs);
+            if (!take(mail, theirs, waiter, mail_of(args.peer(step), place))) return false;
+            sum.add(theirs);
+        }
+        if (args.bias.row != nullptr) {
+            Eight<Out> more;
+            more.load(reinterpret_cast<const char*>(static_cast<const Out*>(args.bias.row) +
+                                                    (first + at) % args.bias.columns));
+            sum.add(more);
+        }
+        const uint4 rounded = mailbox::sendable(sum.rounded());
+#pragma unroll 1
+        for (int step = 1; step < world; ++step) {
+            mailbox::send_rounded(args.summed(args.peer(step), step, epoch) + place * 16, rounded);
+        }
+        store<kWhole>(out + first + at, own - at, rounded);
+        return true;
+    });
+    for_own(places, [&](std::uint32_t place) {
+        const std::uint32_t at = place * 8;
+#pragma unroll 1
+        for (int step = 1; step < world; ++step) {
+            const int from = args.peer(step);
+            const std::uint32_t count = args.count(from);
+            if (at >= count) continue;
+            char* const mail = args.summed(rank, world - step, epoch) + place * 16;
+            uint4 words;
+            if (!mailbox::take_rounded(mail, words, waiter, mail_of(from, place))) return false;
+            store<kWhole>(out + args.begin(from) + at, count - at, words);
+        }
+        return true;
+    });
+}
+
 // Whether all of them are multiples of 16: addresses, and bytes.
 bool whole(std::initializer_list<const void*> addresses,
            std::initializer_list<std::uint64_t> bytes) {
@@ -229,15 +325,20 @@ bool whole(std::initializer_list<const void*> addresses,
     return bits % 16 == 0;
 }
 
+std::uint64_t slot_of(std::uint64_t nbytes) {
+    return (nbytes + 127) / 128 * 128;
+}
+
+void check_mail(std::uint64_t needed) {
+    if (needed <= kMailBytes) return;
+    throw std::invalid_argument("the ranks send " + std::to_string(needed) +
+                                " bytes; a call by mail may have " + std::to_string(kMailBytes));
+}
+
 // `nbytes`: of mail from one rank.
 Sent sent(const Collective& call, std::uint64_t nbytes) {
-    const std::uint64_t slot = (nbytes + 127) / 128 * 128;
-    const std::uint64_t needed = call.workspace.world * slot;
-    if (needed > kMailBytes) {
-        throw std::invalid_argument("the ranks send " + std::to_string(needed) +
-                                    " bytes; a call by mail may have " +
-                                    std::to_string(kMailBytes));
-    }
+    const std::uint64_t slot = slot_of(nbytes);
+    check_mail(call.workspace.world * slot);
     return {call.workspace, call.limits, slot};
 }
 
@@ -294,6 +395,33 @@ void all_reduce_by_mail(const Collective& call, Element element, const void* src
                         std::uint64_t elements, std::uint64_t owned, void* out, const Bias& bias,
                         cudaStream_t stream) {
     reduce<false>(call, element, src, elements, owned, out, bias, stream);
+}
+
+void all_reduce_twice_by_mail(const Collective& call, Element element, const void* src,
+                              std::uint64_t elements, std::uint64_t owned, void* out,
+                              const Bias& bias, cudaStream_t stream) {
+    const auto peers = static_cast<std::uint64_t>(call.workspace.world - 1);
+    const std::uint64_t slot = slot_of(owned * source_bytes(element));
+    const std::uint64_t sums_slot = slot_of(owned * kResultBytes);
+    check_mail(peers * (slot + sums_slot));
+    const Twice args{.workspace = call.workspace,
+                     .limits = call.limits,
+                     .src = src,
+                     .out = out,
+                     .elements = static_cast<std::uint32_t>(elements),
+                     .owned = static_cast<std::uint32_t>(owned),
+                     .slot = slot,
+                     .sums = peers * slot,
+                     .sums_slot = sums_slot,
+                     .bias = bias};
+    const bool vectors = whole({src, out}, {elements * kResultBytes});
+    const auto kernel = of_element<void (*)(Twice)>(element, [&](auto source, auto result) {
+        using In = decltype(source);
+        using Out = decltype(result);
+        return vectors ? &mail_all_reduce_twice_kernel<In, Out, true>
+                       : &mail_all_reduce_twice_kernel<In, Out, false>;
+    });
+    launch(kernel, args, call, args.owned / 8, stream);
 }
 
 }  // namespace mkernel::hopper::collectives

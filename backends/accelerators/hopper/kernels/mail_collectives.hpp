@@ -5,12 +5,16 @@
 //   all_gather      src ──▶ the mail of every peer ──▶ its out. Any bits: a byte beside 16 others says which of
 //                   their words are zero
 //   reduce_scatter  part p of src ──▶ the mail of rank p ──▶ summed there into its out
-//   all_reduce      src ──▶ the mail of every peer ──▶ every rank sums all of it
+//   all_reduce      one-shot: src ──▶ the mail of every peer ──▶ every rank sums all of it
+//                   two-shot: part p of src ──▶ the mail of rank p ──▶ summed there into its out, and each sum
+//                   at once ──▶ the mail of every peer ──▶ its out. One kernel, and one call: a thread sends sums
+//                   of what has come while others wait
 //
 // Sums, and so their bits, are those of the other kernels. All calls are brief (device/call.cuh): each rank
-// waits for something of every peer, and for all that peers write into its memory. A thread sends all that it
-// has to send before it waits, and which thread takes what differs between grids alone: so no rank waits for
-// ever while every block of its grid finds a place, of which there are at most two a multiprocessor.
+// waits for something of every peer (of two exchanges, perhaps through an owner who did), and for all that peers
+// write into its memory. A thread sends all that it has to send before it waits, sums once what they are sums of has
+// come, and which thread takes what differs between grids alone: so no rank waits for ever while every block of its
+// grid finds a place, of which there are at most two a multiprocessor.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
@@ -28,5 +32,9 @@ void reduce_scatter_by_mail(const Collective& call, Element element, const void*
 void all_reduce_by_mail(const Collective& call, Element element, const void* src,
                         std::uint64_t elements, std::uint64_t owned, void* out, const Bias& bias,
                         cudaStream_t stream);
+// The two-shot way. `src` and `out` may be one.
+void all_reduce_twice_by_mail(const Collective& call, Element element, const void* src,
+                              std::uint64_t elements, std::uint64_t owned, void* out,
+                              const Bias& bias, cudaStream_t stream);
 
 }  // namespace mkernel::hopper::collectives
