@@ -61,9 +61,9 @@ class ReduceSchedule(Schedule):
     tiles; the own tiles of a panel are computed after the other owners' tiles of the next.
     ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
     not straight from the block that made the tile: smoother, and worth its memory traffic where the
-    link is nearly full. ``band``, ``blocks`` and ``claims`` are as above. ``product_tiling``: of the whole product
-    by itself, which the sequential view computes first. ``network_blocks``: the first ones, whole
-    clusters, which hear of other nodes instead of computing tiles; 0 where there are none.
+    link is nearly full. ``band``, ``blocks`` and ``claims`` are as above. ``product_tiling``: of the
+    whole product by itself, which the sequential view computes first. ``network_blocks``: the first
+    ones, whole clusters, which hear of other nodes instead of computing tiles; 0 where there are none.
     ``exchange``: between nodes; hierarchical: a rank adds its node's parts up before they leave."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
