@@ -449,5 +449,6 @@ def _product(
         band=how.band,
         blocks=how.blocks,
         scaling=scaling(plan),
+        claims=how.claims,
     )
     return product
