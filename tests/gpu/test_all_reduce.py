@@ -23,7 +23,8 @@ worlds = pytest.mark.parametrize(
 several = pytest.mark.parametrize(
     "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
-# One row, more than multiprocessors; rows of one vector, of several a thread; two exchanges.
+# One row, more than multiprocessors; rows of one vector, of several a thread; two exchanges, by flags,
+# by mail, and by flags since results are symmetric.
 SOME = [
     Rows(1, 8192, norm="residual"),
     Rows(300, 4096, norm="residual"),
@@ -33,11 +34,14 @@ SOME = [
     Rows(3000, 4096, norm="residual"),
     Rows(4096, 4096, norm="residual", to="x"),
     Rows(4000, 4096, to="symmetric"),
+    Rows(1031, 4104, norm="residual"),
+    Rows(1031, 4104, "float16", to="symmetric"),
 ]
 MIXED: list[Any] = [
     *SOME,
     Shape("all_gather_gemm", 1024, 512, 1024),
     Shape("gemm_all_reduce", 64, 1024, 512, path="library"),
+    Shape("gemm_all_reduce", 1031, 4104, 512, path="library", bias=True),
     Shape("gemm_all_reduce", 2048, 2048, 512, path="fused"),
 ]
 
@@ -79,7 +83,7 @@ def test_results_are_the_same_bits_everywhere_and_always(world: int) -> None:
 
 @worlds
 def test_graphs(world: int) -> None:
-    right(world, hopper_ranks.replayed, [*SOME[:6], SOME[7]], 60, True)
+    right(world, hopper_ranks.replayed, [*SOME[:6], *SOME[7:]], 60, True)
 
 
 @several

@@ -2,9 +2,9 @@
 
   mail        one kernel: x ──▶ every peer's mail ──▶ sums ──▶ norm ──▶ out
               (``kernels/sum_rows.hpp``)
-  two_shot    a collective: x ──▶ owners ──▶ sums ──▶ every rank's out (``kernels/collectives.hpp``);
-              where there is a norm, a kernel behind it
-  mail_twice  the same, both exchanges by mail (``kernels/mail_collectives.hpp``), but for symmetric outs
+  two_shot    a collective: x ──▶ owners ──▶ sums ──▶ every rank's out
+              (``kernels/collectives.hpp``); where there is a norm, a kernel behind it
+  mail_twice  the same, by mail (``kernels/mail_collectives.hpp``); symmetric outs as two_shot
 All views are one, but for compute_only, in which this rank's terms are all of the sum.
 """
 

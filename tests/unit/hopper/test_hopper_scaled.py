@@ -209,6 +209,16 @@ def test_mail_has_room_for_the_scales_beside_rows(
             executor.workspace(made.model_copy(update={"schedule": other}))
 
 
+@pytest.mark.parametrize(("m", "mailed"), [(2048, True), (2056, False)])
+def test_sums_in_two_exchanges_go_by_mail(fabric: Any, m: int, mailed: bool) -> None:
+    """16-bit results of 8 to 16 MiB."""
+    made = planned("gemm_all_reduce", m, 4096, 256, 2, path="library")
+    how = made.part(LibrarySchedule)
+    assert (how.way, how.by_mail) == ("two_shot", mailed)
+    fabric(2)
+    executor_of(made).workspace(made)
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 5])
 def test_rows_of_a_sum_that_do_not_divide(fabric: Any, m: int) -> None:
     for chunks in (0, 1):

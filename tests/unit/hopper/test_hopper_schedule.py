@@ -20,6 +20,7 @@ from mkernel.backends.accelerators.hopper import (
     gemm,
     library,
     machine,
+    mail,
     native,
     norm,
     parts_exchange,
@@ -274,14 +275,15 @@ def test_a_norm_takes_its_time_where_it_is_made(
 def test_who_normalises_rows_of_the_librarys_products(
     started: Started, m: int, most_bytes: int
 ) -> None:
-    """What sums them by mail, where there are few and they are not rounded behind it; else a kernel."""
+    """What sums them by mail at once, where there are few and they are not rounded behind it; else a
+    kernel, behind two exchanges by mail too."""
     claims, columns = HopperAccelerator().capabilities(), 2048
     assert claims.constants is not None
     library_path = claims.constants.library
     assert library_path is not None
-    mail = MailCalls(most_bytes=most_bytes, exchange_us=3.0, egress_gbs=350.0)
+    once = MailCalls(most_bytes=most_bytes, exchange_us=3.0, egress_gbs=350.0)
     constants = claims.constants.model_copy(
-        update={"library": library_path.model_copy(update={"mail": mail})}
+        update={"library": library_path.model_copy(update={"mail": once})}
     )
     gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
     topology = devices.world(devices.node(gpus))
@@ -292,7 +294,7 @@ def test_who_normalises_rows_of_the_librarys_products(
     )  # fmt: skip
     how = usual.part(LibrarySchedule)
     mailed = 0 < m * columns * 2 <= most_bytes / 2
-    assert how.by_mail == mailed
+    assert (how.way, how.by_mail) == (("two_shot", True) if m == 4096 else ("one_shot", mailed))
     inside = mailed and how.product == "bfloat16"
     assert how.normalises == inside
     call, rows = last_rank(usual), torch.zeros(m, columns).bfloat16()
@@ -311,7 +313,90 @@ def test_who_normalises_rows_of_the_librarys_products(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("m", "way"), [(8, "mail"), (4096, "two_shot")])
+@pytest.mark.parametrize(
+    ("m", "n", "way", "mailed"),
+    [
+        (1272, 3296, "one_shot", False),  # 8.4e6 bytes; twice as many do not go by mail
+        (6402, 664, "two_shot", True),
+        (1178, 4072, "two_shot", True),
+        (2690, 2560, "two_shot", True),
+        (11878, 664, "two_shot", True),
+        (1526, 5440, "two_shot", True),
+        (2048, 4096, "two_shot", True),  # 16 MiB
+        (2049, 4096, "two_shot", False),
+        (1240, 9600, "two_shot", False),
+    ],
+)
+def test_two_exchanges_go_by_mail_where_it_holds_them(
+    started: Started, m: int, n: int, way: str, mailed: bool
+) -> None:
+    usual = world_of_two().plan(
+        "gemm_all_reduce", {"m": m, "n": n, "k": 256}, dtype="bfloat16", path="library"
+    )
+    how = usual.part(LibrarySchedule)
+    assert (how.way, how.by_mail, how.normalises) == (way, mailed, False)
+    executor = dispatch.executor_of(usual)
+    executor.workspace(usual)
+    executor(last_rank(usual), CONTEXT).start(last_rank(usual), 5)
+    assert any(
+        each[0] == "Collective" and str({"by_mail": mailed})[1:-1] in each[2]
+        for each in started.told
+    )
+    assert decorations(usual, launches(started, world_of_two(), usual)) == []
+
+
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "all_reduce"])
+def test_two_exchanges_by_mail_wait_for_flags_where_that_is_faster(
+    started: Started, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """As constants say, which may be another machine's."""
+    path = machine.machine().constants.library
+    assert path is not None
+    assert path.mail_twice is not None
+    slow = path.mail_twice.model_copy(update={"exchanges_us": 100.0})
+    for twice, mailed in ((path.mail_twice, True), (slow, False), (None, False)):
+        constants = machine.machine().constants.model_copy(
+            update={"library": path.model_copy(update={"mail_twice": twice})}
+        )
+        known = tuning._MACHINE.model_copy(update={"constants": constants})
+        monkeypatch.setattr(tuning, "_MACHINE", known)
+        claims = HopperAccelerator().capabilities().model_copy(update={"constants": constants})
+        gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+        world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2, claims)
+        if op == "all_reduce":
+            made = world.plan(op, {"m": 1178, "n": 4072}, dtype="bfloat16")
+            assert made.part(SumSchedule).way == ("mail_twice" if mailed else "two_shot")
+        else:
+            sizes = {"m": 1178, "n": 4072, "k": 256}
+            made = world.plan(op, sizes, dtype="bfloat16", path="library")
+            assert made.part(LibrarySchedule).by_mail == mailed
+
+
+def test_what_mail_does_not_hold_in_two_exchanges_is_refused(started: Started) -> None:
+    sizes = {"m": 2049, "n": 4096}
+    for op, more in (("gemm_all_reduce", {"k": 256}), ("all_reduce", {})):
+        given = {"path": "library"} if more else {}
+        usual = world_of_two().plan(op, sizes | more, dtype="bfloat16", **given)
+        assert usual.schedule is not None
+        change = {"by_mail": True} if more else {"way": "mail_twice"}
+        wrong = usual.model_copy(update={"schedule": usual.schedule.model_copy(update=change)})
+        needed = mail.of_two_exchanges(2049 * 4096, 2, "bfloat16", "bfloat16")
+        assert needed == 2 * (2049 * 4096)
+        error = ArgumentError if more else Unsupported
+        with pytest.raises(error, match=rf"send {needed} bytes.*by mail may have 16777216"):
+            dispatch.executor_of(usual).workspace(wrong)
+
+
+def test_mail_of_two_exchanges_by_hand() -> None:
+    """A rank gets its part from every peer and sends them its sums, in slots of 128 bytes; parts are of
+    whole 8 elements."""
+    assert mail.of_two_exchanges(1, 2, "float32", "bfloat16") == 128 + 128
+    assert mail.of_two_exchanges(129, 2, "float32", "bfloat16") == 384 + 256  # parts of 72
+    assert mail.of_two_exchanges(1000, 4, "float16", "float16") == 3 * (512 + 512)  # of 256
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("m", "way"), [(8, "mail"), (3000, "mail_twice"), (4104, "two_shot")])
 def test_no_field_of_a_plain_sum_is_decoration(started: Started, m: int, way: str) -> None:
     world = world_of_two()
     usual = world.plan("all_reduce", {"m": m, "n": 2048}, dtype="bfloat16")

@@ -15,7 +15,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, PathChoice, Scales, first_difference
-from mkernel.topology.cost import BriefCalls, MachineConstants, MailCalls, OneShot
+from mkernel.topology.cost import BriefCalls, MachineConstants, MailCalls, MailTwice, OneShot
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -396,6 +396,34 @@ def test_an_exchange_by_mail_has_a_latency_and_a_rate_of_its_own(op: OpName) -> 
     assert comm_us(2 * nbytes) == pytest.approx(2.0 + nbytes / 200e3) != by_flags
     if op == "gemm_all_reduce":
         assert comm_us(1 << 30, once=False) == comm_us(0, once=False)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_exchanges_by_mail_are_taken_where_they_are_faster(world: int) -> None:
+    made = simple()
+    assert made.library is not None
+    shape = GemmShape(m=512, n=8192, k=1024)
+    part = 512 * 8192 * 2 // world
+    sent = 2 * (world - 1) * part
+
+    def comm_us(most_bytes: int, exchanges_us: float) -> float:
+        twice = MailTwice(most_bytes=most_bytes, exchanges_us=exchanges_us, egress_gbs=200.0)
+        library = made.library.model_copy(update={"mail_twice": twice})
+        both = paths.predict(
+            "gemm_all_reduce", shape, "bfloat16", world, 132, 132,
+            made.model_copy(update={"library": library}),
+        )  # fmt: skip
+        assert both is not None
+        taken = both[1].comm_us < 10.0 + sent / 100e3
+        assert paths.twice_by_mail(part, part, world, library) == taken
+        return both[1].comm_us
+
+    by_flags = 10.0 + sent / 100e3
+    assert comm_us(sent, 4.0) == pytest.approx(4.0 + sent / 200e3)
+    assert comm_us(sent - 1, 4.0) == pytest.approx(by_flags)
+    assert comm_us(sent, 10.0 + sent / 200e3) == pytest.approx(by_flags)
+    assert not paths.twice_by_mail(part, part, 1, made.library)
+    assert not paths.twice_by_mail(part, part, world, made.library)
 
 
 def test_waves_of_few_rows_are_predicted() -> None:
