@@ -244,6 +244,103 @@ class Mail : public model::Scenario {
     Areas<char> places_{};  // the words again, as data whose stores must be ordered
 };
 
+// Calls of two exchanges by mail: owners add up what comes from all ranks and send sums to all (hopper's
+// kernels/mail_collectives.hpp). Nothing but two things orders one word with another: a grid begins when
+// the grid before it on its device has completed, and a sum is made of what has come; each is a fence here.
+// A reader clears words late, behind the sums that it sends. All ranks own something in odd calls, and
+// `owners` in even ones, where the others hear of each other through these. `epoch_each`: an exchange is an
+// epoch, with all of that epoch's area.
+template <int kRanks>
+class MailTwice : public model::Scenario {
+  public:
+    MailTwice(int owners, std::uint64_t calls, bool epoch_each)
+        : owners_(owners), calls_(calls), epoch_each_(epoch_each) {}
+
+    std::vector<std::function<void()>> threads() override {
+        std::vector<std::function<void()>> all;
+        for (int rank = 0; rank < kRanks; ++rank) {
+            all.emplace_back([this, rank] {
+                for (std::uint64_t call = 1; call <= calls_; ++call) run(rank, call);
+            });
+        }
+        return all;
+    }
+    std::string wrong() override {
+        for (const auto& of_rank : places_) {
+            for (const auto& from : of_rank) {
+                for (const Place& each : from) {
+                    if (transport::load_relaxed(&each.word) != 0)
+                        return "the area is not all zeros";
+                }
+            }
+        }
+        return "";
+    }
+
+  private:
+    static constexpr std::uint64_t kMostEpochs = 8;
+
+    struct Place {
+        std::uint64_t word = 0;
+        char zeros[kMostEpochs + 1]{};  // that were written back after the mail of an epoch
+    };
+    struct Exchange {
+        std::uint64_t epoch;
+        std::size_t place;
+    };
+
+    Exchange exchange(std::uint64_t call, int which) const {
+        if (epoch_each_) {
+            const std::uint64_t epoch = 2 * call - 1 + which;
+            return {epoch, epoch % 2};
+        }
+        return {call, call % 2 * 2 + which};
+    }
+    void send(int rank, int peer, const Exchange& exchange) {
+        Place& place = places_[peer][rank][exchange.place];
+        if (exchange.epoch > 2) model::reads(&place.zeros[exchange.epoch - 2]);
+        model::require(transport::load_relaxed(&place.word) == 0, "mail on mail");
+        transport::store_relaxed(&place.word, exchange.epoch);
+    }
+    void look(int rank, int peer, const Exchange& exchange) {
+        std::uint64_t found = 0;
+        while ((found = transport::load_relaxed(&places_[rank][peer][exchange.place].word)) == 0) {
+            transport::yield();
+        }
+        model::require(found == exchange.epoch, "mail of another call");
+    }
+    void clear(int rank, int peer, const Exchange& exchange) {
+        Place& place = places_[rank][peer][exchange.place];
+        model::writes(&place.zeros[exchange.epoch]);
+        transport::store_relaxed(&place.word, 0);
+    }
+    void run(int rank, std::uint64_t call) {
+        const Exchange parts = exchange(call, 0);
+        const Exchange sums = exchange(call, 1);
+        const int owners = call % 2 == 1 ? kRanks : owners_;
+        const auto peers = [&](int upto, const auto& visit) {
+            for (int step = 1; step < kRanks; ++step) {
+                if (const int peer = (rank + step) % kRanks; peer < upto) visit(peer);
+            }
+        };
+        model::fence();
+        peers(owners, [&](int peer) { send(rank, peer, parts); });
+        if (rank < owners) {
+            peers(kRanks, [&](int peer) { look(rank, peer, parts); });
+            model::fence();
+            peers(kRanks, [&](int peer) { send(rank, peer, sums); });
+            peers(kRanks, [&](int peer) { clear(rank, peer, parts); });
+        }
+        peers(owners, [&](int peer) { look(rank, peer, sums); });
+        peers(owners, [&](int peer) { clear(rank, peer, sums); });
+    }
+
+    int owners_;
+    std::uint64_t calls_;
+    bool epoch_each_;
+    std::array<std::array<std::array<Place, 4>, kRanks>, kRanks> places_{};  // to, from
+};
+
 // Two writers add to one word of a reader's, call after call, each to say that its data is there.
 class Added : public model::Scenario {
   public:
@@ -328,6 +425,17 @@ TEST(mail_of_several_calls) {
     CHECK(right("2 ranks", scenario<Mail<2>>(2u, 5u)));
     CHECK(right("3 ranks", scenario<Mail<3>>(2u, 3u), late()));
     CHECK(!right("one area", scenario<Mail<2>>(1u, 3u)));
+}
+
+TEST(calls_of_two_exchanges_by_mail) {
+    CHECK(right("2 ranks", scenario<MailTwice<2>>(2, 3u, false)));
+    CHECK(right("2 ranks, of which 1 owns", scenario<MailTwice<2>>(1, 4u, false)));
+    CHECK(right("3 ranks, of which 1 owns", scenario<MailTwice<3>>(1, 3u, false), late()));
+    CHECK(!right("an epoch each", scenario<MailTwice<2>>(2, 2u, true)));
+    model::fences = false;
+    const bool unordered = right("grids without order", scenario<MailTwice<2>>(2, 3u, false));
+    model::fences = true;
+    CHECK(!unordered);
 }
 
 TEST(additions_of_several_calls) {

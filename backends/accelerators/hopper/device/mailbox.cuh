@@ -16,12 +16,13 @@
 // order between devices without fences, do not say so; a fence of all threads that send would, and costs 2 to
 // 5 us a call. With that order it is tried in every interleaving (tests/native/model/test_words_model.cpp).
 //
-// A call may have two exchanges: what is sent in the second one depends on what came in the first. They are one
-// grid and one epoch, with places of their own in the same area, so nothing above changes: all of it is mail of
-// e, on zeros of e - 2. (An epoch each in one grid would not do. The peer's second mail leaves when some of its
-// threads have taken their first, with no end of a grid between the zeros that others have still to write and the
-// call after, whose mail falls on them.) Where few ranks own what is summed, the others hear of each other through
-// an owner: it sends sums only of what it has looked at, and it has looked at mail of every rank.
+// A call may have two exchanges: what is sent in the second one depends on what came in the first. They are
+// one grid and one epoch, with places of their own in the same area, so nothing above changes: all of it is
+// mail of e, on zeros of e - 2. (An epoch each in one grid would not do. The peer's second mail leaves when
+// some of its threads have taken their first, with no end of a grid between the zeros that others have
+// still to write and the call after, whose mail falls on them.) Where few ranks own what is summed, the
+// others hear of each other through an owner: it sends sums only of what it has looked at, and it has
+// looked at mail of every rank. All this, and what would go wrong with an epoch each, is tried there too.
 #pragma once
 
 #include <cstdint>
@@ -148,8 +149,9 @@ __device__ inline bool take_exactly(const Exact& at, uint4& words,
     return true;
 }
 
-// 16 bytes of pairs of rounded 16-bit floats, of which no bit may change: all ones, a pair of NaNs, stand for zero
-// on the way. Rounding makes NaNs of another kind; `sendable` says so of any, and goes before all that is stored.
+// 16 bytes of pairs of rounded 16-bit floats, of which no bit may change: all ones, a pair of NaNs, stand
+// for zero on the way. Rounding makes NaNs of another kind; `sendable` says so of any, and goes before all
+// that is stored.
 __device__ inline uint4 sendable(uint4 words) {
     const auto one = [](std::uint32_t word) { return word == 0xFFFFFFFFu ? 0x7FFF7FFFu : word; };
     return {one(words.x), one(words.y), one(words.z), one(words.w)};

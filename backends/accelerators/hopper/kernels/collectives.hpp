@@ -45,7 +45,8 @@ struct Collective {
     std::uint64_t staging = 0;        // where its slots lie in the data area; a multiple of 16
     std::uint64_t staging_bytes = 0;  // how many bytes they may take
     std::uint32_t blocks = 0;         // at most; 0: two a multiprocessor. May differ between ranks
-    // As mail_collectives.hpp says: small calls. A two-shot one into symmetric outs goes by flags all the same.
+    // As mail_collectives.hpp says: small calls. A two-shot one into symmetric outs goes by flags all the
+    // same.
     bool by_mail = false;
 };
 

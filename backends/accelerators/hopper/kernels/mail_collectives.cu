@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     });
 }
 
-// In each of two exchanges a rank has a place for every peer: what rank r sends to the rank `step` after it is
-// that rank's slot `step` - 1, and comes from the rank `world` - `step` after it.
+// In each of two exchanges a rank has a place for every peer: what rank r sends to the rank `step` after it
+// is that rank's slot `step` - 1, and comes from the rank `world` - `step` after it.
 struct Twice {
     Workspace workspace;
     transport::WaitLimits limits;
@@ -248,7 +248,8 @@ struct Twice {
     }
 };
 
-// A place is 8 elements of every part, and one thread's from its first word to its last: so `out` may be `src`.
+// A place is 8 elements of every part, and one thread's from its first word to its last: so `out` may be
+// `src`.
 template <class In, class Out, bool kWhole>
 __global__ void __launch_bounds__(kMailThreads, 2)
     mail_all_reduce_twice_kernel(const __grid_constant__ Twice args) {

@@ -11,10 +11,10 @@
 //                   of what has come while others wait
 //
 // Sums, and so their bits, are those of the other kernels. All calls are brief (device/call.cuh): each rank
-// waits for something of every peer (of two exchanges, perhaps through an owner who did), and for all that peers
-// write into its memory. A thread sends all that it has to send before it waits, sums once what they are sums of has
-// come, and which thread takes what differs between grids alone: so no rank waits for ever while every block of its
-// grid finds a place, of which there are at most two a multiprocessor.
+// waits for something of every peer (of two exchanges, perhaps through an owner who did), and for all that
+// peers write into its memory. A thread sends all that it has to send before it waits, sums once what they
+// are sums of has come, and which thread takes what differs between grids alone: so no rank waits for ever
+// while every block of its grid finds a place, of which there are at most two a multiprocessor.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
