@@ -85,7 +85,11 @@ void Proxy::run() {
         if (worked) {
             idle = 0;
             idle_since_ns_ = 0;
-        } else if (++idle < kSpins || lingers()) {
+            napped_cpu_ns_ = 0;
+        } else if (++idle < kSpins) {
+            relax();
+        } else if (lingers()) {
+            napped_cpu_ns_ = 0;
             relax();
         } else {
             sleep();
@@ -282,6 +286,7 @@ void Proxy::sleep() {
     const bool open = !halted() && has_room();
     const bool news = stop_.load(std::memory_order_seq_cst) || (open && fifo_.ready()) ||
                       nic_.poll(*this) > 0 || flush_due() || (nic_.failed() && !reported_);
+    if (news || !open || !fifo_.device_claimed()) napped_cpu_ns_ = 0;
     if (!news) {
         std::array<pollfd, 1 + kMaxDescriptors> wait{};
         std::size_t count = 0;
@@ -302,17 +307,21 @@ void Proxy::sleep() {
     if (!nic_.failed()) nic_.settle();
 }
 
-// A sleep that a device's commands end too.
+// A sleep that a device's commands end too. The looks since the last one are charged to its naps, since they
+// cost much where code is slow; not where something woke that one, or commands wait for their peers.
 void Proxy::nap(std::span<pollfd> descriptors, int most_ms) {
     const std::uint64_t end =
         transport::monotonic_ns() + static_cast<std::uint64_t>(most_ms) * 1'000'000u;
-    const std::uint64_t cpu_before = cpu_ns();
+    const std::uint64_t cpu_before = napped_cpu_ns_ != 0 ? napped_cpu_ns_ : cpu_ns();
+    bool undisturbed = true;
     do {
         const timespec length{0, static_cast<long>(nap_ns_)};
         ++naps_;
-        if (::ppoll(descriptors.data(), descriptors.size(), &length, nullptr) != 0) break;
-    } while (!fifo_.device().ready() && transport::monotonic_ns() < end);
-    naps_cpu_ns_ += cpu_ns() - cpu_before;
+        undisturbed = ::ppoll(descriptors.data(), descriptors.size(), &length, nullptr) == 0;
+    } while (undisturbed && !fifo_.device().ready() && transport::monotonic_ns() < end);
+    const std::uint64_t cpu_after = cpu_ns();
+    naps_cpu_ns_ += cpu_after - cpu_before;
+    napped_cpu_ns_ = undisturbed && waiting_.size() == 0 ? cpu_after : 0;
     constexpr std::uint64_t kEnoughNaps = 32;
     if (naps_ < kEnoughNaps) return;
     const double fair_ns =

@@ -6,10 +6,11 @@
 //
 // A device that pushes cannot wake it. Where one has claimed its ring, the proxy spins for kAwakeNs after
 // the last command or arrival, and then sleeps in *naps*: a ppoll of kNapNs each, between which it looks
-// at that ring only. A nap costs little more than its two changes of context and its timer, which is 2 to
-// 4 us of a core, and 25 us on some virtual machines: naps are made as long as keeps them at kNapShare of
-// a core. A host that queues what will push says so (FifoHandle::await_device): then the proxy does not
-// nap before the first command of it, for kAwaitedNs at most. Replayed graphs do not say so.
+// at that ring only, and every kMaxSleepMs at everything. A nap costs little more than its two changes of
+// context and its timer, which is 2 to 4 us of a core, and 25 us on some virtual machines: naps are made
+// as long as keeps them, with all those looks, at kNapShare of a core, and kMaxNapNs at most. A host that
+// queues what will push says so (FifoHandle::await_device): then the proxy does not nap before the first
+// command of it, for kAwaitedNs at most. Replayed graphs do not say so.
 //
 // A peer whose queue is full does not hold up the others: its commands are set aside, in their order,
 // and tried again. There is room for as many as the FIFO has slots; when that is used up, commands
@@ -113,8 +114,9 @@ class Proxy final : private SignalSink {
     std::uint64_t awaited_since_ = 0;  // and when; 0: nothing is awaited
     std::uint64_t awaited_after_ = 0;  // commands of the device before
     std::uint64_t nap_ns_ = kNapNs;
-    std::uint64_t naps_ = 0;  // since their cost was last looked at,
-    std::uint64_t naps_cpu_ns_ = 0;
+    std::uint64_t naps_ = 0;           // since their cost was last looked at,
+    std::uint64_t naps_cpu_ns_ = 0;    // with the looks between them
+    std::uint64_t napped_cpu_ns_ = 0;  // at the last one's end; 0: not just looks since
 
     // Flushes are numbered. The proxy serves one at a time, and with it all that were asked for before
     // it began: it covers the commands that were in the rings then.
