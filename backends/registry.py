@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from inspect import isabstract
 from typing import TypeVar
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.errors import BackendUnavailable, UnknownBackend
+from mkernel.installed import points
 
 _Backend = TypeVar("_Backend")
 
@@ -26,7 +27,7 @@ _IMPORTABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_
 
 def names(group: str) -> tuple[str, ...]:
     """Sorted names of the backends installed under an entry-point group."""
-    return tuple(sorted({point.name for point in entry_points(group=group)}))
+    return tuple(sorted({point.name for point in points(group)}))
 
 
 def _point(group: str, argument: str, name: str) -> EntryPoint:
@@ -34,7 +35,7 @@ def _point(group: str, argument: str, name: str) -> EntryPoint:
         if not _IMPORTABLE.fullmatch(name):
             raise UnknownBackend(argument, repr(name), "module:attribute, such as my.npu:MyNpu")
         return EntryPoint(name=name, value=name, group=group)
-    for point in entry_points(group=group):
+    for point in points(group):
         if point.name == name:
             return point
     known = ", ".join(names(group)) or "none"

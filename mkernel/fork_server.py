@@ -25,7 +25,8 @@ def context() -> ForkServerContext:
     there = PathFinder.find_spec("mkernel", [""])
     ours = not (there and there.origin) or os.path.samefile(there.origin, str(mkernel.__file__))
     homes = sorted(set(mkernel.HOMES.values()))
-    made.set_forkserver_preload([*homes, *also_imported] if ours else [])
+    last = "mkernel.before_fork"
+    made.set_forkserver_preload([*homes, *also_imported, last] if ours else [])
     _start()
     return made
 

@@ -9,16 +9,16 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from functools import cache
-from importlib.metadata import entry_points
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from mkernel.errors import ArgumentError
+from mkernel.installed import points
 from mkernel.topology.model import MAX_NODES
 from mkernel.topology.placement import NOT_PINNED, Pinning
 
@@ -168,7 +168,8 @@ class Settings(BaseSettings):
 
 class BackendSettings(BaseSettings):
     """Settings that an accelerator backend brings. A subclass says in its ``model_config`` which
-    variables it reads: ``env_prefix="MKERNEL_<NAME>_"``, where ``<NAME>`` is the backend's."""
+    variables it reads: ``env_prefix="MKERNEL_<NAME>_"``, where ``<NAME>`` is the backend's. Nothing
+    else decides its values: while these variables stay, :func:`load_as` gives the same object."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -197,15 +198,16 @@ def load() -> Settings:
 def load_as(model: type[_AnySettings]) -> _AnySettings:
     """The settings of a model as the environment gives them; ArgumentError as :func:`load`."""
     prefix = str(model.model_config["env_prefix"])
-    _look_for_misspelt(model, prefix)
+    given = tuple(each for each in os.environ.items() if each[0].upper().startswith(prefix))
+    if given:
+        _look_for_misspelt(model, prefix, [name for name, _ in given])
     try:
-        return model()
+        return cast("_AnySettings", _read(model, given))
     except (SettingsError, RecursionError) as error:
         named = re.search(
             r'field "(\w+)"', str(error)
         )  # too deep JSON names none: it is the longest
-        given = [name for name in os.environ if name.upper().startswith(prefix)]
-        longest = max(given, key=lambda name: len(os.environ[name]), default=prefix)
+        longest, _ = max(given, key=lambda each: len(each[1]), default=(prefix, ""))
         setting = prefix + named[1].upper() if named else longest
         raise ArgumentError(setting, "(set)", "JSON", why="it does not parse") from None
     except ValidationError as error:
@@ -218,6 +220,12 @@ def load_as(model: type[_AnySettings]) -> _AnySettings:
             "what `mkernel doctor --settings` documents",
             why=first["msg"],
         ) from None
+
+
+@lru_cache(maxsize=64)  # a rank asks dozens of times as it joins a world, 2 ms each
+def _read(model: type[BaseSettings], given: tuple[tuple[str, str], ...]) -> BaseSettings:
+    """``given``: the variables that the model reads. The object is frozen, so that all may have it."""
+    return model()
 
 
 def check_timeout(argument: str, seconds: float) -> None:
@@ -242,13 +250,19 @@ def _variables(
             yield from _variables(field.annotation, (*path, name), prefix)
 
 
-def _look_for_misspelt(model: type[BaseSettings], prefix: str) -> None:
-    known = {name.removeprefix(PREFIX) for name in _variables(model, prefix=prefix)}
+@cache
+def _known(model: type[BaseSettings], prefix: str) -> frozenset[str]:
+    """What a model's variables are called behind ``MKERNEL_``."""
+    return frozenset(name.removeprefix(PREFIX) for name in _variables(model, prefix=prefix))
+
+
+def _look_for_misspelt(model: type[BaseSettings], prefix: str, names: Iterable[str]) -> None:
+    known = _known(model, prefix)
     others = _NOT_SETTINGS if prefix != PREFIX else (*_NOT_SETTINGS, *_of_backends())
-    for given in os.environ:
+    for given in names:
         upper = given.upper()
         name = upper.removeprefix(PREFIX)
-        if not upper.startswith(prefix) or name in known or upper.startswith(others):
+        if name in known or upper.startswith(others):
             continue
         meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if meant:
@@ -260,8 +274,6 @@ def _look_for_misspelt(model: type[BaseSettings], prefix: str) -> None:
         )
 
 
-@cache
 def _of_backends() -> tuple[str, ...]:
     """Beginnings of the variables that installed accelerator backends may read."""
-    points = entry_points(group="mkernel.accelerators")
-    return tuple(f"{PREFIX}{point.name.upper()}_" for point in points)
+    return tuple(f"{PREFIX}{point.name.upper()}_" for point in points("mkernel.accelerators"))

@@ -25,6 +25,8 @@ _IMPORTED_ONCE = (
     "mkernel.backends.accelerators.streams",
     "mkernel.backends.accelerators.streams.moe",
     "mkernel.backends.accelerators.streams.worker",
+    "mkernel.backends.nics.cx7",
+    "mkernel.backends.nics.efa",
     "mkernel.cases",
     "mkernel.conformance.checks",
     "mkernel.conformance.faults",

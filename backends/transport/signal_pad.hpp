@@ -13,7 +13,9 @@
 // Any number of threads and processes may add and wait. A waiter spins briefly, then sleeps on a
 // futex shared between processes (the *bell* of its word), so that waiting costs no CPU on a
 // machine with fewer cores than waiters. Writers that cannot ring (a copy engine, or a NIC writing
-// memory by itself) are still seen: sleeps are bounded by `kMaxSleepNs`.
+// memory by itself) are still seen: a waiter looks again by itself, the more seldom the longer it has waited
+// (`pause_ns`). Thousands that each did so every 2 ms, as the cores of a simulated world, would keep a
+// machine from the work that they wait for.
 #pragma once
 
 #include <cstddef>
@@ -46,6 +48,7 @@ struct alignas(64) SignalPadHeader {
 class SignalPad {
   public:
     static constexpr std::uint64_t kMaxSleepNs = 2'000'000;
+    static constexpr std::uint64_t kSeldomSleepNs = 64'000'000;
     static constexpr int kSpins = 64;
 
     SignalPad() = default;
@@ -113,6 +116,7 @@ class SignalPad {
             if (load(index) >= wanted) return WaitResult::ok;
         }
         Bell& own = bell(index);
+        const std::uint64_t began = monotonic_ns();
         while (true) {
             const std::uint32_t rung = shared(own.rung).load(std::memory_order_seq_cst);
             shared(own.sleepers).fetch_add(1, std::memory_order_seq_cst);
@@ -122,8 +126,8 @@ class SignalPad {
             const bool sleep = seen < wanted && code == AbortCode::none && now < deadline_ns;
             if (sleep) {
                 const std::uint64_t left = deadline_ns - now;
-                const std::uint64_t pause = left < kMaxSleepNs ? left : kMaxSleepNs;
-                sleep_while(&own.rung, rung, pause, Reach::host);
+                const std::uint64_t pause = pause_ns(now - began);
+                sleep_while(&own.rung, rung, left < pause ? left : pause, Reach::host);
             }
             shared(own.sleepers).fetch_sub(1, std::memory_order_seq_cst);
             if (sleep) continue;
@@ -135,6 +139,13 @@ class SignalPad {
             abort(AbortCode::timeout, who);
             return WaitResult::timed_out;
         }
+    }
+
+    // The longest sleep of who has waited so long: an eighth of that, from kMaxSleepNs to kSeldomSleepNs.
+    static constexpr std::uint64_t pause_ns(std::uint64_t waited_ns) {
+        const std::uint64_t share = waited_ns / 8;
+        if (share < kMaxSleepNs) return kMaxSleepNs;
+        return share < kSeldomSleepNs ? share : kSeldomSleepNs;
     }
 
   private:

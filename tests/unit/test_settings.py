@@ -114,3 +114,20 @@ def test_a_deadline_is_finite_and_sane(seconds: float) -> None:
         settings.check_timeout("--timeout", seconds)
     for sane in (0.01, 30.0, 604800.0):
         settings.check_timeout("--timeout", sane)
+
+
+def test_settings_are_read_anew_when_a_variable_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_ASCEND_SEED", "3")
+    found = settings.load_as(AscendSettings)
+    assert settings.load_as(AscendSettings) is found
+    for name, value, seed in (
+        ("MKERNEL_ASCEND_SEED", "4", 4),
+        ("MKERNEL_ASCEND_SEED", "3", 3),
+        ("MKERNEL_ASCEND_SEED", None, None),
+        ("mkernel_ascend_seed", "5", 5),
+    ):
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+        assert settings.load_as(AscendSettings).seed == seed

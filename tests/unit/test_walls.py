@@ -28,6 +28,7 @@ FOLDERS = {
 LEAVES = {
     "mkernel.errors",
     "mkernel.failure_record",
+    "mkernel.installed",
     "mkernel.printable",
     "mkernel.schema_version",
     "mkernel.tabular",
@@ -55,6 +56,7 @@ HARNESS = {*API, "mkernel.cases"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.errors": {"mkernel.printable"},
+    "mkernel.installed": set(),
     "mkernel.printable": set(),
     "mkernel.schema_version": {"mkernel.printable", "mkernel.version"},
     "mkernel.tabular": set(),
@@ -89,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.cases": {*OPS, "mkernel.ops"},
     "mkernel.launch": API,
     "mkernel.fork_server": API,
+    "mkernel.before_fork": {"mkernel.backends.registry", "mkernel.installed"},
     "mkernel.api": API,
     "mkernel": {*API, "mkernel.headers", "mkernel.async_tensor_parallel"},
     "mkernel.harness": HARNESS,

@@ -53,9 +53,14 @@ def torch_device(name: str) -> TorchDevice:
 def scaled_mm(name: str) -> tuple[ScaleMode, ...]:
     """Scales that ``torch._scaled_mm`` takes on such a device: on CPUs as tried with torch 2.13, the
     first that is known to take both; on others nothing was tried."""
-    version = metadata.version("torch").split(".")
-    known = name == "cpu" and (int(version[0]), int(version[1])) >= (2, 13)
-    return ("tensor", "row") if known else ()
+    return ("tensor", "row") if name == "cpu" and torch_release() >= (2, 13) else ()
+
+
+@cache
+def torch_release() -> tuple[int, int]:
+    """Of the torch that is installed, which is not imported for it; 5 ms."""
+    major, minor, *_ = metadata.version("torch").split(".")
+    return int(major), int(minor)
 
 
 @cache

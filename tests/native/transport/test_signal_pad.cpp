@@ -150,6 +150,23 @@ TEST(a_deadline_leaves_one_diagnosis) {
     CHECK(p.pad.wait(3, 9, monotonic_ns() + kSecond, {}) == WaitResult::aborted);
 }
 
+TEST(a_writer_that_does_not_ring_is_seen) {
+    const Pad p;
+    std::thread writer([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        static_cast<SetWord&>(const_cast<Word&>(*p.pad.word(3))).set(9);
+    });
+    CHECK(p.pad.wait(3, 9, monotonic_ns() + 30 * kSecond, {}) == WaitResult::ok);
+    writer.join();
+}
+
+TEST(who_waits_longer_looks_more_seldom) {
+    CHECK(SignalPad::pause_ns(0) == SignalPad::kMaxSleepNs);
+    CHECK(SignalPad::pause_ns(8 * SignalPad::kMaxSleepNs) == SignalPad::kMaxSleepNs);
+    CHECK(SignalPad::pause_ns(kSecond / 4) == kSecond / 32);
+    CHECK(SignalPad::pause_ns(3600 * kSecond) == SignalPad::kSeldomSleepNs);
+}
+
 TEST(an_abort_wakes_all_waiters) {
     const Pad p;
     std::atomic<int> woken{0};
