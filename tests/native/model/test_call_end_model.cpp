@@ -42,7 +42,6 @@ class Calls : public model::Scenario {
             for (auto& word : rank.control.words) model::name(&word, "told by the NIC");
             for (auto& word : rank.arrived) model::name(&word, "arrived");
             model::name(&rank.control.state.blocks_done, "blocks done");
-            model::name(&rank.control.tiles_claimed, "tiles claimed");
         }
     }
 
@@ -62,7 +61,6 @@ class Calls : public model::Scenario {
             if (told != (end_ == End::nodes ? calls_ : 0)) return "the NIC did not tell each call";
             if (rank.control.state.epoch != calls_ + 1) return "the epoch was not moved on";
             if (rank.control.state.blocks_done != 0) return "blocks of a call are still counted";
-            if (rank.control.tiles_claimed != 0) return "tiles of a call are still claimed";
         }
         return "";
     }
@@ -111,8 +109,6 @@ class Calls : public model::Scenario {
         if (end_ == End::brief || end_ == End::one_memory) {
             hopper::finish_brief_call(workspace, epoch);
         } else if (!ahead) {
-            model::require(atomicAdd(&own.control.tiles_claimed, 1) < kBlocks,
-                           "tiles were claimed in the call before");
             hopper::finish_call(workspace, waiter, epoch);
         }
         if (end_ == End::early) read();

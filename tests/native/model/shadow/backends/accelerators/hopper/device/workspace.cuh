@@ -15,7 +15,6 @@ inline constexpr std::uint32_t kCompletedWord = kMaxRanks;
 
 struct Control {
     transport::CallState state{.epoch = 1, .blocks_done = 0, .failed = 0};
-    std::uint32_t tiles_claimed = 0, results_claimed = 0;
     std::array<std::uint64_t, 1> epochs{1};
     std::array<transport::SetWord, kMaxRanks> finished, started;
     std::array<transport::AddedWord, kMaxRanks> words;  // of the pad, which NICs add to
