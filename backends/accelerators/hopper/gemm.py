@@ -449,6 +449,5 @@ def _product(
         band=how.band,
         blocks=how.blocks,
         scaling=scaling(plan),
-        claims=how.claims,
     )
     return product

@@ -30,9 +30,7 @@ class GatherSchedule(Schedule):
     the kernel's first ``push_blocks`` blocks or, where that is 0, by copy engines; these move the
     chunk that comes last in ``slices`` of K. ``columns_ahead`` tile columns of the own rows are
     computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2.
-    ``blocks``: of the kernel, at most one a multiprocessor; ``claims``: each takes the next tile that
-    no other has, so that a call goes on with any share of the multiprocessors, else tiles are every
-    so many blocks'. Where a call wants the gathered rows too,
+    ``blocks``: of the kernel, at most one a multiprocessor. Where a call wants the gathered rows too,
     ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines). ``exchange``:
     between nodes; hierarchical: the pushing blocks also share what comes with the node."""
 
@@ -47,7 +45,6 @@ class GatherSchedule(Schedule):
     gathered_engine: Engine
     gathered_blocks: int = Field(ge=1)
     exchange: Exchange = "direct"
-    claims: bool = False
 
     @property
     def copy_engines(self) -> bool:
@@ -61,9 +58,9 @@ class ReduceSchedule(Schedule):
     tiles; the own tiles of a panel are computed after the other owners' tiles of the next.
     ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
     not straight from the block that made the tile: smoother, and worth its memory traffic where the
-    link is nearly full. ``band``, ``blocks`` and ``claims`` are as above. ``product_tiling``: of the
-    whole product by itself, which the sequential view computes first. ``network_blocks``: the first
-    ones, whole clusters, which hear of other nodes instead of computing tiles; 0 where there are none.
+    link is nearly full. ``band`` and ``blocks`` are as above. ``product_tiling``: of the whole product
+    by itself, which the sequential view computes first. ``network_blocks``: the first ones, whole
+    clusters, which hear of other nodes instead of computing tiles; 0 where there are none.
     ``exchange``: between nodes; hierarchical: a rank adds its node's parts up before they leave."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
@@ -78,7 +75,6 @@ class ReduceSchedule(Schedule):
     product_tiling: TilingName
     network_blocks: int = Field(0, ge=0)
     exchange: Exchange = "direct"
-    claims: bool = False
 
 
 class FewRowsSchedule(Schedule):

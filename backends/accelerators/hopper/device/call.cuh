@@ -106,7 +106,6 @@ __device__ inline void finish_call(const Workspace& workspace,
                                      : network.wait(waiter, from);
     }
     if (going && completes) network.wait(waiter, kCompletedWord);
-    control.tiles_claimed = control.results_claimed = 0;  // all blocks have taken their last ones
     move_on(control, epoch);
 }
 

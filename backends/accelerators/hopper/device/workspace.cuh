@@ -61,9 +61,7 @@ struct Control {
     std::uint32_t reserved[23];
     // The epoch again, for copy engines to copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
-    // Tiles, and results of others, that clusters have taken in the running call (tile/claims.cuh).
-    std::uint32_t tiles_claimed, results_claimed;
-    std::uint64_t more_reserved[31];
+    std::uint64_t more_reserved[32];
     // Rank r needs nothing of this rank's of that call any more; rank r's memory may be written in it.
     transport::SetWord finished[kMaxRanks];
     transport::SetWord started[kMaxRanks];

@@ -81,7 +81,7 @@ Product with_tensors(Product product, const GemmTensors& tensors) {
 
 // The product has no tensors yet.
 Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks,
-                   Scaling scaling, bool claims) {
+                   Scaling scaling) {
     // Rows of out are packed, as those of a and b may be, and each must be as aligned as the first.
     require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
     const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
@@ -96,7 +96,7 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
                      : "promoted, with scales by blocks");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
-    return {{}, n, k, half, n_major, tiling, band, blocks, scaling, claims};
+    return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
 }
 
 AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
@@ -202,7 +202,7 @@ void bind_data(py::module_& module) {
         .def_readonly("b_scale", &GemmTensors::b_scale);
     py::class_<Product>(module, "Product")
         .def(py::init(&product_of), py::kw_only(), "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a,
-             "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none, "claims"_a = false)
+             "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none)
         .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,

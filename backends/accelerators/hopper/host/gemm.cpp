@@ -267,7 +267,6 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.slices = schedule.slices;
     args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
-    args.claims = product.claims && ranks > 1;
     args.rails = rails_of(args.workspace, schedule.hierarchical);
     return args;
 }
@@ -369,7 +368,6 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.n = product.n;
     args.k = product.k;
     args.alone = schedule.alone;
-    args.claims = product.claims && ranks > 1;
     auto launch = product.half ? &launch_gemm_reduce<__half, __half>
                                : &launch_gemm_reduce<__nv_bfloat16, __nv_bfloat16>;
     if (product.scaling != Scaling::none) {

@@ -40,8 +40,6 @@ struct Product {
     int band;    // cluster rows that share B in L2
     int blocks;  // 0: one an SM
     Scaling scaling = Scaling::none;
-    bool claims =
-        false;  // of several ranks, clusters claim tiles (tile/claims.cuh), else they have strides
 };
 
 // Of an element of A and B.

@@ -54,7 +54,6 @@ struct AllGatherGemmArgs {
     int slices;                // of K, each with a flag; 1 where blocks push
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
-    bool claims;  // of several ranks: clusters claim tiles (tile/claims.cuh), else have strides
     Rails rails;
 };
 

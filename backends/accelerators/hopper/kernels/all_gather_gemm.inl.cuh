@@ -6,7 +6,6 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
-#include "backends/accelerators/hopper/tile/claims.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
@@ -14,40 +13,22 @@
 
 namespace mkernel::hopper {
 
-// This block's tiles.
-template <class C>
-__device__ __forceinline__ TileShare share_of(const AllGatherGemmArgs& args) {
-    return {args.claims ? &args.workspace.control().tiles_claimed : nullptr,
-            args.raster.tiles() * args.workspace.world,
-            (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster,
-            (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster};
-}
-
-// What to do with the number of a tile: body(shard, row within it, column).
+// Calls body(shard, row within it, column) for each of this block's tiles, in order.
 template <class C, class Body>
-__device__ __forceinline__ auto place_tile(const AllGatherGemmArgs& args, Body&& body) {
+__device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
     const ArrivalOrder order(args.raster, args.columns_ahead, args.workspace.world);
+    const int tiles = args.raster.tiles() * args.workspace.world;
+    const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    return [&args, order, block, body](int number) {
+    for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster; index < tiles;
+         index += clusters) {
         int step = 0;
         int cluster_row = 0;
         int column = 0;
-        order.at(number, step, cluster_row, column);
+        order.at(index, step, cluster_row, column);
         body((args.workspace.rank + step) % args.workspace.world,
              (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN);
-    };
-}
-
-template <class C, class Body>
-__device__ __forceinline__ void load_each_tile(const AllGatherGemmArgs& args,
-                                               const TileShare& share, std::uint32_t first,
-                                               Body&& body) {
-    load_tiles(shared_memory<C>(), share, first, place_tile<C>(args, body));
-}
-template <class C, bool kWarps = false, class Body>
-__device__ __forceinline__ void follow_each_tile(const AllGatherGemmArgs& args,
-                                                 const TileShare& share, Body&& body) {
-    follow_tiles<C, kWarps>(shared_memory<C>(), share, place_tile<C>(args, body));
+    }
 }
 
 __device__ inline void wait_for_rows(const AllGatherGemmArgs& args,
@@ -223,20 +204,17 @@ template <class C, class Element, bool kNMajorB, class In>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
     Shared<C>& shared = shared_memory<C>();
-    const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
-    const TileShare share = share_of<C>(args);
-    const Role role = role_here();
-    const std::uint32_t first = role == Role::loader && !pushes ? first_claim<C>(share) : 0;
-    open_block(shared, 1, [&] { open_claims(shared, kReaders); });
+    open_block(shared);
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
     constexpr int kStep = kStepK<In>;
     constexpr bool kScaled = sizeof(In) == 1;
     const int steps = (args.k + kStep - 1) / kStep;
 
+    const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
     const bool by_nic =
         !kScaled && args.workspace.far() > 0;  // its storer then takes in what comes
-    switch (role) {
+    switch (role_here()) {
         case Role::loader: {
             if (pushes) {
                 PushRing ring = ring_of(shared, 0);
@@ -245,7 +223,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 break;
             }
             Cursor<C::kStages> cursor;
-            load_each_tile<C>(args, share, first, [&](int shard, int row, int column) {
+            for_each_tile<C>(args, [&](int shard, int row, int column) {
                 const Operands<C, kNMajorB, kStep> operands{&args.b, column};
                 if (shard == args.workspace.rank) {
                     operands.load(shared, cursor, &args.own, row, 0, steps);
@@ -273,7 +251,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 break;
             }
             Storer<C> storer(shared);
-            follow_each_tile<C>(args, share, [&](int shard, int row, int column) {
+            for_each_tile<C>(args, [&](int shard, int row, int column) {
                 storer.tile([&](const void* slice, int number) {
                     ptx::store_box(&args.out, slice, column + number * kSliceN, row, shard);
                 });
@@ -288,7 +266,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 break;
             }
             Multiplier<C, Element, kNMajorB, In> multiplier(shared);
-            follow_each_tile<C, true>(args, share, [&](int shard, int row, int column) {
+            for_each_tile<C>(args, [&](int shard, int row, int column) {
                 if constexpr (kScaled) {
                     const int rank = args.workspace.rank;
                     multiplier.multiply_scaled(

@@ -83,7 +83,6 @@ struct GemmReduceArgs {
     bool
         is_given;  // the rank's product is there already, rounded: exchange it, and multiply nothing
     int network_blocks;  // the first ones, whole clusters: they have no tiles, and tend the network
-    bool claims;  // of several ranks: clusters claim tiles (tile/claims.cuh), else have strides
     std::uint64_t area_offset;  // of the area, in the network's
 };
 

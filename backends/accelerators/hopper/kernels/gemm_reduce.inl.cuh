@@ -6,7 +6,6 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
-#include "backends/accelerators/hopper/tile/claims.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
@@ -20,77 +19,31 @@ struct OwnedTile {
     int row;     // within the owner's rows
     int column;  // element
     int number;  // among the owner's tiles, in the order in which ranks compute them
-    bool first;  // of all tiles
-    bool last;   // of those that the clusters take last
+    bool last;   // of this block
 };
 
-// This block's tiles.
-template <class C>
-__device__ __forceinline__ TileShare share_of(const GemmReduceArgs& args) {
-    return {args.claims ? &args.workspace.control().tiles_claimed : nullptr,
-            args.raster.tiles() * args.workspace.world,
-            (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster,
-            (static_cast<int>(blockIdx.x) - args.network_blocks) / C::kCluster};
-}
-
-// What to do with the number of a tile, as they rise: body(OwnedTile). kResults: in the order in which
-// sums of other owners are taken, not computed.
+// Calls body(OwnedTile) for each of this block's tiles, in order. kResults: in the order in which sums of
+// other owners are taken, not computed.
 template <class C, bool kResults = false, class Body>
-__device__ __forceinline__ auto place_tile(const GemmReduceArgs& args, const TileShare& share,
-                                           Body&& body) {
-    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, args.workspace.world,
-                     kResults ? args.rails.shared_results() : args.rails.relayed());
-    return [&args, share, order, body](int number, int block) mutable {
-        const Rails& rails = args.rails;
+__device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
+    const int world = args.workspace.world;
+    const Rails& rails = args.rails;
+    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world,
+                     kResults ? rails.shared_results() : rails.relayed());
+    const int tiles = world * args.raster.tiles();
+    const int clusters = (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster;
+    const int block = static_cast<int>(blockIdx.x) % C::kCluster;
+    for (int index = (static_cast<int>(blockIdx.x) - args.network_blocks) / C::kCluster;
+         index < tiles; index += clusters) {
         int step = 0;
         int cluster_row = 0;
         int column = 0;
         int place = 0;
-        order.at(number, step, cluster_row, column, place);
+        order.at(index, step, cluster_row, column, place);
         body(OwnedTile{kResults ? rails.result_owner(step) : rails.owner(step),
                        kResults || args.alone ? 0 : rails.parts(step),
                        (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN,
-                       place * C::kCluster + block, number + block == 0,
-                       number + share.clusters >= share.tiles});
-    };
-}
-
-template <class C, class Body>
-__device__ __forceinline__ void load_each_tile(const GemmReduceArgs& args, const TileShare& share,
-                                               std::uint32_t first, Body&& body) {
-    load_tiles(shared_memory<C>(), share, first,
-               [at = place_tile<C>(args, share, body)](int number) mutable {
-                   at(number, static_cast<int>(blockIdx.x) % C::kCluster);
-               });
-}
-template <class C, bool kWarps = false, class Body>
-__device__ __forceinline__ void follow_each_tile(const GemmReduceArgs& args, const TileShare& share,
-                                                 Body&& body) {
-    follow_tiles<C, kWarps>(shared_memory<C>(), share,
-                            [at = place_tile<C>(args, share, body)](int number) mutable {
-                                at(number, static_cast<int>(blockIdx.x) % C::kCluster);
-                            });
-}
-
-// Calls body(OwnedTile) for each tile whose results this block takes; blocks claim them one by one, not by
-// clusters.
-template <class C, class Body>
-__device__ __forceinline__ void take_results(const GemmReduceArgs& args, const TileShare& share,
-                                             Body&& body) {
-    auto at = place_tile<C, true>(args, share, body);
-    if (!share.by_claims()) {
-        const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-        for (int number = share.cluster; number < share.tiles; number += share.clusters) {
-            at(number, block);
-        }
-        return;
-    }
-    std::uint32_t* const counter = &args.workspace.control().results_claimed;
-    std::uint32_t claimed = atomicAdd(counter, 1U);
-    while (static_cast<int>(claimed) < share.tiles * C::kCluster) {
-        const std::uint32_t now = claimed;
-        claimed = atomicAdd(counter, 1U);  // comes while this one is carried
-        at(static_cast<int>(now) / C::kCluster, static_cast<int>(now) % C::kCluster);
+                       place * C::kCluster + block, index + clusters >= tiles});
     }
 }
 
@@ -171,13 +124,7 @@ template <class C, class Element, bool kNMajorB, class In>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     gemm_reduce(const __grid_constant__ GemmReduceArgs args) {
     Shared<C>& shared = shared_memory<C>();
-    const bool has_tiles = static_cast<int>(blockIdx.x) >= args.network_blocks;
-    const TileShare share = share_of<C>(args);
-    const Role role = role_here();
-    const std::uint32_t first = role == Role::loader && has_tiles ? first_claim<C>(share) : 0;
-    const bool sends =
-        args.workspace.world > 1 && !args.alone && (args.by_outbox || args.workspace.far() > 0);
-    open_block(shared, 1, [&] { open_claims(shared, kReaders + (sends ? 1 : 0)); });
+    open_block(shared);
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int rank = args.workspace.rank;
     const int world = args.workspace.world;
@@ -189,12 +136,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const Rails& rails = args.rails;
     const AreaTiles places{rails, flags.tiles};
     const bool by_nic = sources > 0 && args.workspace.far() > 0;
+    const bool has_tiles = static_cast<int>(blockIdx.x) >= args.network_blocks;
 
-    switch (role) {
+    switch (role_here()) {
         case Role::loader: {
             if (!has_tiles) break;
             Cursor<C::kStages> cursor;
-            load_each_tile<C>(args, share, first, [&](const OwnedTile& tile) {
+            for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 const int row = tile.owner * args.rows + tile.row;
                 if (args.is_given) {
                     load_tile(shared, cursor, &args.given, tile.column, row, 0);
@@ -221,10 +169,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             if (!has_tiles) break;
             Storer<C> storer(shared);
             const bool pushes = args.everywhere && sources > 0;
+            if (pushes && args.symmetric && blockIdx.x == 0) announce_start(args.workspace, epoch);
             bool may_push = !args.symmetric;
             std::uint32_t stored = 0;
-            follow_each_tile<C>(args, share, [&](const OwnedTile& tile) {
-                if (tile.first && pushes && args.symmetric) announce_start(args.workspace, epoch);
+            for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 const bool own = tile.owner == rank;
                 const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
                 if (own && pushes) {
@@ -287,11 +235,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::sender: {
-            if (!has_tiles || !sends) break;
+            if (!has_tiles || sources == 0 || !(args.by_outbox || by_nic)) break;
             TileForwarder<C> sender(shared, 0, C::kPieceBuffers / 2, args.pace);
             std::uint32_t stored = 0;
             bool going = true;
-            follow_each_tile<C>(args, share, [&](const OwnedTile& tile) {
+            for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) {
                     if (!by_nic || !args.everywhere) return;
                     wait_stored(shared, ++stored);
@@ -337,7 +285,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             const int first =
                 args.by_outbox ? C::kPieceBuffers / 2 : 0;  // those before: the sender's
             TileForwarder<C> receiver(shared, first, C::kPieceBuffers - first, 0);
-            take_results<C>(args, share, [&](const OwnedTile& tile) {
+            for_each_tile<C, true>(args, [&](const OwnedTile& tile) {
                 if (tile.owner == rank) return;
                 const bool comes_by_nic = rails.puts_to(tile.owner);
                 const int from = comes_by_nic ? tile.owner : rails.taker(tile.owner);
@@ -381,7 +329,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 break;
             }
             Multiplier<C, Element, kNMajorB, In> multiplier(shared);
-            follow_each_tile<C, true>(args, share, [&](const OwnedTile& tile) {
+            for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 const int own_steps = args.is_given ? 0 : steps;
                 if constexpr (sizeof(In) == 1) {
                     const int row = tile.owner * args.rows + tile.row;

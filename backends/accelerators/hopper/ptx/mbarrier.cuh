@@ -48,19 +48,6 @@ struct Mbarrier {
             : "memory");
     }
 
-    // Stores `value` where `to` is in the shared memory of block `block` of the cluster, and counts its
-    // bytes at this barrier there, which has to expect them: who waits for that sees it.
-    __device__ void tell(std::uint32_t* to, std::uint32_t value, std::uint32_t block) {
-        asm volatile(
-            "{\n.reg .b32 there, barrier;\n"
-            "mapa.shared::cluster.u32 there, %0, %3;\n"
-            "mapa.shared::cluster.u32 barrier, %2, %3;\n"
-            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, "
-            "[barrier];\n}\n" ::"r"(shared_address(to)),
-            "r"(value), "r"(shared_address(&word)), "r"(block)
-            : "memory");
-    }
-
     __device__ bool try_wait(std::uint32_t parity) const {
         std::uint32_t done;
         asm volatile(

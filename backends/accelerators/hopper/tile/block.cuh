@@ -37,7 +37,6 @@ inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kSharedBytes = 227 * 1024;
 inline constexpr int kBarrierBytes = 512;  // and counters: what else there is of shared memory
-inline constexpr int kClaims = 16;         // of tiles, that roles of a block may not have read yet
 
 // `kPieceBuffers` of kPieceBytes: 0 where nothing is carried.
 template <int kTileN_, int kCluster_, int kSliceSlots_, int kPieceBuffers_ = 0>
@@ -90,9 +89,6 @@ struct Shared {
     ptx::Mbarrier drained[C::kSliceSlots];        // the stores have read a slice
     ptx::Mbarrier arrived[C::kPieceBuffers + 1];  // a piece is there
     std::uint32_t stored;                         // tiles that the storer has stored
-    std::uint32_t claimed[kClaims];               // numbers of tiles: see tile/claims.cuh
-    ptx::Mbarrier told[kClaims];                  // one is there
-    ptx::Mbarrier heard[kClaims];                 // of block 0: all readers of the cluster have it
 };
 static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kSharedBytes &&
               sizeof(Shared<Medium>) <= kSharedBytes &&
@@ -122,10 +118,9 @@ __device__ inline Shared<C>& shared_memory() {
     return *reinterpret_cast<Shared<C>*>(memory);
 }
 
-// All threads, first thing. `loaders`: that each arrive once a stage. `more()`: inits of barriers beside
-// those of stages and slices.
-template <class C, class More>
-__device__ __forceinline__ void open_block(Shared<C>& shared, int loaders, More&& more) {
+// All threads, first thing. `loaders`: that each arrive once a stage.
+template <class C>
+__device__ inline void open_block(Shared<C>& shared, int loaders = 1) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < C::kStages; ++stage) {
             shared.full[stage].init(loaders);
@@ -137,7 +132,6 @@ __device__ __forceinline__ void open_block(Shared<C>& shared, int loaders, More&
         }
         for (int buffer = 0; buffer < C::kPieceBuffers; ++buffer) shared.arrived[buffer].init(1);
         shared.stored = 0;
-        more();
         ptx::publish_barriers();
     }
     if constexpr (C::kCluster > 1) {
@@ -145,11 +139,6 @@ __device__ __forceinline__ void open_block(Shared<C>& shared, int loaders, More&
     } else {
         __syncthreads();
     }
-}
-
-template <class C>
-__device__ __forceinline__ void open_block(Shared<C>& shared, int loaders = 1) {
-    open_block(shared, loaders, [] {});
 }
 
 // All threads, last thing: no block leaves while another may still write into its shared memory.
