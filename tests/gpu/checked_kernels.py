@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mkernel
 from mkernel.backends.accelerators.hopper import attention as attention_op
-from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper import scaled_tuning, tuning
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.cuda.native import device_clock
@@ -73,6 +73,15 @@ def e4m3() -> list[str]:
         for scales in ("row", "tensor")
     ]
     return hopper_ranks.judged(shapes, 0)
+
+
+def e4m3_by_library() -> list[str]:
+    """The library's product of e4m3, whose results a kernel scales."""
+    gather = Shape(
+        "all_gather_gemm", 512, 272, 208, "float8_e4m3fn", "column", "library", "bfloat16", "row"
+    )
+    with mock.patch.object(scaled_tuning, "scaled_by", lambda *_: "kernel"):
+        return hopper_ranks.judged([gather], 0)
 
 
 def attention() -> list[str]:
@@ -190,7 +199,8 @@ def collectives() -> list[str]:
         ("all_reduce", "two_shot"),
     )
     failures = []
-    for name, way in (*ways, *((name, "mail") for name, _ in ways[:3])):
+    mailed = (*((name, "mail") for name, _ in ways[:3]), ("all_reduce", "mail_twice"))
+    for name, way in (*ways, *mailed):
         made = collective_ranks.Work(ranks, name, 4099, way=way)
         ranks.on_each(made.launch)
         ranks.synchronize()
@@ -268,10 +278,11 @@ CHECKED = {
         *map(Program, (few_rows, medium, e4m3, attention, experts, attention_by_core)),
         Program(copies_and_clocks),
         Program(fused, {**ALONE, **MET}),
-        Program(attention_by_kernel, environment={"MKERNEL_HOPPER_ATTENTION": "kernel"}),
+        Program(attention_by_kernel, MET, environment={"MKERNEL_HOPPER_ATTENTION": "kernel"}),
         *(Program(each, MET) for each in (attention_backward, sums)),
         *(Program(each, WITHOUT_RACECHECK) for each in (exchanges, parts)),
-        Program(collectives, {"racecheck": 1}),
+        Program(collectives, {"memcheck": 1, "racecheck": 1, "synccheck": 1}),
+        Program(e4m3_by_library, WITHOUT_RACECHECK),
         Program(experts_wanted, MET, environment={"MKERNEL_HOPPER_TOKENS": "wanted"}),
         Program(nodes, MET, nodes=2),
         Program(sums_between_nodes, WITHOUT_RACECHECK, nodes=2),

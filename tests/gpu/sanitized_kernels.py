@@ -32,8 +32,25 @@ AT_A_TIME = 6
 """Programs: most of what one takes is the start of its processes."""
 NAMES = "names"
 """In a tool's place: nothing watches."""
-UNWATCHED: dict[tuple[str, str], str] = {}
-"""Why a tool does not watch a kernel."""
+OF_OTHERS = "it reads what other ranks wrote, which initcheck takes for what nobody wrote"
+BESIDE_CUBLAS = (
+    "it runs beside cuBLAS' kernels alone, where racecheck itself fails; it shares no memory"
+)
+_TAKING = (
+    "attention::await_part_kernel", "attention::put_kernel", "attention::ring_attention",
+    "attention::sum_kernel", "attention::watch_kernel", "collectives::all_gather_kernel",
+    "collectives::all_reduce_one_shot_kernel", "collectives::mail_all_gather_kernel",
+    "collectives::mail_all_reduce_twice_kernel", "collectives::mail_reduce_kernel",
+    "collectives::reduce_kernel", "collectives::sum_parts_kernel", "land_kernel",
+    "moe::push_wanted_kernel", "moe::sum_ranks_kernel", "moe::sum_rows_kernel", "put_kernel",
+    "rendezvous_kernel", "scale_results_kernel", "sum_rows_kernel",
+)  # fmt: skip
+_BESIDE = ("collectives::sum_parts_kernel", "rendezvous_kernel", "scale_results_kernel")
+UNWATCHED: dict[tuple[str, str], str] = {
+    **{(f"mkernel::hopper::{name}", "initcheck"): OF_OTHERS for name in _TAKING},
+    **{(f"mkernel::hopper::{name}", "racecheck"): BESIDE_CUBLAS for name in _BESIDE},
+}
+"""Why a tool does not watch a kernel: it runs in worlds of several ranks only, and ..."""
 
 
 def run_sanitized(tool: str, program: list[str], world: int, folder: Path) -> list[tuple[int, str]]:
