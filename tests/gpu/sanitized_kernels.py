@@ -33,9 +33,7 @@ AT_A_TIME = 6
 NAMES = "names"
 """In a tool's place: nothing watches."""
 OF_OTHERS = "it reads what other ranks wrote, which initcheck takes for what nobody wrote"
-BESIDE_CUBLAS = (
-    "it runs beside cuBLAS' kernels alone, where racecheck itself fails; it shares no memory"
-)
+BESIDE_CUBLAS = "it runs beside cuBLAS' kernels alone, where racecheck itself fails"
 _TAKING = (
     "attention::await_part_kernel", "attention::put_kernel", "attention::ring_attention",
     "attention::sum_kernel", "attention::watch_kernel", "collectives::all_gather_kernel",
