@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper import mail
+from mkernel.backends.accelerators.hopper import long_products, mail
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
@@ -247,9 +247,12 @@ def starters_product(plan: LaunchPlan, whole: Allocation | None = None) -> _hopp
     rounded from, where they are of another dtype than products."""
     product = torch_dtype(plan.part(ProductSchedule).product)
     more = (product,) if product != torch_dtype(plan.dtype) else ()
-    made: _hopper.LibraryProduct = native().torch_product(
-        torch.mm, torch.addmm, torch.add, more, whole
+    mm, addmm = (
+        (long_products.mm, long_products.addmm)
+        if long_products.may_lose_terms(plan.gemm.k)
+        else (torch.mm, torch.addmm)
     )
+    made: _hopper.LibraryProduct = native().torch_product(mm, addmm, torch.add, more, whole)
     return made
 
 

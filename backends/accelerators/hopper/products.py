@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.long_products import addmm, mm
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
@@ -41,7 +42,9 @@ def multiply_by(
     """Products with a B and, where it has some, its scales. ``bias``: of operands without scales, in
     their dtype, which is also that of the results: added before these are rounded."""
     if scales is None or scale is None:
-        return _with_bias(b, bias) if bias is not None else lambda rows, _, out: mm(rows, b, out)
+        return (
+            _with_bias(b, bias) if bias is not None else lambda rows, _, out: mm(rows, b, out=out)
+        )
     one = context.one if how.scaled_by == "kernel" else None
     return ScaledFactor(b, scale, scales, one).product
 
@@ -50,17 +53,9 @@ def _with_bias(b: torch.Tensor, bias: torch.Tensor) -> Multiply:
     """The library's epilogue adds it before it rounds."""
 
     def multiply(rows: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor) -> None:
-        torch.addmm(bias, rows, b, out=out)
+        addmm(bias, rows, b, out=out)
 
     return multiply
-
-
-def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b, of half-precision operands, in their dtype or float32."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
 
 class ScaledFactor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.hopper import long_products
+
 DATA_OFFSET = 1 << 20
 STREAM = 5
 
@@ -130,7 +132,9 @@ class Fabric:
 
     def torch_product(self, mm: Any, *how: Any) -> dict[str, Any]:
         """What native code multiplies with: names of the arguments and their values."""
-        assert (mm, *how[:2]) == (torch.mm, torch.addmm, torch.add)
+        known = (torch.mm, torch.addmm), (long_products.mm, long_products.addmm)
+        assert (mm, how[0]) in known
+        assert how[1] is torch.add
         return dict(zip(("addmm", "add", "more", "whole"), how, strict=True))
 
     def scaled_product(self, function: Any) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""Products of half-precision operands by torch, with all of their terms.
+
+cuBLAS 12 and 13 leave the last K mod 64 terms out of some products whose K they split among blocks
+(facebookexperimental/triton, pull request 2767). On H100 with torch 2.11 and CUDA 13.0 one of them is
+6 x 264 x 12808, 2.5 % off. Which ones depends on the version, sizes, dtypes and layouts, not on the
+numbers. So a kind of product that may be split is tried once, with an A whose last terms alone are not
+zero; one that leaves some out is multiplied in two: whole steps of terms, then the rest, added in
+float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from mkernel.plan.recent import Recent
+
+STEP = 128
+"""Terms: a multiple of what blocks take at a time, so that what is split in whole steps is right."""
+_LEAST_TERMS = 512
+_MOST_RESULTS = 1 << 21
+"""Products of fewer terms, or of more results, are taken never to be split: these are tiles enough for
+every multiprocessor."""
+_ALIGNED = 16
+_right: Recent[Hashable, bool] = Recent()
+"""By kind: whether torch's own product has all terms."""
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor) -> None:
+    """As torch.mm: out = a @ b, rounded once to its dtype, theirs or float32."""
+    if _has_all_terms(a, b, out):
+        torch_mm(a, b, out)
+    else:
+        _in_two(None, a, b, out)
+
+
+def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+    """As torch.addmm: out = bias + a @ b, rounded once. ``out``: of their dtype."""
+    if _has_all_terms(a, b, out):
+        torch.addmm(bias, a, b, out=out)
+    else:
+        _in_two(bias, a, b, out)
+
+
+def torch_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """The library's, which may leave terms out."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+
+
+def may_lose_terms(k: int) -> bool:
+    """Whether a product of so many terms is one of those that are tried."""
+    return k % STEP != 0 and k >= _LEAST_TERMS
+
+
+def _has_all_terms(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    if not may_lose_terms(a.shape[1]) or not 0 < out.numel() <= _MOST_RESULTS:
+        return True
+    each = (a, b, out)
+    kind = (
+        out.device,
+        *((x.dtype, x.shape, x.stride(), x.data_ptr() % _ALIGNED) for x in each),
+    )
+    known = _right[kind]
+    if known is None:
+        if out.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # the host cannot look now
+        known = _tried(*each)
+        if known is None:
+            return False
+        _right[kind] = known
+    return known
+
+
+def _tried(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool | None:
+    """Whether a product like this one has its last terms; None: these rows of B do not tell."""
+    first = a.shape[1] // STEP * STEP
+    ones = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).zero_()
+    ones[:, first:] = 1
+    found = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+    torch_mm(ones, b, found)
+    last = b[first:].float()
+    wanted, largest = last.sum(0), last.abs().sum(0)
+    right = ((found.float() - wanted).abs() <= 2.0**-6 * wanted.abs() + 2.0**-12 * largest).all()
+    tells = largest.isfinite().all() & (wanted.abs() > 2.0**-5 * largest).any()
+    told, is_right = torch.stack((tells, right)).tolist()
+    return is_right if told else None
+
+
+def _in_two(bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    first = a.shape[1] // STEP * STEP
+    total, rest = (torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in "ab")
+    torch_mm(a[:, :first], b[:first], total)
+    torch_mm(a[:, first:], b[first:], rest)
+    total += rest
+    if bias is not None:
+        total += bias
+    out.copy_(total)

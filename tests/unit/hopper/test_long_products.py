@@ -1,0 +1,151 @@
+"""Products whose library leaves the last terms out are right all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from library_fabric import Fabric
+from test_hopper_library import planned
+
+from mkernel.backends.accelerators.hopper import library as library_path
+from mkernel.backends.accelerators.hopper import long_products
+from mkernel.backends.accelerators.hopper.long_products import STEP, addmm, may_lose_terms, mm
+from mkernel.plan.recent import Recent
+
+K = 5 * STEP + 40
+
+
+class Library:
+    """Products by float32, on any device; of ``split`` rows without the last terms."""
+
+    def __init__(self, lost: int = 64, split: int = 6) -> None:
+        self.lost, self.split = lost, split
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        self.shapes.append((len(a), a.shape[1]))
+        k = a.shape[1]
+        if len(a) == self.split and k > STEP:
+            k = k // self.lost * self.lost
+        out.copy_(a[:, :k].float() @ b[:k].float())
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Library]:
+    """Takes the place of torch's, with nothing known of it."""
+
+    def take(**how: int) -> Library:
+        made = Library(**how)
+        monkeypatch.setattr(long_products, "torch_mm", made)
+        monkeypatch.setattr(long_products, "_right", Recent())
+        return made
+
+    return take
+
+
+def operands(rows: int = 6, k: int = K, n: int = 24, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(rows, k, generator=draw), torch.randn(k, n, generator=draw)
+    return a.bfloat16(), b.bfloat16()
+
+
+def off(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: Any = None) -> float:
+    truth = a.double() @ b.double()
+    if bias is not None:
+        truth += bias.double()
+    return float((out.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("lost", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_library_that_leaves_terms_out(
+    library: Callable[..., Library], lost: int, dtype: torch.dtype, turned: bool
+) -> None:
+    made = library(lost=lost)
+    for seed in range(3):
+        a, b = operands(seed=seed)
+        b = b.t().contiguous().t() if turned else b
+        out = torch.full((6, 24), torch.nan, dtype=dtype)
+        made(a, b, out)
+        assert off(out, a, b) > 0.05, "the library is right: nothing is tested"
+        mm(a, b, dtype, out=out)
+        assert off(out, a, b) <= (2.0e-3 if dtype == torch.bfloat16 else 1e-6)
+    tries = made.shapes.count((6, K)) - 3
+    assert tries == 1
+
+
+def test_a_bias_is_added_before_the_one_rounding(library: Callable[..., Library]) -> None:
+    library()
+    a, b = operands()
+    bias = 1000 * torch.randn(24, generator=torch.Generator().manual_seed(3)).bfloat16()
+    out = torch.empty(6, 24, dtype=torch.bfloat16)
+    addmm(bias, a, b, out=out)
+    exact = a.double() @ b.double() + bias.double()
+    assert torch.equal(out, exact.bfloat16())
+
+
+def test_one_that_is_right_multiplies_once(library: Callable[..., Library]) -> None:
+    made = library(split=7)
+    a, b = operands()
+    out = torch.empty(6, 24, dtype=torch.bfloat16)
+    mm(a, b, out=out)
+    assert made.shapes == [(6, K)] * 2
+    mm(a, b, out=out)
+    assert made.shapes == [(6, K)] * 3
+    assert off(out, a, b) <= 2.0e-3
+
+
+@pytest.mark.parametrize("last", [0.0, float("nan")])
+def test_rows_of_b_that_do_not_tell_decide_nothing(
+    library: Callable[..., Library], last: float
+) -> None:
+    made = library()
+    a, b = operands()
+    b[K // STEP * STEP :] = last
+    out = torch.empty(6, 24, dtype=torch.bfloat16)
+    mm(a, b, out=out)
+    assert last == 0.0 or out.isnan().all()
+    a, b = operands(seed=1)
+    mm(a, b, out=out)
+    assert off(out, a, b) <= 2.0e-3
+    assert made.shapes.count((6, K)) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_kinds_are_tried_by_themselves(library: Callable[..., Library], rows: int) -> None:
+    made = library()
+    out = torch.empty(rows, 24, dtype=torch.bfloat16)
+    for other in (rows, 7 - rows):
+        a, b = operands(other)
+        out = torch.empty(other, 24, dtype=torch.bfloat16)
+        mm(a, b, out=out)
+        assert off(out, a, b) <= 2.0e-3
+    assert made.shapes.count((6, K)) == 1
+    assert made.shapes.count((1, K)) == 2
+
+
+@pytest.mark.parametrize("k", [STEP, 5 * STEP, 40, 511])
+def test_others_are_not_tried(library: Callable[..., Library], k: int) -> None:
+    assert not may_lose_terms(k)
+    made = library(split=7)
+    a, b = operands(k=k)
+    mm(a, b, out=torch.empty(6, 24, dtype=torch.bfloat16))
+    assert made.shapes == [(6, k)]
+
+
+@pytest.mark.parametrize(("k", "tried"), [(512, False), (520, True), (72, False)])
+def test_native_code_multiplies_by_the_same(
+    monkeypatch: pytest.MonkeyPatch, k: int, tried: bool
+) -> None:
+    made = Fabric(2)
+    monkeypatch.setattr(library_path, "native", lambda: made)
+    given: list[Any] = []
+    monkeypatch.setattr(made, "torch_product", lambda *how: given.append(how))
+    plan = planned("gemm_all_reduce", 6, 264, k, 2)
+    library_path.starters_product(plan)
+    ours = (long_products.mm, long_products.addmm)
+    assert given[0][:2] == (ours if tried else (torch.mm, torch.addmm))
