@@ -79,6 +79,7 @@ def test_kernels_are_loaded_before_one_waits_for_a_nic(started: Started, op: str
     assert started.loaded_at == [0]
 
 
+@pytest.mark.usefixtures("started")  # the plan asks what the build has
 def test_tokens_travel_whole_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts of a NIC send a rank's tokens as they lie."""
     monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", "wanted")
