@@ -18,11 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import checked_kernels
-import torch
-from checked_kernels import CHECKED, compiled, function_of
+ROOT = Path(__file__).parents[2]
+sys.path += [
+    str(ROOT / folder) for folder in ("bench", "tests")
+]  # where it is no test that imports this
 
-from mkernel.harness.provenance import devices, provenance
+import checked_kernels  # noqa: E402
+import results_file  # noqa: E402
+import torch  # noqa: E402
+from checked_kernels import CHECKED, compiled, function_of  # noqa: E402
+
+from mkernel.harness.provenance import devices, provenance  # noqa: E402
 
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 FOUND = 86
@@ -153,10 +159,11 @@ def main() -> int:
         }
         for name, tools in sorted(found.items())
     }
-    said = provenance(Path(__file__).parents[2], asked.commit)
-    said["hardware"] = {**said["hardware"], **devices(torch.device("cuda"))}
     lost = missing(found)
-    written = {"kernels": kernels, "missing": lost, "provenance": said}
+    written = {"format": results_file.FORMAT, "benchmark": "sanitized_kernels"}
+    written |= provenance(ROOT, asked.commit)
+    written["hardware"] = {**written["hardware"], **devices(torch.device("cuda"))}
+    written["figures"] = {"kernels": kernels, "missing": lost}
     asked.output.write_text(json.dumps(written, indent=1) + "\n")
     print(*lost or ["every kernel is watched by every tool that can"], sep="\n")
     return 1 if lost else 0
