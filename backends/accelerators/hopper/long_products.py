@@ -29,7 +29,7 @@ _right: Recent[Hashable, bool] = Recent()
 
 def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor) -> None:
     """As torch.mm: out = a @ b, rounded once to its dtype, theirs or float32."""
-    if _has_all_terms(a, b, out):
+    if _has_all_terms(a, b, out, None):
         torch_mm(a, b, out)
     else:
         _in_two(None, a, b, out)
@@ -37,8 +37,8 @@ def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor)
 
 def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     """As torch.addmm: out = bias + a @ b, rounded once. ``out``: of their dtype."""
-    if _has_all_terms(a, b, out):
-        torch.addmm(bias, a, b, out=out)
+    if _has_all_terms(a, b, out, bias):
+        torch_addmm(bias, a, b, out)
     else:
         _in_two(bias, a, b, out)
 
@@ -51,37 +51,50 @@ def torch_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
 
+def torch_addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Likewise, by another kernel of the library's than without a bias."""
+    torch.addmm(bias, a, b, out=out)
+
+
 def may_lose_terms(k: int) -> bool:
     """Whether a product of so many terms is one of those that are tried."""
     return k % STEP != 0 and k >= _LEAST_TERMS
 
 
-def _has_all_terms(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+def _has_all_terms(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+) -> bool:
     if not may_lose_terms(a.shape[1]) or not 0 < out.numel() <= _MOST_RESULTS:
         return True
     each = (a, b, out)
     kind = (
         out.device,
+        None if bias is None else (bias.shape, bias.data_ptr() % _ALIGNED),
         *((x.dtype, x.shape, x.stride(), x.data_ptr() % _ALIGNED) for x in each),
     )
     known = _right[kind]
     if known is None:
         if out.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # the host cannot look now
-        known = _tried(*each)
+        known = _tried(*each, bias)
         if known is None:
             return False
         _right[kind] = known
     return known
 
 
-def _tried(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool | None:
+def _tried(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+) -> bool | None:
     """Whether a product like this one has its last terms; None: these rows of B do not tell."""
     first = a.shape[1] // STEP * STEP
     ones = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).zero_()
     ones[:, first:] = 1
     found = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-    torch_mm(ones, b, found)
+    if bias is None:
+        torch_mm(ones, b, found)
+    else:
+        torch_addmm(torch.zeros_like(bias), ones, b, found)
     last = b[first:].float()
     wanted, largest = last.sum(0), last.abs().sum(0)
     right = ((found.float() - wanted).abs() <= 2.0**-6 * wanted.abs() + 2.0**-12 * largest).all()

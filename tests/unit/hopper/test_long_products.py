@@ -21,8 +21,9 @@ K = 5 * STEP + 40
 class Library:
     """Products by float32, on any device; of ``split`` rows without the last terms."""
 
-    def __init__(self, lost: int = 64, split: int = 6) -> None:
-        self.lost, self.split = lost, split
+    def __init__(self, lost: int = 64, split: int = 6, loses_with_bias: bool = False) -> None:
+        self.lost, self.split, self.loses_with_bias = lost, split, loses_with_bias
+        self.biased = 0
         self.shapes: list[tuple[int, int]] = []
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -32,6 +33,13 @@ class Library:
             k = k // self.lost * self.lost
         out.copy_(a[:, :k].float() @ b[:k].float())
 
+    def with_bias(
+        self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.biased += 1
+        k = a.shape[1] // 64 * 64 if self.loses_with_bias else a.shape[1]
+        out.copy_(a[:, :k].float() @ b[:k].float() + bias)
+
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Library]:
@@ -40,6 +48,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Library]:
     def take(**how: int) -> Library:
         made = Library(**how)
         monkeypatch.setattr(long_products, "torch_mm", made)
+        monkeypatch.setattr(long_products, "torch_addmm", made.with_bias)
         monkeypatch.setattr(long_products, "_right", Recent())
         return made
 
@@ -78,14 +87,19 @@ def test_a_library_that_leaves_terms_out(
     assert tries == 1
 
 
-def test_a_bias_is_added_before_the_one_rounding(library: Callable[..., Library]) -> None:
-    library()
+@pytest.mark.parametrize(("loses", "products"), [(False, 2), (True, 1)])
+def test_a_bias_is_added_before_the_one_rounding(
+    library: Callable[..., Library], loses: bool, products: int
+) -> None:
+    """Whether terms are lost with a bias is tried with one: that is another kernel."""
+    made = library(split=6 if not loses else 7, loses_with_bias=loses)
     a, b = operands()
     bias = 1000 * torch.randn(24, generator=torch.Generator().manual_seed(3)).bfloat16()
     out = torch.empty(6, 24, dtype=torch.bfloat16)
     addmm(bias, a, b, out=out)
     exact = a.double() @ b.double() + bias.double()
     assert torch.equal(out, exact.bfloat16())
+    assert made.biased == products
 
 
 def test_one_that_is_right_multiplies_once(library: Callable[..., Library]) -> None:
