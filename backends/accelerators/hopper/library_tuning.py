@@ -10,7 +10,7 @@ from mkernel.backends.accelerators.hopper import mail, parts_tuning
 from mkernel.backends.accelerators.hopper.capabilities import claimed
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import WHOLE, Times
-from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, LibrarySchedule
+from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, LibrarySchedule, Way
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
@@ -89,12 +89,7 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
     way = _MACHINE.way(shape, product, world) if summed else None
     elements = shape.m * (shape.k if gathers else shape.n) // (1 if summed else world)
     nbytes = elements * DTYPE_BYTES[plan.dtype if gathers else product]
-    if way == "two_shot":
-        results = elements * DTYPE_BYTES[plan.out_dtype]
-        brief = _MACHINE.twice_by_mail(nbytes, results, world, constants)
-    else:
-        brief = _MACHINE.by_mail(nbytes, world, way, constants)
-    mailed = brief and mail.fits(plan, product, way)
+    mailed = by_mail(plan, product, way, nbytes, constants)
     normed = plan.norm is not None and plan.bias is None and product == plan.dtype
     return LibrarySchedule(
         product=product,
@@ -102,6 +97,23 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
         by_mail=mailed,
         normalises=mailed and way == "one_shot" and normed and shape.n <= MOST_NORMED_COLUMNS,
     )
+
+
+def by_mail(
+    plan: CommonPart,
+    product: DtypeName,
+    way: Way | None,
+    nbytes: int,
+    constants: MachineConstants | None = None,
+) -> bool:
+    """Whether the one collective of a plan goes by mail. ``nbytes``: what a rank sends to each peer in
+    one exchange; of two, all its partial results."""
+    if way == "two_shot":
+        results = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
+        faster = _MACHINE.twice_by_mail(nbytes, results, plan.world_size, constants)
+    else:
+        faster = _MACHINE.by_mail(nbytes, plan.world_size, constants)
+    return faster and mail.fits(plan, product, way)
 
 
 def product_dtype(plan: CommonPart) -> DtypeName:

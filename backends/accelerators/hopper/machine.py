@@ -238,14 +238,12 @@ class HopperMachine(ChipMachine):
         nbytes = shape.m * shape.n * DTYPE_BYTES[product]
         return "one_shot" if self.one_shot.takes(nbytes, world) else "two_shot"
 
-    def by_mail(
-        self, nbytes: int, world: int, way: Way | None, constants: MachineConstants | None = None
-    ) -> bool:
+    def by_mail(self, nbytes: int, world: int, constants: MachineConstants | None = None) -> bool:
         """Whether a collective of one exchange, in which a rank sends so many bytes to each peer, goes
         by mail."""
         library = (constants or self.constants).library
         mail = None if library is None else library.mail
-        return world > 1 and way != "two_shot" and mail is not None and mail.takes(world * nbytes)
+        return world > 1 and mail is not None and mail.takes(world * nbytes)
 
     def twice_by_mail(
         self, nbytes: int, results: int, world: int, constants: MachineConstants | None = None

@@ -6,7 +6,8 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
 from __future__ import annotations
 
-from mkernel.backends.accelerators.hopper import mail, parts_tuning
+from mkernel.backends.accelerators.hopper import parts_tuning
+from mkernel.backends.accelerators.hopper.library_tuning import by_mail
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ScaledBy, TilingName
@@ -90,13 +91,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    sent, world = _sent_bytes(plan), plan.world_size
-    if way == "two_shot":
-        results = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
-        brief = _MACHINE.twice_by_mail(sent, results, world)
-    else:
-        brief = _MACHINE.by_mail(sent, world, way)
-    mailed = brief and mail.fits(plan, product, way)
+    mailed = by_mail(plan, product, way, _sent_bytes(plan))
     return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
 
 
