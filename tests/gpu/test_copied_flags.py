@@ -6,47 +6,24 @@ planted fault must be caught by both, every time.
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
-from typing import Any
-
 import pytest
 from device_buffers import needs_gpus
+from native_programs import NativeProgram
 
-PROGRAM = Path(__file__).parents[2] / "build/native/backends/cuda/tests/copied_flags"
+PROGRAM = NativeProgram("copied_flags", timeout_s=240.0)
 FAULTS = ("flag_before_data", "flag_on_another_stream", "last_word_left_out")
 ITERATIONS = 1_000_000
 FAULTY_ITERATIONS = 4000
 """Laps of both kinds, with traffic beside them and without."""
 pytestmark = [
     needs_gpus(2),
-    pytest.mark.skipif(
-        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built; `make test` builds it, with nvcc"
-    ),
+    PROGRAM.is_built,
 ]
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(PROGRAM), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def found(*arguments: object) -> dict[str, Any]:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
 
 
 @pytest.mark.alone
 def test_who_sees_the_flag_sees_the_data() -> None:
-    told = found("check", ITERATIONS)
+    told = PROGRAM.told("check", ITERATIONS)
     assert told["waits"] is True
     assert told["iterations"] == ITERATIONS
     for kind in ("eager", "in_graphs", "beside_traffic"):
@@ -60,13 +37,13 @@ def test_who_sees_the_flag_sees_the_data() -> None:
 
 
 def test_all_planted_faults_are_known() -> None:
-    assert tuple(run("faults").stdout.split()) == FAULTS
+    assert tuple(PROGRAM.run("faults").stdout.split()) == FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """In every iteration, for certain: of the first two, data come when they have been looked at."""
-    told = found("check", FAULTY_ITERATIONS, fault)
+    told = PROGRAM.told("check", FAULTY_ITERATIONS, fault)
     always = {"plain": FAULTY_ITERATIONS, "bulk": FAULTY_ITERATIONS}
     assert told["waits"] is True
     assert told["wrong_iterations"] == always

@@ -5,15 +5,11 @@ The checks are native (``tests/native/cuda/fifo_on_gpu.cpp``); each planted faul
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
-from typing import Any
-
 import pytest
 from device_buffers import needs_gpus
+from native_programs import NativeProgram
 
-PROGRAM = Path(__file__).parents[2] / "build/native/backends/cuda/tests/fifo_on_gpu"
+PROGRAM = NativeProgram("fifo_on_gpu")
 FAULTS = (
     "commit_before_payload",
     "tail_not_waited_for",
@@ -24,45 +20,30 @@ FAULTS = (
 )
 pytestmark = [
     needs_gpus(1),
-    pytest.mark.skipif(
-        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built; `make test` builds it, with nvcc"
-    ),
+    PROGRAM.is_built,
 ]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(PROGRAM), *arguments], capture_output=True, text=True, timeout=180, check=False
-    )
-
-
-def told(*arguments: str) -> dict[str, Any]:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def test_a_gpu_pushes_and_waits() -> None:
-    assert set(told("check").values()) == {True}
+    assert set(PROGRAM.told("check").values()) == {True}
 
 
 def test_all_planted_faults_are_known() -> None:
-    assert tuple(run("faults").stdout.split()) == FAULTS
+    assert tuple(PROGRAM.run("faults").stdout.split()) == FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """By its check, and by that alone: the program says so by its exit code."""
-    told("check", fault)
+    PROGRAM.told("check", fault)
 
 
 @pytest.mark.alone
 def test_figures() -> None:
     """What issue 20 asks of an H200; of any GPU, beside what its host and its link take: a round trip
     by words that are polled over the link, and a nap of a thread."""
-    found = told("bench")
-    again = [told("bench") for _ in range(2)]  # about one in three is 1 us slower all along
+    found = PROGRAM.told("bench")
+    again = [PROGRAM.told("bench") for _ in range(2)]  # about one in three is 1 us slower all along
     rates = found["commands_per_s"]
     assert max(rates[name] for name in rates if name.endswith("multiprocessor")) >= 2e6
     trips = [each["round_trip_us"] for each in (found, *again)]

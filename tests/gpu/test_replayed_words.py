@@ -5,40 +5,22 @@ The checks are native (``tests/native/cuda/replayed_words.cu``); each planted fa
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
-from typing import Any
-
 import pytest
 from device_buffers import needs_gpus
+from native_programs import NativeProgram
 
-PROGRAM = Path(__file__).parents[2] / "build/native/backends/cuda/tests/replayed_words"
+PROGRAM = NativeProgram("replayed_words")
 FAULTS = ("count_not_moved_on", "count_moved_on_twice", "set_goes_back", "epoch_of_the_launch")
 pytestmark = [
     needs_gpus(1),
-    pytest.mark.skipif(
-        not PROGRAM.is_file(), reason=f"{PROGRAM} is not built; `make test` builds it, with nvcc"
-    ),
+    PROGRAM.is_built,
 ]
 on_one_gpu_or_two = pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=needs_gpus(2))])
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(PROGRAM), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-
-
 @on_one_gpu_or_two
 def test_plans_share_words_in_any_order_of_launches_and_replays(gpus: int) -> None:
-    done = run("check", gpus)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = PROGRAM.told("check", gpus)
     assert found.pop("calls") > 200
     assert found == {
         "values": True, "waits": True, "counts": True, "replays": 100, "eager": 100
@@ -46,12 +28,12 @@ def test_plans_share_words_in_any_order_of_launches_and_replays(gpus: int) -> No
 
 
 def test_all_planted_faults_are_known() -> None:
-    assert tuple(run("faults").stdout.split()) == FAULTS
+    assert tuple(PROGRAM.run("faults").stdout.split()) == FAULTS
 
 
 @on_one_gpu_or_two
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str, gpus: int) -> None:
     """By the check that is named beside it: the program says so by its exit code."""
-    done = run("check", gpus, fault)
+    done = PROGRAM.run("check", gpus, fault)
     assert done.returncode == 0, done.stdout + done.stderr
