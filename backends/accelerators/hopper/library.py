@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper import long_products, mail
+from mkernel.backends.accelerators.hopper import mail
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
@@ -37,6 +37,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.cuda import long_products
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
 from mkernel.plan.scales import scale_sizes

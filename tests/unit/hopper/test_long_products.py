@@ -11,8 +11,8 @@ from library_fabric import Fabric
 from test_hopper_library import planned
 
 from mkernel.backends.accelerators.hopper import library as library_path
-from mkernel.backends.accelerators.hopper import long_products
-from mkernel.backends.accelerators.hopper.long_products import STEP, addmm, may_lose_terms, mm
+from mkernel.backends.cuda import long_products
+from mkernel.backends.cuda.long_products import STEP, addmm, may_lose_terms, mm
 from mkernel.plan.recent import Recent
 
 K = 5 * STEP + 40
