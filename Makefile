@@ -113,7 +113,7 @@ fuzz: $(VENV)/.installed
 MODULE ?= planner
 SAMPLE ?= 100
 FROM ?= 0
-SEED ?= 1
+mutate: SEED := 1
 mutate: $(VENV)/.installed
 	python tests/mutation/$(if $(filter nics,$(MODULE)),native.py,mutate.py $(MODULE)) \
 		--sample $(SAMPLE) --from $(FROM) --seed $(SEED)
