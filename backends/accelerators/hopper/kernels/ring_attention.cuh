@@ -13,6 +13,7 @@ namespace mkernel::hopper::attention {
 struct RingShared {
     CoreShared core;
     std::int32_t arrived[kMaxRanks - 1];  // chunks of each part that the loader knows to be there
+    ptx::Mbarrier written;                // by each group of multipliers: all that it has
 };
 static_assert(sizeof(RingShared) <= kSharedBytes);
 
@@ -90,21 +91,24 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     ring_attention(const __grid_constant__ RingArgs args) {
     extern __shared__ __align__(1024) unsigned char memory[];
     auto& shared = *reinterpret_cast<RingShared*>(memory);
-    if (threadIdx.x == 0) open_core(shared.core);
+    if (threadIdx.x == 0) {
+        shared.written.init(kMultipliers);
+        open_core(shared.core);
+    }
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
         ptx::fewer_registers<40>();
-        if (threadIdx.x == 0) RingLoader<kCausal>(args, shared).run();
-        __syncwarp();
-        ptx::meet<0, kBlockThreads>();
-        if (threadIdx.x != 0 || !args.exchanges) return;
+        if (threadIdx.x != 0) return;
+        RingLoader<kCausal>(args, shared).run();
+        shared.written.wait(0);
+        if (!args.exchanges) return;
         const auto waiter =
             waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
         finish_call(args.workspace, waiter, args.workspace.control().state.epoch);
     } else {
         ptx::more_registers<232>();
         CoreGroup<Element, kCausal>(args.core, shared.core).run();
-        ptx::meet<0, kBlockThreads>();
+        if (threadIdx.x % kWarpgroup == 0) shared.written.arrive();
     }
 }
 
