@@ -2,10 +2,10 @@
 
 cuBLAS 12 and 13 leave the last K mod 64 terms out of some products whose K they split among blocks
 (facebookexperimental/triton, pull request 2767). On H100 with torch 2.11 and CUDA 13.0 one of them is
-6 x 264 x 12808, 2.5 % off. Which ones depends on the version, sizes, dtypes and layouts, not on the
-numbers. So a kind of product that may be split is tried once, with an A whose last terms alone are not
-zero; one that leaves some out is multiplied in two: whole steps of terms, then the rest, added in
-float32 and rounded once.
+6 x 264 x 12808, 2.5 % off. Which ones depends on the version, sizes, dtypes, layouts and switches of
+torch, not on the numbers. So a kind of product that may be split is tried once, with an A whose last
+terms alone are not zero; one that leaves some out is multiplied in two: whole steps of terms, then
+the rest, added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -67,8 +67,11 @@ def _has_all_terms(
     if not may_lose_terms(a.shape[1]) or not 0 < out.numel() <= _MOST_RESULTS:
         return True
     each = (a, b, out)
+    switches = torch.backends.cuda.matmul
     kind = (
         out.device,
+        switches.allow_bf16_reduced_precision_reduction,
+        switches.allow_fp16_reduced_precision_reduction,
         None if bias is None else (bias.shape, bias.data_ptr() % _ALIGNED),
         *((x.dtype, x.shape, x.stride(), x.data_ptr() % _ALIGNED) for x in each),
     )

@@ -20,8 +20,8 @@ SHAPES = [
 ]
 
 
-def right(fn: Any, *arguments: Any) -> None:
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=2, accelerator="hopper")
+def right(fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=2, accelerator=accelerator)
     failures = [text for each in found for text in each]
     assert not failures, "; ".join(failures[:5])
 
@@ -29,6 +29,13 @@ def right(fn: Any, *arguments: Any) -> None:
 @takes_ranks(2)
 def test_every_op() -> None:
     right(hopper_ranks.judged, SHAPES, 1)
+
+
+@takes_ranks(2)
+def test_every_op_of_streams() -> None:
+    """They are torch's products, told to add parts of them in float32."""
+    shapes = [Shape(op, M, N, K, dtype=dtype) for op in OPS for dtype in ("bfloat16", "float16")]
+    right(hopper_ranks.judged, shapes, 1, accelerator="streams")
 
 
 @takes_ranks(2)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.cuda import long_products
+
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -38,13 +40,18 @@ class Factor:
         if not len(a):
             return
         if self._direct:
-            with float32_sums() if a.is_cuda else nullcontext():
+            if a.is_cuda:
+                with float32_sums():
+                    long_products.mm(a, self._b, out=out)
+            else:
                 torch.mm(a, self._b, out=out)
         elif self._mixed:  # float32 sums of half-precision operands, without widening these
-            if out.dtype == torch.float32:
-                torch.mm(a, self._b, out_dtype=torch.float32, out=out)
-            else:
-                out.copy_(torch.mm(a, self._b, out_dtype=torch.float32))
+            sums = (
+                out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
+            )
+            long_products.mm(a, self._b, out=sums)
+            if sums is not out:
+                out.copy_(sums)
         elif out.dtype == self._sums:
             torch.mm(a.to(self._sums), self._b, out=out)
         else:
