@@ -31,6 +31,7 @@ class TestRun(Model):
         skips: of tests, by reason. failures: by name, as pytest names them.
         provenance: commit, hardware, versions, as in benchmark results.
         seconds: of the whole run.
+        cut_off: it has not ended, or something ended it: of some tests nothing is known.
     """
 
     __test__ = False  # pytest is not to collect it
@@ -42,6 +43,7 @@ class TestRun(Model):
     failures: tuple[str, ...] = ()
     provenance: dict[str, Any]
     seconds: float
+    cut_off: bool = False
 
 
 class TestRuns(Model):
@@ -104,7 +106,7 @@ def section(tests: TestRuns) -> list[str]:
             f"`pytest {' '.join(run.selection)}`, {run.ranks_per_device} rank(s) a device, on {on}, "
             f"driver {hardware.get('driver')}, torch {source['software']['torch']}, {source['date']}, "
             f"commit `{source['commit'][:12]}` ({known}, {dirty[source['dirty']]}): **{counts}** in "
-            f"{run.seconds:.0f} s.",
+            f"{run.seconds:.0f} s{', **cut off** before its end' if run.cut_off else ''}.",
             *(f"- failed: `{name}`" for name in run.failures),
             *(f"- skipped {count}: {reason}" for reason, count in run.skips.items()),
             "",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import kept_ranks
 import pytest
@@ -17,6 +19,7 @@ from mkernel.harness.provenance import devices, provenance
 from mkernel.settings import load
 
 BEGAN = time.monotonic()
+OFTEN_S = 5.0
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
@@ -42,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if worker is not None and each is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share(worker, visible(), each))
+    file = config.getoption("--gpu-report", None)
+    if file is not None and worker is None:  # a worker of xdist tells its master
+        config.pluginmanager.register(Report(config, file))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,31 +70,55 @@ def _by_itself(request: pytest.FixtureRequest) -> None:
         kept_ranks.close()
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    config = session.config
-    file = config.getoption("--gpu-report", None)
-    if file is None or hasattr(config, "workerinput"):  # a worker of xdist tells its master
-        return
-    stats = config.pluginmanager.getplugin("terminalreporter").stats
-    failures = [
-        report.nodeid for outcome in ("failed", "error") for report in stats.get(outcome, ())
-    ]
-    found = provenance(config.rootpath, config.getoption("--commit"))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found["hardware"] = {**found["hardware"], **devices(device)}
-    chosen = [(flag, str(config.getoption(flag) or "")) for flag in ("-k", "-m")]
-    gpu_tests.add(
-        gpu_tests.TestRun(
-            selection=(*map(str, config.args), *(part for one in chosen if one[1] for part in one)),
-            ranks_per_device=load().ranks_per_device,
-            counts={outcome: len(stats[outcome]) for outcome in OUTCOMES if outcome in stats},
-            skips=dict(Counter(_reason(report) for report in stats.get("skipped", ()))),
-            failures=tuple(dict.fromkeys(failures)),
-            provenance=found,
-            seconds=round(time.monotonic() - BEGAN, 1),
-        ),
-        file,
-    )
+class Report:
+    """The file, written again and again: what ends the run by force leaves what is known by then."""
+
+    def __init__(self, config: pytest.Config, file: Path) -> None:
+        self._config, self._file = config, file
+        self._written: float | None = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Behind the terminal's, which counts."""
+        late = self._written is None or time.monotonic() - self._written >= OFTEN_S
+        if late or report.failed:
+            self._write(cut_off=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        self._write(cut_off=False)
+
+    def _write(self, cut_off: bool) -> None:
+        config = self._config
+        stats = config.pluginmanager.getplugin("terminalreporter").stats
+        failures = [
+            report.nodeid for outcome in ("failed", "error") for report in stats.get(outcome, ())
+        ]
+        chosen = [(flag, str(config.getoption(flag) or "")) for flag in ("-k", "-m")]
+        gpu_tests.add(
+            gpu_tests.TestRun(
+                selection=(
+                    *map(str, config.args),
+                    *(part for one in chosen if one[1] for part in one),
+                ),
+                ranks_per_device=load().ranks_per_device,
+                counts={outcome: len(stats[outcome]) for outcome in OUTCOMES if outcome in stats},
+                skips=dict(Counter(_reason(report) for report in stats.get("skipped", ()))),
+                failures=tuple(dict.fromkeys(failures)),
+                provenance=self._provenance,
+                seconds=round(time.monotonic() - BEGAN, 1),
+                cut_off=cut_off,
+            ),
+            self._file,
+        )
+        self._written = time.monotonic()
+
+    @cached_property
+    def _provenance(self) -> dict[str, Any]:
+        found = provenance(self._config.rootpath, self._config.getoption("--commit"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found["hardware"] = {**found["hardware"], **devices(device)}
+        return found
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -29,9 +29,11 @@ def test_has_no_setup(broken): pass
 """
 
 
-def pytest_with_report(folder: Path, *arguments: str, **environment: str) -> gpu_tests.TestRuns:
+def pytest_with_report(
+    folder: Path, *arguments: str, more: str = "", **environment: str
+) -> gpu_tests.TestRuns:
     (folder / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
-    (folder / "test_some.py").write_text(TESTS)
+    (folder / "test_some.py").write_text(TESTS + more)
     (folder / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--gpu-report", "found.json", *arguments],
@@ -43,6 +45,17 @@ def pytest_with_report(folder: Path, *arguments: str, **environment: str) -> gpu
     return found
 
 
+def test_a_run_that_is_killed_leaves_what_is_known_by_then(tmp_path: Path) -> None:
+    killed = "\n\ndef test_zz_ends_by_force():\n    import os; os.kill(os.getpid(), 9)\n"
+    (run,) = pytest_with_report(tmp_path, "test_some.py", "--commit", "c" * 40, more=killed).runs
+    assert run.cut_off
+    assert run.failures == ("test_some.py::test_fails", "test_some.py::test_has_no_setup")
+    (line,) = (
+        line for line in gpu_tests.section(gpu_tests.TestRuns(runs=(run,))) if "pytest" in line
+    )
+    assert line.endswith("**cut off** before its end.")
+
+
 def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
     (run,) = pytest_with_report(tmp_path, "test_some.py", "--commit", "c" * 40).runs
     assert run.counts == {"passed": 2, "failed": 1, "skipped": 2, "xfailed": 1, "error": 1}
@@ -50,6 +63,7 @@ def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
     assert run.failures == ("test_some.py::test_fails", "test_some.py::test_has_no_setup")
     assert run.selection == ("test_some.py",)
     assert run.ranks_per_device == 1
+    assert not run.cut_off
     assert run.provenance["commit"] == "c" * 40
     assert run.provenance["commit_from"] == "asserted"
     assert run.provenance["dirty"] is None
