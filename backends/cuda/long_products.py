@@ -35,6 +35,17 @@ def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor)
         _in_two(None, a, b, out)
 
 
+def untried_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+    """As :func:`mm`, in two wherever the library may leave terms of half-precision operands out. Of a
+    trial the host awaits what came of it, and all that its stream waits for: which has no deadline
+    where that is a word of a peer's."""
+    half = a.dtype in (torch.bfloat16, torch.float16)
+    if half and may_lose_terms(a.shape[1]) and 0 < out.numel() <= _MOST_RESULTS:
+        _in_two(None, a, b, out)
+    else:
+        torch_mm(a, b, out)
+
+
 def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     """As torch.addmm: out = bias + a @ b, rounded once. ``out``: of their dtype."""
     if _has_all_terms(a, b, out, bias):

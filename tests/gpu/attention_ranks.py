@@ -695,6 +695,8 @@ def _trained_in_a_graph(shape: Attention, replays: int) -> list[str]:
         return dict(zip(INPUTS, found, strict=True))
 
     mine = work.work.case.positions(work.work.rank, work.work.world).cuda()
+    backward()  # by this thread, which has cuDNN handles of its own: autograd called by another
+    mkernel.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static = backward()

@@ -42,14 +42,14 @@ class Factor:
         if self._direct:
             if a.is_cuda:
                 with float32_sums():
-                    long_products.mm(a, self._b, out=out)
+                    long_products.untried_mm(a, self._b, out=out)
             else:
                 torch.mm(a, self._b, out=out)
         elif self._mixed:  # float32 sums of half-precision operands, without widening these
             sums = (
                 out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
             )
-            long_products.mm(a, self._b, out=sums)
+            long_products.untried_mm(a, self._b, out=sums)
             if sums is not out:
                 out.copy_(sums)
         elif out.dtype == self._sums:

@@ -12,7 +12,7 @@ from test_hopper_library import planned
 
 from mkernel.backends.accelerators.hopper import library as library_path
 from mkernel.backends.cuda import long_products
-from mkernel.backends.cuda.long_products import STEP, addmm, may_lose_terms, mm
+from mkernel.backends.cuda.long_products import STEP, addmm, may_lose_terms, mm, untried_mm
 from mkernel.plan.recent import Recent
 
 K = 5 * STEP + 40
@@ -111,6 +111,23 @@ def test_one_that_is_right_multiplies_once(library: Callable[..., Library]) -> N
     mm(a, b, out=out)
     assert made.shapes == [(6, K)] * 3
     assert off(out, a, b) <= 2.0e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_a_trial(library: Callable[..., Library], dtype: torch.dtype) -> None:
+    made = library(lost=64)
+    a, b = operands()
+    out = torch.full((6, 24), torch.nan, dtype=dtype)
+    untried_mm(a, b, out=out)
+    assert off(out, a, b) <= (2.0e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert made.shapes == [(6, 5 * STEP), (6, 40)]
+
+
+def test_wide_operands_are_multiplied_as_they_are() -> None:
+    a, b = (each.double() for each in operands())
+    out = torch.empty(6, 24, dtype=torch.float64)
+    untried_mm(a, b, out=out)
+    assert torch.equal(out, a @ b)
 
 
 @pytest.mark.parametrize("last", [0.0, float("nan")])
