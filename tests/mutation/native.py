@@ -29,7 +29,7 @@ FILES = (
     "backends/nics/efa/srd_nic.cpp",
     "backends/nics/completions.hpp",
 )
-TESTS = ("arrivals", "put_model", "bring_up", "session", "srd", "proxy")
+TESTS = ("arrivals", "put_model", "bring_up", "session", "srd", "proxy", "mover")
 TARGETS = tuple(f"test_{name}" for name in TESTS)
 _CHANGES = {
     "==": "!=", "!=": "==", "<": "<=", ">": ">=", "<=": "<", ">=": ">", "&&": "||", "||": "&&",

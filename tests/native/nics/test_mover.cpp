@@ -461,6 +461,7 @@ TEST(a_failed_flush_is_a_failure_of_the_session) {
     pair.other.session.nic().register_memory(1, {more, 4096, true, 0, 0, &broken});
     CHECK(pair.one.put(100, 0, 0, 1));
     CHECK(!pair.other.wait(1, 1));
+    CHECK(pair.other.pad.load(1) == 0);  // what its bytes were to come with is not told
     CHECK(pair.other.session.failure() && pair.other.session.failure()->status == "FLUSH_FAILED");
     pair.other.session.close();
     FakeMover::get().free(more);

@@ -76,6 +76,26 @@ TEST(puts_arrive_whole_over_every_shape) {
     }
 }
 
+TEST(puts_of_few_bytes_arrive) {
+    for (const bool srd : {false, true}) {
+        const auto both = setup(srd, 1, 1);
+        testing::Couple pair(library, kBytes, both, both);
+        fill(pair.one, 1);
+        for (std::size_t i = 0; i < 64; ++i) {
+            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
+        }
+        for (std::uint32_t bytes = 0; bytes < 8; ++bytes) {
+            const std::uint64_t at = std::uint64_t{8} * bytes;
+            CHECK(pair.one.put(bytes, bytes, 1, at, at) == WaitResult::ok);
+            CHECK(pair.other.wait(bytes, 1));
+            const auto* sent = pair.one.memory.data() + at;
+            const auto* came = pair.other.memory.data() + at;
+            CHECK(std::memcmp(sent, came, bytes) == 0);
+            CHECK(came[bytes] != sent[bytes]);
+        }
+    }
+}
+
 // What connecting two ends says that cannot be connected; empty: it did.
 std::string refusal(const testing::Setup& here, const testing::Setup& there) {
     try {
@@ -100,6 +120,12 @@ TEST(ends_of_unlike_shapes_are_refused) {
               "plan");
         CHECK(refusal(setup(srd, 1, 1), setup(srd, 1, 2)).find("made 2") != std::string::npos);
     }
+}
+
+TEST(a_device_without_rdma_writes_is_refused) {
+    const testing::Setting without("MKERNEL_SOFTVERBS_RDMA_WRITE", "0");
+    const auto both = setup(true, 1, 1);
+    CHECK(refusal(both, both).find("has no RDMA write, which `efa` needs") != std::string::npos);
 }
 
 TEST(lanes_that_cannot_be_are_refused) {
