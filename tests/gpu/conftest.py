@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None and each is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share(worker, visible(), each))
     file = config.getoption("--gpu-report", None)
-    if file is not None and worker is None:  # a worker of xdist tells its master
+    if file is not None and not hasattr(config, "workerinput"):  # such a worker tells its master
         config.pluginmanager.register(Report(config, file))
 
 
