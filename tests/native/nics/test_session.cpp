@@ -96,6 +96,33 @@ TEST(puts_of_few_bytes_arrive) {
     }
 }
 
+// Sizes about multiples of the longest message, to the byte.
+TEST(puts_of_several_messages_arrive) {
+    constexpr std::uint64_t kLongest = 1000, kApart = 8192;
+    const testing::Setting longest("MKERNEL_SOFTVERBS_MAX_MESSAGE", std::to_string(kLongest));
+    for (const bool srd : {false, true}) {
+        const auto both = setup(srd, 1, 1);
+        testing::Couple pair(library, kBytes, both, both);
+        fill(pair.one, 2);
+        for (std::size_t i = 0; i < kBytes; ++i) {
+            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
+        }
+        std::uint32_t signal = 0;
+        for (std::uint64_t messages = 1; messages <= 4; ++messages) {
+            for (const std::uint64_t bytes :
+                 {messages * kLongest - 1, messages * kLongest, messages * kLongest + 1}) {
+                const std::uint64_t at = kApart * signal;
+                CHECK(pair.one.put(bytes, signal, 1, at, at) == WaitResult::ok);
+                CHECK(pair.other.wait(signal++, 1));
+                const auto* sent = pair.one.memory.data() + at;
+                const auto* came = pair.other.memory.data() + at;
+                CHECK(std::memcmp(sent, came, bytes) == 0);
+                CHECK(came[bytes] != sent[bytes]);
+            }
+        }
+    }
+}
+
 // What connecting two ends says that cannot be connected; empty: it did.
 std::string refusal(const testing::Setup& here, const testing::Setup& there) {
     try {
