@@ -40,7 +40,7 @@ def untried_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     trial the host awaits what came of it, and all that its stream waits for: which has no deadline
     where that is a word of a peer's."""
     half = a.dtype in (torch.bfloat16, torch.float16)
-    if half and may_lose_terms(a.shape[1]) and 0 < out.numel() <= _MOST_RESULTS:
+    if half and _may_be_split(a, out):
         _in_two(None, a, b, out)
     else:
         torch_mm(a, b, out)
@@ -72,10 +72,14 @@ def may_lose_terms(k: int) -> bool:
     return k % STEP != 0 and k >= _LEAST_TERMS
 
 
+def _may_be_split(a: torch.Tensor, out: torch.Tensor) -> bool:
+    return may_lose_terms(a.shape[1]) and 0 < out.numel() <= _MOST_RESULTS
+
+
 def _has_all_terms(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> bool:
-    if not may_lose_terms(a.shape[1]) or not 0 < out.numel() <= _MOST_RESULTS:
+    if not _may_be_split(a, out):
         return True
     each = (a, b, out)
     switches = torch.backends.cuda.matmul
