@@ -38,6 +38,22 @@ void fill(testing::Rank& rank, std::uint64_t seed) {
     for (std::size_t i = 0; i < kBytes / sizeof(*words); ++i) words[i] = random();
 }
 
+// No byte of the other rank's is what a put would bring.
+void fill_unlike(testing::Couple& pair, std::uint64_t seed) {
+    fill(pair.one, seed);
+    for (std::size_t i = 0; i < kBytes; ++i) {
+        pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
+    }
+}
+
+// So many bytes are there, and not the one behind them.
+void check_whole(const testing::Couple& pair, std::uint64_t at, std::uint64_t bytes) {
+    const auto* sent = pair.one.memory.data() + at;
+    const auto* came = pair.other.memory.data() + at;
+    CHECK(std::memcmp(sent, came, bytes) == 0);
+    CHECK(came[bytes] != sent[bytes]);
+}
+
 // Puts of all sizes, one signal each; every signal promises its own bytes, whatever else is under
 // way on other lanes.
 void puts_arrive_whole(const testing::Setup& here, const testing::Setup& there) {
@@ -46,10 +62,7 @@ void puts_arrive_whole(const testing::Setup& here, const testing::Setup& there) 
     testing::Couple pair(library, kBytes, here, there);
     std::mt19937_64 random(7);
     for (std::uint64_t round = 1; round <= 12; ++round) {
-        fill(pair.one, round);
-        for (std::size_t i = 0; i < kBytes; ++i) {
-            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
-        }
+        fill_unlike(pair, round);
         std::array<std::uint64_t, kSlots> size{};
         for (std::uint32_t i = 0; i < kSlots; ++i) {
             size[i] = random() % (random() % 3 == 0 ? kSlot : 9000);
@@ -57,10 +70,7 @@ void puts_arrive_whole(const testing::Setup& here, const testing::Setup& there) 
         }
         for (std::uint32_t i = 0; i < kSlots; ++i) {
             CHECK(pair.other.wait(i, 3 * round));
-            const auto* sent = pair.one.memory.data() + i * kSlot;
-            const auto* came = pair.other.memory.data() + i * kSlot;
-            CHECK(std::memcmp(sent, came, size[i]) == 0);
-            CHECK(came[size[i]] != sent[size[i]]);
+            check_whole(pair, i * kSlot, size[i]);
         }
         CHECK(pair.one.session.flush(10));
     }
@@ -76,51 +86,28 @@ TEST(puts_arrive_whole_over_every_shape) {
     }
 }
 
-TEST(puts_of_few_bytes_arrive) {
+// One put of each size, each at a place of its own.
+void sizes_arrive(const std::vector<std::uint64_t>& sizes) {
+    constexpr std::uint64_t kApart = 8192;
     for (const bool srd : {false, true}) {
         const auto both = setup(srd, 1, 1);
         testing::Couple pair(library, kBytes, both, both);
-        fill(pair.one, 1);
-        for (std::size_t i = 0; i < 64; ++i) {
-            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
-        }
-        for (std::uint32_t bytes = 0; bytes < 8; ++bytes) {
-            const std::uint64_t at = std::uint64_t{8} * bytes;
-            CHECK(pair.one.put(bytes, bytes, 1, at, at) == WaitResult::ok);
-            CHECK(pair.other.wait(bytes, 1));
-            const auto* sent = pair.one.memory.data() + at;
-            const auto* came = pair.other.memory.data() + at;
-            CHECK(std::memcmp(sent, came, bytes) == 0);
-            CHECK(came[bytes] != sent[bytes]);
+        fill_unlike(pair, 1);
+        for (std::uint32_t i = 0; i < sizes.size(); ++i) {
+            CHECK(pair.one.put(sizes[i], i, 1, i * kApart, i * kApart) == WaitResult::ok);
+            CHECK(pair.other.wait(i, 1));
+            check_whole(pair, i * kApart, sizes[i]);
         }
     }
 }
 
-// Sizes about multiples of the longest message, to the byte.
+TEST(puts_of_few_bytes_arrive) {
+    sizes_arrive({0, 1, 2, 3, 4, 5, 6, 7});
+}
+
 TEST(puts_of_several_messages_arrive) {
-    constexpr std::uint64_t kLongest = 1000, kApart = 8192;
-    const testing::Setting longest("MKERNEL_SOFTVERBS_MAX_MESSAGE", std::to_string(kLongest));
-    for (const bool srd : {false, true}) {
-        const auto both = setup(srd, 1, 1);
-        testing::Couple pair(library, kBytes, both, both);
-        fill(pair.one, 2);
-        for (std::size_t i = 0; i < kBytes; ++i) {
-            pair.other.memory.data()[i] = ~pair.one.memory.data()[i];
-        }
-        std::uint32_t signal = 0;
-        for (std::uint64_t messages = 1; messages <= 4; ++messages) {
-            for (const std::uint64_t bytes :
-                 {messages * kLongest - 1, messages * kLongest, messages * kLongest + 1}) {
-                const std::uint64_t at = kApart * signal;
-                CHECK(pair.one.put(bytes, signal, 1, at, at) == WaitResult::ok);
-                CHECK(pair.other.wait(signal++, 1));
-                const auto* sent = pair.one.memory.data() + at;
-                const auto* came = pair.other.memory.data() + at;
-                CHECK(std::memcmp(sent, came, bytes) == 0);
-                CHECK(came[bytes] != sent[bytes]);
-            }
-        }
-    }
+    const testing::Setting longest("MKERNEL_SOFTVERBS_MAX_MESSAGE", "1000");
+    sizes_arrive({999, 1000, 1001, 1999, 2000, 2001, 2999, 3000, 3001, 3999, 4000, 4001});
 }
 
 // What connecting two ends says that cannot be connected; empty: it did.
