@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,15 @@ class Report:
 
     def __init__(self, config: pytest.Config, file: Path) -> None:
         self._config, self._file = config, file
+        self._provenance: dict[str, Any] = {}
         self._written: float | None = None
+
+    def pytest_sessionstart(self) -> None:
+        """Asks the devices, before any test looks at what their memory holds."""
+        found = provenance(self._config.rootpath, self._config.getoption("--commit"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found["hardware"] = {**found["hardware"], **devices(device)}
+        self._provenance = found
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -112,13 +119,6 @@ class Report:
             self._file,
         )
         self._written = time.monotonic()
-
-    @cached_property
-    def _provenance(self) -> dict[str, Any]:
-        found = provenance(self._config.rootpath, self._config.getoption("--commit"))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        found["hardware"] = {**found["hardware"], **devices(device)}
-        return found
 
 
 def _reason(report: pytest.TestReport) -> str:
