@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from mkernel.cases.base import every_row
+from mkernel.cases.comparison import FEW, compare
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import MoeDispatchCase
 
@@ -52,6 +53,17 @@ def product_right(case: GemmCase, got: torch.Tensor, rank: int, world: int, turn
     if not case.gemm.gathers and (world > 1 or bool(bias.any())):
         before += torch.finfo(got.dtype).eps / 2 * case.partials(rank, world, turn)["out"]
     return rounded_once(got, wanted, before)
+
+
+def few_right(case: GemmCase, got: torch.Tensor, rank: int, world: int, turn: int) -> bool:
+    """Whether a GEMM op's ``out`` that is beyond the tolerance of norms is of few elements, and right:
+    :func:`product_right`; of e4m3 operands, which matrix units add with fewer bits than that allows,
+    by norm no further off than one rounding."""
+    if got.numel() > FEW:
+        return False
+    if case.options.get("scales") is None:
+        return product_right(case, got, rank, world, turn)
+    return compare(got, case.reference(rank, world, turn)["out"]).within(0.0)
 
 
 def experts_right(

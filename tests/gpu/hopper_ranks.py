@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from few_elements import product_right
+from few_elements import few_right
 from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.cases import case_of, poison
 from mkernel.cases.base import TOLERANCE
-from mkernel.cases.comparison import FEW
 from mkernel.cases.gemm import GemmCase
 from mkernel.errors import WorldError
 from mkernel.harness.problem import Problem, Tensors
@@ -113,18 +112,14 @@ class Work:
 
     def failure(self, turn: int, result: torch.Tensor | None = None, what: str = "") -> list[str]:
         """Empty where the output is right."""
-        error = self.error(turn, result)
-        if error <= self.problem.case.tolerances()["out"] or self.is_rounded(turn, result):
-            return []
-        return [f"rank {self.problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
-
-    def is_rounded(self, turn: int, result: torch.Tensor | None) -> bool:
-        """:func:`product_right` of few elements."""
-        result, problem = self.out if result is None else result, self.problem
-        case = problem.case
+        problem, result = self.problem, self.out if result is None else result
+        case, error = problem.case, self.error(turn, result)
         assert isinstance(case, GemmCase)
-        few = result.numel() <= FEW and self.shape.scales is None
-        return few and product_right(case, result, problem.rank, problem.world, turn)
+        if error <= case.tolerances()["out"]:
+            return []
+        if few_right(case, result, problem.rank, problem.world, turn):
+            return []
+        return [f"rank {problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
 
 
 def work_of(shape: Any, seed: int = 0) -> Any:

@@ -78,14 +78,14 @@ def chosen(shape: Shape) -> tuple[list[str], int, Exchange, tuple[float, ...]]:
 
 
 def dispatched(shape: Moe) -> tuple[list[str], int, int]:
-    """Failures of a dispatch and a GEMM+combine; bytes that the NIC put for them here, and bytes of the
-    own tokens, ids and weights and of sums for the other rank's tokens, once for each rank of another
-    node."""
+    """Failures of a dispatch, a combine and a GEMM+combine; bytes that the NIC put for them here, and
+    bytes of the own tokens and ids, and for both combines of the own weights and of sums for the other
+    rank's tokens (those of a combine alone in float32), once for each rank of another node."""
     world, work = mkernel.world(), shape.work(5)
     places, row = 4 * shape.tokens * work.top_k, 2 * shape.tokens * shape.hidden
-    sums = row if shape.narrow else 2 * row
+    alone, sums = 4 * shape.tokens * shape.features, row if shape.narrow else 2 * row
     far = world.size - world.identity.ranks_per_node
-    return *_put(work), far * (row + sums + 2 * places)
+    return *_put(work), far * (row + alone + sums + 3 * places)
 
 
 def attended(shape: Attention) -> tuple[list[str], int, int, int]:
