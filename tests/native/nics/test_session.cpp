@@ -301,7 +301,25 @@ TEST(what_the_provider_has_no_room_for_goes_later) {
     CHECK(!nic.failure());
 }
 
-// A region comes and goes while another is put through all the time.
+// Its queue holds one batch of the backend's, which believes in 512 requests: none of a batch that it does not take
+// is lost, or goes twice.
+TEST(what_a_full_provider_does_not_take_goes_later) {
+    constexpr std::uint32_t kPuts = 320;
+    const testing::Setting queue("MKERNEL_SOFTVERBS_SRD_QUEUE", "33");
+    const testing::Setting latency("MKERNEL_SOFTVERBS_LATENCY_NS", "5000000");
+    testing::Setup made = setup(true, 1, 1);
+    made.options.queue_depth = 512;
+    testing::Couple pair(library, kBytes, made);
+    fill_unlike(pair, 1);
+    for (std::uint32_t i = 0; i < kPuts; ++i) {
+        CHECK(pair.one.put(64, 7, 1, 64 * i, 64 * i) == WaitResult::ok);
+    }
+    CHECK(pair.other.wait(7, kPuts));
+    check_whole(pair, 0, 64 * kPuts);
+    CHECK(pair.one.session.flush(10));
+    CHECK(pair.other.pad.load(7) == kPuts);
+}
+
 // On a NIC without order a request that is late keeps its own place in the queue, and nobody else's.
 TEST(a_late_request_holds_up_none_behind_it) {
     constexpr std::uint32_t kPuts = 180;  // a quarter of them is late, by up to a second
@@ -320,6 +338,7 @@ TEST(a_late_request_holds_up_none_behind_it) {
     CHECK(pair.one.session.flush(10));
 }
 
+// A region comes and goes while another is put through all the time.
 TEST(regions_come_and_go_beside_traffic) {
     for (const bool srd : {false, true}) {
         auto both = setup(srd, 1, 2);
