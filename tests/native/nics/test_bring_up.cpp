@@ -298,7 +298,7 @@ TEST(what_arrives_is_flushed_by_every_device_of_the_regions) {
     int polled = 0;
     for (int i = 0; i < 8 && sink.raised == 0; ++i) polled += nic->poll(sink);
     CHECK(sink.raised == 1 && polled == 2);  // the send and what it brought
-    nic->poll(sink);  // nothing arrived
+    nic->poll(sink);                         // nothing arrived
     for (const int times : flushed) CHECK(times == 1);
 }
 
