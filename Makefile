@@ -28,7 +28,7 @@ BOTH := +@$(MAKE) --no-print-directory --jobs=2
 BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-.PHONY: run shell test test-all test-native chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
+.PHONY: run shell test test-all test-native test-gpu test-python chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
 
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -42,15 +42,20 @@ PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
 CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 600
 
 # Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-gpu test-python: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(TESTABLE)
 	$(CTEST)
 	$(PYTEST) $(QUICK)
 
-# Those of GPUs want them to themselves, and the memory too.
-test-all: test-native $(VENV)/.example
+# One after the other: those of GPUs want them to themselves, and the memory too.
+test-all:
+	+@for part in test-native test-gpu test-python; do $(MAKE) --no-print-directory $$part || exit 1; done
+
+test-gpu: $(VENV)/.installed
 	pytest tests/gpu
+
+test-python: $(VENV)/.installed $(VENV)/.example
 	$(PYTEST) --ignore tests/gpu --durations 30
 
 test-native: $(VENV)/.installed
@@ -79,6 +84,7 @@ sanitize: sanitizers
 	@echo 'subdirs(sanitize-address sanitize-thread)' > build/CTestTestfile.cmake # both at once
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
 		--no-tests=error --timeout 600
+
 
 # What `sanitize` runs.
 sanitizers: $(VENV)/.installed
