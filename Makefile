@@ -28,7 +28,7 @@ BOTH := +@$(MAKE) --no-print-directory --jobs=2
 BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-.PHONY: run shell test test-all test-native chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
+.PHONY: run shell test test-all test-native test-gpu test-python chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
 
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -42,15 +42,20 @@ PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
 CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 600
 
 # Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-gpu test-python: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(TESTABLE)
 	$(CTEST)
 	$(PYTEST) $(QUICK)
 
-# Those of GPUs want them to themselves, and the memory too.
-test-all: test-native $(VENV)/.example
+# One after the other: those of GPUs want them to themselves, and the memory too.
+test-all:
+	+@for part in test-native test-gpu test-python; do $(MAKE) --no-print-directory $$part || exit 1; done
+
+test-gpu: $(VENV)/.installed
 	pytest tests/gpu
+
+test-python: $(VENV)/.installed $(VENV)/.example
 	$(PYTEST) --ignore tests/gpu --durations 30
 
 test-native: $(VENV)/.installed
@@ -80,11 +85,14 @@ sanitize: sanitizers
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
 		--no-tests=error --timeout 600
 
+# Sources of a target are compiled four at a time, which share their headers.
+TOGETHER := -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=4
+
 # What `sanitize` runs.
 sanitizers: $(VENV)/.installed
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
-			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
+			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON $(TOGETHER) \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel $(JOBS) \
 			--target native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
@@ -96,7 +104,7 @@ WATCHED := _transport _board _known_calls _nics mkernel_softverbs mkernel_plante
 sanitize-ranks: $(VENV)/.installed
 	@for which in address thread; do \
 		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
-			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
+			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON $(TOGETHER) \
 			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 		&& cmake --build build/sanitize-$$which --parallel $(JOBS) --target $(WATCHED) \
 		&& python tests/sanitizers/sanitized_ranks.py $$which $(RANKS) || exit 1; \

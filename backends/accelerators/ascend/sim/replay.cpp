@@ -16,9 +16,9 @@ using isa::Pipe;
 namespace {
 
 // Reads plain structs from a blob, refusing to read beyond its end.
-class Reader {
+class BlobReader {
   public:
-    explicit Reader(const std::string& blob) : blob_(blob) {}
+    explicit BlobReader(const std::string& blob) : blob_(blob) {}
 
     template <class T>
     T take() {
@@ -166,7 +166,7 @@ class Simulation {
         ranks_.resize(traces.size());
         std::vector<bool> seen(traces.size(), false);
         for (const std::string& blob : traces) {
-            Reader reader(blob);
+            BlobReader reader(blob);
             const auto header = reader.take<TraceHeader>();
             if (header.magic != TraceHeader::kMagic) {
                 throw ReplayError("not a trace of the ascend backend");
