@@ -85,17 +85,17 @@ sanitize: sanitizers
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
 		--no-tests=error --timeout 600
 
-# Sources of a target are compiled four at a time, which share their headers.
-TOGETHER := -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=4
+# Builds targets, which follow it, under the sanitizer $$which. Sources of a target are compiled four at a time,
+# which share their headers.
+SANITIZED_BUILD = cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
+	-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=4 \
+	-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
+	&& cmake --build build/sanitize-$$which --parallel $(JOBS) --target
 
 # What `sanitize` runs.
 sanitizers: $(VENV)/.installed
 	@for which in address thread; do \
-		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
-			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON $(TOGETHER) \
-			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
-		&& cmake --build build/sanitize-$$which --parallel $(JOBS) \
-			--target native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
+		$(SANITIZED_BUILD) native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
 	done
 
 WATCHED := _transport _board _known_calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
@@ -103,10 +103,7 @@ WATCHED := _transport _board _known_calls _nics mkernel_softverbs mkernel_plante
 # pytest, instead of its own selection.
 sanitize-ranks: $(VENV)/.installed
 	@for which in address thread; do \
-		cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
-			-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON $(TOGETHER) \
-			-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
-		&& cmake --build build/sanitize-$$which --parallel $(JOBS) --target $(WATCHED) \
+		$(SANITIZED_BUILD) $(WATCHED) \
 		&& python tests/sanitizers/sanitized_ranks.py $$which $(RANKS) || exit 1; \
 	done
 

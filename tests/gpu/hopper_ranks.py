@@ -115,9 +115,8 @@ class Work:
         problem, result = self.problem, self.out if result is None else result
         case, error = problem.case, self.error(turn, result)
         assert isinstance(case, GemmCase)
-        if error <= case.tolerances()["out"]:
-            return []
-        if few_right(case, result, problem.rank, problem.world, turn):
+        few = (case, result, problem.rank, problem.world, turn)
+        if error <= case.tolerances()["out"] or few_right(*few):
             return []
         return [f"rank {problem.rank} {self.shape} turn {turn} {what}: error {error:.1e}"]
 
