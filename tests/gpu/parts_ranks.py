@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +36,25 @@ class NormedParts(NormedProduct):
         )  # fmt: skip
 
 
-def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
-    """Failures of calls that native code starts (``hopper_ranks.known``), planned as if these were
-    faster than all others."""
+@contextmanager
+def preferred() -> Iterator[None]:
+    """Meanwhile the planner takes products in parts to be faster than all others."""
     ways, times = parts_tuning.ways, library_tuning.times
     parts_tuning.ways = lambda _: (parts_tuning.WHOLE, 1, 2)
     library_tuning.times = lambda plan, parts, *_: Times(0.1, 0.1, 0.1 * (3 - parts) ** 2 + 0.1)
     planner._planned.cache_clear()
     try:
-        kinds = {kind for kind in planned(shapes) if not kind.endswith("_parts")}
-        return [*kinds, *hopper_ranks.known(shapes, rounds)]
+        yield
     finally:
         parts_tuning.ways, library_tuning.times = ways, times
         planner._planned.cache_clear()
+
+
+def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
+    """Failures of calls in parts that native code starts (``hopper_ranks.known``)."""
+    with preferred():
+        kinds = {kind for kind in planned(shapes) if not kind.endswith("_parts")}
+        return [*kinds, *hopper_ranks.known(shapes, rounds)]
 
 
 def faulty(fault: str, shape: Shape) -> int:

@@ -33,6 +33,8 @@ class DispatchContext:
         network: the way to other nodes, from the first call on that has one.
         reports: of MoE dispatches.
         one: 1.0 on the device, made outside of any capture.
+        cublas: what products share that go to cuBLAS without torch, from the first call on that has
+            some; None: there are none.
     """
 
     device: int
@@ -43,6 +45,7 @@ class DispatchContext:
     network: _hopper.DeviceNetwork | None = None
     reports: MoeReports = field(default_factory=MoeReports)
     one: torch.Tensor | None = None
+    cublas: _hopper.Cublas | None = None
 
     def network_of(self, call: Call) -> _hopper.Network | None:
         """What the kernels of this call use to reach other nodes; None: there are none. ArgumentError,

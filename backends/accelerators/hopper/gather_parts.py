@@ -93,7 +93,7 @@ class GatherPartsExecutor:
         plan, shape, dtype = self._plan, self._plan.gemm, self._product
         if plan.scales is not None or self._how.product != plan.out_dtype:
             return None
-        told = RecordedCall(plan, self._context, self._exchange.world)
+        told = RecordedCall(plan, self._context, self._exchange.world, strides)
         a = told.tensor("a", (shape.m // plan.world_size, shape.k), dtype)
         self._run(told, told.multiply, a, None, told.tensor("out", (shape.m, shape.n), dtype))
         told.end()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper import mail
+from mkernel.backends.accelerators.hopper import cublas, mail
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
@@ -58,6 +58,7 @@ class LibraryExecutor:
         plan, made = call.plan, native()
         shape, how = plan.gemm, plan.part(LibrarySchedule)
         self._plan, self._context = plan, context
+        cublas.open_cublas(context, plan)
         self._product = torch_dtype(how.product)
         self._way: _hopper.Way | None = None
         self._normalises = how.normalises
@@ -117,7 +118,7 @@ class LibraryExecutor:
             context.device,
             context.order,
             context.control_block,
-            self._starters_product(),
+            self._starters_product(strides),
             allocation(self._between, scratch_dtype, context.device),
             scales,
             self._collective,
@@ -132,7 +133,7 @@ class LibraryExecutor:
         )
         return found
 
-    def _starters_product(self) -> _hopper.LibraryProduct:
+    def _starters_product(self, strides: Mapping[str, Sequence[int]]) -> _hopper.LibraryProduct:
         plan, made = self._plan, native()
         if plan.scales is not None:
             scaled: _hopper.LibraryProduct = made.scaled_product(self._multiply)
@@ -142,7 +143,10 @@ class LibraryExecutor:
         if apart and (self._gathers or self._world_size == 1):
             shape = plan.gemm.m, plan.gemm.n
             whole = allocation(shape, self._product, self._context.device)
-        return starters_product(plan, whole)
+        product = starters_product(plan, whole)
+        if whole is not None:
+            return product
+        return cublas.product_of(plan, self._context, strides, product)
 
     def _together(self, call: Call) -> _hopper.Collective:
         together: _hopper.Collective = self._collective.of_call(call_id(call), call.timeout_s)

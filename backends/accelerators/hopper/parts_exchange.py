@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from mkernel.backends.accelerators.hopper.cublas import open_cublas
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
     call_id,
@@ -69,6 +70,7 @@ class PartsExchange:
     def __init__(self, call: Call, context: DispatchContext) -> None:
         """``call``: any of them; what differs from call to call is not looked at."""
         self._context = context
+        open_cublas(context, call.plan)
         self.world = device_world(call, context)
         world, rank = call.plan.world_size, call.rank
         self._chunks = call.plan.part(PartsSchedule).chunks

@@ -3,11 +3,12 @@ takes, told once with tensors that have no memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from mkernel.backends.accelerators.hopper import cublas
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.library import Allocation, element_of, starters_product
 from mkernel.backends.accelerators.hopper.native import native
@@ -27,16 +28,18 @@ class RecordedCall(Exchanges):
         plan: LaunchPlan,
         context: DispatchContext,
         world: _hopper.DeviceWorld,
+        strides: Mapping[str, Sequence[int]],
         *,
         partial: Allocation | None = None,
         blocks: int = 1,
     ) -> None:
-        """``partial``: makes the partial results, where products are no results of the call; ``blocks``
-        of a kernel that adds them up."""
+        """``strides``: of a call's tensors. ``partial``: makes the partial results, where products are
+        no results of the call; ``blocks`` of a kernel that adds them up."""
         self._context = context
         self._names: dict[int, str] = {}
+        product = cublas.product_of(plan, context, strides, starters_product(plan))
         self._program: _hopper.PartsProgram = native().PartsProgram(
-            world, starters_product(plan), partial, element_of(plan), blocks, plan.gemm.n
+            world, product, partial, element_of(plan), blocks, plan.gemm.n
         )
 
     def tensor(
@@ -65,7 +68,12 @@ class RecordedCall(Exchanges):
         """A product, into rows of ``out`` or ``partial``."""
         ours = self._name(rows) == "a"
         self._program.multiply(
-            None if ours else rows, _first(rows) if ours else 0, len(rows), _first(out)
+            None if ours else rows,
+            _first(rows) if ours else 0,
+            len(rows),
+            _first(out),
+            self._place(rows),
+            self._place(out),
         )
 
     def fork(self) -> None:

@@ -103,7 +103,7 @@ class ReducePartsExecutor:
         sums, blocks = (shape.m, shape.n), self._how.sum_blocks
         partial = allocation(sums, self._product, self._context.device)
         told = RecordedCall(
-            plan, self._context, self._exchange.world, partial=partial, blocks=blocks
+            plan, self._context, self._exchange.world, strides, partial=partial, blocks=blocks
         )
         dtype = getattr(torch, plan.dtype)
         height = shape.m if self._everywhere else self._last - self._first

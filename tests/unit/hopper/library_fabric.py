@@ -141,6 +141,10 @@ class Fabric:
         """The same of operands with scales."""
         return {"scaled": function}
 
+    def open_cublas(self, device: int, library: str, allocate: Any) -> Any:
+        """There is none: all products are torch's."""
+        return None
+
     def library_starter(
         self, device: int, order: Any, control: Any, product: dict[str, Any], *how: Any
     ) -> Any:

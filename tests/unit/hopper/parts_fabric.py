@@ -165,10 +165,18 @@ def started(
     def push(peer: int, place: tuple[str, int], nbytes: int, to: int, flag: int) -> None:
         fabric.push_part(0, here, peer, address(place), nbytes, to, flag, streams["copies"])
 
-    def multiply(rows: torch.Tensor | None, first: int, count: int, to: int) -> None:
+    def multiply(
+        rows: torch.Tensor | None,
+        first: int,
+        count: int,
+        to: int,
+        place: tuple[str, int],
+        into: tuple[str, int],
+    ) -> None:
         rows = tensors["a"][first : first + count] if rows is None else rows
         assert len(rows) == count
         out = tensors["partial" if "partial" in tensors else "out"][to : to + count]
+        assert (address(place), address(into)) == (rows.data_ptr(), out.data_ptr())
         mm(rows, tensors["b"], out)
         if "partial" not in tensors and "bias" in tensors:
             out += tensors["bias"]

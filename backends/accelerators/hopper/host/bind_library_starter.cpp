@@ -23,8 +23,8 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-void* pointer_to(const py::object& tensor) {
-    return reinterpret_cast<void*>(address_of(tensor));
+void* pointer_to(std::uint64_t address) {
+    return reinterpret_cast<void*>(address);
 }
 
 // What a plan's calls have in common.
@@ -33,7 +33,7 @@ struct LibraryPlan {
     collectives::Element element;
     collectives::Way way;
     bool gathers, scatters;
-    std::uint64_t elements;  // of the partial results, in rows of `columns`
+    std::uint64_t elements;  // of the product's results, in rows of `columns`
     std::uint32_t columns;
     std::uint64_t shard_bytes, scale_bytes;  // of a rank's `a` and of its scales
     collectives::Outs outs;
@@ -63,14 +63,24 @@ class LibraryStarter final : public CallStarter {
         plan_.together.limits.call = call_number(call);
         plan_.together.limits.timeout_ns = static_cast<std::uint64_t>(call.timeout_s * 1e9);
         const py::object between = scratch_();
+        const std::uint64_t at = address_of(between);
         if (plan_.gathers) {
             const py::object scales = scales_ ? (*scales_)() : py::object(py::none());
-            gather(call, pointer_to(between), scales_ ? pointer_to(scales) : nullptr);
+            gather(call, pointer_to(at), scales_ ? pointer_to(address_of(scales)) : nullptr);
+            if (bias.is_none() && product_->multiply_at(call, at, rows(), call.addresses[kOut])) {
+                return;
+            }
             product_->multiply(call, between, scales, bias, out);
             return;
         }
-        product_->multiply(call, a, own, py::none(), between);
-        sum(call, pointer_to(between));
+        if (!product_->multiply_at(call, call.addresses[kA], rows(), at)) {
+            product_->multiply(call, a, own, py::none(), between);
+        }
+        sum(call, pointer_to(at));
+    }
+
+    [[nodiscard]] std::int64_t rows() const {
+        return static_cast<std::int64_t>(plan_.elements / plan_.columns);
     }
 
     void gather(const MkernelCall& call, void* rows, void* scales) const {

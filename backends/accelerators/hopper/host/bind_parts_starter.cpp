@@ -50,6 +50,7 @@ struct Wait {
 struct Multiply {
     py::object rows;  // None: `count` of the call's a, from `first` on
     std::int64_t first, count, to;
+    Place from, into;  // of the same rows, and of their results
 };
 struct Sum {
     std::vector<Place> parts;
@@ -131,16 +132,17 @@ class RunningParts {
                               stream());
     }
     void take(const Multiply& step) {
+        const py::handle bias = program_.partial ? py::none() : tensor_of(call_, kBias);
+        if (bias.is_none() && program_.product->multiply_at(call_, address(step.from), step.count,
+                                                            address(step.into))) {
+            return;
+        }
         const py::object none = py::none();
         const py::object rows =
             step.rows.is_none() ? rows_of(tensor_of(call_, kA), step.first, step.count) : step.rows;
-        if (program_.partial) {
-            const py::object into = rows_of(partial_, step.to, step.count);
-            program_.product->multiply(call_, rows, none, none, into);
-        } else {
-            const py::object into = rows_of(tensor_of(call_, kOut), step.to, step.count);
-            program_.product->multiply(call_, rows, none, tensor_of(call_, kBias), into);
-        }
+        const py::handle results = program_.partial ? partial_ : tensor_of(call_, kOut);
+        const py::object into = rows_of(results, step.to, step.count);
+        program_.product->multiply(call_, rows, none, bias, into);
     }
     void take(const Sum& step) {
         collectives::Parts parts{};
@@ -220,11 +222,12 @@ void bind_parts_starter(py::module_& module) {
             "source"_a, "flag"_a)
         .def(
             "multiply",
-            [](PartsProgram& program, py::object rows, std::int64_t first, std::int64_t count,
-               std::int64_t to) {
-                program.steps.emplace_back(Multiply{std::move(rows), first, count, to});
+            [place](PartsProgram& program, py::object rows, std::int64_t first, std::int64_t count,
+                    std::int64_t to, const Pair& from, const Pair& into) {
+                program.steps.emplace_back(
+                    Multiply{std::move(rows), first, count, to, place(from), place(into)});
             },
-            "rows"_a, "first"_a, "count"_a, "to"_a)
+            "rows"_a, "first"_a, "count"_a, "to"_a, "from_"_a, "into"_a)
         .def(
             "sum",
             [place](PartsProgram& program, const std::vector<Pair>& parts, std::uint64_t elements,

@@ -15,6 +15,7 @@ void bind_parts(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_starters(pybind11::module_& module);
 void bind_products(pybind11::module_& module);
+void bind_cublas(pybind11::module_& module);
 void bind_library_starter(pybind11::module_& module);
 void bind_parts_starter(pybind11::module_& module);
 

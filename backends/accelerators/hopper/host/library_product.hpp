@@ -40,6 +40,13 @@ class LibraryProduct {
     // `scales`: of the rows; `bias`: either may be None.
     virtual void multiply(const MkernelCall& call, pybind11::handle rows, pybind11::handle scales,
                           pybind11::handle bias, pybind11::handle out) const = 0;
+
+    // The same by the addresses of `count` rows and of their results, without scales or a bias. False:
+    // nothing was done, because it takes tensors.
+    virtual bool multiply_at(const MkernelCall& /*call*/, std::uint64_t /*rows*/,
+                             std::int64_t /*count*/, std::uint64_t /*out*/) const {
+        return false;
+    }
 };
 
 }  // namespace mkernel::hopper

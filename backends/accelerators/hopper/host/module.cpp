@@ -20,6 +20,7 @@ PYBIND11_MODULE(_hopper, module) {
     mkernel::hopper::bind_moe(module);        // likewise
     mkernel::hopper::bind_starters(module);
     mkernel::hopper::bind_products(module);
+    mkernel::hopper::bind_cublas(module);  // after LibraryProduct, which bind_products binds
     mkernel::hopper::bind_library_starter(module);
     mkernel::hopper::bind_parts_starter(module);
 }

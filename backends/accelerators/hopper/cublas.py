@@ -1,0 +1,118 @@
+"""Products of the library path that native code asks of cuBLAS itself, as torch.mm asks.
+
+torch.mm takes its host 12 us on a quick CPU and 20 to 35 on a slow one, and small eager calls wait for
+their host. Of 16-bit operands torch.mm is one function of cuBLAS, told the same each time
+(``host/cublas_handle.hpp``). That function of the same library, with a workspace as large, gives the
+same bits. Whatever else torch would do with a product is left to torch: where its switches are not the
+usual ones, or the environment sizes its workspace, a bias, vectors, matrices that it copies first, and
+kinds of which cuBLAS may leave terms out.
+
+Calls of a world are ordered on its device, so its products share a workspace, which lives as long as
+the world: graphs keep its address. Another world's may run at the same time and have one of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
+from mkernel.backends.cuda.long_products import may_lose_terms
+from mkernel.plan.model import DtypeName, LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+WORKSPACE_BYTES = 32 << 20
+"""torch's on Hopper (ATen/cuda/CublasHandlePool.cpp): of another size cuBLAS chooses other kernels."""
+
+_MOST = (1 << 31) - 1
+"""cuBLAS takes sizes and pitches as int."""
+
+Switch = tuple[Callable[[], object], object]
+"""A function of torch's, and what it returns while torch multiplies as cuBLAS is asked to here."""
+
+
+def open_cublas(context: DispatchContext, plan: LaunchPlan) -> None:
+    """Makes what products of the world share, before its first call of such a plan is queued.
+    CudaError, torch.OutOfMemoryError."""
+    version, device = torch.version.cuda, f"cuda:{context.device}"
+    wanted = plan.world_size > 1 and plan.scales is None and context.cublas is None
+    if not wanted or version is None or _capturing():
+        return
+    allocate = partial(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    library = f"libcublas.so.{version.partition('.')[0]}"  # torch's
+    context.cublas = native().open_cublas(context.device, library, allocate)
+
+
+def product_of(
+    plan: LaunchPlan,
+    context: DispatchContext,
+    strides: Mapping[str, Sequence[int]],
+    torchs: _hopper.LibraryProduct,
+) -> _hopper.LibraryProduct:
+    """What multiplies without ``torchs`` in calls whose tensors have these strides; it, where nothing
+    does."""
+    shape, gathers = plan.gemm, plan.op == "all_gather_gemm"
+    m, n, k = shape.m, shape.n, shape.k
+    if context.cublas is None or may_lose_terms(k) or "b" not in strides:
+        return torchs
+    a = _layout((m, k), (k, 1) if gathers else strides["a"])
+    b = _layout((k, n), strides["b"])
+    packed = not gathers or tuple(strides["out"]) == (n, 1)
+    if a is None or b is None or not packed or min(m, n, k) < 2 or max(m, n, k) > _MOST:
+        return torchs
+    product: _hopper.LibraryProduct = native().cublas_product(
+        torchs,
+        context.cublas,
+        plan.dtype == "bfloat16",
+        plan.part(ProductSchedule).product == "float32",
+        n,
+        k,
+        a,
+        b,
+        switches(plan.dtype),
+    )
+    return product
+
+
+def switches(dtype: DtypeName) -> tuple[Switch, ...]:
+    """All that changes how torch multiplies operands of this dtype. A version of torch that lacks one
+    of the functions lacks the switch."""
+    named: dict[str, object] = {
+        "_get_deterministic_algorithms": False,
+        "_get_sm_carveout_experimental": None,
+        "_cuda_tunableop_is_enabled": False,
+        "_get_blas_preferred_backend": torch._C._BlasBackend.Cublas,
+    }
+    if dtype == "float16":
+        reduces = "_get_cublas_allow_fp16_reduced_precision_reduction"
+        named["_get_cublas_allow_fp16_accumulation"] = False
+    else:
+        reduces = "_get_cublas_allow_bf16_reduced_precision_reduction"
+    # In later versions of torch a pair: whether K may be split, too.
+    named[reduces] = (True, True) if isinstance(getattr(torch._C, reduces)(), tuple) else True
+    found = ((getattr(torch._C, name, None), usual) for name, usual in named.items())
+    return tuple((function, usual) for function, usual in found if function is not None)
+
+
+def _capturing() -> bool:
+    """What is made now would belong to a graph."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
+
+
+def _layout(shape: tuple[int, int], strides: Sequence[int]) -> tuple[bool, int] | None:
+    """(Is it column-major, elements from row to row or from column to column) of a matrix; None: torch
+    copies one that lies so before it multiplies."""
+    (rows, columns), (down, along) = shape, strides
+    if along == 1 and columns <= down <= _MOST:
+        return False, down
+    if down == 1 and rows <= along <= _MOST:
+        return True, along
+    return None

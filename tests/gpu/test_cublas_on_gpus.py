@@ -1,0 +1,101 @@
+"""Products of known calls go to cuBLAS without torch, and have the bits of torch.mm."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import cublas_ranks
+import kept_ranks
+import pytest
+from device_buffers import needs_gpus, takes_ranks
+from hopper_ranks import OPS, Shape
+
+import mkernel
+
+pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
+
+several = pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
+)
+DRAWS = 200
+MIXED = [
+    Shape("gemm_all_reduce", 64, 1024, 512),
+    Shape("gemm_all_reduce", 512, 1024, 320, layout="column"),
+    Shape("gemm_all_reduce", 16, 264, 1024, dtype="float16"),
+    Shape("gemm_reduce_scatter", 256, 768, 256, dtype="float16", layout="column"),
+    Shape("all_gather_gemm", 1024, 512, 1024),
+]
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", "library")
+
+
+def right(world: int, fn: Any, *arguments: Any) -> None:
+    """No rank found a failure."""
+    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
+def drawn(chance: random.Random, world: int) -> Shape:
+    """Of at least two rows a product, and terms that cuBLAS never leaves out."""
+
+    def size(most: int, step: int) -> int:
+        bound = chance.choice((1, 4, 16, 40, most // step))
+        return step * chance.randint(1, max(1, min(bound, most // step)))
+
+    op = chance.choice(OPS)
+    return Shape(
+        op,
+        m=2 * size(1500, 1 if op == "gemm_all_reduce" else world),
+        n=size(2000, 8),
+        k=chance.choice((size(504, 8), size(4096, 128))),
+        dtype=chance.choice(("bfloat16", "float16")),
+        layout=chance.choice(("row", "column")),
+    )
+
+
+@several
+def test_random_shapes(world: int) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    right(world, cublas_ranks.same_bits, [drawn(chance, world) for _ in range(DRAWS)], False)
+
+
+@several
+def test_products_in_parts(world: int) -> None:
+    shapes = [
+        Shape("all_gather_gemm", 1032, 520, 1024),
+        Shape("all_gather_gemm", 1032, 264, 320, layout="column", dtype="float16"),
+        Shape("gemm_reduce_scatter", 1032, 776, 512, dtype="float16"),
+        Shape("gemm_all_reduce", 1031, 520, 640),
+    ]
+    right(world, cublas_ranks.same_bits, shapes, True)
+
+
+@several
+def test_graphs(world: int) -> None:
+    right(world, cublas_ranks.in_graphs, MIXED, 20)
+
+
+@several
+def test_two_streams(world: int) -> None:
+    right(world, cublas_ranks.on_two_streams, MIXED, 200)
+
+
+@takes_ranks(2)
+def test_two_worlds(tmp_path: Path) -> None:
+    found = mkernel.launch(
+        cublas_ranks.in_two_worlds, str(tmp_path), 20, ranks_per_node=2, accelerator="hopper"
+    )
+    assert found == [[], []]
+
+
+@takes_ranks(2)
+def test_switches_that_change_between_calls() -> None:
+    right(2, cublas_ranks.switched)

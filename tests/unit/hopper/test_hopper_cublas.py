@@ -1,0 +1,273 @@
+"""Which products go to cuBLAS without torch, and what native code is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from library_fabric import Fabric, workspace_of
+from parts_runs import call_of, fabrics
+from test_hopper_library import OPS, every_op, planned
+from test_hopper_parts import in_parts
+
+from mkernel.backends.accelerators.hopper import cublas, device_world, library
+from mkernel.backends.accelerators.hopper.cublas import WORKSPACE_BYTES, product_of, switches
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.plan.model import DtypeName, LaunchPlan
+
+TORCHS: Any = {"torchs": True}
+"""Stands for torch's product."""
+
+Strides = dict[str, Sequence[int]]
+
+
+def cublas_product(*how: Any) -> dict[str, Any]:
+    """Stands for native code's: what it is told, by name."""
+    names = ("torchs", "world", "bfloat16", "widens", "n", "k", "a", "b", "switches")
+    return dict(zip(names, how, strict=True))
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(cublas_product=cublas_product)
+    monkeypatch.setattr(cublas, "native", lambda: made)
+
+
+def context(opened: Any = "opened") -> DispatchContext:
+    order: Any = None
+    return DispatchContext(0, order, 64, cublas=opened)
+
+
+def packed(plan: LaunchPlan) -> Strides:
+    """Of a call's tensors, all row-major without gaps."""
+    n, k = plan.gemm.n, plan.gemm.k
+    return {"a": (k, 1), "b": (n, 1), "out": (n, 1)}
+
+
+def told(plan: LaunchPlan, opened: Any = "opened", **strides: Sequence[int]) -> dict[str, Any]:
+    found: Any = product_of(plan, context(opened), packed(plan) | strides, TORCHS)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_op
+def test_native_code_is_told_of_dtypes_and_sizes(op: str, dtype: str) -> None:
+    for rows, n in ((16, 64), (4096, 1024)):  # products in float32, and in the operands' dtype
+        plan = planned(op, rows, n, 264, 2, dtype=dtype)
+        wide = plan.part(ProductSchedule).product == "float32"
+        assert wide == (rows == 16)
+        found = told(plan)
+        assert found["torchs"] is TORCHS
+        assert found["world"] == "opened"
+        assert (found["bfloat16"], found["widens"]) == (dtype == "bfloat16", wide)
+        assert (found["n"], found["k"]) == (n, 264)
+        assert (found["a"], found["b"]) == ((False, 264), (False, n))
+
+
+@pytest.mark.usefixtures("native")
+@every_op
+def test_native_code_is_told_how_operands_lie(op: str) -> None:
+    plan = planned(op, 4096, 1024, 264, 2)
+    assert told(plan, b=(1040, 1))["b"] == (False, 1040)
+    assert told(plan, b=(1, 264))["b"] == (True, 264)
+    assert told(plan, b=(1, 300))["b"] == (True, 300)
+    rows = told(plan, a=(512, 1))["a"], told(plan, a=(1, 4100))["a"]
+    gathered = (False, 264)  # rows of all ranks, one after the other
+    assert rows == ((gathered,) * 2 if op == "all_gather_gemm" else ((False, 512), (True, 4100)))
+
+
+@pytest.mark.usefixtures("native")
+@every_op
+def test_torch_keeps_what_it_does_not_give_cublas_as_it_lies(op: str) -> None:
+    plan = planned(op, 4096, 1024, 264, 2)
+    assert told(plan) is not TORCHS
+    assert told(plan, opened=None) is TORCHS
+    for b in ((2048, 2), (0, 1), (1, 0), (1023, 1), (1, 263), (1 << 31, 1)):
+        assert told(plan, b=b) is TORCHS, b
+    nothing: Any = product_of(plan, context(), {}, TORCHS)
+    assert nothing is TORCHS
+    gathers = op == "all_gather_gemm"
+    assert (told(plan, a=(0, 1)) is TORCHS) == (not gathers)
+    assert (told(plan, out=(2048, 1)) is TORCHS) == gathers
+
+
+@pytest.mark.usefixtures("native")
+@every_op
+def test_torch_keeps_kinds_that_may_lose_terms(op: str) -> None:
+    for k, ours in ((504, True), (512, True), (520, False), (640, True)):
+        assert (told(planned(op, 4096, 1024, k, 2)) is not TORCHS) == ours
+
+
+@pytest.mark.usefixtures("native")
+def test_torch_keeps_vectors() -> None:
+    assert told(planned("gemm_all_reduce", 1, 64, 64, 2)) is TORCHS
+    assert told(planned("gemm_all_reduce", 2, 64, 64, 2)) is not TORCHS
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def fewer_multiprocessors() -> Iterator[None]:
+    torch._C._set_sm_carveout_experimental(8)
+    yield
+    torch._C._set_sm_carveout_experimental(None)
+
+
+def flipped(name: str) -> Callable[[], AbstractContextManager[None]]:
+    """One of torch.backends.cuda.matmul, each True or False."""
+
+    @contextmanager
+    def flip() -> Iterator[None]:
+        usually = getattr(torch.backends.cuda.matmul, name)
+        setattr(torch.backends.cuda.matmul, name, not usually)
+        yield
+        setattr(torch.backends.cuda.matmul, name, usually)
+
+    return flip
+
+
+def answering(name: str, value: object) -> Callable[[], AbstractContextManager[None]]:
+    """A function of torch's that a torch without CUDA does not have, or whose answer it does not let be
+    changed."""
+
+    @contextmanager
+    def flip() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch._C, name, lambda: value, raising=False)
+            yield
+
+    return flip
+
+
+BOTH = {"bfloat16", "float16"}
+FLIPS: dict[str, tuple[Callable[[], AbstractContextManager[None]], set[str]]] = {
+    "deterministic": (deterministic, BOTH),
+    "fewer multiprocessors": (fewer_multiprocessors, BOTH),
+    "another library": (
+        answering("_get_blas_preferred_backend", torch._C._BlasBackend.Cublaslt),
+        BOTH,
+    ),
+    "tuned": (answering("_cuda_tunableop_is_enabled", True), BOTH),
+    "bfloat16 sums": (flipped("allow_bf16_reduced_precision_reduction"), {"bfloat16"}),
+    "float16 sums": (flipped("allow_fp16_reduced_precision_reduction"), {"float16"}),
+    "float16 terms": (flipped("allow_fp16_accumulation"), {"float16"}),
+}
+
+
+def unusual() -> set[str]:
+    """The dtypes whose products torch does not make as usual, found as native code asks."""
+    dtypes: tuple[DtypeName, ...] = ("bfloat16", "float16")
+    return {
+        dtype
+        for dtype in dtypes
+        if not all(function() == value for function, value in switches(dtype))
+    }
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_every_switch_of_torchs_is_seen(name: str) -> None:
+    flip, of = FLIPS[name]
+    assert unusual() == set()
+    with flip():
+        assert unusual() == of
+    assert unusual() == set()
+
+
+class OpenedFabric(Fabric):
+    """Of a process that has loaded cuBLAS."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.opened: list[tuple[int, str, Any]] = []
+
+    def open_cublas(self, device: int, library: str, allocate: Any) -> Any:
+        self.opened.append((device, library, allocate))
+        return "opened"
+
+    def cublas_product(self, *how: Any) -> dict[str, Any]:
+        return cublas_product(*how)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> OpenedFabric:
+    """Of a world of two, with a torch for CUDA 13."""
+    made = OpenedFabric(2)
+    for module in (library, device_world, cublas):
+        monkeypatch.setattr(module, "native", lambda: made)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return made
+
+
+def executor(plan: LaunchPlan, shared: DispatchContext) -> LibraryExecutor:
+    world = plan.world_size
+    call = Call(
+        plan=plan, rank=0, tensors={}, epoch=1, number=1, pad=0, workspace=workspace_of(0),
+        areas=(0,), peers={p: PeerMemory(0, workspace_of(p)) for p in range(1, world)},
+        region=0, fifo=0, timeout_s=1.0,
+    )  # fmt: skip
+    return LibraryExecutor(call, shared)
+
+
+def test_a_world_opens_it_once_before_its_first_call(opened: OpenedFabric) -> None:
+    shared = context(None)
+    for op in OPS:
+        plan = planned(op, 4096, 1024, 264, 2)
+        product: Any = executor(plan, shared).starter({}, packed(plan))
+        assert product["world"] == "opened"
+    ((device, name, allocate),) = opened.opened
+    assert (device, name) == (0, "libcublas.so.13")
+    assert allocate.func is torch.empty
+    assert allocate.args == (WORKSPACE_BYTES,)
+    assert allocate.keywords == {"dtype": torch.uint8, "device": "cuda:0"}
+
+
+def test_nothing_is_opened_that_nobody_uses(
+    opened: OpenedFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = context(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(cublas, "_capturing", lambda: True)
+        executor(planned("gemm_all_reduce", 64, 64, 64, 2), shared)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", None)
+        executor(planned("gemm_all_reduce", 64, 64, 64, 2), shared)
+    opened.world = 1
+    executor(planned("gemm_all_reduce", 64, 64, 64, 1), shared)
+    assert opened.opened == []
+
+
+def test_results_that_are_rounded_behind_the_product_are_torchs(opened: OpenedFabric) -> None:
+    plan = planned("all_gather_gemm", 16, 8, 64, 2)
+    assert plan.part(ProductSchedule).product == "float32"
+    product: Any = executor(plan, context(None)).starter({}, packed(plan))
+    assert "world" not in product
+    assert product["whole"] is not None
+
+
+@every_op
+def test_products_in_parts(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    stands: Any = fabrics(monkeypatch)(2)
+    stands.cublas_product = cublas_product
+    monkeypatch.setattr(cublas, "native", lambda: stands)
+    plan = in_parts(op, 512, 136, 264, 2, 2)
+    for shared, ours in ((context(), True), (context(None), False)):
+        made: Any = executor_of(plan)(call_of(plan, stands, 0, {}), shared)
+        product = made.starter({}, packed(plan)).how["product"]
+        assert ("world" in product) == ours
+        if ours:
+            assert (product["a"], product["b"]) == ((False, 264), (False, 136))
