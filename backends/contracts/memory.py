@@ -57,6 +57,8 @@ class Workspace:
             Empty: none.
         signals: how many counters of the signal pad, the first ones. A wait for what a call adds to
             one is for the count expected before the call and that (``transport/signal.hpp``).
+        outputs: bytes of symmetric memory from which the backend may allocate outputs that peers write
+            (:meth:`.accelerator.AcceleratorBackend.add_outputs`); plans of a world share it.
         staging: bytes of host memory, from the backend's ``allocate_staging``, that NICs read and write
             in place of the areas, where the plan's routes are staged. Symmetric, and shared by all
             plans as an area is.
@@ -65,6 +67,7 @@ class Workspace:
     areas: tuple[int, ...] = ()
     signals: int = 0
     staging: int = 0
+    outputs: int = 0
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,10 @@ class DeviceMemory(SymmetricMemory):
             "gpu": pci_address(self.device),
         }
 
+    def shared(self) -> _cuda.DeviceMemory:
+        """The memory itself: it stays mapped as long as anybody has it."""
+        return self._alive()
+
     def write_word(self, offset: int, value: int) -> None:
         """Write 64 bits at a multiple of 8; there when this returns."""
         self._alive().write_word(offset, value)

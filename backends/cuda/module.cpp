@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "backends/cuda/bind_clock.hpp"
+#include "backends/cuda/bind_output_memory.hpp"
 #include "backends/cuda/device.hpp"
 #include "backends/cuda/device_fifo.hpp"
 #include "backends/cuda/error.hpp"
@@ -32,7 +33,7 @@ void bind_devices(py::module_& module) {
 
 void bind_memory(py::module_& module) {
     const auto released = py::call_guard<py::gil_scoped_release>();
-    py::class_<DeviceMemory>(module, "DeviceMemory")
+    py::class_<DeviceMemory, std::shared_ptr<DeviceMemory>>(module, "DeviceMemory")
         .def_static("create", &DeviceMemory::create, "device"_a, "nbytes"_a, released)
         .def_static("attach", &DeviceMemory::attach, "device"_a, "fd"_a, "mapped"_a, released)
         .def_property_readonly("address", &DeviceMemory::address)
@@ -83,6 +84,7 @@ PYBIND11_MODULE(_cuda, module) {
     py::register_exception<mkernel::cuda::CudaError>(module, "CudaError", PyExc_RuntimeError);
     mkernel::cuda::bind_devices(module);
     mkernel::cuda::bind_memory(module);
+    mkernel::cuda::bind_output_memory(module);
     mkernel::cuda::bind_mover(module);
     mkernel::cuda::bind_fifo(module);
     mkernel::cuda::bind_copies(module);

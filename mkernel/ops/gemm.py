@@ -266,7 +266,7 @@ class GemmOp:
             read = {"a": a, "b": b, "bias": bias, "residual": residual, "norm_weight": weight}
             read |= {"a_scale": a_scale, "b_scale": b_scale}
             _check_apart(read, out, gathered, known.dim, world.rank)
-        outputs = _outputs(known, a, out, gathered)
+        outputs = _outputs(world, known, a, out, gathered)
         given = {"a": a, "b": b, **({"bias": bias} if plan.bias == "launch" else {})}
         if norm is not None:
             outputs["residual_out"] = torch.empty_like(
@@ -469,12 +469,12 @@ def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
 
 
 def _outputs(
-    known: Checked, a: Tensor, out: Tensor | None, gathered: bool | Tensor
+    world: World, known: Checked, a: Tensor, out: Tensor | None, gathered: bool | Tensor
 ) -> dict[str, Tensor]:
     """What a call writes to: the caller's, or new ones. ``gathered``: False where it is not wanted."""
     plan = known.plan
     if out is None:
-        rows = torch.empty((prod(known.lead), plan.gemm.n), dtype=known.dtype, device=a.device)
+        rows = world.output(plan, (prod(known.lead), plan.gemm.n), a, known.dtype)
         out = around.from_rows(rows, known.lead, known.dim)
     outputs = {"out": out}
     if gathered is not False:

@@ -26,6 +26,7 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.known import known_calls, learn
 from mkernel.world.order import Turns
 from mkernel.world.statistics import CallCounters
+from mkernel.world.torch_state import allocation
 
 _WAIT_SLICE_S = 0.05
 
@@ -176,7 +177,14 @@ class Calls:
             kind = self.counters.of(key, plan)
             kind.count()
             if signature is not None and self.known is not None:
-                learn(self.known, signature, launch, key, tensors["out"], kind.counter)
+                learn(
+                    self.known,
+                    signature,
+                    launch,
+                    key,
+                    self._allocation(plan, tensors),
+                    kind.counter,
+                )
             if not (wait or trace or view != "pipelined") and self._queues:
                 return CallRecord(LaunchTimes(), None, launch.results())
             self._await_all()
@@ -185,6 +193,25 @@ class Calls:
             self._raise_refused()
             times, recorded = instrumented.times(launch), instrumented.trace(launch)
             return CallRecord(times, recorded, launch.results())
+
+    def _allocation(
+        self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """What makes outputs of such calls."""
+        out = tensors["out"]
+        found = self._accelerator.allocation(plan, tuple(out.shape), out.dtype)
+        return found or allocation(out)
+
+    def output(
+        self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A plan's ``out``, row-major and without contents, on the device of ``like``."""
+        found = self._accelerator.allocation(plan, shape, dtype)
+        if found is None:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        make, arguments = found
+        made: torch.Tensor = make(*arguments)
+        return made
 
     def synchronize(self) -> None:
         """Return once every call that this rank has made is over.

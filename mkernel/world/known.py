@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.contracts.accelerator import Launch
 from mkernel.world.order import Queued, Turns
-from mkernel.world.torch_state import allocation, native_functions
+from mkernel.world.torch_state import native_functions
 
 _INTERFACE = 5
 """Of the native module that this one is written for."""
 
 if TYPE_CHECKING:
-    import torch
-
     from mkernel.backends.runtime._known_calls import KnownCalls
 
 
@@ -59,16 +57,17 @@ def learn(
     signature: bytes,
     launch: Launch,
     key: str,
-    out: torch.Tensor,
+    allocation: tuple[Any, tuple[Any, ...]],
     counter: bytearray,
 ) -> None:
     """Start calls of this signature as ``launch`` was from now on.
 
     Args:
-        key: of the agreement. out: an output of such a call. counter: of such calls (8 bytes).
+        key: of the agreement. allocation: (function, arguments) that make an output of such a call.
+        counter: of such calls (8 bytes).
     """
     again = launch.again()
     starter: Any = None if again is None else again.starter
     launches = None if again is None else again.launches
-    allocate, arguments = allocation(out)
+    allocate, arguments = allocation
     known.learn(signature, starter, launches, key, allocate, arguments, counter)

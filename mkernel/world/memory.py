@@ -117,6 +117,7 @@ class SymmetricHeap:
         self._plans: Recent[str, PlanMemory] = Recent()  # one that is not kept is adopted again
         self._arena: Arena | None = None  # the newest
         self._staging: SymmetricBuffer | None = None  # likewise
+        self._outputs: SymmetricBuffer | None = None  # the newest range of them
         self._users: list[SymmetricBuffer] = []
         self._known: KnownCalls | None = None
         self._held = contextlib.ExitStack()
@@ -236,6 +237,8 @@ class SymmetricHeap:
             )
         arena = self._arena_for(needs.areas) if needs.areas else None
         staging = self._staging_for(needs.staging) if needs.staging else None
+        if needs.outputs:
+            self._add_outputs(needs.outputs)
         mapped = arena.buffer.peers if arena else {}
         peers = {
             rank: PeerMemory(pad.address, mapped[rank].address if arena else 0)
@@ -250,6 +253,14 @@ class SymmetricHeap:
             arena.buffer = self._allocate(arena.nbytes, self._accelerator.format)
             self._arena = arena
         return self._arena
+
+    def _add_outputs(self, nbytes: int) -> None:
+        if self._outputs is None or self._outputs.nbytes < nbytes:
+            larger = max(nbytes, 2 * self._outputs.nbytes if self._outputs else 0)
+            self._outputs = made = self._allocate(larger)
+            memories = {self._identity.rank: made.local, **made.peers}
+            everywhere = {rank: memory.address for rank, memory in memories.items()}
+            self._accelerator.add_outputs(made.local, everywhere)
 
     def _staging_for(self, nbytes: int) -> SymmetricBuffer:
         if self._staging is None or self._staging.nbytes < nbytes:

@@ -226,6 +226,15 @@ class World:
             plan, tensors, options or {}, view, trace=trace, wait=wait, signature=signature
         )
 
+    def output(
+        self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A plan's ``out``, row-major and without contents, on the device of ``like``: where peers may
+        write it, if the accelerator has such memory for it."""
+        if plan.accelerator in self.backends.companions:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        return self._calls.output(plan, shape, like, dtype)
+
     def plan_made(self, plan: LaunchPlan) -> None:
         """Know a plan that was made with this world's map and backends: calls of it need not be
         compared with the world again."""

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
+from mkernel.backends.accelerators.hopper.landing import outputs_of, wanted
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise, rows_of, sum_by_mail
 from mkernel.backends.accelerators.hopper.operands import aligned
@@ -51,6 +52,7 @@ class SumExecutor:
             blocks=2 * how.blocks,
             by_mail=how.way == "mail_twice",
         )
+        self._outputs = outputs_of(call.plan, context) if how.way == "two_shot" else made.Outputs()
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
@@ -68,7 +70,8 @@ class SumExecutor:
             )
         if world == 1:
             return Workspace((NO_DATA,))
-        return Workspace((made.DATA_OFFSET + _staging(plan),))
+        outputs = wanted(plan) if how.way == "two_shot" else 0
+        return Workspace((made.DATA_OFFSET + _staging(plan),), outputs=outputs)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one on a stream."""
@@ -91,7 +94,8 @@ class SumExecutor:
     def _two_shot(self, call: Call, stream: int) -> None:
         made, x, out = native(), call.tensors["x"], call.tensors["out"]
         outs = list(call.symmetric.get("out", ())) or [out.data_ptr()]
-        together = self._together.of_call(call_id(call), call.timeout_s)
+        landings = self._outputs.landings(out.data_ptr())
+        together = self._together.of_call(call_id(call), call.timeout_s, landings)
         element = getattr(made.Element, call.plan.dtype)
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
 

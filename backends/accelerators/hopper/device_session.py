@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.backends.accelerators.hopper import landing
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
@@ -19,9 +20,11 @@ from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTi
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.backends.cuda.native import ARCHITECTURE
+from mkernel.backends.cuda.output_pool import OutputPool
 from mkernel.backends.cuda.pinned import PinnedMemory
 from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import ArgumentError, BackendUnavailable, CapacityExceeded
+from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator
@@ -29,6 +32,7 @@ from mkernel.topology.model import Accelerator
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
+ALL_REDUCES = ("gemm_all_reduce", "all_reduce")
 _FIRST_EPOCH = 1
 _LONGEST_PAUSE_S = 0.001
 _ALREADY = nullcontext()
@@ -148,6 +152,8 @@ class DeviceSession:
         if self._used and not self._drained(timeout_s):
             return False
         self._order.announce_to(0)
+        if self._context.outputs is not None:
+            self._context.outputs.close()
         self._context.network = None  # the NIC session may close
         return True
 
@@ -178,6 +184,21 @@ class DeviceSession:
         """Zeroed host memory that the device addresses, for a NIC too."""
         with self._current:
             return PinnedMemory.create(nbytes)
+
+    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
+        """One more range of memory for outputs that peers may write."""
+        if self._context.outputs is None:
+            self._context.outputs = OutputPool(self.index)
+        self._context.outputs.add(own, everywhere)
+
+    def allocation(
+        self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """From that memory, where the plan's calls write it."""
+        outputs = self._context.outputs
+        if outputs is None or plan.op not in ALL_REDUCES or not landing.wanted(plan):
+            return None
+        return outputs.empty, (shape, dtype)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory for the device. OSError where it is gone."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.cuda.output_pool import OutputPool
 
 NO_DATA = 1 << 20
 """Bytes of a workspace whose data area is empty."""
@@ -32,6 +33,7 @@ class DispatchContext:
         multiprocessors: the most that kernels take; None: all.
         network: the way to other nodes, from the first call on that has one.
         reports: of MoE dispatches.
+        outputs: which peers may write; None: no plan has wanted any.
         one: 1.0 on the device, made outside of any capture.
         cublas: what products share that go to cuBLAS without torch, from the first call on that has
             some; None: there are none.
@@ -44,6 +46,7 @@ class DispatchContext:
     multiprocessors: int | None = None
     network: _hopper.DeviceNetwork | None = None
     reports: MoeReports = field(default_factory=MoeReports)
+    outputs: OutputPool | None = None
     one: torch.Tensor | None = None
     cublas: _hopper.Cublas | None = None
 

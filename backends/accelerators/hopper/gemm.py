@@ -27,6 +27,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     collective_blocks,
     device_world,
 )
+from mkernel.backends.accelerators.hopper.landing import outputs_of, wanted
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
@@ -241,8 +242,15 @@ class ReduceExecutor:
         _check_network_blocks(plan, how)
         self._alone, self._whole = schedule(True), schedule(False)
         self._pipelined = made.PipelinedReduce(
-            context.device, self._world, self._product, self._whole
+            context.device, self._world, self._product, self._whole, self._outputs_of(context)
         )
+
+    def _outputs_of(self, context: DispatchContext) -> _hopper.Outputs:
+        """What calls tell of theirs: an AllReduce's."""
+        if self._everywhere:
+            return outputs_of(self._plan, context)
+        nothing: _hopper.Outputs = native().Outputs()
+        return nothing
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
@@ -260,7 +268,8 @@ class ReduceExecutor:
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         if plan.nodes == 1:
-            return Workspace((max(fused, made.DATA_OFFSET + _staging(plan)),))
+            nbytes = max(fused, made.DATA_OFFSET + _staging(plan))
+            return Workspace((nbytes,), outputs=wanted(plan) if gathers else 0)
         tiling = getattr(made.Tiling, how.tiling)
         area = made.gemm_reduce_area_bytes(
             world, local, how.rows, shape.n, tiling, gathers, hierarchical

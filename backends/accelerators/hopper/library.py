@@ -25,6 +25,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
+from mkernel.backends.accelerators.hopper.landing import outputs_of, wanted
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.norm import normalise, sum_by_mail
 from mkernel.backends.accelerators.hopper.operands import aligned
@@ -79,13 +80,15 @@ class LibraryExecutor:
             self._element = element_of(plan)
             self._elements = shape.m * shape.n
             self._one_shot, self._way = how.way == "one_shot", _way(plan)
+        self._outputs = outputs_of(plan, context) if _lands(plan) else made.Outputs()
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a plan on this path needs of symmetric memory. Unsupported."""
         one_node(plan)
         _check(plan)
-        return Workspace((native().DATA_OFFSET + _staging(plan),))
+        nbytes = native().DATA_OFFSET + _staging(plan)
+        return Workspace((nbytes,), outputs=wanted(plan) if _lands(plan) else 0)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one; ``stream`` is torch's current one."""
@@ -130,6 +133,7 @@ class LibraryExecutor:
             plan.gemm.m // plan.world_size * plan.gemm.k * DTYPE_BYTES[plan.dtype],
             height * width * DTYPE_BYTES["float32"],
             outs,
+            self._outputs,
         )
         return found
 
@@ -206,7 +210,9 @@ class LibraryExecutor:
             blocks = collective_blocks(self._context) // 2  # one a multiprocessor
             sum_by_mail(call, self._world, partial, blocks, stream)
             return
-        made, together, element = native(), self._together(call), self._element
+        made, element = native(), self._element
+        landings = self._outputs.landings(tensors["out"].data_ptr())
+        together = self._collective.of_call(call_id(call), call.timeout_s, landings)
         elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
         bias = aligned(tensors["bias"]) if self._plan.bias == "launch" else None
         row = {"bias": 0 if bias is None else bias.data_ptr(), "columns": self._plan.gemm.n}
@@ -346,6 +352,12 @@ def scales_of_a_rank(plan: LaunchPlan) -> tuple[int, int]:
     shape = plan.gemm
     rows = shape.m // plan.world_size if plan.op == "all_gather_gemm" else shape.m
     return scale_sizes(plan.scales.mode, rows, shape.n, shape.k)[0]
+
+
+def _lands(plan: LaunchPlan) -> bool:
+    """Whether ranks put results into each other's outputs where these may be written."""
+    how = plan.part(LibrarySchedule)
+    return how.way == "two_shot" and not how.by_mail
 
 
 def _way(plan: LaunchPlan) -> _hopper.Way | None:

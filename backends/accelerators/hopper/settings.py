@@ -22,6 +22,12 @@ class HopperSettings(BackendSettings):
         "whatever runs beside it, under CUDA's MPS other ranks of the device; None: all; products of "
         "the library path take what is free; the same on all ranks",
     )
+    outputs: int = Field(
+        3,
+        ge=0,
+        description="for how many results of an AllReduce, of 4 MiB or more, a rank keeps memory that "
+        "peers write without a copy; others are copied; 0: all are; the same on all ranks",
+    )
     attention: Literal["auto", "parts", "kernel"] = Field(
         "auto",
         description="how ring attention runs: by calls on parts, or by one kernel where there is one "

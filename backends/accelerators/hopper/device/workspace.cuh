@@ -52,7 +52,7 @@ struct alignas(128) RowShare {
     unsigned long long arrived;
 };
 
-// Local to a rank, but for `finished` and `started`, whose entry [r] rank r writes.
+// Local to a rank, but for `finished`, `started` and `landings`, whose entry [r] rank r writes.
 struct Control {
     transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
     // Of attention's kernels (attention_core.hpp: counters), of which two may run at a time.
@@ -65,6 +65,7 @@ struct Control {
     // Rank r needs nothing of this rank's of that call any more; rank r's memory may be written in it.
     transport::SetWord finished[kMaxRanks];
     transport::SetWord started[kMaxRanks];
+    std::uint64_t landings[kMaxRanks];  // landing.cuh
     RowShare row_shares[kRowShares];
 };
 static_assert(sizeof(Control) <= kBriefFlagsOffset);

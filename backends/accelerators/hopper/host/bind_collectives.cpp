@@ -102,12 +102,13 @@ void bind_collectives(py::module_& module) {
              "by_mail"_a = false)
         .def(
             "of_call",
-            [](Collective call, std::uint32_t number, double timeout_s) {
+            [](Collective call, std::uint32_t number, double timeout_s, const Landings& landings) {
+                call.landings = landings;
                 call.limits.call = number;
                 call.limits.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
                 return call;
             },
-            "number"_a, "timeout_s"_a);
+            "number"_a, "timeout_s"_a, "landings"_a = Landings{});
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a, "beside_bytes"_a = 0);

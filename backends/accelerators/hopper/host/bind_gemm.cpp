@@ -239,8 +239,8 @@ void bind_pipelined(py::module_& module) {
                std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
             "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, released);
     py::class_<PipelinedReduce>(module, "PipelinedReduce")
-        .def(py::init<int, DeviceWorld, Product, ReduceSchedule>(), "device"_a, "world"_a,
-             "product"_a, "schedule"_a)
+        .def(py::init<int, DeviceWorld, Product, ReduceSchedule, Outputs>(), "device"_a, "world"_a,
+             "product"_a, "schedule"_a, "outputs"_a)
         .def(
             "start",
             [](PipelinedReduce& calls, std::uint32_t number, double timeout_s,

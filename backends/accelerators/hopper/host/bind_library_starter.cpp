@@ -13,6 +13,7 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
+#include "backends/accelerators/hopper/host/landing.hpp"
 #include "backends/accelerators/hopper/host/library_product.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
 #include "backends/cuda/device.hpp"
@@ -37,6 +38,7 @@ struct LibraryPlan {
     std::uint32_t columns;
     std::uint64_t shard_bytes, scale_bytes;  // of a rank's `a` and of its scales
     collectives::Outs outs;
+    Outputs outputs;
 };
 
 // `scratch()` is a tensor between the two, `scales()` one for gathered scales; torch's allocator keeps
@@ -62,6 +64,7 @@ class LibraryStarter final : public CallStarter {
         }
         plan_.together.limits.call = call_number(call);
         plan_.together.limits.timeout_ns = static_cast<std::uint64_t>(call.timeout_s * 1e9);
+        plan_.together.landings = plan_.outputs.landings(call.addresses[kOut]);
         const py::object between = scratch_();
         const std::uint64_t at = address_of(between);
         if (plan_.gathers) {
@@ -120,7 +123,8 @@ class LibraryStarter final : public CallStarter {
 LibraryPlan library_plan(const collectives::Collective& together, collectives::Element element,
                          collectives::Way way, const std::string& op, std::uint64_t elements,
                          std::uint32_t columns, std::uint64_t shard_bytes,
-                         std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs) {
+                         std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs,
+                         const Outputs& outputs) {
     if (!outs.empty() && outs.size() != static_cast<std::size_t>(together.workspace.world)) {
         throw py::value_error("outs: none, or one address a rank");
     }
@@ -133,7 +137,8 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
                      columns,
                      shard_bytes,
                      scale_bytes,
-                     {}};
+                     {},
+                     outputs};
     plan.outs.symmetric = !outs.empty();
     std::ranges::transform(outs, plan.outs.at,
                            [](std::uint64_t at) { return reinterpret_cast<void*>(at); });
@@ -150,16 +155,17 @@ void bind_library_starter(py::module_& module) {
            const py::object& scales, const collectives::Collective& together,
            collectives::Element element, collectives::Way way, const std::string& op,
            std::uint64_t elements, std::uint32_t columns, std::uint64_t shard_bytes,
-           std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs) {
+           std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs,
+           const Outputs& outputs) {
             return CallStarter::capsule(std::make_unique<LibraryStarter>(
                 device, std::move(order), std::move(control), std::move(product),
                 allocation(scratch).value(), allocation(scales),
                 library_plan(together, element, way, op, elements, columns, shard_bytes,
-                             scale_bytes, outs)));
+                             scale_bytes, outs, outputs)));
         },
         "device"_a, "order"_a, "control"_a, "product"_a, "scratch"_a, "scales"_a, "together"_a,
         "element"_a, "way"_a, "op"_a, "elements"_a, "columns"_a, "shard_bytes"_a, "scale_bytes"_a,
-        "outs"_a);
+        "outs"_a, "outputs"_a);
 }
 
 }  // namespace mkernel::hopper

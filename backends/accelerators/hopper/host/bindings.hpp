@@ -8,6 +8,7 @@ namespace mkernel::hopper {
 
 void bind_calls(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
+void bind_landing(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);

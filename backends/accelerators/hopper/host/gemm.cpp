@@ -356,6 +356,9 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.out = layers(tensors.out, 1, out_rows, kTileRows);
     args.out_pieces = layers(tensors.out, 1, out_rows, kPieceRows);
     args.everywhere = schedule.everywhere;
+    args.landings = schedule.landings;
+    args.landings.told = schedule.landings.told && schedule.everywhere && !args.symmetric &&
+                         args.workspace.far() == 0 && !schedule.alone;
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     args.limits = limits_of(world);
     args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "backends/accelerators/hopper/device/landing.cuh"
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
@@ -128,6 +129,7 @@ struct ReduceSchedule {
     int network_blocks = 0;
     bool hierarchical = false;
     std::uint64_t given = 0;
+    Landings landings{};  // of AllReduce where there are no `outs`, within a node
 };
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream);

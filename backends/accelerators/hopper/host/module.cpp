@@ -12,6 +12,7 @@ PYBIND11_MODULE(_hopper, module) {
     py::module_::import("mkernel.backends.cuda._cuda");  // it makes CudaError known to Python
     mkernel::hopper::bind_calls(module);
     mkernel::hopper::bind_transfer(module);
+    mkernel::hopper::bind_landing(module);
     mkernel::hopper::bind_gemm(module);
     mkernel::hopper::bind_collectives(
         module);  // after DeviceWorld and RowNorm, which bind_gemm binds

@@ -53,16 +53,18 @@ void PipelinedGather::start(const CallOnce& call) {
 }
 
 PipelinedReduce::PipelinedReduce(int device, DeviceWorld world, Product product,
-                                 ReduceSchedule schedule)
+                                 ReduceSchedule schedule, Outputs outputs)
     : device_(device),
       world_(std::move(world)),
       product_(product),
-      schedule_(std::move(schedule)) {}
+      schedule_(std::move(schedule)),
+      outputs_(std::move(outputs)) {}
 
 void PipelinedReduce::start(const CallOnce& call, const std::vector<std::uint64_t>& outs) {
     const cuda::DeviceScope scope(device_);
     take_over(call, world_, product_);
     schedule_.outs = outs;
+    schedule_.landings = outputs_.landings(call.tensors.out);
     gemm_reduce(world_, product_, schedule_, call.stream);
 }
 

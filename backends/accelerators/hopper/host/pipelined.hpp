@@ -9,6 +9,7 @@
 
 #include "backends/accelerators/hopper/host/call_order.hpp"
 #include "backends/accelerators/hopper/host/gemm.hpp"
+#include "backends/accelerators/hopper/host/landing.hpp"
 
 namespace mkernel::hopper {
 
@@ -43,9 +44,11 @@ class PipelinedGather {
 // GEMM+ReduceScatter or GEMM+AllReduce.
 class PipelinedReduce {
   public:
-    PipelinedReduce(int device, DeviceWorld world, Product product, ReduceSchedule schedule);
+    PipelinedReduce(int device, DeviceWorld world, Product product, ReduceSchedule schedule,
+                    Outputs outputs = {});
 
-    // `outs`: every rank's `out` by rank, where AllReduce's is symmetric; else none.
+    // `outs`: every rank's `out` by rank, where AllReduce's is symmetric; else none, and the ranks tell where
+    // theirs are.
     void start(const CallOnce& call, const std::vector<std::uint64_t>& outs);
 
   private:
@@ -53,6 +56,7 @@ class PipelinedReduce {
     DeviceWorld world_;
     Product product_;
     ReduceSchedule schedule_;
+    Outputs outputs_;
 };
 
 }  // namespace mkernel::hopper

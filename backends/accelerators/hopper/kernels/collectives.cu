@@ -27,6 +27,7 @@ struct Args {
     std::uint64_t beside_at;     // where it lies in a slot
     std::uint32_t beside_chunk;  // bytes of it in a chunk of the call
     Bias bias;
+    Landings landings;
     bool symmetric;
     bool brief;
 
@@ -45,8 +46,11 @@ struct Args {
     }
     template <std::uint32_t kNarrower>
     __device__ char* result_sent_to(std::uint64_t slots, int to) const {
-        return in_out(to) ? outs[to] + workspace.rank * part / kNarrower
-                          : result_slot_at(slots, to, workspace.rank);
+        char* const out = in_out(to)      ? outs[to]
+                          : landings.told ? landings.of(workspace, to)
+                                          : nullptr;
+        return out != nullptr ? out + workspace.rank * part / kNarrower
+                              : result_slot_at(slots, to, workspace.rank);
     }
     __device__ char* beside_out(int of) const {
         return static_cast<char*>(beside.out) + of * beside.bytes;
@@ -214,7 +218,7 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
         return true;
     };
     const auto take = [&](std::uint32_t index) {
-        if (args.symmetric) return true;
+        if (args.symmetric || args.landings.lands()) return true;
         if (!exchange.await(args.flags_of(args.cut.chunks + index), index)) return false;
         const bool aligned = set_transfers(transfers, world - 1, [&](int i) {
             const int from = args.peer(i + 1);
@@ -227,6 +231,7 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
         return true;
     };
     if constexpr (kGather) {
+        if (args.landings.told) exchange.tell(args.landings);
         for_each_chunk(args.cut.chunks, send, sum, take);
     } else {
         for_each_chunk(args.cut.chunks, send, sum);
@@ -443,6 +448,8 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     }
     Args args = make_args(call, src, out, total, part, part, 2, cut(part, world, 2));
     args.bias = bias;
+    args.landings = call.landings;
+    args.landings.told = call.landings.told && !out.symmetric && !args.brief;
     launch(reduce_of<true>(element, bias), args, call, stream);
 }
 

@@ -8,8 +8,9 @@
 //                   array may go beside the first (scales of rows)
 //   reduce_scatter  part p of src ──▶ slot [rank] of rank p ──▶ summed there into its out
 //   all_reduce      small: src ──▶ slot [rank] of every peer ──▶ every rank sums all of it
-//                   large: reduce_scatter, and every summed chunk ──▶ every peer's out, or a second
-//                   set of slots and then its out
+//                   large: reduce_scatter, and every summed chunk ──▶ every peer's out, where that is
+//                   symmetric or its rank says where it is (device/landing.cuh), or a second set of slots
+//                   and then its out
 //
 // Sums are float32, rounded once, in a fixed order: the owner's own elements, then those of ranks
 // owner + 1, owner + 2, ... modulo the world, then the bias. Every element has one owner, whichever way is taken,
@@ -29,6 +30,7 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/device/landing.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -48,6 +50,8 @@ struct Collective {
     // As mail_collectives.hpp says: small calls. A two-shot one into symmetric outs goes by flags all the
     // same.
     bool by_mail = false;
+    // Of a two-shot all_reduce into an out that is not symmetric, neither brief nor by mail.
+    Landings landings{};
 };
 
 // `at[rank]` is this rank's own. `symmetric`: at[p] is rank p's, mapped here; else only at[rank] is

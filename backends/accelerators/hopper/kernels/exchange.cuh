@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/device/landing.cuh"
 #include "backends/accelerators/hopper/ptx/vector.cuh"
 
 namespace mkernel::hopper::collectives {
@@ -48,6 +49,11 @@ class Exchange {
         return all([&](std::uint32_t peer) {
             return waiter_.until(workspace_.control().started[peer], epoch_, awaited(peer));
         });
+    }
+
+    // Tells every peer where this rank's output lies; before the first `raise`.
+    __device__ void tell(const Landings& landings) const {
+        if (is_peer(threadIdx.x)) landings.tell(workspace_, static_cast<int>(threadIdx.x));
     }
 
     // Tells every peer that this rank's stores of the chunk by this block are done.

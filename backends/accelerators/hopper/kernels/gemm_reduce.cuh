@@ -8,8 +8,9 @@
 //            are added from the inbox in that order, in float32, as their flags come ──▶ rounded
 //            once ──storer──▶ out
 // AllReduce besides:
-//   own tiles ──storer──▶ out of every peer where it is symmetric; the end of the call says that all
-//            has come. Else the gathered area of every peer, then the second flag there, and
+//   own tiles ──storer──▶ out of every peer where it is symmetric, or where that peer says it may be put
+//            (device/landing.cuh); the end of the call says that all has come. Else the gathered area of
+//            that peer, then the second flag there, and
 //   gathered area ──receiver──▶ out
 // Between nodes the parts of an owner's tiles go into the own area, and from there ──sender──▶ by the NIC
 // into the owner's; with AllReduce own tiles go into it too, ──sender──▶ into every such peer's. There the
@@ -45,6 +46,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include "backends/accelerators/hopper/device/landing.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
@@ -76,8 +78,9 @@ struct GemmReduceArgs {
     int m;              // rows of a
     int rows, n, k;
     bool by_outbox;
-    bool everywhere;  // AllReduce: `out` has all rows, on every rank
-    bool symmetric;   // and may be written by peers
+    bool everywhere;    // AllReduce: `out` has all rows, on every rank
+    bool symmetric;     // and may be written by peers, who all have its address
+    Landings landings;  // else; `told` within a node only
     Rails rails;
     bool alone;  // exchange nothing; for timing the products alone
     bool

@@ -6,6 +6,7 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
+#include "backends/accelerators/hopper/ptx/tensor_map.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
@@ -94,6 +95,37 @@ struct AreaTiles {
     __device__ int own_sum(int tile) const { return 3 * rails.peers() * tiles + tile; }
 };
 
+// Maps of the peers' outputs that this block's storer puts its tiles into, of peers that say where theirs are.
+class PeerOutputs {
+  public:
+    __device__ explicit PeerOutputs(const GemmReduceArgs& args, std::uint64_t epoch)
+        : args_(args),
+          // No call but brief ones uses that memory, and this is none.
+          maps_(reinterpret_cast<CUtensorMap*>(args.workspace.brief(args.workspace.rank, epoch)) +
+                blockIdx.x * kMaxRanks) {}
+
+    // Once the peers have started.
+    __device__ void find() {
+        const Workspace& workspace = args_.workspace;
+        for (int step = 1; step < workspace.world; ++step) {
+            const int peer = (workspace.rank + step) % workspace.world;
+            char* const out = args_.landings.of(workspace, peer);
+            if (out == nullptr) continue;
+            ptx::move_map(maps_ + peer, &args_.out_pieces, out);
+            known_ |= 1u << peer;
+        }
+    }
+    // Null: it goes through the workspace.
+    [[nodiscard]] __device__ const CUtensorMap* of(int peer) const {
+        return (known_ >> peer & 1u) != 0 ? maps_ + peer : nullptr;
+    }
+
+  private:
+    const GemmReduceArgs& args_;
+    CUtensorMap* maps_;
+    std::uint32_t known_ = 0;
+};
+
 // Puts tile `from` of the own area into tile `to` of a peer's, and says so by its flag.
 template <class C>
 __device__ __forceinline__ bool put_tile(const GemmReduceArgs& args,
@@ -169,14 +201,24 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             if (!has_tiles) break;
             Storer<C> storer(shared);
             const bool pushes = args.everywhere && sources > 0;
-            if (pushes && args.symmetric && blockIdx.x == 0) announce_start(args.workspace, epoch);
-            bool may_push = !args.symmetric;
+            const bool tells = pushes && args.landings.told;
+            PeerOutputs outputs(args, epoch);
+            if (pushes && (args.symmetric || tells) && blockIdx.x == 0) {
+                for (int step = 1; tells && step < world; ++step) {
+                    args.landings.tell(args.workspace, (rank + step) % world);
+                }
+                announce_start(args.workspace, epoch);
+            }
+            bool may_push = !(args.symmetric || tells);
             std::uint32_t stored = 0;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
                 const bool own = tile.owner == rank;
                 const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
                 if (own && pushes) {
-                    if (!may_push) may_push = wait_for_starts(args.workspace, waiter, epoch);
+                    if (!may_push) {
+                        may_push = wait_for_starts(args.workspace, waiter, epoch);
+                        if (may_push && tells) outputs.find();
+                    }
                     const int pace = tile.last ? 0 : args.pace;
                     storer.put(pace, [&](const void* piece, int x, int y) {
                         ptx::store_box(&args.out_pieces, piece, tile.column + x, out_row + y, 0);
@@ -187,16 +229,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                         for (int step = 1; may_push && step < world; ++step) {
                             const int peer = (rank + step) % world;
                             if (!args.workspace.near(peer)) continue;
-                            ptx::store_box(&args.everyone[peer], piece, tile.column + x,
-                                           (args.symmetric ? out_row : tile.row) + y,
-                                           args.symmetric ? 0 : flags.slot(rank, peer));
+                            const CUtensorMap* const out =
+                                args.symmetric ? &args.everyone[peer] : outputs.of(peer);
+                            if (out != nullptr) {
+                                ptx::store_box(out, piece, tile.column + x, out_row + y, 0);
+                            } else {
+                                ptx::store_box(&args.everyone[peer], piece, tile.column + x,
+                                               tile.row + y, flags.slot(rank, peer));
+                            }
                         }
                     });
                     if (args.symmetric) return;
                     ptx::fence_async_proxy();
                     for (int step = 1; step < world; ++step) {
                         const int peer = (rank + step) % world;
-                        if (args.workspace.near(peer)) {
+                        if (args.workspace.near(peer) && outputs.of(peer) == nullptr) {
                             flags.set(epoch, rank, peer, tile.number, true);
                         }
                     }
@@ -281,7 +328,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
         }
         case Role::receiver: {
-            if (!has_tiles || sources == 0 || !args.everywhere || args.symmetric) break;
+            if (!has_tiles || sources == 0 || !args.everywhere) break;
+            if (args.symmetric || args.landings.lands()) break;
             const int first =
                 args.by_outbox ? C::kPieceBuffers / 2 : 0;  // those before: the sender's
             TileForwarder<C> receiver(shared, first, C::kPieceBuffers - first, 0);

@@ -1,0 +1,44 @@
+"""AllReduce into outputs that peers may write, each rank's at a place of its own
+(``device/landing.cuh``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+from mkernel.settings import load_as
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+
+LEAST_BYTES = 4 << 20
+"""Of a result: a smaller one is copied in less time than its allocation takes the host."""
+
+
+def wanted(plan: LaunchPlan) -> int:
+    """Bytes of memory for outputs of an AllReduce; 0: its calls tell no places. The same for
+    all ranks."""
+    nbytes = _result_bytes(plan)
+    if plan.nodes > 1 or plan.world_size == 1 or nbytes < LEAST_BYTES:
+        return 0
+    return load_as(HopperSettings).outputs * nbytes
+
+
+def outputs_of(plan: LaunchPlan, context: DispatchContext) -> _hopper.Outputs:
+    """What calls of such a plan tell of theirs."""
+    made = native()
+    if context.outputs is None or not wanted(plan):
+        nothing: _hopper.Outputs = made.Outputs()
+        return nothing
+    outputs: _hopper.Outputs = made.Outputs(
+        context.outputs.memory, plan.world_size, _result_bytes(plan)
+    )
+    return outputs
+
+
+def _result_bytes(plan: LaunchPlan) -> int:
+    shape = plan.summed if plan.op == "all_reduce" else plan.gemm
+    return shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]

@@ -1,0 +1,72 @@
+"""Outputs that peers may write, as tensors of torch's own allocator (``output_memory.hpp``)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.cuda.memory import DeviceMemory
+
+if TYPE_CHECKING:
+    from mkernel.backends.cuda import _cuda
+
+_allocators: dict[int, Any] = {}
+"""By number; torch calls them as long as it has memory of theirs, which may be after all worlds."""
+_captured: list[Any] = []
+"""Pools that graphs of the user's have, which outlive their worlds."""
+
+
+class OutputPool:
+    """One world's, on one device. Tensors may outlive it."""
+
+    def __init__(self, device: int) -> None:
+        """Where as many worlds of the process have one as can, outputs are torch's own."""
+        from mkernel.backends.cuda import _cuda
+
+        self.memory: _cuda.OutputMemory = _cuda.OutputMemory(device)
+        self._device, self._number = device, self.memory.number()
+        self.pool: Any = None
+        if self._number >= 0:
+            self.pool = torch.cuda.MemPool(_allocator(self._number).allocator())
+        self._lock = threading.Lock()  # torch refuses two threads that use one pool
+
+    def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
+        """One more range: this rank's memory, and where each rank's is mapped here. Where there are as
+        many as there may be, which is so on all ranks, nothing is taken from it."""
+        from mkernel.backends.cuda import _cuda
+
+        assert isinstance(own, DeviceMemory)
+        if self.memory.ranges < _cuda.MOST_OUTPUT_RANGES:
+            self.memory.add_range(own.shared(), [everywhere[rank] for rank in sorted(everywhere)])
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A row-major tensor without contents on the current stream. While a graph is captured its own
+        pool has it, which may be this one (``torch.cuda.graph(graph, pool=pool.id)``)."""
+        if self.pool is None or torch.cuda.is_current_stream_capturing():
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        with self._lock, torch.cuda.use_mem_pool(self.pool, self._device):
+            return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def close(self) -> None:
+        """Let go of what no tensor has. Twice is harmless."""
+        pool, self.pool = self.pool, None
+        if pool is None:
+            return
+        if pool.use_count() > 1:
+            _captured.append(pool)  # torch ends the process where one goes that a graph has
+        del pool
+        self.memory.retire(self._number)
+
+
+def _allocator(number: int) -> Any:
+    """What torch takes memory with that number by."""
+    from mkernel.backends.cuda import _cuda
+
+    if number not in _allocators:
+        names = (f"mkernel_{what}_outputs_{number}" for what in ("allocate", "release"))
+        _allocators[number] = torch.cuda.memory.CUDAPluggableAllocator(_cuda.__file__, *names)
+    return _allocators[number]

@@ -1,0 +1,83 @@
+"""AllReduces without ``out``: ranks put their sums into each other's outputs, wherever these lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kept_ranks
+import output_ranks
+import pytest
+from device_buffers import takes_ranks
+from hopper_ranks import Shape
+from in_world import TOLD_S
+
+import mkernel
+
+SHAPES = [
+    Shape("gemm_all_reduce", 4096, 4096, 512),
+    Shape("gemm_all_reduce", 3000, 4104, 640, layout="column"),
+    Shape("gemm_all_reduce", 8192, 2048, 1024, dtype="float16"),
+]
+several = pytest.mark.parametrize("world", [pytest.param(n, marks=takes_ranks(n)) for n in (2, 4)])
+paths = pytest.mark.parametrize("path", ["fused", "library"])
+
+
+@pytest.fixture(autouse=True)
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", request.node.callspec.params.get("path", "fused"))
+
+
+def ranks(world: int, fn: Any, *arguments: Any) -> list[Any]:
+    return kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
+
+
+@several
+@paths
+def test_each_rank_keeps_its_results_as_long_as_it_likes(path: str, world: int) -> None:
+    found = ranks(world, output_ranks.kept, SHAPES, 40, 1)
+    assert [text for failures, _ in found for text in failures] == []
+    places = [at for _, at in found]
+    assert all(any(at is not None for at in each) for each in places)
+    assert len({tuple(each) for each in places}) == world  # else it would show nothing
+
+
+@several
+@paths
+def test_many_calls_in_the_queue_of_two_streams(path: str, world: int) -> None:
+    assert [text for each in ranks(world, output_ranks.queued, SHAPES, 30) for text in each] == []
+
+
+@several
+@paths
+@pytest.mark.parametrize("own", [True, False], ids=["pool", "ordinary"])
+def test_graphs(own: bool, path: str, world: int) -> None:
+    for failures, lands in ranks(world, output_ranks.replayed, SHAPES[0], 20, own):
+        assert failures == []
+        assert lands == own
+
+
+@takes_ranks(2)
+@paths
+def test_results_outlive_their_world(path: str) -> None:
+    found = mkernel.launch(
+        output_ranks.outlived, SHAPES[0], ranks_per_node=2, accelerator="hopper", timeout_s=TOLD_S
+    )
+    assert [text for each in found for text in each] == []
+
+
+@takes_ranks(2)
+@paths
+def test_what_lands_elsewhere_is_seen(path: str) -> None:
+    found = mkernel.launch(
+        output_ranks.shifted, SHAPES[0], ranks_per_node=2, accelerator="hopper", timeout_s=TOLD_S
+    )
+    assert all(found)
+
+
+@takes_ranks(2)
+def test_a_rank_without_such_memory_gets_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_OUTPUTS", "0")
+    found = mkernel.launch(
+        output_ranks.queued, SHAPES, 6, ranks_per_node=2, accelerator="hopper", timeout_s=TOLD_S
+    )
+    assert [text for each in found for text in each] == []
