@@ -54,7 +54,15 @@ if TYPE_CHECKING:
     from mkernel.ops.zigzag import zigzag_merge, zigzag_positions, zigzag_split
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
-    from mkernel.world.lifecycle import empty, finalize, init, is_initialized, stats, synchronize
+    from mkernel.world.lifecycle import (
+        empty,
+        finalize,
+        graph_pool,
+        init,
+        is_initialized,
+        stats,
+        synchronize,
+    )
     from mkernel.world.statistics import Statistics
     from mkernel.world.world import World
 
@@ -79,6 +87,7 @@ __all__ = [
     "fused_scaled_matmul_reduce_scatter",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "graph_pool",
     "include_dir",
     "init",
     "is_initialized",
@@ -114,6 +123,7 @@ HOMES = {
     "fused_scaled_matmul_reduce_scatter": "mkernel.ops.symm_mem",
     "gemm_all_reduce": "mkernel.ops.gemm_all_reduce",
     "gemm_reduce_scatter": "mkernel.ops.gemm_reduce_scatter",
+    "graph_pool": "mkernel.world.lifecycle",
     "include_dir": "mkernel.headers",
     "init": "mkernel.world.lifecycle",
     "is_initialized": "mkernel.world.lifecycle",

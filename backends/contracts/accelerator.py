@@ -190,20 +190,27 @@ class AcceleratorBackend(ABC):
         the defaults of :attr:`collectives`. ``timeout``: that the group will have."""
         return None
 
-    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
+    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
         """More memory from which it may allocate outputs (``Workspace.outputs``), until the world ends.
 
         Args:
             everywhere: by rank of this node, itself too: where that rank's lies, in this process's
                 address space.
+
+        Returns:
+            Whether it takes yet more; the same on all ranks.
         """
-        return
+        return False
 
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
         """(function, arguments) that make a plan's ``out``, row-major and without contents, on the
         rank's device and the current stream. None: torch's own."""
+        return None
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """:func:`mkernel.graph_pool`; None: it has no outputs of its own."""
         return None
 
     def open(self, device: Accelerator) -> None:

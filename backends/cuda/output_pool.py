@@ -32,20 +32,31 @@ class OutputPool:
         self.pool: Any = None
         if self._number >= 0:
             self.pool = torch.cuda.MemPool(_allocator(self._number).allocator())
+        self._of_graphs: list[Any] = []
         self._lock = threading.Lock()  # torch refuses two threads that use one pool
 
-    def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
-        """One more range: this rank's memory, and where each rank's is mapped here. Where there are as
-        many as there may be, which is so on all ranks, nothing is taken from it."""
+    def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
+        """One more range: this rank's memory, and where each rank's is mapped here. Whether there may
+        be yet more, which is so on all ranks or none."""
         from mkernel.backends.cuda import _cuda
 
         assert isinstance(own, DeviceMemory)
-        if self.memory.ranges < _cuda.MOST_OUTPUT_RANGES:
-            self.memory.add_range(own.shared(), [everywhere[rank] for rank in sorted(everywhere)])
+        self.memory.add_range(own.shared(), [everywhere[rank] for rank in sorted(everywhere)])
+        return self.memory.ranges < _cuda.MOST_OUTPUT_RANGES
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """The id of a pool for a graph's memory, of the same ranges. Not of :meth:`empty`'s pool: what
+        is free there may be memory that a replay writes."""
+        if self.pool is None:
+            return None
+        made = torch.cuda.MemPool(_allocator(self._number).allocator())
+        self._of_graphs.append(made)
+        found: tuple[int, int] = made.id
+        return found
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A row-major tensor without contents on the current stream. While a graph is captured its own
-        pool has it, which may be this one (``torch.cuda.graph(graph, pool=pool.id)``)."""
+        pool has it."""
         if self.pool is None or torch.cuda.is_current_stream_capturing():
             return torch.empty(shape, dtype=dtype, device=self._device)
         with self._lock, torch.cuda.use_mem_pool(self.pool, self._device):
@@ -53,12 +64,12 @@ class OutputPool:
 
     def close(self) -> None:
         """Let go of what no tensor has. Twice is harmless."""
-        pool, self.pool = self.pool, None
-        if pool is None:
+        if self.pool is None:
             return
-        if pool.use_count() > 1:
-            _captured.append(pool)  # torch ends the process where one goes that a graph has
-        del pool
+        self.pool = None
+        # Torch ends the process where a pool goes that a graph has.
+        _captured.extend(pool for pool in self._of_graphs if pool.use_count() > 1)
+        self._of_graphs.clear()
         self.memory.retire(self._number)
 
 

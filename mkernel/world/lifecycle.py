@@ -305,6 +305,27 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
     return current(group).empty(shape, dtype)
 
 
+def graph_pool(group: Group = None) -> tuple[int, int] | None:
+    """A new pool of a CUDA graph's memory, for ``torch.cuda.graph(graph, pool=mkernel.graph_pool())``:
+    outputs that ops of a world allocate while the graph is captured then lie where peers put their
+    results straight into them, as those of eager calls do. By torch's own pool they are copied there
+    at the end of each call. The result is the same. Not collective.
+
+    Graphs may share one as they may share ``torch.cuda.graph_pool_handle()``.
+
+    Args:
+        group: names the world; None: the default one.
+
+    Returns:
+        What ``torch.cuda.graph`` takes as ``pool``; None where the world's accelerator has no memory
+        for outputs of its own, which is torch's own choice too.
+
+    Raises:
+        NotInitialized: there is no such world.
+    """
+    return current(group).graph_pool()
+
+
 def current(group: Group = None) -> World:
     """The world of a group of this process's; None: the default one.
 

@@ -118,6 +118,7 @@ class SymmetricHeap:
         self._arena: Arena | None = None  # the newest
         self._staging: SymmetricBuffer | None = None  # likewise
         self._outputs: SymmetricBuffer | None = None  # the newest range of them
+        self._takes_outputs = True
         self._users: list[SymmetricBuffer] = []
         self._known: KnownCalls | None = None
         self._held = contextlib.ExitStack()
@@ -255,12 +256,14 @@ class SymmetricHeap:
         return self._arena
 
     def _add_outputs(self, nbytes: int) -> None:
-        if self._outputs is None or self._outputs.nbytes < nbytes:
-            larger = max(nbytes, 2 * self._outputs.nbytes if self._outputs else 0)
-            self._outputs = made = self._allocate(larger)
-            memories = {self._identity.rank: made.local, **made.peers}
-            everywhere = {rank: memory.address for rank, memory in memories.items()}
-            self._accelerator.add_outputs(made.local, everywhere)
+        enough = self._outputs is not None and self._outputs.nbytes >= nbytes
+        if enough or not self._takes_outputs:
+            return
+        larger = max(nbytes, 2 * self._outputs.nbytes if self._outputs else 0)
+        self._outputs = made = self._allocate(larger)
+        memories = {self._identity.rank: made.local, **made.peers}
+        everywhere = {rank: memory.address for rank, memory in memories.items()}
+        self._takes_outputs = self._accelerator.add_outputs(made.local, everywhere)
 
     def _staging_for(self, nbytes: int) -> SymmetricBuffer:
         if self._staging is None or self._staging.nbytes < nbytes:

@@ -275,6 +275,11 @@ class World:
         with self._turns:
             return self._membership.engine.heap.empty(shape, dtype)
 
+    def graph_pool(self) -> tuple[int, int] | None:
+        """:func:`mkernel.graph_pool` in this world."""
+        with self._turns:
+            return self._membership.engine.accelerator.graph_pool()
+
     def close(self, error: BaseException | None = None) -> None:
         """Take the world down. Collective where it is healthy; alone where it is broken. Harmless where
         it has ended.

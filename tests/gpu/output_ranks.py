@@ -79,26 +79,34 @@ def queued(shapes: Sequence[Shape], rounds: int) -> list[str]:
 
 
 def replayed(shape: Shape, replays: int, own: bool) -> tuple[list[str], bool]:
-    """Failures of a graph's call with new inputs before every replay, and other calls between; whether
-    peers write its output. ``own``: the graph takes its memory from the world's pool."""
+    """Failures of a graph's calls, the first of which leaves free memory behind, with new inputs before
+    every replay, and of other calls between; whether peers write its output. ``own``: the graph takes
+    its memory from a pool of the world's."""
     work = Work(shape)
     work.fill(0)
     for _ in range(2):
         work.public()
     mkernel.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool().pool.id if own else None):
+    with torch.cuda.graph(graph, pool=mkernel.graph_pool() if own else None):
+        work.public()
         result = work.public()
-    failures = []
+    failures: list[str] = []
+    between = at_first = result.clone()
     for turn in range(1, replays + 1):
         work.fill(turn)
         if turn % (work.problem.world + 1) == work.problem.rank:
             spin(LATE_S / 4)
         graph.replay()
         failures += work.failure(turn, result, "replayed")
+        if not torch.equal(between, at_first):
+            failures.append(f"turn {turn}: a replay wrote to the output of a call before it")
         before = result.clone()
-        work.fill(-turn % (1 << 31))
-        failures += work.failure(-turn % (1 << 31), work.public(), "between replays")
+        other = -turn % (1 << 31)
+        work.fill(other)
+        between = work.public()
+        failures += work.failure(other, between, "between replays")
+        at_first = between.clone()
         if not torch.equal(result, before):
             failures.append(f"turn {turn}: a call between replays wrote to the graph's output")
     mkernel.synchronize()
@@ -132,10 +140,10 @@ def shifted(shape: Shape) -> int:
     """Wrong results where peers take this rank's memory to begin elsewhere."""
     honest = OutputPool.add
 
-    def add(self: OutputPool, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
+    def add(self: OutputPool, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
         rank = mkernel.world().rank
         moved = {each: at + SHIFT * (each != rank) for each, at in everywhere.items()}
-        honest(self, own, moved)
+        return honest(self, own, moved)
 
     OutputPool.add = add  # type: ignore[method-assign]
     try:

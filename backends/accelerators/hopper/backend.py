@@ -234,15 +234,19 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """Zeroed host memory that kernels address, by the same addresses."""
         return self._open_session().allocate_staging(nbytes)
 
-    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
+    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
         """More memory for outputs of AllReduces that peers write."""
-        self._open_session().add_outputs(own, everywhere)
+        return self._open_session().add_outputs(own, everywhere)
 
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
         """Of such an output."""
         return self._open_session().allocation(plan, shape, dtype)
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """For such outputs of a graph."""
+        return self._open_session().outputs.graph_pool()
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """A workspace, shared by all plans of a world. Its flags are its own: signals are for other

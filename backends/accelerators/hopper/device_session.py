@@ -185,20 +185,24 @@ class DeviceSession:
         with self._current:
             return PinnedMemory.create(nbytes)
 
-    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> None:
-        """One more range of memory for outputs that peers may write."""
+    @property
+    def outputs(self) -> OutputPool:
+        """Which peers may write."""
         if self._context.outputs is None:
             self._context.outputs = OutputPool(self.index)
-        self._context.outputs.add(own, everywhere)
+        return self._context.outputs
+
+    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
+        """One more range of memory for outputs that peers may write; whether they take more."""
+        return self.outputs.add(own, everywhere)
 
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
         """From that memory, where the plan's calls write it."""
-        outputs = self._context.outputs
-        if outputs is None or plan.op not in ALL_REDUCES or not landing.wanted(plan):
+        if plan.op not in ALL_REDUCES or not landing.wanted(plan):
             return None
-        return outputs.empty, (shape, dtype)
+        return self.outputs.empty, (shape, dtype)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map a same-node peer's memory for the device. OSError where it is gone."""

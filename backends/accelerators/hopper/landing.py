@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 4 << 20
 """Of a result: a smaller one is copied in less time than its allocation takes the host."""
+_PIECE, _LARGE_PIECE, _LEAST_ALONE = 2 << 20, 20 << 20, 10 << 20
+"""Torch's allocator takes memory in multiples of the first, for tensors below the third the second."""
 
 
 def wanted(plan: LaunchPlan) -> int:
@@ -24,7 +26,8 @@ def wanted(plan: LaunchPlan) -> int:
     nbytes = _result_bytes(plan)
     if plan.nodes > 1 or plan.world_size == 1 or nbytes < LEAST_BYTES:
         return 0
-    return load_as(HopperSettings).outputs * nbytes
+    piece = _LARGE_PIECE if nbytes < _LEAST_ALONE else -(-nbytes // _PIECE) * _PIECE
+    return load_as(HopperSettings).outputs * piece
 
 
 def outputs_of(plan: LaunchPlan, context: DispatchContext) -> _hopper.Outputs:
