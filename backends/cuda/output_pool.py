@@ -20,6 +20,22 @@ _captured: list[Any] = []
 """Pools that graphs of the user's have, which outlive their worlds."""
 
 
+class _OfGraphs:
+    """A pool that was made for graphs. Torch ends the process where one goes that a graph has."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool, self._used = pool, False
+
+    def look(self) -> None:
+        """See whether a graph has it."""
+        self._used |= self.pool.use_count() > 1
+
+    def over(self) -> bool:
+        """Whether graphs had it and none has it any more: its memory may go."""
+        self.look()
+        return self._used and self.pool.use_count() == 1
+
+
 class OutputPool:
     """One world's, on one device. Tensors may outlive it."""
 
@@ -32,7 +48,7 @@ class OutputPool:
         self.pool: Any = None
         if self._number >= 0:
             self.pool = torch.cuda.MemPool(_allocator(self._number).allocator())
-        self._of_graphs: list[Any] = []
+        self._of_graphs: list[_OfGraphs] = []
         self._lock = threading.Lock()  # torch refuses two threads that use one pool
 
     def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
@@ -49,15 +65,20 @@ class OutputPool:
         is free there may be memory that a replay writes."""
         if self.pool is None:
             return None
+        self._of_graphs = [each for each in self._of_graphs if not each.over()]
         made = torch.cuda.MemPool(_allocator(self._number).allocator())
-        self._of_graphs.append(made)
+        self._of_graphs.append(_OfGraphs(made))
         found: tuple[int, int] = made.id
         return found
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A row-major tensor without contents on the current stream. While a graph is captured its own
         pool has it."""
-        if self.pool is None or torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            for each in self._of_graphs:
+                each.look()
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        if self.pool is None:
             return torch.empty(shape, dtype=dtype, device=self._device)
         with self._lock, torch.cuda.use_mem_pool(self.pool, self._device):
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -67,8 +88,7 @@ class OutputPool:
         if self.pool is None:
             return
         self.pool = None
-        # Torch ends the process where a pool goes that a graph has.
-        _captured.extend(pool for pool in self._of_graphs if pool.use_count() > 1)
+        _captured.extend(each.pool for each in self._of_graphs if each.pool.use_count() > 1)
         self._of_graphs.clear()
         self.memory.retire(self._number)
 

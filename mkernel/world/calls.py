@@ -205,8 +205,11 @@ class Calls:
     def output(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A plan's ``out``, row-major and without contents, on the device of ``like``."""
-        found = self._accelerator.allocation(plan, shape, dtype)
+        """A plan's ``out``, row-major and without contents, on the device of ``like``. That of a plan's
+        first call is torch's: a backend has no memory for it yet, and would keep what it takes in its
+        place."""
+        knows = self._heap.knows(plan)
+        found = self._accelerator.allocation(plan, shape, dtype) if knows else None
         if found is None:
             return torch.empty(shape, dtype=dtype, device=like.device)
         make, arguments = found

@@ -222,6 +222,10 @@ class SymmetricHeap:
 
     # ---- what plans share ----------------------------------------------------------------------
 
+    def knows(self, plan: LaunchPlan) -> bool:
+        """Whether a plan has what its calls use."""
+        return self._plans[plan.digest()] is not None
+
     def of_plan(self, plan: LaunchPlan) -> PlanMemory:
         """What a plan's calls use. Collective where it needs more memory than any plan before; all
         ranks agree on the plan first."""

@@ -179,7 +179,7 @@ def deterministic() -> Iterator[None]:
 @contextmanager
 def tuned() -> Iterator[None]:
     torch.cuda.tunable.tuning_enable(False)
-    torch.cuda.tunable.write_file_on_exit(False)
+    torch.cuda.tunable.set_filename(os.devnull)
     torch.cuda.tunable.enable(True)
     try:
         yield

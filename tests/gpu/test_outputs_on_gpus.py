@@ -24,7 +24,8 @@ paths = pytest.mark.parametrize("path", ["fused", "library"])
 
 @pytest.fixture(autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKERNEL_PATH", request.node.callspec.params.get("path", "fused"))
+    chosen = getattr(request.node, "callspec", None)
+    monkeypatch.setenv("MKERNEL_PATH", chosen.params.get("path", "fused") if chosen else "fused")
 
 
 def ranks(world: int, fn: Any, *arguments: Any) -> list[Any]:
