@@ -110,7 +110,7 @@ class Exchanged:
         slots = torch.empty_like(home)
         slots[self._order] = home
         each = slots.view(self._tokens, self._top_k, -1).float()
-        return (each * weights.float()[..., None]).sum(1).to(rows.dtype)
+        return each.mul_(weights.float()[..., None]).sum(1).to(rows.dtype)
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:

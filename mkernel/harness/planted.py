@@ -7,11 +7,13 @@ then are mkernel's own, are in ``mkernel.conformance.faults``.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import distributed
 
-from mkernel.harness import library_attention, library_attention_backward
+from mkernel.harness import library_attention, library_attention_backward, rank
 from mkernel.harness.contender import ATTENTION_BACKWARD, Contender
 from mkernel.harness.library_contenders import GlooMatmul, NcclCublas
 from mkernel.harness.library_peers import GatheredExperts, Ring
@@ -124,6 +126,24 @@ class Hangs(_Broken):
         while self._calls == 4 and self.problem.rank == 0:
             time.sleep(1)
         return self._honest.call(inputs, outputs)
+
+
+class FailsAlone(_Broken):
+    """Rank 0 fails in a check in which the others wait for it; a group is not destroyed while any
+    rank waits in it, as NCCL's is not."""
+
+    name = "fails_alone"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        return self._honest.call(inputs, outputs)
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        if self.problem.rank == 0:
+            waits = {**vars(distributed), "destroy_process_group": lambda: time.sleep(600)}
+            vars(rank)["distributed"] = SimpleNamespace(**waits)
+            raise RuntimeError("planted")
+        distributed.barrier()
+        return self._honest.judged(results, inputs)
 
 
 class RowsOfTheNextExpert(GatheredExperts):

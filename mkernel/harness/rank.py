@@ -100,6 +100,9 @@ def run(job: Job, port: int = 0) -> RankResult:
         result.emulated = any(crosses_emulated(each, world.map, world.rank) for each in made_here)
         result.carrier, result.routes = _carrier(made_here), _routes(made_here)
         return result
+    except BaseException:
+        made = False  # NCCL would wait here for ranks that wait for this one
+        raise
     finally:
         guard.close()
         if made:

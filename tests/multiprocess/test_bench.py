@@ -280,6 +280,14 @@ def test_what_hangs_is_named() -> None:
     )
 
 
+def test_what_fails_on_one_rank_is_said_though_the_others_wait_for_it() -> None:
+    done = bench("ag_gemm", *SMALL, "--accelerator", "ascend", "--only-peers",
+                 "--peers", "mkernel.harness.planted:FailsAlone")  # fmt: skip
+    assert done.returncode == 2
+    assert "RuntimeError: planted" in done.stderr
+    assert "ContenderHung" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
