@@ -10,7 +10,8 @@ the rest, added in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,16 @@ _MOST_RESULTS = 1 << 21
 """Products of fewer terms, or of more results, are taken never to be split: these are tiles enough for
 every multiprocessor."""
 _ALIGNED = 16
+
+
+class Matrix(NamedTuple):
+    """What a product depends on of one of its matrices, beside its address."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 _right: Recent[Hashable, bool] = Recent()
 """By kind: whether torch's own product has all terms."""
 
@@ -72,6 +83,34 @@ def may_lose_terms(k: int) -> bool:
     return k % STEP != 0 and k >= _LEAST_TERMS
 
 
+def proven(device: torch.device, a: Matrix, b: Matrix, out: Matrix) -> bool:
+    """Whether the library's product of such matrices, whose addresses are multiples of 16, has all of
+    its terms: it is of a kind that is not tried, or was tried, as torch's switches are now."""
+    (m, k), (_, n) = a.shape, b.shape
+    if not may_lose_terms(k) or not 0 < m * n <= _MOST_RESULTS:
+        return True
+    return _right[_kind(device, (a, b, out), (0, 0, 0), None)] is True
+
+
+def _kind(
+    device: torch.device,
+    matrices: Sequence[Matrix],
+    offsets: Sequence[int],
+    bias: tuple[tuple[int, ...], int] | None,
+) -> Hashable:
+    """What cuBLAS' choice depends on. ``offsets``: of the addresses, from multiples of 16; ``bias``: its
+    shape, and its address' offset."""
+    switches = torch.backends.cuda.matmul
+    return (
+        device,
+        switches.allow_bf16_reduced_precision_reduction,
+        switches.allow_fp16_reduced_precision_reduction,
+        bias,
+        *matrices,
+        *offsets,
+    )
+
+
 def _may_be_split(a: torch.Tensor, out: torch.Tensor) -> bool:
     return may_lose_terms(a.shape[1]) and 0 < out.numel() <= _MOST_RESULTS
 
@@ -82,13 +121,11 @@ def _has_all_terms(
     if not _may_be_split(a, out):
         return True
     each = (a, b, out)
-    switches = torch.backends.cuda.matmul
-    kind = (
+    kind = _kind(
         out.device,
-        switches.allow_bf16_reduced_precision_reduction,
-        switches.allow_fp16_reduced_precision_reduction,
+        [Matrix(x.dtype, x.shape, x.stride()) for x in each],
+        [x.data_ptr() % _ALIGNED for x in each],
         None if bias is None else (bias.shape, bias.data_ptr() % _ALIGNED),
-        *((x.dtype, x.shape, x.stride(), x.data_ptr() % _ALIGNED) for x in each),
     )
     known = _right[kind]
     if known is None:

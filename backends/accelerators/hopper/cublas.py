@@ -5,7 +5,7 @@ their host. Of 16-bit operands torch.mm is one function of cuBLAS, told the same
 (``host/cublas_handle.hpp``). That function of the same library, with a workspace as large, gives the
 same bits. Whatever else torch would do with a product is left to torch: where its switches are not the
 usual ones, or the environment sizes its workspace, a bias, vectors, matrices that it copies first, and
-kinds of which cuBLAS may leave terms out.
+kinds of which cuBLAS leaves terms out, or may and was not tried.
 
 Calls of a world are ordered on its device, so its products share a workspace, which lives as long as
 the world: graphs keep its address. Another world's may run at the same time and have one of their own.
@@ -22,7 +22,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
-from mkernel.backends.cuda.long_products import may_lose_terms
+from mkernel.backends.cuda.long_products import Matrix, may_lose_terms, proven
 from mkernel.plan.model import DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
@@ -60,13 +60,21 @@ def product_of(
     does."""
     shape, gathers = plan.gemm, plan.op == "all_gather_gemm"
     m, n, k = shape.m, shape.n, shape.k
-    if context.cublas is None or may_lose_terms(k) or "b" not in strides:
+    if context.cublas is None or "b" not in strides:
         return torchs
-    a = _layout((m, k), (k, 1) if gathers else strides["a"])
-    b = _layout((k, n), strides["b"])
+    of_a = (k, 1) if gathers else tuple(strides["a"])
+    of_b = tuple(strides["b"])
+    a, b = _layout((m, k), of_a), _layout((k, n), of_b)
     packed = not gathers or tuple(strides["out"]) == (n, 1)
     if a is None or b is None or not packed or min(m, n, k) < 2 or max(m, n, k) > _MOST:
         return torchs
+    if may_lose_terms(k):
+        usual = all(function() == answer for function, answer in switches(plan.dtype))
+        dtype, into = (getattr(torch, x) for x in (plan.dtype, plan.part(ProductSchedule).product))
+        matrices = Matrix(dtype, (m, k), of_a), Matrix(dtype, (k, n), of_b)
+        device = torch.device("cuda", context.device)
+        if not usual or not proven(device, *matrices, Matrix(into, (m, n), (n, 1))):
+            return torchs
     product: _hopper.LibraryProduct = native().cublas_product(
         torchs,
         context.cublas,

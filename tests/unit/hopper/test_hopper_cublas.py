@@ -22,7 +22,10 @@ from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.backends.cuda import long_products
+from mkernel.backends.cuda.long_products import Matrix
 from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.plan.recent import Recent
 
 TORCHS: Any = {"torchs": True}
 """Stands for torch's product."""
@@ -104,8 +107,42 @@ def test_torch_keeps_what_it_does_not_give_cublas_as_it_lies(op: str) -> None:
 @pytest.mark.usefixtures("native")
 @every_op
 def test_torch_keeps_kinds_that_may_lose_terms(op: str) -> None:
+    """Until one was tried and has them all, with the switches as they are usually."""
     for k, ours in ((504, True), (512, True), (520, False), (640, True)):
-        assert (told(planned(op, 4096, 1024, k, 2)) is not TORCHS) == ours
+        assert (told(planned(op, 512, 1024, k, 2)) is not TORCHS) == ours
+    assert told(planned(op, 4096, 1024, 520, 2)) is not TORCHS  # too many results to be split
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("m", [16, 512])  # products in float32, and in the operands' dtype
+@pytest.mark.parametrize("by_columns", [False, True])
+@every_op
+def test_kinds_that_were_tried(
+    op: str, by_columns: bool, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(op, m, 1024, 520, 2)
+    of_b = (1, 520) if by_columns else (1024, 1)
+    bfloat16, product = torch.bfloat16, plan.part(ProductSchedule).product
+    kind = long_products._kind(
+        torch.device("cuda", 0),
+        (
+            Matrix(bfloat16, (m, 520), (520, 1)),
+            Matrix(bfloat16, (520, 1024), of_b),
+            Matrix(getattr(torch, product), (m, 1024), (1024, 1)),
+        ),
+        (0, 0, 0),
+        None,
+    )
+    for right in (True, False):
+        monkeypatch.setattr(long_products, "_right", Recent())
+        long_products._right[kind] = right
+        assert (told(plan, b=of_b) is not TORCHS) == right
+        assert told(plan, b=(1, 520) if not by_columns else (1024, 1)) is TORCHS
+        assert told(plan, b=(1032, 1)) is TORCHS
+    long_products._right[kind] = True
+    with flipped("allow_bf16_reduced_precision_reduction")():
+        long_products._right[long_products._kind(kind[0], kind[4:7], (0, 0, 0), None)] = True
+        assert told(plan, b=of_b) is TORCHS
 
 
 @pytest.mark.usefixtures("native")

@@ -12,7 +12,15 @@ from test_hopper_library import planned
 
 from mkernel.backends.accelerators.hopper import library as library_path
 from mkernel.backends.cuda import long_products
-from mkernel.backends.cuda.long_products import STEP, addmm, may_lose_terms, mm, untried_mm
+from mkernel.backends.cuda.long_products import (
+    STEP,
+    Matrix,
+    addmm,
+    may_lose_terms,
+    mm,
+    proven,
+    untried_mm,
+)
 from mkernel.plan.recent import Recent
 
 K = 5 * STEP + 40
@@ -111,6 +119,24 @@ def test_one_that_is_right_multiplies_once(library: Callable[..., Library]) -> N
     mm(a, b, out=out)
     assert made.shapes == [(6, K)] * 3
     assert off(out, a, b) <= 2.0e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("split", [6, 7])
+def test_what_a_trial_proves(
+    library: Callable[..., Library], split: int, dtype: torch.dtype
+) -> None:
+    library(split=split)
+    a, b = operands()
+    out = torch.empty(6, 24, dtype=dtype)
+    each = [Matrix(x.dtype, tuple(x.shape), x.stride()) for x in (a, b, out)]
+    assert not proven(out.device, *each)
+    mm(a, b, dtype, out=out)
+    assert proven(out.device, *each) == (split == 7)
+    assert not proven(torch.device("cuda", 0), *each)
+    assert not proven(out.device, each[0], Matrix(b.dtype, b.shape, (1, K)), each[2])
+    short = [Matrix(a.dtype, shape, (1, 1)) for shape in ((6, 40), (40, 24))]
+    assert proven(out.device, *short, each[2]), "of a kind that is not tried"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
