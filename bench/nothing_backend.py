@@ -36,7 +36,7 @@ class Ended(Launch):
         return True
 
     def again(self) -> Again:
-        return Again(_capsule(ctypes.addressof(_STARTER), b"mkernel.call_starter.2", None), self)
+        return Again(_capsule(ctypes.addressof(_STARTER), b"mkernel.call_starter.3", None), self)
 
 
 _ENDED = Ended()

@@ -98,8 +98,8 @@ def _kind(
     offsets: Sequence[int],
     bias: tuple[tuple[int, ...], int] | None,
 ) -> Hashable:
-    """What cuBLAS' choice depends on. ``offsets``: of the addresses, from multiples of 16; ``bias``: its
-    shape, and its address' offset."""
+    """What cuBLAS' choice depends on. ``offsets``: of the addresses, from multiples of 16; ``bias``: of
+    one, the shape and this offset."""
     switches = torch.backends.cuda.matmul
     return (
         device,

@@ -7,8 +7,9 @@ same bits. Whatever else torch would do with a product is left to torch: where i
 usual ones, or the environment sizes its workspace, a bias, vectors, matrices that it copies first, and
 kinds of which cuBLAS leaves terms out, or may and was not tried.
 
-Calls of a world are ordered on its device, so its products share a workspace, which lives as long as
-the world: graphs keep its address. Another world's may run at the same time and have one of their own.
+Calls of a world are ordered on its device, so its products share a workspace, and room for partial
+results or gathered rows, which live as long as the world: graphs keep their addresses. Another world's
+may run at the same time and have their own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 32 << 20
 """torch's on Hopper (ATen/cuda/CublasHandlePool.cpp): of another size cuBLAS chooses other kernels."""
 
+ROOM_BYTES = 8 << 20
+"""For what a call has between product and exchange; larger things are in a tensor of their own, whose
+allocation the device's time then hides."""
+
 _MOST = (1 << 31) - 1
 """cuBLAS takes sizes and pitches as int."""
 
@@ -45,9 +50,10 @@ def open_cublas(context: DispatchContext, plan: LaunchPlan) -> None:
     wanted = plan.world_size > 1 and plan.scales is None and context.cublas is None
     if not wanted or version is None or _capturing():
         return
-    allocate = partial(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    nbytes = WORKSPACE_BYTES + ROOM_BYTES
+    allocate = partial(torch.empty, nbytes, dtype=torch.uint8, device=device)
     library = f"libcublas.so.{version.partition('.')[0]}"  # torch's
-    context.cublas = native().open_cublas(context.device, library, allocate)
+    context.cublas = native().open_cublas(context.device, library, allocate, WORKSPACE_BYTES)
 
 
 def product_of(

@@ -141,7 +141,7 @@ class Fabric:
         """The same of operands with scales."""
         return {"scaled": function}
 
-    def open_cublas(self, device: int, library: str, allocate: Any) -> Any:
+    def open_cublas(self, device: int, library: str, allocate: Any, workspace: int) -> Any:
         """There is none: all products are torch's."""
         return None
 

@@ -15,7 +15,12 @@ from test_hopper_library import OPS, every_op, planned
 from test_hopper_parts import in_parts
 
 from mkernel.backends.accelerators.hopper import cublas, device_world, library
-from mkernel.backends.accelerators.hopper.cublas import WORKSPACE_BYTES, product_of, switches
+from mkernel.backends.accelerators.hopper.cublas import (
+    ROOM_BYTES,
+    WORKSPACE_BYTES,
+    product_of,
+    switches,
+)
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
@@ -232,7 +237,8 @@ class OpenedFabric(Fabric):
         super().__init__(world)
         self.opened: list[tuple[int, str, Any]] = []
 
-    def open_cublas(self, device: int, library: str, allocate: Any) -> Any:
+    def open_cublas(self, device: int, library: str, allocate: Any, workspace: int) -> Any:
+        assert workspace == WORKSPACE_BYTES
         self.opened.append((device, library, allocate))
         return "opened"
 
@@ -269,7 +275,7 @@ def test_a_world_opens_it_once_before_its_first_call(opened: OpenedFabric) -> No
     ((device, name, allocate),) = opened.opened
     assert (device, name) == (0, "libcublas.so.13")
     assert allocate.func is torch.empty
-    assert allocate.args == (WORKSPACE_BYTES,)
+    assert allocate.args == (WORKSPACE_BYTES + ROOM_BYTES,)
     assert allocate.keywords == {"dtype": torch.uint8, "device": "cuda:0"}
 
 

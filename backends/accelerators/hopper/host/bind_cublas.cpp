@@ -20,27 +20,31 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// What a world's products share on its device. `tensor` is the workspace's memory.
+// What a world's products share on its device. `tensor` is the memory of the workspace, and behind it of what
+// calls have between product and exchange.
 struct WorldCublas {
     CublasHandle& handle;
     py::object tensor;
     CublasWorkspace workspace;
+    std::uint64_t room_bytes;
 };
 
-// Null where the process has no such library. `allocate` makes the workspace.
+// Null where the process has no such library. `allocate` makes the memory.
 std::shared_ptr<WorldCublas> open_cublas(int device, const std::string& library,
-                                         const py::object& allocate) {
+                                         const py::object& allocate, std::size_t workspace_bytes) {
     const std::optional<Cublas> functions = loaded_cublas(library);
     if (!functions) return nullptr;
     py::object tensor = allocate();
-    const CublasWorkspace workspace{reinterpret_cast<void*>(address_of(tensor)),
-                                    py::cast<std::size_t>(tensor.attr("nbytes"))};
+    const auto bytes = py::cast<std::size_t>(tensor.attr("nbytes"));
+    if (bytes < workspace_bytes) throw py::value_error("less memory than the workspace takes");
+    const CublasWorkspace workspace{reinterpret_cast<void*>(address_of(tensor)), workspace_bytes};
     CublasHandle* handle = nullptr;
     {
         const py::gil_scoped_release released;
         handle = &CublasHandle::of(device, *functions);
     }
-    return std::make_shared<WorldCublas>(WorldCublas{*handle, std::move(tensor), workspace});
+    return std::make_shared<WorldCublas>(
+        WorldCublas{*handle, std::move(tensor), workspace, bytes - workspace_bytes});
 }
 
 // As torch has its own sized, at each product (CublasHandlePool.cpp).
@@ -65,15 +69,24 @@ class CublasProduct final : public LibraryProduct {
     }
 
     // A single row is a vector, which torch tells cuBLAS in another way.
-    bool multiply_at(const MkernelCall& call, std::uint64_t rows, std::int64_t count,
+    [[nodiscard]] bool takes_addresses(std::int64_t rows) const override {
+        return rows >= 2 && !sized_by_environment() && !switched();
+    }
+
+    [[nodiscard]] std::uint64_t room(std::uint64_t bytes) const override {
+        const CublasWorkspace& workspace = world_->workspace;
+        return bytes > world_->room_bytes
+                   ? 0
+                   : reinterpret_cast<std::uint64_t>(workspace.at) + workspace.nbytes;
+    }
+
+    void multiply_at(const MkernelCall& call, std::uint64_t rows, std::int64_t count,
                      std::uint64_t out) const override {
-        if (count < 2 || sized_by_environment() || switched()) return false;
         const ProductPlaces places{reinterpret_cast<const void*>(rows),
                                    reinterpret_cast<const void*>(call.addresses[kB]),
                                    reinterpret_cast<void*>(out), static_cast<int>(count)};
         const py::gil_scoped_release released;
         world_->handle.multiply(product_, places, world_->workspace, cuda::stream_at(call.stream));
-        return true;
     }
 
   private:
@@ -111,7 +124,8 @@ py::tuple checked(const py::object& switches) {
 void bind_cublas(py::module_& module) {
     using Layout = std::pair<bool, int>;
     py::class_<WorldCublas, std::shared_ptr<WorldCublas>>(module, "Cublas");
-    module.def("open_cublas", &open_cublas, "device"_a, "library"_a, "allocate"_a);
+    module.def("open_cublas", &open_cublas, "device"_a, "library"_a, "allocate"_a,
+               "workspace_bytes"_a);
     module.def(
         "cublas_product",
         [](std::shared_ptr<LibraryProduct> torchs, std::shared_ptr<WorldCublas> world,

@@ -37,12 +37,13 @@ struct LibraryPlan {
     std::uint64_t elements;  // of the product's results, in rows of `columns`
     std::uint32_t columns;
     std::uint64_t shard_bytes, scale_bytes;  // of a rank's `a` and of its scales
+    std::uint64_t between_bytes;             // of all rows of `a`, or of the product's results
     collectives::Outs outs;
     Outputs outputs;
 };
 
-// `scratch()` is a tensor between the two, `scales()` one for gathered scales; torch's allocator keeps
-// both in the order of the stream.
+// `scratch()` is a tensor between the two, where the product has no room for it, `scales()` one for gathered
+// scales; torch's allocator keeps both in the order of the stream.
 class LibraryStarter final : public CallStarter {
   public:
     LibraryStarter(int device, py::object order, py::object control,
@@ -65,18 +66,24 @@ class LibraryStarter final : public CallStarter {
         plan_.together.limits.call = call_number(call);
         plan_.together.limits.timeout_ns = static_cast<std::uint64_t>(call.timeout_s * 1e9);
         plan_.together.landings = plan_.outputs.landings(call.addresses[kOut]);
-        const py::object between = scratch_();
-        const std::uint64_t at = address_of(between);
+        const bool by_address =
+            (bias.is_none() || !plan_.gathers) && product_->takes_addresses(rows());
+        const std::uint64_t room = by_address ? product_->room(plan_.between_bytes) : 0;
+        const py::object between = room == 0 ? scratch_() : py::object(py::none());
+        const std::uint64_t at = room == 0 ? address_of(between) : room;
         if (plan_.gathers) {
             const py::object scales = scales_ ? (*scales_)() : py::object(py::none());
             gather(call, pointer_to(at), scales_ ? pointer_to(address_of(scales)) : nullptr);
-            if (bias.is_none() && product_->multiply_at(call, at, rows(), call.addresses[kOut])) {
-                return;
+            if (by_address) {
+                product_->multiply_at(call, at, rows(), call.addresses[kOut]);
+            } else {
+                product_->multiply(call, between, scales, bias, out);
             }
-            product_->multiply(call, between, scales, bias, out);
             return;
         }
-        if (!product_->multiply_at(call, call.addresses[kA], rows(), at)) {
+        if (by_address) {
+            product_->multiply_at(call, call.addresses[kA], rows(), at);
+        } else {
             product_->multiply(call, a, own, py::none(), between);
         }
         sum(call, pointer_to(at));
@@ -128,15 +135,18 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
     if (!outs.empty() && outs.size() != static_cast<std::size_t>(together.workspace.world)) {
         throw py::value_error("outs: none, or one address a rank");
     }
+    const bool gathers = op == "all_gather_gemm";
+    const auto ranks = static_cast<std::uint64_t>(together.workspace.world);
     LibraryPlan plan{together,
                      element,
                      way,
-                     op == "all_gather_gemm",
+                     gathers,
                      op == "gemm_reduce_scatter",
                      elements,
                      columns,
                      shard_bytes,
                      scale_bytes,
+                     gathers ? ranks * shard_bytes : elements * collectives::source_bytes(element),
                      {},
                      outputs};
     plan.outs.symmetric = !outs.empty();

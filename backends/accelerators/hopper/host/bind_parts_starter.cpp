@@ -133,8 +133,9 @@ class RunningParts {
     }
     void take(const Multiply& step) {
         const py::handle bias = program_.partial ? py::none() : tensor_of(call_, kBias);
-        if (bias.is_none() && program_.product->multiply_at(call_, address(step.from), step.count,
-                                                            address(step.into))) {
+        if (bias.is_none() && program_.product->takes_addresses(step.count)) {
+            program_.product->multiply_at(call_, address(step.from), step.count,
+                                          address(step.into));
             return;
         }
         const py::object none = py::none();

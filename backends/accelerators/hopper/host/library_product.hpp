@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 
 #include "backends/accelerators/hopper/host/call_starter.hpp"
 
@@ -41,12 +42,18 @@ class LibraryProduct {
     virtual void multiply(const MkernelCall& call, pybind11::handle rows, pybind11::handle scales,
                           pybind11::handle bias, pybind11::handle out) const = 0;
 
-    // The same by the addresses of `count` rows and of their results, without scales or a bias. False:
-    // nothing was done, because it takes tensors.
-    virtual bool multiply_at(const MkernelCall& /*call*/, std::uint64_t /*rows*/,
+    // Whether a product of so many rows, without scales or a bias, takes addresses now; else tensors.
+    [[nodiscard]] virtual bool takes_addresses(std::int64_t /*rows*/) const { return false; }
+
+    // The same by the addresses of rows and of their results, where it takes them.
+    virtual void multiply_at(const MkernelCall& /*call*/, std::uint64_t /*rows*/,
                              std::int64_t /*count*/, std::uint64_t /*out*/) const {
-        return false;
+        throw std::logic_error("this product takes tensors");
     }
+
+    // Memory for what a call has between its product and its exchange, which its world's next call uses again;
+    // 0: there is not so much.
+    [[nodiscard]] virtual std::uint64_t room(std::uint64_t /*bytes*/) const { return 0; }
 };
 
 }  // namespace mkernel::hopper

@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 
@@ -14,14 +16,6 @@
 namespace mkernel::hopper::collectives {
 
 inline constexpr std::uint64_t kResultBytes = 2;  // of an element
-
-inline bool from_float32(Element element) {
-    return element == Element::float32_to_bfloat16 || element == Element::float32_to_float16;
-}
-
-inline std::uint64_t source_bytes(Element element) {
-    return from_float32(element) ? 4 : 2;
-}
 
 // `pick(source, result)`: the kernel for elements of these arguments' types.
 template <class Kernel, class Pick>
@@ -42,11 +36,18 @@ Kernel of_element(Element element, Pick&& pick) {
 // Blocks that the call may have, of which every one finds a place.
 inline std::uint32_t most_blocks(const Collective& call) {
     if (call.blocks != 0) return call.blocks;
+    static std::array<std::atomic<int>, 64>
+        known{};  // of each device; asked once: the runtime takes 0.5 us
     int device = 0;
     int processors = 0;
     cuda::check(cudaGetDevice(&device), "cudaGetDevice");
-    cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                "cudaDeviceGetAttribute");
+    const auto index = static_cast<std::size_t>(device);
+    if (index < known.size()) processors = known[index].load(std::memory_order_relaxed);
+    if (processors == 0) {
+        cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                    "cudaDeviceGetAttribute");
+        if (index < known.size()) known[index].store(processors, std::memory_order_relaxed);
+    }
     return 2 * static_cast<std::uint32_t>(processors);
 }
 

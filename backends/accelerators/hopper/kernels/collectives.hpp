@@ -39,6 +39,14 @@ namespace mkernel::hopper::collectives {
 // What is added up. Results are 16-bit; what must not be rounded twice comes in float32.
 enum class Element : std::uint32_t { bfloat16, float16, float32_to_bfloat16, float32_to_float16 };
 
+inline bool from_float32(Element element) {
+    return element == Element::float32_to_bfloat16 || element == Element::float32_to_float16;
+}
+
+inline std::uint64_t source_bytes(Element element) {
+    return from_float32(element) ? 4 : 2;
+}
+
 // One call on one rank. Calls of a workspace run one after another on each rank, the same calls with
 // the same sizes, `staging` and ways on all ranks.
 struct Collective {
