@@ -54,6 +54,10 @@ class Contender(ABC):
         the call."""
         return self.problem.empty(self.kind)
 
+    def graph_pool(self) -> tuple[int, int] | None:
+        """What its graphs take memory from; None: torch's choice."""
+        return None
+
     def before(self, inputs: Inputs) -> None:  # noqa: B027 - most have nothing to do
         """What a turn needs of its inputs and is not timed; may add to them. Collective."""
 

@@ -11,12 +11,26 @@ from importlib import import_module
 from mkernel.errors import ArgumentError
 from mkernel.harness.contender import Contender
 from mkernel.harness.library_contenders import Collective, Gemm
-from mkernel.harness.own_contenders import Mkernel, MkernelFused, MkernelLibrary, MkernelSymmetric
+from mkernel.harness.own_contenders import (
+    Mkernel,
+    MkernelAllocating,
+    MkernelFused,
+    MkernelLibrary,
+    MkernelSymmetric,
+)
 
 _KNOWN = {
     **{
         kind.name: f"{kind.__module__}:{kind.__name__}"
-        for kind in (Mkernel, MkernelSymmetric, MkernelFused, MkernelLibrary, Gemm, Collective)
+        for kind in (
+            Mkernel,
+            MkernelSymmetric,
+            MkernelAllocating,
+            MkernelFused,
+            MkernelLibrary,
+            Gemm,
+            Collective,
+        )
     },
     "copy": "mkernel.harness.symm_mem:Copy",
     "mkernel-parts": "mkernel.harness.own_contenders:MkernelParts",
@@ -37,8 +51,8 @@ NAMES = tuple(_KNOWN)
 ALWAYS = ("gemm", "comm", "copy")
 """What gives T_c and T_m."""
 OURS = (
-    "mkernel", "mkernel-symmetric", "mkernel-fused", "mkernel-library", "mkernel-parts",
-    "mkernel-halves", "mkernel-sequential",
+    "mkernel", "mkernel-symmetric", "mkernel-allocating", "mkernel-fused", "mkernel-library",
+    "mkernel-parts", "mkernel-halves", "mkernel-sequential",
 )  # fmt: skip
 PEERS = (*(name for name in NAMES if name not in (*OURS, *ALWAYS)), "mkernel-sequential")
 """Who takes part unless others are named."""

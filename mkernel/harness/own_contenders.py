@@ -182,6 +182,28 @@ class MkernelSymmetric(Mkernel):
         return {"out": self._out}
 
 
+class MkernelAllocating(Mkernel):
+    """The same with outputs that the op allocates in every call, where peers write straight into them
+    if the accelerator has such memory. It is not poisoned; what an earlier turn left there is wrong."""
+
+    name = "mkernel-allocating"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return None if problem.op in GEMMS else "the op allocates its outputs anyway"
+
+    def outputs(self) -> Tensors:
+        return {}
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        scales = {name: inputs[name] for name in _SCALES if name in inputs}
+        assert self._gemm is not None
+        return {"out": self._gemm(inputs["a"], inputs["b"], use_fast_accum=self.fast, **scales)}
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        return mkernel.graph_pool()
+
+
 class WithOptions(Mkernel):
     """A GEMM op with options of its own call."""
 

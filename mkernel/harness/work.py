@@ -154,7 +154,8 @@ class Replay(Loop):
         cuda.synchronize()
         self._graph = cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may ask the device meanwhile.
-        with cuda.graph(self._graph, capture_error_mode="thread_local"):
+        pool = self._contender.graph_pool()
+        with cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._results = super().run()
 
 
