@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
@@ -52,6 +54,8 @@ class OutputPool:
         self._number = self.memory.number() if _torch_has_pools() else -1
         self.pool: Any = self._new_pool() if self._number >= 0 else None
         self._of_graphs: list[_OfGraphs] = []
+        self._room = 0  # bytes of all ranges
+        self._alive: list[tuple[StorageWeakRef, int]] = []  # outputs of the pool, and their bytes
         with _telling:
             _let_go()
 
@@ -62,6 +66,7 @@ class OutputPool:
 
         assert isinstance(own, DeviceMemory)
         self.memory.add_range(own.shared(), [everywhere[rank] for rank in sorted(everywhere)])
+        self._room += own.nbytes
         return self.memory.ranges < _cuda.MOST_OUTPUT_RANGES
 
     def graph_pool(self) -> tuple[int, int] | None:
@@ -79,15 +84,19 @@ class OutputPool:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A row-major tensor without contents on the current stream. While a graph is captured its own
-        pool has it."""
+        pool has it, and torch's own where as many live as the ranges have room for: what a pool takes
+        besides is of no use to anything else before the world ends."""
         if torch.cuda.is_current_stream_capturing():
             for each in self._of_graphs:
                 each.look()
             return torch.empty(shape, dtype=dtype, device=self._device)
+        nbytes = math.prod(shape) * dtype.itemsize
         with _telling:
-            if self.pool is not None:  # else its world has ended, or it never had one
+            if self.pool is not None and self._has_room(nbytes):
                 with torch.cuda.use_mem_pool(self.pool, self._device):
-                    return torch.empty(shape, dtype=dtype, device=self._device)
+                    made = torch.empty(shape, dtype=dtype, device=self._device)
+                self._alive.append((StorageWeakRef(made.untyped_storage()), nbytes))
+                return made
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def close(self) -> None:
@@ -100,6 +109,10 @@ class OutputPool:
             self._of_graphs.clear()
             _let_go()
         self.memory.retire(self._number)
+
+    def _has_room(self, nbytes: int) -> bool:
+        self._alive = [each for each in self._alive if not each[0].expired()]
+        return sum(each for _, each in self._alive) + nbytes <= self._room
 
     def _new_pool(self) -> Any:
         with torch.cuda.device(self._device):  # a pool is the current device's

@@ -147,12 +147,23 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     assert made.wrong == []
 
 
+NBYTES = 12
+"""Of an output."""
+
+
 def allocated(pool: OutputPool) -> torch.Tensor:
     return pool.empty((2, 3), torch.float16)
 
 
-def test_outputs_come_from_the_worlds_pool(fake: FakeTorch) -> None:
+def opened(outputs: int = 10) -> OutputPool:
+    """Of a world that has ranges with room for so many."""
     pool = OutputPool(DEVICE)
+    added(pool, {0: 64, 1: 128}, outputs * NBYTES)
+    return pool
+
+
+def test_outputs_come_from_the_worlds_pool(fake: FakeTorch) -> None:
+    pool = opened()
     made = allocated(pool)
     assert (tuple(made.shape), made.dtype) == ((2, 3), torch.float16)
     assert fake.taken == [0]
@@ -160,8 +171,28 @@ def test_outputs_come_from_the_worlds_pool(fake: FakeTorch) -> None:
     assert fake.made_on == {0: DEVICE}, "a pool is the current device's"
 
 
-def test_while_a_graph_is_captured_its_own_pool_has_them(fake: FakeTorch) -> None:
+def test_a_pool_has_no_more_outputs_than_ranges_have_room_for(fake: FakeTorch) -> None:
+    """What it had besides would be lost to all else as long as the world lives."""
     pool = OutputPool(DEVICE)
+    allocated(pool)
+    assert fake.taken == [None]
+    added(pool, {0: 64, 1: 128}, 2 * NBYTES)
+    kept = [allocated(pool) for _ in range(3)]
+    assert fake.taken[1:] == [0, 0, None]
+    part = kept.pop(0)[1:]
+    allocated(pool)
+    del part
+    kept.append(allocated(pool))
+    allocated(pool)
+    assert fake.taken[4:] == [None, 0, None], "an output lives as long as a part of it"
+    added(pool, {0: 64, 1: 128}, NBYTES)
+    kept.append(allocated(pool))
+    allocated(pool)
+    assert fake.taken[-2:] == [0, None]
+
+
+def test_while_a_graph_is_captured_its_own_pool_has_them(fake: FakeTorch) -> None:
+    pool = opened()
     fake.capturing = True
     allocated(pool)
     assert fake.taken == [None]
@@ -192,8 +223,9 @@ def test_where_there_can_be_no_pool_outputs_are_torchs(
     assert FakeOutputs.left == ([] if lacking == "numbers" else [4, 6])
 
 
-def added(pool: OutputPool, everywhere: Mapping[int, int]) -> bool:
+def added(pool: OutputPool, everywhere: Mapping[int, int], nbytes: int = NBYTES) -> bool:
     own = DeviceMemory.__new__(DeviceMemory)
+    own.nbytes = nbytes
     own.shared = lambda: "shared"  # type: ignore[method-assign, assignment, return-value]
     own.close = lambda: None  # type: ignore[method-assign]
     return pool.add(own, everywhere)
@@ -208,7 +240,7 @@ def test_ranges_are_told_by_rank_as_long_as_there_is_room(fake: FakeTorch) -> No
 
 
 def test_a_graph_has_a_pool_of_its_own_of_the_same_memory(fake: FakeTorch) -> None:
-    pool = OutputPool(DEVICE)
+    pool = opened()
     assert pool.graph_pool() == (0, 1)
     assert pool.graph_pool() == (0, 2)
     assert set(fake.made_by.values()) == {"mkernel_allocate_outputs_4"}
@@ -228,7 +260,7 @@ def captured(fake: FakeTorch, pool: OutputPool) -> int:
 
 
 def test_pools_of_graphs_are_kept_until_no_graph_has_them_any_more(fake: FakeTorch) -> None:
-    pool = OutputPool(DEVICE)
+    pool = opened()
     pool.graph_pool()  # for a graph that is captured later
     first, second = captured(fake, pool), captured(fake, pool)
     pool.graph_pool()
@@ -244,7 +276,7 @@ def test_pools_of_graphs_are_kept_until_no_graph_has_them_any_more(fake: FakeTor
 
 def test_a_pool_that_a_graph_had_only_for_a_while_is_over(fake: FakeTorch) -> None:
     """Seen in the graph's calls: by the next pool the graph is gone."""
-    pool = OutputPool(DEVICE)
+    pool = opened()
     number = captured(fake, pool)
     fake.kept[number] = 1
     pool.graph_pool()
@@ -252,7 +284,7 @@ def test_a_pool_that_a_graph_had_only_for_a_while_is_over(fake: FakeTorch) -> No
 
 
 def test_no_pool_goes_while_a_graph_is_captured(fake: FakeTorch) -> None:
-    pool = OutputPool(DEVICE)
+    pool = opened()
     number = captured(fake, pool)
     fake.kept[number] = 1
     fake.capturing = True
@@ -264,7 +296,7 @@ def test_no_pool_goes_while_a_graph_is_captured(fake: FakeTorch) -> None:
 
 
 def test_what_graphs_have_outlives_the_world(fake: FakeTorch) -> None:
-    pool = OutputPool(DEVICE)
+    pool = opened()
     pool.graph_pool()
     had, has = captured(fake, pool), captured(fake, pool)
     fake.kept[had] = 1
@@ -296,7 +328,7 @@ def test_a_later_world_lets_go_of_what_no_graph_has_any_more(fake: FakeTorch, en
 
 def test_threads_of_several_worlds_take_turns(fake: FakeTorch) -> None:
     """Else torch ends the process: a pool goes while another thread allocates."""
-    first, second = OutputPool(DEVICE), OutputPool(DEVICE)
+    first, second = opened(), opened()
     inside, goes_on = threading.Event(), threading.Event()
     plain = fake.empty
 
