@@ -95,7 +95,8 @@ class OutputPool:
             if self.pool is not None and self._has_room(nbytes):
                 with torch.cuda.use_mem_pool(self.pool, self._device):
                     made = torch.empty(shape, dtype=dtype, device=self._device)
-                self._alive.append((StorageWeakRef(made.untyped_storage()), nbytes))
+                storage = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
+                self._alive.append((storage, nbytes))
                 return made
         return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -111,7 +112,8 @@ class OutputPool:
         self.memory.retire(self._number)
 
     def _has_room(self, nbytes: int) -> bool:
-        self._alive = [each for each in self._alive if not each[0].expired()]
+        alive = self._alive
+        self._alive = [one for one in alive if not one[0].expired()]  # type: ignore[no-untyped-call]
         return sum(each for _, each in self._alive) + nbytes <= self._room
 
     def _new_pool(self) -> Any:
