@@ -205,8 +205,9 @@ class AcceleratorBackend(ABC):
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """(function, arguments) that make a plan's ``out``, row-major and without contents, on the
-        rank's device and the current stream. None: torch's own."""
+        """(function, arguments) that make ``out`` of a plan that has memory for it
+        (``Workspace.outputs``), row-major and without contents, on the rank's device and the current
+        stream. None: torch's own."""
         return None
 
     def graph_pool(self) -> tuple[int, int] | None:

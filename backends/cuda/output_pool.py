@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.cuda.memory import DeviceMemory
@@ -18,6 +20,9 @@ _allocators: dict[int, Any] = {}
 """By number; torch calls them as long as it has memory of theirs, which may be after all worlds."""
 _captured: list[Any] = []
 """Pools that graphs of the user's have, which outlive their worlds."""
+_telling = threading.Lock()
+"""Held while torch's allocator is told of pools: it refuses two threads that use one, and ends the
+process where one goes while another thread uses any."""
 
 
 class _OfGraphs:
@@ -40,16 +45,19 @@ class OutputPool:
     """One world's, on one device. Tensors may outlive it."""
 
     def __init__(self, device: int) -> None:
-        """Where as many worlds of the process have one as can, outputs are torch's own."""
+        """Where as many worlds of the process have one as can, or torch has no such pools, outputs are
+        torch's own."""
         from mkernel.backends.cuda import _cuda
 
         self.memory: _cuda.OutputMemory = _cuda.OutputMemory(device)
-        self._device, self._number = device, self.memory.number()
-        self.pool: Any = None
-        if self._number >= 0:
-            self.pool = torch.cuda.MemPool(_allocator(self._number).allocator())
+        self._device = device
+        self._number = self.memory.number() if _torch_has_pools() else -1
+        self.pool: Any = self._new_pool() if self._number >= 0 else None
         self._of_graphs: list[_OfGraphs] = []
-        self._lock = threading.Lock()  # torch refuses two threads that use one pool
+        self._room = 0  # bytes of all ranges
+        self._alive: list[tuple[StorageWeakRef, int]] = []  # outputs of the pool, and their bytes
+        with _telling:
+            _let_go()
 
     def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
         """One more range: this rank's memory, and where each rank's is mapped here. Whether there may
@@ -58,6 +66,7 @@ class OutputPool:
 
         assert isinstance(own, DeviceMemory)
         self.memory.add_range(own.shared(), [everywhere[rank] for rank in sorted(everywhere)])
+        self._room += own.nbytes
         return self.memory.ranges < _cuda.MOST_OUTPUT_RANGES
 
     def graph_pool(self) -> tuple[int, int] | None:
@@ -65,32 +74,63 @@ class OutputPool:
         is free there may be memory that a replay writes."""
         if self.pool is None:
             return None
-        self._of_graphs = [each for each in self._of_graphs if not each.over()]
-        made = torch.cuda.MemPool(_allocator(self._number).allocator())
-        self._of_graphs.append(_OfGraphs(made))
+        with _telling:
+            if not torch.cuda.is_current_stream_capturing():  # as for another thread's use
+                self._of_graphs = [each for each in self._of_graphs if not each.over()]
+            made = self._new_pool()
+            self._of_graphs.append(_OfGraphs(made))
         found: tuple[int, int] = made.id
         return found
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A row-major tensor without contents on the current stream. While a graph is captured its own
-        pool has it."""
+        pool has it, and torch's own where as many live as the ranges have room for: what a pool takes
+        besides is of no use to anything else before the world ends."""
         if torch.cuda.is_current_stream_capturing():
             for each in self._of_graphs:
                 each.look()
             return torch.empty(shape, dtype=dtype, device=self._device)
-        if self.pool is None:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        with self._lock, torch.cuda.use_mem_pool(self.pool, self._device):
-            return torch.empty(shape, dtype=dtype, device=self._device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        with _telling:
+            if self.pool is not None and self._has_room(nbytes):
+                with torch.cuda.use_mem_pool(self.pool, self._device):
+                    made = torch.empty(shape, dtype=dtype, device=self._device)
+                storage = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
+                self._alive.append((storage, nbytes))
+                return made
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def close(self) -> None:
-        """Let go of what no tensor has. Twice is harmless."""
-        if self.pool is None:
-            return
-        self.pool = None
-        _captured.extend(each.pool for each in self._of_graphs if each.pool.use_count() > 1)
-        self._of_graphs.clear()
+        """Let go of what neither tensors nor graphs have. Twice is harmless."""
+        with _telling:
+            if self.pool is None:
+                return
+            self.pool = None
+            _captured.extend(each.pool for each in self._of_graphs)
+            self._of_graphs.clear()
+            _let_go()
         self.memory.retire(self._number)
+
+    def _has_room(self, nbytes: int) -> bool:
+        alive = self._alive
+        self._alive = [one for one in alive if not one[0].expired()]  # type: ignore[no-untyped-call]
+        return sum(each for _, each in self._alive) + nbytes <= self._room
+
+    def _new_pool(self) -> Any:
+        with torch.cuda.device(self._device):  # a pool is the current device's
+            return torch.cuda.MemPool(_allocator(self._number).allocator())
+
+
+def _let_go() -> None:
+    """Of pools that no graph has any more."""
+    _captured[:] = [pool for pool in _captured if pool.use_count() > 1]
+
+
+def _torch_has_pools() -> bool:
+    """Whether torch frees a pool's memory by the pool's own allocator: from 2.8 on, unless the user has
+    chosen another allocator for all memory."""
+    routes = hasattr(torch.cuda.memory, "_cuda_beginAllocateCurrentThreadToPool")
+    return routes and torch.cuda.get_allocator_backend() == "native"
 
 
 def _allocator(number: int) -> Any:

@@ -199,8 +199,14 @@ class Calls:
     ) -> tuple[Any, tuple[Any, ...]]:
         """What makes outputs of such calls."""
         out = tensors["out"]
-        found = self._accelerator.allocation(plan, tuple(out.shape), out.dtype)
-        return found or allocation(out)
+        return self._backends_allocation(plan, tuple(out.shape), out.dtype) or allocation(out)
+
+    def _backends_allocation(
+        self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        if not self._heap.has_outputs(plan):
+            return None
+        return self._accelerator.allocation(plan, shape, dtype)
 
     def output(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
@@ -208,8 +214,7 @@ class Calls:
         """A plan's ``out``, row-major and without contents, on the device of ``like``. That of a plan's
         first call is torch's: a backend has no memory for it yet, and would keep what it takes in its
         place."""
-        knows = self._heap.knows(plan)
-        found = self._accelerator.allocation(plan, shape, dtype) if knows else None
+        found = self._backends_allocation(plan, shape, dtype)
         if found is None:
             return torch.empty(shape, dtype=dtype, device=like.device)
         make, arguments = found

@@ -65,11 +65,12 @@ class Arena:
 @dataclass(frozen=True)
 class PlanMemory:
     """What calls of one plan use in one world: arena and staging memory, where it needs them, and
-    same-node peers as kernels see them."""
+    same-node peers as kernels see them. ``outputs``: the backend has memory for theirs."""
 
     arena: Arena | None
     staging: SymmetricBuffer | None
     peers: Mapping[int, PeerMemory]
+    outputs: bool = False
 
     @property
     def region(self) -> int:
@@ -222,9 +223,11 @@ class SymmetricHeap:
 
     # ---- what plans share ----------------------------------------------------------------------
 
-    def knows(self, plan: LaunchPlan) -> bool:
-        """Whether a plan has what its calls use."""
-        return self._plans[plan.digest()] is not None
+    def has_outputs(self, plan: LaunchPlan) -> bool:
+        """Whether the backend has memory for outputs of a plan's calls. Not before the first of them.
+        Any thread: this is no use of the plan, whose order is the same on every rank."""
+        memory = self._plans.get(plan.digest())
+        return memory is not None and memory.outputs
 
     def of_plan(self, plan: LaunchPlan) -> PlanMemory:
         """What a plan's calls use. Collective where it needs more memory than any plan before; all
@@ -249,7 +252,8 @@ class SymmetricHeap:
             rank: PeerMemory(pad.address, mapped[rank].address if arena else 0)
             for rank, pad in self._pad.peers.items()
         }
-        self._plans[digest] = made = PlanMemory(arena, staging, peers)
+        made = PlanMemory(arena, staging, peers, outputs=needs.outputs > 0)
+        self._plans[digest] = made
         return made
 
     def _arena_for(self, areas: Sequence[int]) -> Arena:

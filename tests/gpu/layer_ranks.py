@@ -23,7 +23,7 @@ MODES: dict[str, Callable[[Module], Module]] = {
 }
 
 
-def trained(mode: str, sequence_parallel: bool) -> dict[str, float]:
+def trained(mode: str, sequence_parallel: bool, tokens: int = TOKENS) -> dict[str, float]:
     """Relative errors of the last of several steps against the unsharded layers in float64: the output,
     and the gradients of the input and of this rank's parts of the weights."""
     world = mkernel.world()
@@ -40,7 +40,7 @@ def trained(mode: str, sequence_parallel: bool) -> dict[str, float]:
     whole = Sequential(up, GELU(), down).double()
     run = MODES[mode](model)
     for step in range(STEPS):  # fresh inputs in each
-        x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
+        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
         own = (x.chunk(world.size)[world.rank] if sequence_parallel else x).cuda().requires_grad_()
         model.zero_grad()
         torch.compiler.cudagraph_mark_step_begin()

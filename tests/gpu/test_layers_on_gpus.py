@@ -24,3 +24,14 @@ def test_layers_have_the_results_and_gradients_of_the_unsharded_ones(
         ranks_per_node=2, accelerator="hopper", timeout_s=100,
     ):  # fmt: skip
         assert max(errors.values()) <= LIMIT, errors
+
+
+@pytest.mark.parametrize("mode", layer_ranks.MODES)
+def test_outputs_that_peers_write_in_compiled_layers(mode: str) -> None:
+    """32 MiB each, of one plan for forward and backward. Torch's compiler warms CUDA graphs up with
+    memory of their own, which outputs must come from then."""
+    for errors in mkernel.launch(
+        layer_ranks.trained, mode, False, 16384,
+        ranks_per_node=2, accelerator="hopper", timeout_s=100,
+    ):  # fmt: skip
+        assert max(errors.values()) <= LIMIT, errors

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mkernel.backends.accelerators.hopper import landing
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
@@ -32,7 +31,6 @@ from mkernel.topology.model import Accelerator
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
-ALL_REDUCES = ("gemm_all_reduce", "all_reduce")
 _FIRST_EPOCH = 1
 _LONGEST_PAUSE_S = 0.001
 _ALREADY = nullcontext()
@@ -199,9 +197,7 @@ class DeviceSession:
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """From that memory, where the plan's calls write it."""
-        if plan.op not in ALL_REDUCES or not landing.wanted(plan):
-            return None
+        """From that memory."""
         return self.outputs.empty, (shape, dtype)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:

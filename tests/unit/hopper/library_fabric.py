@@ -30,16 +30,30 @@ class Told:
     by_mail: bool
     number: int = 0
     timeout_s: float = 0.0
+    landings: Any = None
 
-    def of_call(self, number: int, timeout_s: float) -> Told:
-        return replace(self, number=number, timeout_s=timeout_s)
+    def of_call(self, number: int, timeout_s: float, landings: Any = None) -> Told:
+        return replace(self, number=number, timeout_s=timeout_s, landings=landings)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What calls tell of their outputs: the memory, and where in it; None: nothing."""
+
+    memory: Any = None
+    world: int = 1
+    nbytes: int = 0
+
+    def landings(self, out: int) -> tuple[Any, int] | None:
+        return None if self.memory is None else (self.memory, out)
 
 
 class Fabric:
     """Stands for ``_hopper`` in all ranks. ``called``: what rank 0 started; ``numbers``: in which
-    call of the world."""
+    call of the world; ``landings``: what it told of its output."""
 
     DATA_OFFSET = DATA_OFFSET
+    Outputs = Outputs
     Element = SimpleNamespace(
         bfloat16=("bfloat16", "bfloat16"),
         float16=("float16", "float16"),
@@ -53,6 +67,7 @@ class Fabric:
         self.called: list[tuple[Any, ...]] = []
         self.numbers: list[int] = []
         self.timeouts_s: list[float] = []
+        self.landings: list[Any] = []
         self._barrier = threading.Barrier(world)
         self._sent: dict[int, bytes] = {}
 
@@ -151,7 +166,7 @@ class Fabric:
         """What native code is to do, likewise."""
         assert device == 0
         names = ("scratch", "scales", "together", "element", "way", "op", "elements", "columns",
-                 "shard_bytes", "scale_bytes", "outs")  # fmt: skip
+                 "shard_bytes", "scale_bytes", "outs", "outputs")  # fmt: skip
         return product | dict(zip(names, how, strict=True))
 
     def _start(self, call: Any, *what: Any) -> None:
@@ -161,6 +176,7 @@ class Fabric:
             self.called.append(tuple(rest))
             self.numbers.append(call.number)
             self.timeouts_s.append(call.timeout_s)
+            self.landings.append(call.landings)
 
     def _sum(
         self, rank: int, element: Any, src: int, elements: int, bias: int, columns: int

@@ -57,6 +57,25 @@ def test_from_begin_to_end() -> None:
     assert torch.equal(mkernel.all_reduce(x), x)  # type: ignore[arg-type]
 
 
+def test_a_graphs_pool_is_torchs_own_where_the_accelerator_has_none() -> None:
+    with pytest.raises(NotInitialized):
+        mkernel.graph_pool()
+    world = mkernel.init(accelerator="streams")
+    assert mkernel.graph_pool() is None
+    assert mkernel.graph_pool(world.name) is None
+    with pytest.raises(NotInitialized):
+        mkernel.graph_pool("none such")
+    mkernel.finalize()
+    with pytest.raises(NotInitialized):
+        mkernel.graph_pool(world)
+
+
+def test_a_graphs_pool_is_the_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = mkernel.init(accelerator="streams")
+    monkeypatch.setattr(world.accelerator, "graph_pool", lambda: (0, 7))
+    assert mkernel.graph_pool() == (0, 7)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

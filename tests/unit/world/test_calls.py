@@ -213,3 +213,62 @@ def test_calls_of_one_key_are_one_kind() -> None:
     kinds = [counters.of(key, plan) for key in ("one", "other", "one")]
     assert kinds[0] is kinds[2] is not kinds[1]
     assert counters.new_shapes == 2
+
+
+class Making(Backend):
+    """A backend that makes outputs of its plans."""
+
+    made = torch.zeros(2, 3)
+
+    def allocation(self, *asked: Any) -> Any:
+        self.asked = asked
+        return (lambda *_: self.made), asked
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_outputs_are_the_backends_where_it_has_memory_for_them(has: bool) -> None:
+    """Which is not before a plan's first call."""
+    made = Made()
+    made.calls._accelerator = backend = Making()  # type: ignore[assignment]
+    made.heap.has_outputs.return_value = has
+    plan: Any = SimpleNamespace(op="an op")
+    out = made.calls.output(plan, (2, 3), torch.empty(1), torch.float16)
+    if has:
+        assert out is backend.made
+        assert backend.asked == (plan, (2, 3), torch.float16)
+    else:
+        assert (out.shape, out.dtype) == ((2, 3), torch.float16)
+        assert out.is_contiguous()
+    made.heap.has_outputs.assert_called_once_with(plan)
+
+
+def test_a_backend_may_leave_an_output_to_torch() -> None:
+    made = Made()
+    made.backend.allocation = Mock(return_value=None)  # type: ignore[attr-defined]
+    plan: Any = SimpleNamespace(op="an op")
+    out = made.calls.output(plan, (2, 3), torch.empty(1, device="meta"), torch.float16)
+    assert (tuple(out.shape), out.dtype, out.device.type) == ((2, 3), torch.float16, "meta")
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_a_known_call_makes_its_output_as_a_call_through_python_does(
+    has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = Mock()
+    monkeypatch.setattr(calls, "learn", learn)
+    made = Made(stream_ordered=True)
+    made.calls._accelerator = backend = Making()  # type: ignore[assignment]
+    made.calls.known = Mock()
+    made.heap.has_outputs.return_value = has
+    plan: Any = SimpleNamespace(op="an op", world_size=1)
+    out = torch.empty(4, 5)
+    made.calls.run(
+        plan, {"out": out}, {}, "pipelined", trace=False, wait=False, signature=b"a signature"
+    )
+    ((_, signature, _, key, (make, arguments), _), _) = learn.call_args
+    assert (signature, key) == (b"a signature", "key")
+    if has:
+        assert make(*arguments) is backend.made
+        assert arguments == (plan, (4, 5), torch.float32)
+    else:
+        assert tuple(make(*arguments).shape) == (4, 5)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from mkernel.backends.contracts.memory import Workspace
 from mkernel.world import board, memory, symmetric
 from mkernel.world.identity import Identity
 from mkernel.world.memory import Arena, PlanMemory, SymmetricHeap
@@ -77,3 +78,108 @@ def test_memory_that_kernels_may_touch_is_kept_until_the_end(
     pad: Any = made._pad
     made.close(quiet=quiet)
     assert (pad.close.call_count, len(kept)) == (quiet, not quiet)
+
+
+class Plan:
+    """Of a backend's that has ``outputs`` bytes of memory for its outputs."""
+
+    def __init__(self, outputs: int, digest: str = "") -> None:
+        self.outputs, self._digest = outputs, digest or str(outputs)
+
+    def digest(self) -> str:
+        return self._digest
+
+
+class Takes:
+    """A backend that takes ``most`` ranges for outputs; ``given``: those that it has."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.given: list[tuple[Any, dict[int, int]]] = []
+        self._most = most
+
+    def workspace(self, plan: Plan) -> Workspace:
+        return Workspace(outputs=plan.outputs)
+
+    def add_outputs(self, own: Any, everywhere: dict[int, int]) -> bool:
+        self.given.append((own, everywhere))
+        return len(self.given) < self._most
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Buffers, on both ranks of a node."""
+    made: list[Any] = []
+
+    def allocate(region: int, nbytes: int, **_: Any) -> Any:
+        local, peer = (SimpleNamespace(address=4096 * (2 * region + rank)) for rank in range(2))
+        made.append(SimpleNamespace(nbytes=nbytes, local=peer, peers={0: local}, close=Mock()))
+        return made[-1]
+
+    monkeypatch.setattr(symmetric, "allocate", allocate)
+    monkeypatch.setattr(board, "native", lambda: None)
+    return made
+
+
+def of_second_rank(backend: Takes) -> SymmetricHeap:
+    accelerator: Any = backend
+    return SymmetricHeap(Identity(1, 1, 2), accelerator, Mock(), Mock(), itertools.count())
+
+
+def adopt(made: SymmetricHeap, *outputs: int) -> None:
+    for nbytes in outputs:
+        plan: Any = Plan(nbytes)
+        made.of_plan(plan)
+
+
+def test_plans_share_memory_for_outputs_and_more_is_twice_as_much(allocated: list[Any]) -> None:
+    backend = Takes()
+    made = of_second_rank(backend)
+    adopt(made, 0)
+    assert backend.given == []
+    adopt(made, 100, 100, 60)
+    assert [each.nbytes for each in allocated[1:]] == [100]
+    adopt(made, 120, 199, 200, 1000)
+    assert [each.nbytes for each in allocated[1:]] == [100, 200, 1000]
+    assert [own for own, _ in backend.given] == [each.local for each in allocated[1:]]
+
+
+def test_every_rank_of_a_node_is_told_where_outputs_may_lie(allocated: list[Any]) -> None:
+    backend = Takes()
+    adopt(of_second_rank(backend), 100)
+    ((own, everywhere),) = backend.given
+    assert own is allocated[-1].local
+    assert everywhere == {0: 4096 * 2, 1: 4096 * 3}
+
+
+def test_a_backend_that_takes_no_more_gets_no_more(allocated: list[Any]) -> None:
+    """It would be memory that nothing uses."""
+    backend = Takes(most=2)
+    adopt(of_second_rank(backend), 100, 1000, 5000)
+    assert [each.nbytes for each in allocated[1:]] == [100, 1000]
+    assert len(backend.given) == 2
+
+
+def test_a_plan_has_outputs_from_its_first_call_on_where_it_wants_some(
+    allocated: list[Any],
+) -> None:
+    backend = Takes()
+    made = of_second_rank(backend)
+    wants, none = (Plan(nbytes) for nbytes in (100, 0))
+    for plan, wanted in ((wants, True), (none, False)):
+        found: Any = plan
+        assert not made.has_outputs(found)
+        made.of_plan(found)
+        assert made.has_outputs(found) == wanted
+
+
+def test_to_ask_for_outputs_is_no_use_of_a_plan(allocated: list[Any]) -> None:
+    """What is forgotten depends on the order of uses, the same on every rank; threads ask in any."""
+    made = of_second_rank(Takes())
+    made._plans.most = 1
+    first: Any = Plan(100, "first")
+    second: Any = Plan(100, "second")
+    made.of_plan(first)
+    made.of_plan(second)
+    before = dict(made._plans), dict(made._plans._before)
+    made.has_outputs(first)
+    assert (dict(made._plans), dict(made._plans._before)) == before
