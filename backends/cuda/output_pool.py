@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import math
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.contracts.output_memory import is_torchs
 from mkernel.backends.cuda.memory import DeviceMemory
 
 if TYPE_CHECKING:
@@ -23,6 +27,17 @@ _captured: list[Any] = []
 _telling = threading.Lock()
 """Held while torch's allocator is told of pools: it refuses two threads that use one, and ends the
 process where one goes while another thread uses any."""
+
+
+_worlds: weakref.WeakSet[OutputPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _keep_those_of_graphs() -> None:
+    """As the interpreter ends, in whose last steps a pool may go before the graph that has it."""
+    kept = [*_captured, *(each.pool for world in _worlds for each in world._of_graphs)]
+    for pool in kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 class _OfGraphs:
@@ -54,6 +69,7 @@ class OutputPool:
         self._number = self.memory.number() if _torch_has_pools() else -1
         self.pool: Any = self._new_pool() if self._number >= 0 else None
         self._of_graphs: list[_OfGraphs] = []
+        _worlds.add(self)
         self._room = 0  # bytes of all ranges
         self._alive: list[tuple[StorageWeakRef, int]] = []  # outputs of the pool, and their bytes
         with _telling:
@@ -84,15 +100,16 @@ class OutputPool:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A row-major tensor without contents on the current stream. While a graph is captured its own
-        pool has it, and torch's own where as many live as the ranges have room for: what a pool takes
-        besides is of no use to anything else before the world ends."""
+        pool has it, and torch's own where torch's compilers see to that, and where as many live as the
+        ranges have room for: what a pool takes besides is of no use to anything else before the world
+        ends."""
         if torch.cuda.is_current_stream_capturing():
             for each in self._of_graphs:
                 each.look()
             return torch.empty(shape, dtype=dtype, device=self._device)
         nbytes = math.prod(shape) * dtype.itemsize
         with _telling:
-            if self.pool is not None and self._has_room(nbytes):
+            if self.pool is not None and not is_torchs() and self._has_room(nbytes):
                 with torch.cuda.use_mem_pool(self.pool, self._device):
                     made = torch.empty(shape, dtype=dtype, device=self._device)
                 storage = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]

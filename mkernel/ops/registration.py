@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops import effects
 
+from mkernel.backends.contracts.output_memory import in_torchs
 from mkernel.ops import checkpointing, inductor
 from mkernel.ops.eager import EagerOp
 from mkernel.world.groups import Group
@@ -50,7 +51,9 @@ def register(
     name = schema.partition("(")[0]
     qualified = f"mkernel::{name}"
     _LIBRARY.define(schema, tags=(_STRIDES,))  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(  # type: ignore[no-untyped-call]
+        name, in_torchs(kernel) if communicates else kernel, "CompositeExplicitAutograd"
+    )
     torch.library.register_fake(qualified, _asked(fake) if communicates else fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)

@@ -311,7 +311,9 @@ def graph_pool(group: Group = None) -> tuple[int, int] | None:
     results straight into them, as those of eager calls do. By torch's own pool they are copied there
     at the end of each call. The result is the same. Not collective.
 
-    Graphs may share one as they may share ``torch.cuda.graph_pool_handle()``.
+    Graphs may share one as they may share ``torch.cuda.graph_pool_handle()``. All that is captured
+    takes memory of it, and where it is full, ordinary memory. ``MKERNEL_HOPPER_OUTPUTS`` says how large
+    it is.
 
     Args:
         group: names the world; None: the default one.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import kept_ranks
@@ -82,3 +85,23 @@ def test_a_rank_without_such_memory_gets_copies(monkeypatch: pytest.MonkeyPatch)
         output_ranks.queued, SHAPES, 6, ranks_per_node=2, accelerator="hopper", timeout_s=TOLD_S
     )
     assert [text for each in found for text in each] == []
+
+
+@takes_ranks(2)
+def test_a_process_ends_before_a_graph_whose_memory_peers_write() -> None:
+    """Torch ends one where a pool goes that a graph has, which is then not its own end."""
+    program = (
+        "import mkernel, torch; mkernel.init(accelerator='hopper')\n"
+        "graph = torch.cuda.CUDAGraph()\n"
+        "with torch.cuda.graph(graph, pool=mkernel.graph_pool()):\n"
+        "    kept = torch.ones(8 << 20, device='cuda')\n"
+        "graph.replay(); torch.cuda.synchronize(); print(float(kept.sum()))"
+    )
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    alone = {name: value for name, value in os.environ.items() if name not in launched}
+    for end in ("", "\nmkernel.finalize()"):
+        done = subprocess.run(
+            [sys.executable, "-c", program + end], env=alone,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, "8388608.0\n"), done.stderr

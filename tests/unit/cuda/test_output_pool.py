@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mkernel.backends import cuda
+from mkernel.backends.contracts.output_memory import in_torchs, is_torchs
 from mkernel.backends.cuda import output_pool
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.backends.cuda.output_pool import OutputPool
@@ -351,3 +352,21 @@ def test_threads_of_several_worlds_take_turns(fake: FakeTorch) -> None:
         thread.join(60)
     assert sorted(fake.gone) == [0, 1]
     assert fake.taken == [0]
+
+
+def test_outputs_that_compilers_plan_are_torchs(fake: FakeTorch) -> None:
+    pool = opened()
+    allocated(pool)
+    in_torchs(allocated)(pool)
+    allocated(pool)
+    assert fake.taken == [0, None, 0]
+
+
+def test_what_raises_leaves_nothing_behind() -> None:
+    def raises() -> None:
+        assert is_torchs()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        in_torchs(raises)()
+    assert not is_torchs()

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import mkernel
+from mkernel.backends.contracts.output_memory import is_torchs
 from mkernel.ops.all_gather_gemm import OP as GATHER
 from mkernel.ops.scales import Scaled, scale_strides
+from mkernel.world.world import World
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -325,3 +327,22 @@ def test_with_and_without_gradients_alike(how: Callable[[], Any]) -> None:
     assert isinstance(c, Tensor)
     assert c.requires_grad == (how is torch.enable_grad)
     close(c.detach(), a.detach().double() @ b.double(), torch.float32)
+
+
+@pytest.mark.parametrize("op", [*GEMMS, "all_reduce"])
+def test_outputs_of_calls_that_torch_sees_are_torchs(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compilers plan their memory; others are where the backend wants them."""
+    seen, honest = [], World.output
+
+    def output(self: World, *arguments: Any) -> Tensor:
+        seen.append(is_torchs())
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(World, "output", output)
+    operands = (drawn(8, 16),) if op == "all_reduce" else (drawn(8, 16), drawn(16, 24))
+    group = mkernel.world().name
+    getattr(torch.ops.mkernel, op)(*operands, group=group)
+    called(op, *operands)
+    assert seen == [True, False]
