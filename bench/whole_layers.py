@@ -323,7 +323,9 @@ class Case:
                 with torch.no_grad():
                     return (run(self._x, *self._weights),)
             y = run(self._x, *self._weights)
-            return (y, *torch.autograd.grad(y, (self._x, *self._weights), self._seed))
+            found = torch.autograd.grad(y, (self._x, *self._weights), self._seed)
+            # What is kept of one call must not keep its graph, whose streams a capture cannot wait for.
+            return (y.detach(), *found)
 
         return whole
 

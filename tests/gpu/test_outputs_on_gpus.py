@@ -61,6 +61,7 @@ def test_graphs(own: bool, path: str, world: int) -> None:
 
 
 @takes_ranks(2)
+@pytest.mark.alone  # it looks at the device's free memory
 @paths
 def test_results_outlive_their_world(path: str) -> None:
     found = mkernel.launch(
