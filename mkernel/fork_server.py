@@ -25,8 +25,8 @@ def context() -> ForkServerContext:
     there = PathFinder.find_spec("mkernel", [""])
     ours = not (there and there.origin) or os.path.samefile(there.origin, str(mkernel.__file__))
     homes = sorted(set(mkernel.HOMES.values()))
-    last = "mkernel.before_fork"
-    made.set_forkserver_preload([*homes, *also_imported, last] if ours else [])
+    first, last = "mkernel.before_imports", "mkernel.before_fork"
+    made.set_forkserver_preload([first, *homes, *also_imported, last] if ours else [])
     _start()
     return made
 

@@ -198,9 +198,10 @@ def load() -> Settings:
 def load_as(model: type[_AnySettings]) -> _AnySettings:
     """The settings of a model as the environment gives them; ArgumentError as :func:`load`."""
     prefix = str(model.model_config["env_prefix"])
-    given = tuple(each for each in os.environ.items() if each[0].upper().startswith(prefix))
+    names = [name for name in os.environ if name.upper().startswith(prefix)]
+    given = tuple((name, os.environ[name]) for name in names)
     if given:
-        _look_for_misspelt(model, prefix, [name for name, _ in given])
+        _look_for_misspelt(model, prefix, names)
     try:
         return cast("_AnySettings", _read(model, given))
     except (SettingsError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -53,6 +54,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # kernels. Older torch starts them as it is imported, from the process that ranks are forked from.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# What is imported and collected stays; each worker would look through it for garbage again and again.
+gc.disable()
+
 
 def pytest_configure() -> None:
     """Mark what we start. A shell that starts us in the background has us, and all that we start,
@@ -68,6 +72,13 @@ def pytest_configure() -> None:
     multiprocessing.current_process()._config["semprefix"] = f"{_SEMAPHORES}{os.getpid()}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Look for garbage from now on, among what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -15,14 +15,14 @@ import pytest
 T = TypeVar("T")
 
 
-def once(request: pytest.FixtureRequest, work: Callable[[], T]) -> T:
-    """The result of ``work``, of the fixture that asks; it is pickled. Where ``work`` raises, the next
-    worker does it again."""
+def once(request: pytest.FixtureRequest, work: Callable[[], T], name: str = "") -> T:
+    """The result of ``work``, of the fixture that asks, or of all that ask by that ``name``; it is
+    pickled. Where ``work`` raises, the next worker does it again."""
     factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
     folder = factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # of one worker
         folder = folder.parent
-    result = folder / f"{request.path.stem}-{request.fixturename}.pickle"
+    result = folder / f"{name or f'{request.path.stem}-{request.fixturename}'}.pickle"
     with result.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -45,6 +46,12 @@ Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 NOWHERE: Tensors = MappingProxyType({})
 """New memory is drawn into."""
+
+
+@lru_cache(maxsize=1024)  # a truth draws what every rank has, often twice
+def _state(*of: int) -> int:
+    """What a generator begins with, which depends on all of these numbers."""
+    return int(np.random.SeedSequence(of).generate_state(1, np.uint64)[0] >> 1)
 
 
 def every_row(count: int) -> slice:
@@ -234,8 +241,7 @@ class Case(Oracle):
 
     def generator(self, iteration: int, which: int, part: int) -> torch.Generator:
         """Random numbers that depend on (seed, iteration, which tensor, which rank) alone."""
-        seed = np.random.SeedSequence((self.seed, iteration, which, part + 1))
-        state = int(seed.generate_state(1, np.uint64)[0] >> 1)
+        state = _state(self.seed, iteration, which, part + 1)
         return torch.Generator(self.device).manual_seed(state)
 
     @property

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands and self.commands[cmd_name] is None:
             alone = typer.Typer(add_completion=False)
-            alone.command(cmd_name)(import_module(f"mkernel.cli.{cmd_name}").command)
+            alone.command(cmd_name)(_imported(cmd_name).command)
             self.commands[cmd_name] = _with_plain_help(typer.main.get_command(alone))
         return self.commands.get(cmd_name)
 
@@ -47,6 +48,19 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _printable_usage():
             return super().invoke(ctx)
+
+
+def _imported(command: str) -> Any:
+    """A subcommand's module. What it imports stays: to look for garbage among it, now and as the
+    process ends, takes longer than most commands (0.5 s of torch's objects)."""
+    looks = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(f"mkernel.cli.{command}")
+    finally:
+        gc.freeze()
+        if looks:
+            gc.enable()
 
 
 def _with_plain_help(command: Any) -> Any:

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from published_table import published_table
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import figures_in_prose as prose
 import results_chart
+
+
+@pytest.fixture(autouse=True)
+def modelled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sentences and the page's other figures take from the model is computed in one worker."""
+    monkeypatch.setattr(prose, "compared", lambda: published_table(request))
 
 
 @pytest.mark.parametrize("sentence", prose.SENTENCES, ids=lambda one: f"{one.page}: {one.text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -72,3 +73,16 @@ def lookups() -> tuple[bool, int]:
 def test_ranks_have_what_was_found_before_they_were_forked() -> None:
     """That is one look for each of the two groups, and a rank takes none of its own."""
     assert mkernel.launch(lookups, accelerator="streams") == [(True, 2)]
+
+
+def collected() -> tuple[bool, int, int]:
+    return gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("leaves_nothing")
+def test_ranks_look_for_garbage_among_their_own_objects_alone() -> None:
+    """What they were forked with, torch among it, is most of what there is."""
+    ((enabled, frozen, own),) = mkernel.launch(collected, accelerator="streams")
+    assert enabled
+    assert frozen > 10 * own

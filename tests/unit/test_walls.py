@@ -91,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.cases": {*OPS, "mkernel.ops"},
     "mkernel.launch": API,
     "mkernel.fork_server": API,
+    "mkernel.before_imports": set(),
     "mkernel.before_fork": {"mkernel.backends.registry", "mkernel.installed"},
     "mkernel.api": API,
     "mkernel": {*API, "mkernel.headers", "mkernel.async_tensor_parallel"},

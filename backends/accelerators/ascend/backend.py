@@ -194,6 +194,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
 
     def capabilities(self) -> AcceleratorCapabilities:
         """All ops in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
+        chip = machine()
         return AcceleratorCapabilities(
             ops=tuple(_OPS),
             dtypes=("float16", "bfloat16", "float32"),
@@ -205,8 +206,8 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             transfer_paths=("p2p", "nic"),
             peer_access=True,
             simulated=True,
-            compute_cores=machine().aic_cores,
-            comm_cores=machine().aiv_cores,
+            compute_cores=chip.aic_cores,
+            comm_cores=chip.aiv_cores,
             constants=_constants(),
         )
 

@@ -208,9 +208,8 @@ def load_machine(which: str | Path | None = None) -> Machine:
     if which is None:
         return machine()
     if isinstance(which, str):
-        chip = _default().chips.get(which)
-        if chip is not None:
-            return _default().model_copy(update=dict(chip))
+        if which in _default().chips:
+            return _chip(which)
         if not Path(which).suffix and not os.path.lexists(which):
             known = ", ".join(_default().chips)
             raise ArgumentError("machine", repr(which), f"a file, or one of: {known}")
@@ -238,3 +237,8 @@ _given: ContextVar[Machine | None] = ContextVar("machine", default=None)
 @cache
 def _default() -> Machine:
     return Machine.from_file(FILE, "machine description")
+
+
+@cache
+def _chip(name: str) -> Machine:
+    return _default().model_copy(update=dict(_default().chips[name]))

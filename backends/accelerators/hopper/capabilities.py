@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 
 from mkernel.backends.accelerators.hopper.native import native
@@ -82,8 +83,15 @@ def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
     """Whether the installed torch is that version or a newer one: by default, has what the library
     path and attention need. Does not import it."""
+    return _torch() >= least
+
+
+@cache
+def _torch() -> tuple[int, int]:
+    """The installed torch's version; (0, 0) where it has none that can be read. Each plan asks a few
+    times, and to read it takes 2 ms."""
     try:
         major, minor, *_ = metadata.version("torch").split(".")
-        return (int(major), int(minor)) >= least
+        return int(major), int(minor)
     except (metadata.PackageNotFoundError, ValueError):
-        return False
+        return 0, 0
