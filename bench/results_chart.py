@@ -53,8 +53,8 @@ GROUPS = (
         (
             ("these layers in a CUDA graph", "hopper_layers_2_loops", "graph", None),
             ("these layers in an eager loop", "hopper_layers_2_loops", "eager", None),
-            ("drawn shapes in a CUDA graph", "hopper_random_2", "graph", None),
-            ("drawn shapes in an eager loop", "hopper_random_2", "eager", None),
+            ("drawn shapes in a CUDA graph, H100", "hopper_random_7_h100_2", "graph", None),
+            ("drawn shapes in an eager loop, H100", "hopper_random_7_eager_h100_2", "eager", None),
         ),
     ),
 )
