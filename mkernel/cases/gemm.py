@@ -10,8 +10,9 @@ only): ``residual``, the call adds one and normalises; ``alone``, it normalises 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -45,6 +46,21 @@ where mantissas are distributed logarithmically. So K products lose the sum over
 2^-26 · 3/(8 ln 2) · k / 3, which is 2^-26 · K² / (16 ln 2), of a sum with the mean square K. Products
 of e4m3 elements have so few bits that many lose none: 0.4 to 0.7 of this was emulated and measured.
 Sums of products with equal signs lose more."""
+
+
+_MOST_KEPT = 2**22
+"""Elements that are kept until others are wanted: 32 MiB."""
+
+
+class _Products(NamedTuple):
+    """Those that a case's truth was last made of, whoever of the ranks in this process it was for."""
+
+    case: ref[GemmCase]
+    which: tuple[int, ...]
+    found: list[torch.Tensor]
+
+
+_latest: list[_Products] = []
 
 
 def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
@@ -197,6 +213,24 @@ class GemmCase(Case):
         weight = tensors.get("norm_weight")
         return None if weight is None else Normed(tensors.get("residual"), weight, self.eps)
 
+    def keeps(self, elements: int, rows: Rows) -> bool:
+        """Whether so many are kept: of a case alone, as all others are the caller's or a device's."""
+        whole = rows is every_row and self.given is None
+        return whole and self.on_cpu and elements <= _MOST_KEPT
+
+    def kept(
+        self, make: Callable[[], list[torch.Tensor]], which: tuple[int, ...]
+    ) -> list[torch.Tensor]:
+        """What ``make`` gives, or gave when it was last called for the same ``which``: truths and the
+        bounds of their errors are made of the same products, and so are those of several ranks that
+        are judged in one process. To be read only."""
+        for latest in _latest[:1]:
+            if latest.case() is self and latest.which == which:
+                return latest.found
+        found = make()
+        _latest[:] = [_Products(ref(self, _forget), which, found)]
+        return found
+
     def _scaled(self, tensors: Tensors) -> Scaled | None:
         if "a_scale" not in tensors:
             return None
@@ -245,6 +279,11 @@ class GemmCase(Case):
         return whole if shared else whole[:, rank * n : (rank + 1) * n].contiguous()
 
 
+def _forget(case: ref[GemmCase]) -> None:
+    """What was kept of a case that is gone."""
+    _latest[:] = [each for each in _latest if each.case is not case]
+
+
 class AllGatherGemmCase(GemmCase):
     """C = concat(a) @ b."""
 
@@ -255,13 +294,21 @@ class AllGatherGemmCase(GemmCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """C [M, N]."""
+        whose = EVERY_RANK if self._shares_b else rank
+
+        def whole() -> list[torch.Tensor]:
+            return [torch.cat(list(self._parts(rank, world_size, iteration, rows)))]
+
+        keeps = self.keeps(self.sizes["m"] * self.sizes["n"], rows)
+        (c,) = self.kept(whole, (whose, world_size, iteration)) if keeps else whole()
+        return {"out": self.biased(c.clone() if keeps else c, rank, iteration)}
+
+    def _parts(
+        self, rank: int, world_size: int, iteration: int, rows: Rows
+    ) -> Iterator[torch.Tensor]:
         b = self.wide_b(rank, world_size, iteration)
-        shares = shares_of_rows(self.sizes["m"], world_size, rows)
-        parts = [
-            self.wide_a(source, world_size, iteration)[at.to(b.device)] @ b
-            for source, at in enumerate(shares)
-        ]
-        return {"out": self.biased(torch.cat(parts), rank, iteration)}
+        for source, at in enumerate(shares_of_rows(self.sizes["m"], world_size, rows)):
+            yield self.wide_a(source, world_size, iteration)[at.to(b.device)] @ b
 
 
 class _SumCase(GemmCase):
@@ -269,7 +316,7 @@ class _SumCase(GemmCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """This rank's rows of sum(a @ b), or all of them."""
-        total = sum(self._terms(rank, world_size, iteration, rows), torch.zeros(()))
+        total = self._summed(rank, world_size, iteration, rows, sizes=False)
         total = self.biased(total, rank, iteration)
         given = self.normed_with(iteration)
         if not given:
@@ -297,8 +344,7 @@ class _SumCase(GemmCase):
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
         """The same rows of sum(abs(a @ b)); with a norm those of what is added to the new residual, and
         of their shares of the normalised rows."""
-        terms = self._terms(rank, world_size, iteration, every_row)
-        added = sum((term.abs() for term in terms), torch.zeros(()))
+        added = self._summed(rank, world_size, iteration, every_row, sizes=True)
         given = self.normed_with(iteration)
         if not given:
             return {"out": added}
@@ -307,6 +353,26 @@ class _SumCase(GemmCase):
         new = self.reference(rank, world_size, iteration)["residual_out"]
         weight = given["norm_weight"].double().abs()
         return {"out": added / self._size(new) * weight, "residual_out": added}
+
+    def _summed(
+        self, rank: int, world_size: int, iteration: int, rows: Rows, *, sizes: bool
+    ) -> torch.Tensor:
+        """The sum of the ranks' products; ``sizes``: of their absolute values."""
+
+        def terms() -> Iterator[torch.Tensor]:
+            return self._terms(rank, world_size, iteration, rows)
+
+        def both() -> list[torch.Tensor]:
+            total, added = torch.zeros(()), torch.zeros(())
+            for term in terms():
+                total, added = total + term, added + term.abs()
+            return [total, added]
+
+        count = 2 * self.sizes["m"] * self.sizes["n"]
+        if not self.keeps(count, rows):
+            return sum((term.abs() if sizes else term for term in terms()), torch.zeros(()))
+        whose = rank if self.gemm.scatters else EVERY_RANK
+        return self.kept(both, (whose, world_size, iteration))[sizes].clone()
 
     def _terms(
         self, rank: int, world_size: int, iteration: int, rows: Rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.cases import Comparison, case_of
+from mkernel.cases import Comparison, case_of, gemm
 from mkernel.cases.base import TOLERANCE, Case, Outcome
 from mkernel.errors import UnknownOp
 
@@ -172,3 +172,55 @@ def test_own_tensors_are_cut_as_the_op_asks(op: str, replicate_b: bool) -> None:
 def test_unknown_op() -> None:
     with pytest.raises(UnknownOp, match="ring_attention"):
         case_of("conv")
+
+
+@pytest.mark.parametrize("op", GEMMS)
+@pytest.mark.parametrize(
+    "options", [{}, {"replicate_b": False}, {"bias": True}, {"scales": "row"}, {"norm": "residual"}]
+)
+def test_products_that_are_kept_are_those_of_each_rank_and_call(
+    op: str, options: dict[str, Any]
+) -> None:
+    """One case is asked in every order, and another each time: they say the same."""
+    if "norm" in options and op != "gemm_all_reduce":
+        options = {}
+    dtype = "float8_e4m3fn" if "scales" in options else "float16"
+    each = case(op, dtype, **options)
+    asked = [
+        (truth, rank, iteration)
+        for iteration in (1, 2, 1)
+        for rank in (0, 1, 1, 3, 0)
+        for truth in ("reference", "partials")
+    ]
+    told = []
+    for truth, *of in asked:
+        found = getattr(each, truth)(of[0], WORLD, of[1])
+        told.append({name: tensor.clone() for name, tensor in found.items()})
+        for tensor in found.values():
+            tensor.zero_()  # what was given out is not what is kept
+    for (truth, *of), found in zip(asked, told, strict=True):
+        wanted = getattr(case(op, dtype, **options), truth)(of[0], WORLD, of[1])
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, wanted[name]), (truth, *of)
+
+
+def test_products_are_made_once_and_kept_as_long_as_their_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    wide_a = gemm.GemmCase.wide_a
+
+    def noted(self: gemm.GemmCase, rank: int, *which: int) -> torch.Tensor:
+        made.append(rank)
+        return wide_a(self, rank, *which)
+
+    monkeypatch.setattr(gemm.GemmCase, "wide_a", noted)
+    each = case("gemm_all_reduce")
+    for rank in range(WORLD):
+        each.reference(rank, WORLD, 3)
+        each.partials(rank, WORLD, 3)
+    assert made == list(range(WORLD))
+    assert len(gemm._latest) == 1
+    del each
+    assert not gemm._latest
