@@ -286,9 +286,9 @@ SENTENCES = (
     Sentence(
         "README.md",
         "Over {} drawn shapes on two H100 the geometric mean is {}x in CUDA graphs (the least {}x) and "
-        "{}x in an eager loop (the least {}x), where small calls wait for their host, the peers' longer "
-        "than ours on that machine's slow CPU; a first call of a layer's shape runs at {}x of the "
-        "peers' speed",
+        "{}x in an eager loop (the least {}x), where small calls wait for their host, the peers' "
+        "longer than ours on that machine's slow CPU; a first call of a layer's shape runs at {}x of "
+        "the peers' speed",
         _as_users_meet_it,
     ),
     Sentence("docs/softverbs.md", "carried at {} GB/s, {} of what memcpy reaches", _nic),
