@@ -89,6 +89,29 @@ class _Staging:
         self.attach = HostPages().attach
 
 
+class _Found:
+    """Source of one allocation, which was made before: ``memory``, None where there was not so much.
+    What was not taken is freed at the end."""
+
+    def __init__(self, accelerator: AcceleratorBackend, nbytes: int) -> None:
+        self.attach = accelerator.attach
+        self.memory: SymmetricMemory | None = None
+        with contextlib.suppress(OSError):
+            self.memory = accelerator.allocate(nbytes)
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        taken, self.memory = self.memory, None
+        assert taken is not None
+        return taken
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *raised: object) -> None:
+        if self.memory is not None:
+            self.memory.close()
+
+
 class SymmetricHeap:
     """All symmetric memory of one engine of a world; nothing of it is freed before the world ends.
 
@@ -264,11 +287,19 @@ class SymmetricHeap:
         return self._arena
 
     def _add_outputs(self, nbytes: int) -> None:
+        """One more range, where it is needed and every rank has memory for it: calls do without."""
         enough = self._outputs is not None and self._outputs.nbytes >= nbytes
         if enough or not self._takes_outputs:
             return
         larger = max(nbytes, 2 * self._outputs.nbytes if self._outputs else 0)
-        self._outputs = made = self._allocate(larger)
+        found = _Found(self._accelerator, larger)
+        with found:
+            self._takes_outputs = all(
+                self._exchange.gather("outputs", found.memory is not None).values()
+            )
+            if not self._takes_outputs:
+                return
+            self._outputs = made = self._allocate(larger, source=found)
         memories = {self._identity.rank: made.local, **made.peers}
         everywhere = {rank: memory.address for rank, memory in memories.items()}
         self._takes_outputs = self._accelerator.add_outputs(made.local, everywhere)

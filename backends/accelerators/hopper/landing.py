@@ -31,9 +31,10 @@ def wanted(plan: LaunchPlan) -> int:
 
 
 def outputs_of(plan: LaunchPlan, context: DispatchContext) -> _hopper.Outputs:
-    """What calls of such a plan tell of theirs."""
+    """What calls of such a plan tell of theirs: nothing as long as no rank has memory for them, which
+    is so on all ranks. (One that has a pool for graphs may have none.)"""
     made = native()
-    if context.outputs is None or not wanted(plan):
+    if context.outputs is None or not context.outputs.memory.ranges or not wanted(plan):
         nothing: _hopper.Outputs = made.Outputs()
         return nothing
     outputs: _hopper.Outputs = made.Outputs(

@@ -87,13 +87,16 @@ def executor(made: LaunchPlan, outputs: Any) -> LibraryExecutor:
     return LibraryExecutor(call, DispatchContext(0, order, 64, outputs=outputs))
 
 
+MEMORY = SimpleNamespace(ranges=1)
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[LaunchPlan], tuple[bool, bool, int]]:
     """Whether calls and known calls of a plan tell of outputs, and bytes of memory for these."""
     made = Fabric(4)
     for module in (landing, device_session):
         monkeypatch.setattr(module, "native", lambda: made)
-    pool: Any = SimpleNamespace(memory="the memory")
+    pool: Any = SimpleNamespace(memory=MEMORY)
 
     def of(plan: LaunchPlan) -> tuple[bool, bool, int]:
         known: Any = executor(plan, pool).starter({}, {})
@@ -102,7 +105,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[LaunchPlan], tuple[bool, 
         outputs: Any = known["outputs"]
         if outputs.memory is not None:
             nbytes = plan.gemm.m * plan.gemm.n * 2
-            assert outputs == Fabric.Outputs("the memory", plan.world_size, nbytes)
+            assert outputs == Fabric.Outputs(MEMORY, plan.world_size, nbytes)
         return tells, outputs.memory is not None, LibraryExecutor.workspace(plan).outputs
 
     return of
@@ -142,17 +145,29 @@ def test_small_outputs_are_told_of_by_nobody(fabric: Any, told: Any) -> None:
     assert told(two_shot(planned("gemm_all_reduce", 1024, 1024, 64, 4))) == (False, False, 0)
 
 
+def test_nothing_is_told_where_ranks_have_no_memory_for_outputs(
+    fabric: Any, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though this one has a pool, for graphs: the others need not."""
+    monkeypatch.setattr(landing, "LEAST_BYTES", 1)
+    monkeypatch.setattr(MEMORY, "ranges", 0)
+    fabric(4)
+    tells, known, _ = told(two_shot(planned("gemm_all_reduce", 1024, 1024, 64, 4)))
+    assert not tells
+    assert not known
+
+
 def test_each_call_tells_where_its_own_output_lies(
     fabric: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = fabric(2)
     monkeypatch.setattr(landing, "native", lambda: made)
     monkeypatch.setattr(landing, "LEAST_BYTES", 1)
-    pool: Any = SimpleNamespace(memory="the memory")
+    pool: Any = SimpleNamespace(memory=MEMORY)
     with_outputs = partial(DispatchContext, outputs=pool)
     monkeypatch.setattr("test_hopper_library.DispatchContext", with_outputs)
     everyone, _ = run(two_shot(planned("gemm_all_reduce", 64, 64, 8, 2)), numbers=(3, 4))
-    place = "the memory", everyone[0]["out"].data_ptr()
+    place = MEMORY, everyone[0]["out"].data_ptr()
     assert made.landings == [place, place]
 
 

@@ -91,14 +91,25 @@ class Plan:
 
 
 class Takes:
-    """A backend that takes ``most`` ranges for outputs; ``given``: those that it has."""
+    """A backend that takes ``most`` ranges for outputs, of ``room`` bytes at most; ``given``: those
+    that it has; ``made``: all memory."""
 
-    def __init__(self, most: int = 100) -> None:
+    def __init__(self, most: int = 100, room: int = 1 << 20) -> None:
         self.given: list[tuple[Any, dict[int, int]]] = []
-        self._most = most
+        self.made: list[Any] = []
+        self.room, self._most = room, most
 
     def workspace(self, plan: Plan) -> Workspace:
         return Workspace(outputs=plan.outputs)
+
+    def allocate(self, nbytes: int) -> Any:
+        if nbytes > self.room:
+            raise OSError("no memory")
+        self.made.append(Mock(nbytes=nbytes))
+        return self.made[-1]
+
+    def attach(self, descriptor: Any) -> Any:
+        raise NotImplementedError
 
     def add_outputs(self, own: Any, everywhere: dict[int, int]) -> bool:
         self.given.append((own, everywhere))
@@ -110,7 +121,9 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Buffers, on both ranks of a node."""
     made: list[Any] = []
 
-    def allocate(region: int, nbytes: int, **_: Any) -> Any:
+    def allocate(region: int, nbytes: int, *, source: Any, **_: Any) -> Any:
+        if isinstance(source, memory._Found):
+            assert source.allocate(nbytes).nbytes == nbytes
         local, peer = (SimpleNamespace(address=4096 * (2 * region + rank)) for rank in range(2))
         made.append(SimpleNamespace(nbytes=nbytes, local=peer, peers={0: local}, close=Mock()))
         return made[-1]
@@ -120,9 +133,12 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def of_second_rank(backend: Takes) -> SymmetricHeap:
+def of_second_rank(backend: Takes, *, first_has: bool = True) -> SymmetricHeap:
+    """``first_has``: whether the other rank has memory for outputs."""
     accelerator: Any = backend
-    return SymmetricHeap(Identity(1, 1, 2), accelerator, Mock(), Mock(), itertools.count())
+    exchange = Mock()
+    exchange.gather = lambda topic, value: {0: first_has, 1: value}
+    return SymmetricHeap(Identity(1, 1, 2), accelerator, exchange, Mock(), itertools.count())
 
 
 def adopt(made: SymmetricHeap, *outputs: int) -> None:
@@ -157,6 +173,23 @@ def test_a_backend_that_takes_no_more_gets_no_more(allocated: list[Any]) -> None
     adopt(of_second_rank(backend), 100, 1000, 5000)
     assert [each.nbytes for each in allocated[1:]] == [100, 1000]
     assert len(backend.given) == 2
+
+
+@pytest.mark.parametrize("first_has", [True, False])
+def test_without_memory_on_every_rank_there_is_none_for_outputs(
+    allocated: list[Any], first_has: bool
+) -> None:
+    """Calls do without it: nothing fails, and nobody is left with memory that others lack."""
+    backend = Takes(room=100 if first_has else 1000)
+    made = of_second_rank(backend, first_has=first_has)
+    adopt(made, 200, 50)
+    assert len(allocated) == 1, "the pad alone"
+    assert backend.given == []
+    assert [each.close.call_count for each in backend.made] == [1] * (not first_has)
+    one = of_second_rank(backend)
+    adopt(one, 60, 300)
+    assert [each.nbytes for each in allocated[2:]] == [60] + [300] * (not first_has)
+    assert not any(each.close.called for each in backend.made[-len(allocated[2:]) :])
 
 
 def test_a_plan_has_outputs_from_its_first_call_on_where_it_wants_some(
