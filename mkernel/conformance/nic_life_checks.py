@@ -37,6 +37,8 @@ from mkernel.topology.lanes import RankLanes, nic_schedule
 from mkernel.topology.model import Nic
 
 _KIB = 1 << 10
+OTHERS_S = 30.0
+"""How long other processes may have files of their own that nobody has mapped."""
 _NO_PORT = "mkernel-nonexistent"
 _NOWHERE = "/nonexistent/libmkernel-conformance.so"
 
@@ -378,6 +380,11 @@ def require_nothing_more(me: Rank, before: dict[str, int], since: str) -> None:
     late = deadline(me.subject.timeout_s / 2)  # a joined thread leaves /proc a little later
     while (after := left_behind()) != before and not late():
         time.sleep(0.02)
+    files = "files in /dev/shm"
+    late = deadline(OTHERS_S)  # whose they are does not show where nobody has them mapped
+    while after[files] > before[files] and not late():
+        time.sleep(0.2)
+        after[files] = len(shared_files())
     for what, count in before.items():
         require(after[what] <= count, f"{after[what] - count} {what} more than before {since}")
 

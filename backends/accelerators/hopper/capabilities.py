@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 
@@ -83,15 +84,15 @@ def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
     """Whether the installed torch is that version or a newer one: by default, has what the library
     path and attention need. Does not import it."""
-    return _torch() >= least
+    return _torch(metadata.version) >= least
 
 
 @cache
-def _torch() -> tuple[int, int]:
+def _torch(version_of: Callable[[str], str]) -> tuple[int, int]:
     """The installed torch's version; (0, 0) where it has none that can be read. Each plan asks a few
     times, and to read it takes 2 ms."""
     try:
-        major, minor, *_ = metadata.version("torch").split(".")
+        major, minor, *_ = version_of("torch").split(".")
         return int(major), int(minor)
     except (metadata.PackageNotFoundError, ValueError):
         return 0, 0

@@ -26,6 +26,7 @@ from parts_fabric import (
 from mkernel.backends.accelerators.hopper import (
     device_world,
     gather_parts,
+    landing,
     library,
     parts_exchange,
     parts_program,
@@ -50,7 +51,7 @@ def fabrics(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
     def make(world: int) -> PartsFabric:
         made = PartsFabric(world)
         for module in (
-            library, device_world, parts_exchange, parts_program, gather_parts, reduce_parts,
+            library, device_world, landing, parts_exchange, parts_program, gather_parts, reduce_parts,
         ):  # fmt: skip
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)

@@ -14,7 +14,13 @@ from library_fabric import DATA_OFFSET, STREAM, Fabric, workspace_of
 from operand_forms import OPS as GEMMS
 from operand_forms import RoundedOnce
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world, library, products
+from mkernel.backends.accelerators.hopper import (
+    capabilities,
+    device_world,
+    landing,
+    library,
+    products,
+)
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import FUSED, executor_of
@@ -55,7 +61,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
     def make(world: int) -> Fabric:
         made = Fabric(world)
-        for module in (library, device_world):
+        for module in (library, device_world, landing):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(products, "mm", on_cpu)  # torch has float32 results on devices alone
         return made
