@@ -152,6 +152,13 @@ class _Kept:
 _kept = _Kept()
 
 
+def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
+    """No rank of a node's world found a failure."""
+    found = run(fn, *arguments, ranks_per_node=world, accelerator=accelerator)
+    failures = [text for each in found for text in each]
+    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+
+
 def run(
     fn: Callable[..., Any],
     *args: Any,

@@ -52,6 +52,12 @@ def spin(seconds: float) -> None:
     cuda._sleep(int(seconds * 1.98e9))
 
 
+def drawn_size(chance: random.Random, most: int, step: int) -> int:
+    """A multiple of ``step``, about ``most`` at most: a few steps as often as many."""
+    bound = chance.choice((1, 4, 16, 40, most // step))
+    return step * chance.randint(1, max(1, min(bound, most // step)))
+
+
 class Work:
     """A shape's tensors on this rank, refilled in place for every turn."""
 

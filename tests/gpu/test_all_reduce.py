@@ -12,6 +12,7 @@ import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
+from kept_ranks import right
 from sum_ranks import Rows
 from survivors import judge_absence, judge_survivors
 
@@ -44,13 +45,6 @@ MIXED: list[Any] = [
     Shape("gemm_all_reduce", 1031, 4104, 512, path="library", bias=True),
     Shape("gemm_all_reduce", 2048, 2048, 512, path="fused"),
 ]
-
-
-def right(world: int, fn: Any, *arguments: Any) -> None:
-    """No rank found a failure."""
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
 
 @worlds

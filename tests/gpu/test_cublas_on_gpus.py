@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import cublas_ranks
-import kept_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
-from hopper_ranks import OPS, Shape
+from hopper_ranks import OPS, Shape, drawn_size
+from kept_ranks import right
 
 import mkernel
 
@@ -34,20 +34,9 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_PATH", "library")
 
 
-def right(world: int, fn: Any, *arguments: Any) -> None:
-    """No rank found a failure."""
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
-
-
 def drawn(chance: random.Random, world: int) -> Shape:
     """Of at least two rows a product, and terms that cuBLAS never leaves out."""
-
-    def size(most: int, step: int) -> int:
-        bound = chance.choice((1, 4, 16, 40, most // step))
-        return step * chance.randint(1, max(1, min(bound, most // step)))
-
+    size = partial(drawn_size, chance)
     op = chance.choice(OPS)
     return Shape(
         op,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import fp8_ranks
 import hopper_ranks
@@ -16,6 +16,7 @@ import pytest
 import sum_ranks
 from device_buffers import needs_gpus, takes_ranks
 from hopper_ranks import Shape
+from kept_ranks import right
 from sum_ranks import NormedProduct
 from survivors import judge_absence, judge_survivors
 
@@ -99,13 +100,6 @@ def always(constants_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused path, and the kernel wherever it fits."""
     monkeypatch.setenv("MKERNEL_CONSTANTS", str(constants_file))
     monkeypatch.setenv("MKERNEL_PATH", "fused")
-
-
-def right(world: int, fn: Any, *arguments: Any) -> None:
-    """No rank found a failure."""
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
 
 def drawn(chance: random.Random) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 from typing import Any
 
 import fp8_ranks
@@ -12,7 +13,8 @@ import hopper_ranks
 import kept_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
-from hopper_ranks import OPS, Shape
+from hopper_ranks import OPS, Shape, drawn_size
+from kept_ranks import right
 from survivors import judge_absence, judge_survivors
 
 from mkernel.plan.model import ScaleMode
@@ -126,20 +128,9 @@ MIXED = [
 ]
 
 
-def right(world: int, fn: Any, *arguments: Any) -> None:
-    """No rank found a failure."""
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
-
-
 def drawn(chance: random.Random, world: int, make: Any = scaled, most_k: int = 2600) -> Shape:
     """Any legal shape, a third of them in parts."""
-
-    def size(most: int, step: int) -> int:
-        bound = chance.choice((1, 4, 16, 40, most // step))
-        return step * chance.randint(1, max(1, min(bound, most // step)))
-
+    size = partial(drawn_size, chance)
     op, mode = chance.choice(OPS), chance.choice(MODES[:2] if make is fused else MODES)
     rows = size(3000, 1 if op == "gemm_all_reduce" else world)
     return make(

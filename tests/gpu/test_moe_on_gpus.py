@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import kept_ranks
 import moe_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
 from in_world import TOLD_S
+from kept_ranks import right
 from moe_ranks import FAULTS, WANTED_FAULTS, Moe
 from survivors import judge_survivors
 
@@ -40,13 +40,6 @@ def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") 
     return mkernel.launch(
         fn, *arguments, ranks_per_node=world, accelerator=accelerator, timeout_s=TOLD_S
     )
-
-
-def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
-    """No rank found a failure."""
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator=accelerator)
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 
 
 @worlds

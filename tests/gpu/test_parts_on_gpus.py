@@ -4,6 +4,7 @@ the same bits, in any timing, order and graph."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import fp8_ranks
@@ -12,7 +13,8 @@ import kept_ranks
 import parts_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
-from hopper_ranks import OPS, Shape
+from hopper_ranks import OPS, Shape, drawn_size
+from kept_ranks import right
 from parts_ranks import NormedParts
 from survivors import judge_absence, judge_survivors
 
@@ -50,20 +52,9 @@ KNOWN = [
 ]
 
 
-def right(world: int, fn: Any, *arguments: Any) -> None:
-    """No rank found a failure."""
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=world, accelerator="hopper")
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
-
-
 def drawn(chance: random.Random, world: int) -> Shape:
     """Any legal shape, in parts of any number of rows."""
-
-    def size(most: int, step: int) -> int:
-        bound = chance.choice((1, 4, 16, 40, most // step))
-        return step * chance.randint(1, max(1, min(bound, most // step)))
-
+    size = partial(drawn_size, chance)
     op = chance.choice(OPS)
     rows = size(3000, 1 if op == "gemm_all_reduce" else world)
     each = -(-rows // world)
