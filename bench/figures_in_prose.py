@@ -25,6 +25,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import results_file
+from results_chart import speed_ups
 
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.reference import published, trace
@@ -84,22 +85,16 @@ def _commits(*names: str) -> list[str]:
     return [result(name)["provenance"]["commit"][:7] for name in names]
 
 
-def _ratios(name: str, mode: str) -> list[float]:
-    """Of mkernel's time to the best peer's, of each shape that has both."""
-    rows = [row for row in result(name)["rows"] if row["mode"] == mode]
-    return [row["to_best"] for row in rows if row["to_best"] is not None]
-
-
 def _mean_speed_up(name: str, mode: str) -> str:
     """Geometric mean over shapes of the best peer's time over mkernel's."""
-    return f"{1 / geometric_mean(_ratios(name, mode)):.2f}"
+    return f"{geometric_mean(speed_ups(name, mode, None)):.2f}"
 
 
 def _as_users_meet_it() -> list[str]:
     drawn = {"graph": "hopper_random_7_h100_2", "eager": "hopper_random_7_eager_h100_2"}
     shapes = {json.dumps(row["shape"]) for row in result(drawn["graph"])["rows"]}
     means = {mode: _mean_speed_up(name, mode) for mode, name in drawn.items()}
-    least = {mode: f"{1 / max(_ratios(name, mode)):.2f}" for mode, name in drawn.items()}
+    least = {mode: f"{min(speed_ups(name, mode, None)):.2f}" for mode, name in drawn.items()}
     first = _mean_speed_up("hopper_layers_2_first", "first")
     return [
         str(len(shapes)), means["graph"], least["graph"], means["eager"], least["eager"], first,

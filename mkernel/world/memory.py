@@ -104,10 +104,7 @@ class _Found:
         assert taken is not None
         return taken
 
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
         if self.memory is not None:
             self.memory.close()
 
@@ -292,8 +289,7 @@ class SymmetricHeap:
         if enough or not self._takes_outputs:
             return
         larger = max(nbytes, 2 * self._outputs.nbytes if self._outputs else 0)
-        found = _Found(self._accelerator, larger)
-        with found:
+        with contextlib.closing(_Found(self._accelerator, larger)) as found:
             self._takes_outputs = all(
                 self._exchange.gather("outputs", found.memory is not None).values()
             )
