@@ -17,7 +17,7 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -154,7 +154,11 @@ _kept = _Kept()
 
 def right(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
     """No rank of a node's world found a failure."""
-    found = run(fn, *arguments, ranks_per_node=world, accelerator=accelerator)
+    none_failed(run(fn, *arguments, ranks_per_node=world, accelerator=accelerator))
+
+
+def none_failed(found: Sequence[Sequence[str]]) -> None:
+    """``found``: by rank."""
     failures = [text for each in found for text in each]
     assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
 

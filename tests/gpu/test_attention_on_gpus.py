@@ -12,6 +12,7 @@ import pytest
 from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention, drawn
 from device_buffers import needs_gpus, takes_ranks
 from in_world import TOLD_S
+from kept_ranks import none_failed
 from survivors import judge_absence, judge_survivors
 
 import mkernel
@@ -60,8 +61,7 @@ def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") 
 def right(world: int, fn: Any, *arguments: Any, run: Any = kept_ranks.run) -> None:
     """No rank found a failure."""
     found = run(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S)
-    failures = [text for each in found for text in each]
-    assert not failures, f"{len(failures)} failures: " + "; ".join(failures[:5])
+    none_failed(found)
 
 
 @worlds
