@@ -90,6 +90,16 @@ class PathConstants(Finite):
     splits: tuple[int, ...] = Field((1,), min_length=1, description="parts that K may be cut into")
     tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
+    last_splits: tuple[int, ...] = Field(
+        (1,),
+        min_length=1,
+        description="parts along K of each tile of a last wave that is not full, which other cores of "
+        "the same launch take",
+    )
+    cut_us: float = Field(0.0, ge=0, description="what a tile in parts takes longer, once")
+    kept_us: float = Field(
+        0.0, ge=0, description="and for each part but the last: it is read and added"
+    )
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
@@ -312,6 +322,21 @@ class Product(NamedTuple):
     tile_us: float
 
 
+def last_wave(path: PathConstants, tiles: int, places: int, tile_us: float) -> tuple[float, int]:
+    """The time of the last wave of so many tiles, fewer than there are places for one each, and into
+    how many parts along K each is cut: cores take a part each, and then what is kept of a tile is added
+    up, one part after another. ``tile_us``: of a whole one, without its fixed part."""
+    return min(
+        (-(-tiles * splits // places) * _share_us(path, tile_us, splits), splits)
+        for splits in path.last_splits
+    )
+
+
+def _share_us(path: PathConstants, tile_us: float, splits: int) -> float:
+    whole = path.tile_us + tile_us / splits
+    return whole + path.cut_us + (splits - 1) * path.kept_us if splits > 1 else whole
+
+
 def products(
     path: PathConstants,
     owners: int,
@@ -334,8 +359,11 @@ def products(
         tiles = owners * -(-rows // tile.rows) * -(-n // tile.columns)
         for parts in path.splits:
             depth, rate = -(-k // parts), tile.cores * tile.tflops_per_core
-            each = path.tile_us + gemm_tile_us(tile.rows, tile.columns, depth, rate)
-            total = max(-(-tiles * parts // max(1, cores // tile.cores)) * each, traffic)
+            multiplied = gemm_tile_us(tile.rows, tile.columns, depth, rate)
+            each, places = path.tile_us + multiplied, max(1, cores // tile.cores)
+            waves, left = divmod(tiles * parts, places)
+            last = last_wave(path, left, places, multiplied)[0] if left else 0.0
+            total = max(waves * each + last, traffic)
             if parts > 1:
                 total += path.split_us + 2 * parts * m * n * 4 / (memory_gbs * 1e3)
             yield Product(total, each)

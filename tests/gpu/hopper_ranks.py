@@ -6,9 +6,13 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from few_elements import few_right
@@ -16,12 +20,14 @@ from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel.backends.accelerators.hopper import tuning
 from mkernel.cases import case_of, poison
 from mkernel.cases.base import TOLERANCE
 from mkernel.cases.gemm import GemmCase
 from mkernel.errors import WorldError
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.launch import report
+from mkernel.plan import planner
 from mkernel.plan.model import DtypeName, PathName, ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -56,6 +62,41 @@ def drawn_size(chance: random.Random, most: int, step: int) -> int:
     """A multiple of ``step``, about ``most`` at most: a few steps as often as many."""
     bound = chance.choice((1, 4, 16, 40, most // step))
     return step * chance.randint(1, max(1, min(bound, most // step)))
+
+
+def drawn(chance: random.Random, world: int) -> Shape:
+    """Any legal shape: from one element of alignment to a few tiles, edges everywhere."""
+    size = partial(drawn_size, chance)
+    op = chance.choice(OPS)
+    return Shape(
+        op,
+        m=size(3000, 1 if op == "gemm_all_reduce" else world),
+        n=size(2000, 8),
+        k=size(2600, 8),
+        dtype=chance.choice(("bfloat16", "float16")),
+        layout=chance.choice(("row", "column")),
+    )
+
+
+@contextmanager
+def deciding(tuning: ModuleType, **decisions: Any) -> Iterator[None]:
+    """Within it, functions of a module of Hopper's tuning decide so, of every plan: one that this
+    process has made before, in another world too, would be taken again."""
+    planner._planned.cache_clear()
+    asked = {name: mock.Mock(return_value=each) for name, each in decisions.items()}
+    try:
+        with mock.patch.multiple(tuning, **asked):
+            yield
+    finally:
+        planner._planned.cache_clear()
+    never = [name for name, each in asked.items() if not each.called]
+    assert not never, f"no plan asked for {', '.join(never)}"
+
+
+def cut(splits: int, fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
+    """What ``fn`` returns where tiles of last waves are cut into so many parts along K."""
+    with deciding(tuning, last_splits=splits):
+        return fn(*arguments)
 
 
 class Work:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from few_elements import experts_right
-from hopper_ranks import LATE_S, captured, other_bits, spin
+from hopper_ranks import LATE_S, captured, deciding, other_bits, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
@@ -23,7 +22,6 @@ from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
 from mkernel.ops import moe_marks
 from mkernel.ops.moe_gemm_combine import gemm_combine
-from mkernel.plan import planner
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
 
@@ -166,37 +164,22 @@ class Work:
         return wanted, terms
 
 
-@contextmanager
-def deciding(**decisions: Any) -> Iterator[None]:
-    """Within it, functions of :mod:`moe_tuning` decide so, of every plan: one that this process has
-    made before, in another world too, would be taken again."""
-    planner._planned.cache_clear()
-    asked = {name: mock.Mock(return_value=each) for name, each in decisions.items()}
-    try:
-        with mock.patch.multiple(moe_tuning, **asked):
-            yield
-    finally:
-        planner._planned.cache_clear()
-    never = [name for name, each in asked.items() if not each.called]
-    assert not never, f"no plan asked for {', '.join(never)}"
-
-
 def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
     first; second products have wide tiles."""
-    with deciding(permutes=True, reads_weights=False):
+    with deciding(moe_tuning, permutes=True, reads_weights=False):
         return fn(*arguments)
 
 
 def early(rows: int, fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where all multiples of so many own rows come first."""
-    with deciding(early_rows=rows, early_tiles=1 << 20):
+    with deciding(moe_tuning, early_rows=rows, early_tiles=1 << 20):
         return fn(*arguments)
 
 
 def wanted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """What ``fn`` returns where each token goes once to each rank that has an expert of it."""
-    with deciding(push_blocks=(8, ())):
+    with deciding(moe_tuning, push_blocks=(8, ())):
         return fn(*arguments)
 
 

@@ -1,4 +1,5 @@
-"""The product alone, of one rank: every tiling, dtype and layout, odd sizes, with and without bias."""
+"""The product alone, of one rank: every tiling, dtype and layout, odd sizes, with and without bias, and
+with tiles of the last wave in parts along K."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from mkernel.cases.comparison import FEW
 
 pytestmark = needs_gpus(1)
 
+BLOCKS = 132
+KEPT_BYTES = 2 * BLOCKS * 128 * 256 * 4
 SIZES = [
     (1, 8, 8),
     (8, 8, 8),
@@ -30,9 +33,14 @@ SIZES = [
 @pytest.mark.parametrize("n_major", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gaps", [False, True], ids=["packed", "gaps"])
-def test_product(gaps: bool, dtype: str, n_major: bool, tiling: str, kernel: str) -> None:
+@pytest.mark.parametrize("splits", [1, 3], ids=["whole", "cut"])
+def test_product(
+    splits: int, gaps: bool, dtype: str, n_major: bool, tiling: str, kernel: str
+) -> None:
     made = native()
-    memory, control = DeviceMemory.create(1, 0), made.ControlBlock()
+    memory, control = DeviceMemory.create(made.DATA_OFFSET + KEPT_BYTES, 0), made.ControlBlock()
+    for offset in made.epoch_offsets():
+        memory.write_word(offset, 1)
     world = made.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
     stream = torch.cuda.current_stream().cuda_stream
     for m, n, k in SIZES:
@@ -51,7 +59,12 @@ def test_product(gaps: bool, dtype: str, n_major: bool, tiling: str, kernel: str
                 n_major=n_major,
                 tiling=getattr(made.Tiling, tiling),
                 band=3,
-            ).of(
+                blocks=BLOCKS,
+                last_splits=splits,
+            )
+            needed = made.with_kept_splits(made.DATA_OFFSET, product, 1, m, 0)
+            assert needed <= made.DATA_OFFSET + KEPT_BYTES
+            product = product.of(
                 made.GemmTensors(
                     a.data_ptr(),
                     stored.data_ptr(),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import hopper_ranks
 import kept_ranks
 import pytest
 from device_buffers import needs_gpus, takes_ranks
-from hopper_ranks import OPS, Shape, drawn_size
+from hopper_ranks import OPS, Shape, drawn
 from kept_ranks import right
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
@@ -45,20 +44,6 @@ ONE_AFTER_ANOTHER = [
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is of one path: left to the planner, small calls would all take the same."""
     monkeypatch.setenv("MKERNEL_PATH", request.param)
-
-
-def drawn(chance: random.Random, world: int) -> Shape:
-    """Any legal shape: from one element of alignment to a few tiles, edges everywhere."""
-    size = partial(drawn_size, chance)
-    op = chance.choice(OPS)
-    return Shape(
-        op,
-        m=size(3000, 1 if op == "gemm_all_reduce" else world),
-        n=size(2000, 8),
-        k=size(2600, 8),
-        dtype=chance.choice(("bfloat16", "float16")),
-        layout=chance.choice(("row", "column")),
-    )
 
 
 @worlds

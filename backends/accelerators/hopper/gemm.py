@@ -115,7 +115,7 @@ class AllGatherExecutor:
         self._plan = plan
         self._several = plan.world_size > 1
         self._world = device_world(call, context)
-        self._product = _product(plan, how, how.tiling)
+        self._product = _product(plan, how, how.tiling, how.last_splits)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
         self._sent = made.AllGatherSchedule(rows, how.chunk_rows)  # when the rows were sent before
@@ -127,14 +127,16 @@ class AllGatherExecutor:
     def workspace(plan: LaunchPlan) -> Workspace:
         """What AllGather+GEMM needs of symmetric memory. Unsupported."""
         world = plan.world_size
+        how = plan.part(GatherSchedule)
         if world == 1:
-            return Workspace((NO_DATA,))
+            return Workspace((_with_kept_splits(plan, NO_DATA, plan.gemm.m, 0),))
         made = native()
         needed: int = made.all_gather_gemm_bytes(
             world, _gather(plan)[1], plan.gemm.k, scaling(plan)
         )
         if plan.nodes == 1:
-            return Workspace((needed,))
+            rows = plan.gemm.m // world
+            return Workspace((_with_kept_splits(plan, needed, rows, how.push_blocks),))
         gathered = needed - made.DATA_OFFSET  # also the area for other nodes
         staged = plan.routes.staged
         return between_nodes(plan, needed if staged else made.DATA_OFFSET, gathered)
@@ -221,7 +223,7 @@ class ReduceExecutor:
         self._context = context
         self._plan = plan
         self._world = device_world(call, context)
-        self._product = _product(plan, how, how.tiling)
+        self._product = _product(plan, how, how.tiling, how.last_splits)
         self._everywhere = plan.op == "gemm_all_reduce"
 
         def schedule(alone: bool) -> _hopper.ReduceSchedule:
@@ -257,7 +259,7 @@ class ReduceExecutor:
         """What a reduction needs of symmetric memory, in any view. Unsupported."""
         world = plan.world_size
         if world == 1:
-            return Workspace((NO_DATA,))
+            return Workspace((_with_kept_splits(plan, NO_DATA, plan.part(ReduceSchedule).rows, 0),))
         made, shape, local = native(), plan.gemm, plan.ranks_per_node
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
         hierarchical = _hierarchical(plan, how)
@@ -268,6 +270,7 @@ class ReduceExecutor:
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         if plan.nodes == 1:
+            fused = _with_kept_splits(plan, fused, how.rows, how.network_blocks)
             nbytes = max(fused, made.DATA_OFFSET + _staging(plan))
             return Workspace((nbytes,), outputs=wanted(plan) if gathers else 0)
         tiling = getattr(made.Tiling, how.tiling)
@@ -431,6 +434,23 @@ def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     return by[None if plan.scales is None else plan.scales.mode]
 
 
+def _with_kept_splits(plan: LaunchPlan, nbytes: int, rows: int, others: int) -> int:
+    """What ``nbytes`` of a workspace become with the splits that are kept behind them. ``rows``: of an
+    owner; ``others``: blocks of the kernel that have no tiles."""
+    how, world = _of_tiles(plan), plan.world_size
+    if how.last_splits == 1:
+        return nbytes
+    made = native()
+    product = _product(plan, how, how.tiling, how.last_splits)
+    found: int = made.with_kept_splits(max(nbytes, made.DATA_OFFSET), product, world, rows, others)
+    return found
+
+
+def _of_tiles(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule:
+    gathers = plan.op == "all_gather_gemm"
+    return plan.part(GatherSchedule) if gathers else plan.part(ReduceSchedule)
+
+
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:
     """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
     if nbytes:
@@ -440,15 +460,19 @@ def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> 
 
 
 def _product(
-    plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName
+    plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName, splits: int = 1
 ) -> _hopper.Product:
-    """The plan's product, without tensors yet. ArgumentError: tiles that add with fewer bits than asked
-    for, or that are of e4m3 operands only."""
+    """The plan's product, without tensors yet. ``splits``: of tiles of its last wave. ArgumentError:
+    tiles that add with fewer bits than asked for, or that are of e4m3 operands only; splits where there
+    are none."""
     made = native()
     promotes = plan.scales is not None and not plan.scales.use_fast_accum
     if promotes != (tiling == "promoted"):
         legal = "'promoted'" if promotes else "another one: products are not added up in float32"
         raise ArgumentError("plan.schedule.tiling", repr(tiling), legal)
+    if splits > 1 and (plan.scales is not None or plan.nodes > 1):
+        legal = "1 of e4m3 operands, and between nodes"
+        raise ArgumentError("plan.schedule.last_splits", splits, legal)
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
@@ -458,5 +482,6 @@ def _product(
         band=how.band,
         blocks=how.blocks,
         scaling=scaling(plan),
+        last_splits=splits,
     )
     return product

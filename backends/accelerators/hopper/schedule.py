@@ -30,9 +30,11 @@ class GatherSchedule(Schedule):
     the kernel's first ``push_blocks`` blocks or, where that is 0, by copy engines; these move the
     chunk that comes last in ``slices`` of K. ``columns_ahead`` tile columns of the own rows are
     computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2.
-    ``blocks``: of the kernel, at most one a multiprocessor. Where a call wants the gathered rows too,
-    ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines). ``exchange``:
-    between nodes; hierarchical: the pushing blocks also share what comes with the node."""
+    ``blocks``: of the kernel, at most one a multiprocessor. ``last_splits``: parts along K of each tile
+    of a last wave that has fewer tiles than there are clusters. Where a call wants the gathered rows
+    too, ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines).
+    ``exchange``: between nodes; hierarchical: the pushing blocks also share what comes with the
+    node."""
 
     kind: Literal["hopper.all_gather_gemm"] = "hopper.all_gather_gemm"
     tiling: TilingName
@@ -42,6 +44,7 @@ class GatherSchedule(Schedule):
     slices: int = Field(1, ge=1)
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)
+    last_splits: int = Field(1, ge=1)
     gathered_engine: Engine
     gathered_blocks: int = Field(ge=1)
     exchange: Exchange = "direct"
@@ -58,10 +61,11 @@ class ReduceSchedule(Schedule):
     tiles; the own tiles of a panel are computed after the other owners' tiles of the next.
     ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
     not straight from the block that made the tile: smoother, and worth its memory traffic where the
-    link is nearly full. ``band`` and ``blocks`` are as above. ``product_tiling``: of the whole product
-    by itself, which the sequential view computes first. ``network_blocks``: the first ones, whole
-    clusters, which hear of other nodes instead of computing tiles; 0 where there are none.
-    ``exchange``: between nodes; hierarchical: a rank adds its node's parts up before they leave."""
+    link is nearly full. ``band``, ``blocks`` and ``last_splits`` are as above.
+    ``product_tiling``: of the whole product by itself, which the sequential view computes first.
+    ``network_blocks``: the first ones, whole clusters, which hear of other nodes instead of
+    computing tiles; 0 where there are none. ``exchange``: between nodes; hierarchical: a rank adds
+    its node's parts up before they leave."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
     tiling: TilingName
@@ -72,6 +76,7 @@ class ReduceSchedule(Schedule):
     by_outbox: bool
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)
+    last_splits: int = Field(1, ge=1)
     product_tiling: TilingName
     network_blocks: int = Field(0, ge=0)
     exchange: Exchange = "direct"

@@ -29,7 +29,7 @@ from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import FewRowsConstants, gemm_tile_us
+from mkernel.topology.cost import FewRowsConstants, PathConstants, gemm_tile_us, last_wave
 
 COPIED_CHUNKS = 16
 """Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
@@ -94,15 +94,17 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
         normed = plan.norm is not None and world > 1
         made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
     elif plan.op != "all_gather_gemm":
-        made = reduce(
+        reduced = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
             plan.nodes, found.pipeline.exchange,
         )  # fmt: skip
+        made = _last_wave_cut(request, reduced) if plan.nodes == 1 else reduced
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
         if plan.nodes == 1:
-            made = gather(rows, shape.n, shape.k, world, chunk, processors)
+            gathered = gather(rows, shape.n, shape.k, world, chunk, processors)
+            made = _last_wave_cut(request, gathered)
         else:
             made = gather_between_nodes(
                 rows, shape.n, shape.k, world, chunk, processors,
@@ -184,6 +186,39 @@ def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) 
     if waves <= menu.deep_up_to_waves and k >= menu.deep_from_k:
         return "deep"
     return "wide"
+
+
+def last_splits(
+    tiling: TilingName, tiles: int, k: int, processors: int, path: PathConstants | None
+) -> int:
+    """Into how many parts along K tiles of the last wave are cut, of so many ``tiles`` of clusters on
+    ``processors`` multiprocessors. 1: they are not."""
+    size = CLUSTER_TILES[tiling]
+    if path is None:
+        return 1
+    for tile in path.tiles:
+        if (tile.rows, tile.columns) == size:
+            places = max(1, processors // tile.cores)
+            tile_us = gemm_tile_us(*size, k, tile.cores * tile.tflops_per_core)
+            return last_wave(path, tiles % places, places, tile_us)[1] if tiles % places else 1
+    return 1
+
+
+def _last_wave_cut(
+    request: ScheduleRequest, how: GatherSchedule | ReduceSchedule
+) -> GatherSchedule | ReduceSchedule:
+    """Of ranks of one node."""
+    if request.constants is None:
+        return how
+    shape, world = request.plan.gemm, request.plan.world_size
+    if isinstance(how, GatherSchedule):
+        rows, processors = shape.m // world, how.blocks - how.push_blocks
+    else:
+        rows, processors = how.rows, how.blocks
+    height, width = CLUSTER_TILES[how.tiling]
+    tiles = world * _up(rows, height) * _up(shape.n, width)
+    splits = last_splits(how.tiling, tiles, shape.k, processors, request.constants.fused)
+    return how.model_copy(update={"last_splits": splits})
 
 
 def gather(

@@ -41,6 +41,9 @@ struct Product {
     int band;    // cluster rows that share B in L2
     int blocks;  // 0: one an SM
     Scaling scaling = Scaling::none;
+    // Along K, of tiles of the last wave (tile/shares.cuh); more than 1 with `blocks`, of 16-bit operands, and
+    // not between nodes.
+    int last_splits = 1;
 };
 
 // Of an element of A and B.
@@ -84,6 +87,11 @@ std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_out
 // Bytes of the area for other nodes: of the data area, behind those, or of staging memory.
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
                                    bool gathers, bool hierarchical);
+
+// What `bytes` of the data area become with the splits that an op of `owners` blocks of `rows` rows keeps
+// behind them; `others`: blocks of its kernel that have no tiles, or none. std::length_error.
+std::size_t with_kept_splits(std::size_t bytes, const Product& product, int owners, int rows,
+                             int others);
 
 // The scales of the own rows, of so many bytes; none: no bytes.
 struct RowScales {
