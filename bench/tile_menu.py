@@ -1,10 +1,12 @@
-"""Times of the product alone by each tiling of hopper's GEMM kernel beside the library's, on one GPU.
+"""Times of the product alone by each tiling of hopper's GEMM kernel beside the library's, on one GPU;
+and with tiles of the last wave in 2, 3 and 4 parts along K, where it is not full (``wide/2``).
 
     python3 bench/tile_menu.py [result.json] [count] [seed] [multiple]
 
 Random shapes (M, N and K from 512 on, multiples of 8 or of another number), bfloat16, B column-major;
 microseconds a call in a CUDA graph of several, contenders by turns, median of the replays.
-``planned``: the tiling that a fused plan of one rank would take; ``path``: what any plan would.
+``planned``: the tiling, and parts, that a fused plan of one rank would take; ``path``: what any plan
+would.
 Told are the library's time over that of the planned tiling, of all shapes and of those that plans
 leave to it, and over that of the plan, where a library's product is the library's. The constants of
 ``tilings`` in ``machine.json`` are chosen by this.
@@ -28,11 +30,13 @@ from results_file import described
 from mkernel.backends.accelerators.hopper import _hopper as native
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.schedule import TilingName
 from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.plan import paths
 from mkernel.plan.model import GemmShape
 
-TILINGS = ("wide", "medium", "deep", "narrow")
+TILINGS: tuple[TilingName, ...] = ("wide", "medium", "deep", "narrow")
+SPLITS = (1, 2, 3, 4)
 FIRST = [(4096, 2184, 5120), (4096, 2048, 5120), (8192, 1064, 8192), (8192, 8192, 8192)]
 REPLAYS = 5
 GRAPH_US = 3000.0
@@ -52,27 +56,65 @@ def drawn(count: int, seed: int, multiple: int) -> list[tuple[int, int, int]]:
 def contenders(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
     """Calls by name; ``b``: [N, K]."""
     (m, k), n = a.shape, b.shape[0]
-    memory, control = DeviceMemory.create(1, 0), native.ControlBlock()
-    world = native.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
     whole = native.AllGatherSchedule(m, m)
+    tensors = native.GemmTensors(a.data_ptr(), b.data_ptr(), out.data_ptr())
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def kernel(tiling: str) -> Callable[[], object]:
-        product = native.Product(
+    def product_of(tiling: str, splits: int) -> native.Product:
+        return native.Product(
             n=n, k=k, half=False, n_major=False, tiling=getattr(native.Tiling, tiling),
-            band=tuning.BAND,
-        ).of(native.GemmTensors(a.data_ptr(), b.data_ptr(), out.data_ptr()))  # fmt: skip
+            band=tuning.BAND, blocks=processors, last_splits=splits,
+        )  # fmt: skip
+
+    menu = {
+        named(tiling, splits): product_of(tiling, splits)
+        for tiling in TILINGS
+        for splits in SPLITS
+        if splits == 1 or left(tiling, m, n, processors)
+    }
+    needed = max(
+        native.with_kept_splits(native.DATA_OFFSET, each, 1, m, 0) for each in menu.values()
+    )
+    memory, control = DeviceMemory.create(needed, 0), native.ControlBlock()
+    for offset in native.epoch_offsets():
+        memory.write_word(offset, 1)
+    world = native.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
+
+    def kernel(product: native.Product) -> Callable[[], object]:
+        product = product.of(tensors)
 
         def call() -> object:
             stream = torch.cuda.current_stream().cuda_stream
             native.all_gather_gemm(0, world, product, whole, False, stream)
-            return memory, control
+            return memory, control  # alive as long as the call may be made
 
         return call
 
     return {
         "library": lambda: torch.mm(a, b.t(), out=out),
-        **{tiling: kernel(tiling) for tiling in TILINGS},
+        **{name: kernel(product) for name, product in menu.items()},
     }
+
+
+def named(tiling: str, splits: int) -> str:
+    """Of a contender."""
+    return tiling if splits == 1 else f"{tiling}/{splits}"
+
+
+def left(tiling: Any, m: int, n: int, processors: int) -> int:
+    """Tiles of clusters in a last wave that is not full."""
+    height, width = tuning.CLUSTER_TILES[tiling]
+    places = processors * tuning.TILE_ROWS // height
+    return -(-m // height) * -(-n // width) % places
+
+
+def planned(m: int, n: int, k: int, processors: int) -> str:
+    """What a fused plan of one rank would take."""
+    tiling = tuning.tiling(m, 1, n, k, processors)
+    height, width = tuning.CLUSTER_TILES[tiling]
+    tiles = -(-m // height) * -(-n // width)
+    path = machine().constants.fused
+    return named(tiling, tuning.last_splits(tiling, tiles, k, processors, path))
 
 
 def path(m: int, n: int, k: int, processors: int) -> str:
@@ -90,7 +132,8 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
     a, b = (torch.randn(each, k, device="cuda").bfloat16() for each in (m, n))
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     count = max(2, min(20, int(GRAPH_US / (2 * m * n * k / 6e8))))
-    graphs = {name: captured([call] * count) for name, call in contenders(a, b, out).items()}
+    calls = contenders(a, b, out)  # and what they write to, until the last replay
+    graphs = {name: captured([call] * count) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(1 + REPLAYS):
         for name, graph in graphs.items():
@@ -100,7 +143,7 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return {
         "m": m, "n": n, "k": k, "path": path(m, n, k, processors),
-        "planned": tuning.tiling(m, 1, n, k, processors),
+        "planned": planned(m, n, k, processors),
         **{name: round(statistics.median(found), 2) for name, found in times.items()},
     }  # fmt: skip
 
