@@ -129,14 +129,14 @@ class AllGatherExecutor:
         world = plan.world_size
         how = plan.part(GatherSchedule)
         if world == 1:
-            return Workspace((_with_kept_splits(plan, NO_DATA, plan.gemm.m, 0),))
+            return Workspace((_with_kept_splits(plan, NO_DATA, 1, plan.gemm.m, 0),))
         made = native()
         needed: int = made.all_gather_gemm_bytes(
             world, _gather(plan)[1], plan.gemm.k, scaling(plan)
         )
         if plan.nodes == 1:
             rows = plan.gemm.m // world
-            return Workspace((_with_kept_splits(plan, needed, rows, how.push_blocks),))
+            return Workspace((_with_kept_splits(plan, needed, world, rows, how.push_blocks),))
         gathered = needed - made.DATA_OFFSET  # also the area for other nodes
         staged = plan.routes.staged
         return between_nodes(plan, needed if staged else made.DATA_OFFSET, gathered)
@@ -258,10 +258,11 @@ class ReduceExecutor:
     def workspace(plan: LaunchPlan) -> Workspace:
         """What a reduction needs of symmetric memory, in any view. Unsupported."""
         world = plan.world_size
-        if world == 1:
-            return Workspace((_with_kept_splits(plan, NO_DATA, plan.part(ReduceSchedule).rows, 0),))
-        made, shape, local = native(), plan.gemm, plan.ranks_per_node
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
+        owned = tuning.owned_rows(plan.op, plan.gemm.m, world, how.rows)
+        if world == 1:
+            return Workspace((_with_kept_splits(plan, NO_DATA, *owned, 0),))
+        made, shape, local = native(), plan.gemm, plan.ranks_per_node
         hierarchical = _hierarchical(plan, how)
         try:
             fused: int = made.gemm_reduce_bytes(
@@ -270,7 +271,7 @@ class ReduceExecutor:
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         if plan.nodes == 1:
-            fused = _with_kept_splits(plan, fused, how.rows, how.network_blocks)
+            fused = _with_kept_splits(plan, fused, *owned, how.network_blocks)
             nbytes = max(fused, made.DATA_OFFSET + _staging(plan))
             return Workspace((nbytes,), outputs=wanted(plan) if gathers else 0)
         tiling = getattr(made.Tiling, how.tiling)
@@ -434,15 +435,15 @@ def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     return by[None if plan.scales is None else plan.scales.mode]
 
 
-def _with_kept_splits(plan: LaunchPlan, nbytes: int, rows: int, others: int) -> int:
-    """What ``nbytes`` of a workspace become with the splits that are kept behind them. ``rows``: of an
-    owner; ``others``: blocks of the kernel that have no tiles."""
-    how, world = _of_tiles(plan), plan.world_size
+def _with_kept_splits(plan: LaunchPlan, nbytes: int, owners: int, rows: int, others: int) -> int:
+    """What ``nbytes`` of a workspace become with the splits that are kept behind them. ``owners``: of
+    ``rows`` rows each; ``others``: blocks of the kernel that have no tiles."""
+    how = _of_tiles(plan)
     if how.last_splits == 1:
         return nbytes
     made = native()
     product = _product(plan, how, how.tiling, how.last_splits)
-    found: int = made.with_kept_splits(max(nbytes, made.DATA_OFFSET), product, world, rows, others)
+    found: int = made.with_kept_splits(max(nbytes, made.DATA_OFFSET), product, owners, rows, others)
     return found
 
 

@@ -188,6 +188,12 @@ def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) 
     return "wide"
 
 
+def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:
+    """Into how many blocks of how many rows a reduction within a node is cut that share no tile, where
+    an owner has ``rows``: those of an all-reduce have whole tiles, so it is one block."""
+    return (1, m) if op == "gemm_all_reduce" else (world, rows)
+
+
 def last_splits(
     tiling: TilingName, tiles: int, k: int, processors: int, path: PathConstants | None
 ) -> int:
@@ -211,12 +217,14 @@ def _last_wave_cut(
     if request.constants is None:
         return how
     shape, world = request.plan.gemm, request.plan.world_size
+    processors = how.blocks
     if isinstance(how, GatherSchedule):
-        rows, processors = shape.m // world, how.blocks - how.push_blocks
+        owners, rows = world, shape.m // world
+        processors -= how.push_blocks
     else:
-        rows, processors = how.rows, how.blocks
+        owners, rows = owned_rows(request.plan.op, shape.m, world, how.rows)
     height, width = CLUSTER_TILES[how.tiling]
-    tiles = world * _up(rows, height) * _up(shape.n, width)
+    tiles = owners * _up(rows, height) * _up(shape.n, width)
     splits = last_splits(how.tiling, tiles, shape.k, processors, request.constants.fused)
     return how.model_copy(update={"last_splits": splits})
 
@@ -367,11 +375,14 @@ def reduce(
     tiles: TilingName | None = None,
 ) -> ReduceSchedule:
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
-    so the last owners may have fewer, or none. ``tiles``: None: as is fastest. Hierarchically panels
-    are of one wave, since the sums that leave a node wait for a panel of all its ranks."""
+    so the last owners may have fewer, or none; on one node there are no tiles of what they lack.
+    ``tiles``: None: as is fastest. Hierarchically panels are of one wave, since the sums that leave a
+    node wait for a panel of all its ranks."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     whole = tiles or tiling(m, 1, n, k, processors)
-    tiles = tiles or tiling(rows, world, n, k, processors)
+    if op != "gemm_all_reduce" or nodes > 1:
+        tiles = tiles or tiling(rows, world, n, k, processors)
+    tiles = tiles or whole
     height, width = CLUSTER_TILES[tiles]
     if op == "gemm_all_reduce":
         rows = _up(rows, height) * height

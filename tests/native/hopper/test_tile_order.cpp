@@ -1,5 +1,6 @@
 // Every tile of every owner is taken once. Reductions: no rank waits for a part that comes after what
-// waits; an owner's tiles are numbered in the order in which they are taken. AllGather: own rows go ahead, and
+// waits; an owner's tiles are numbered in the order in which they are taken. Where the last owners have fewer
+// rows, only those are taken, and calls of any number of clusters end. AllGather: own rows go ahead, and
 // with all columns ahead ranks follow one another. Shares: each step of K of each tile is one share's, only
 // tiles of a last wave that is not full are cut, and no share waits for one that comes after it.
 #include <cstdio>
@@ -44,10 +45,15 @@ bool places(Order order, const Raster& raster, int world,
     return true;
 }
 
+// Of owners that all have as many rows.
+OwnerOrder even(const Raster& raster, int panel_rows, int panel_columns, int world,
+                int relayed = 0) {
+    return {raster, panel_rows, panel_columns, world, 0, world * raster.cluster_rows, relayed};
+}
+
 bool check(const Raster& raster, int panel_rows, int panel_columns, int world) {
     std::map<std::tuple<int, int, int>, int> place;
-    if (!places(OwnerOrder(raster, panel_rows, panel_columns, world), raster, world, place))
-        return false;
+    if (!places(even(raster, panel_rows, panel_columns, world), raster, world, place)) return false;
     // The own tile at (row, column) waits for the other ranks' parts of it. Each of them has it at
     // another step; a rank that waits may hold up what it has not yet sent, so all parts of a tile
     // must come before the own one, at every step.
@@ -66,9 +72,9 @@ bool check(const Raster& raster, int panel_rows, int panel_columns, int world) {
 bool check_relayed(const Raster& raster, int panel_rows, int panel_columns, int world,
                    int relayed) {
     std::map<std::tuple<int, int, int>, int> place;
-    if (!places(OwnerOrder(raster, panel_rows, panel_columns, world, relayed), raster, world,
-                place))
+    if (!places(even(raster, panel_rows, panel_columns, world, relayed), raster, world, place)) {
         return false;
+    }
     for (int row = 0; row < raster.cluster_rows; ++row) {
         for (int column = 0; column < raster.columns; ++column) {
             for (int late = world - relayed; late < world; ++late) {
@@ -87,7 +93,7 @@ bool check_relayed(const Raster& raster, int panel_rows, int panel_columns, int 
 // counting them.
 bool check_numbers(const Raster& raster, int panel_rows, int panel_columns, int world,
                    int relayed) {
-    OwnerOrder order(raster, panel_rows, panel_columns, world, relayed);
+    OwnerOrder order = even(raster, panel_rows, panel_columns, world, relayed);
     std::vector<int> taken(world);
     std::map<std::pair<int, int>, int> numbers;
     for (int index = 0; index < world * raster.tiles(); ++index) {
@@ -99,6 +105,73 @@ bool check_numbers(const Raster& raster, int panel_rows, int panel_columns, int 
         if (place != taken[step]++) return false;
         const auto [known, fresh] = numbers.emplace(std::pair{row, column}, place);
         if (!fresh && known->second != place) return false;
+    }
+    return true;
+}
+
+struct Taken {
+    int owner, row, column, place;
+};
+
+std::vector<Taken> taken_by(int rank, const Raster& raster, int panel_rows, int panel_columns,
+                            int world, int cluster_rows) {
+    OwnerOrder order(raster, panel_rows, panel_columns, world, rank, cluster_rows);
+    std::vector<Taken> found(order.tiles());
+    for (int index = 0; index < order.tiles(); ++index) {
+        Taken& tile = found[index];
+        int step = 0;
+        order.at(index, step, tile.row, tile.column, tile.place);
+        tile.owner = (rank + step) % world;
+    }
+    return found;
+}
+
+// Of `cluster_rows` in all. Ranks of `clusters` clusters take what does not wait until all are done: an own tile
+// waits for every other rank's part of it.
+bool check_uneven(const Raster& raster, int panel_rows, int panel_columns, int world,
+                  int cluster_rows, int clusters) {
+    using Key = std::tuple<int, int, int>;
+    std::vector<std::vector<Taken>> ranks;
+    std::map<Key, int> numbers, parts;
+    for (int rank = 0; rank < world; ++rank) {
+        ranks.push_back(taken_by(rank, raster, panel_rows, panel_columns, world, cluster_rows));
+        std::vector<int> count(world);
+        for (const Taken& tile : ranks.back()) {
+            const bool there = tile.owner * raster.cluster_rows + tile.row < cluster_rows;
+            if (!there || tile.row >= raster.cluster_rows || tile.column >= raster.columns) {
+                return false;
+            }
+            if (tile.place != count[tile.owner]++) return false;
+            const Key key{tile.owner, tile.row, tile.column};
+            if (numbers.emplace(key, tile.place).first->second != tile.place) return false;
+        }
+        if (static_cast<int>(numbers.size()) != cluster_rows * raster.columns) return false;
+    }
+    std::vector<std::vector<std::size_t>> next(world, std::vector<std::size_t>(clusters));
+    for (int rank = 0; rank < world; ++rank) {
+        for (int cluster = 0; cluster < clusters; ++cluster) next[rank][cluster] = cluster;
+    }
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (int rank = 0; rank < world; ++rank) {
+            for (std::size_t& at : next[rank]) {
+                if (at >= ranks[rank].size()) continue;
+                const Taken& tile = ranks[rank][at];
+                int& sent = parts[{tile.owner, tile.row, tile.column}];
+                if (tile.owner != rank) {
+                    ++sent;
+                } else if (sent < world - 1) {
+                    continue;
+                }
+                at += clusters;
+                moved = true;
+            }
+        }
+    }
+    for (int rank = 0; rank < world; ++rank) {
+        for (const std::size_t at : next[rank]) {
+            if (at < ranks[rank].size()) return false;
+        }
     }
     return true;
 }
@@ -182,6 +255,10 @@ int main() {
                         bool right = check_arrivals({rows, columns, band}, width, world);
                         for (int height = 1; height <= rows; ++height) {
                             right = right && check({rows, columns, band}, height, width, world);
+                            for (int all = 1; all <= world * rows && columns <= 5; ++all) {
+                                right = right && check_uneven({rows, columns, band}, height, width,
+                                                              world, all, 1 + (all + width) % 4);
+                            }
                             for (int relayed = 0; relayed < world; ++relayed) {
                                 right = right && check_numbers({rows, columns, band}, height, width,
                                                                world, relayed);

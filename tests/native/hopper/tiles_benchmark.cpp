@@ -124,7 +124,7 @@ struct Tile {
 std::vector<Tile> tiles_of(bool all_reduce, bool computed) {
     const int rows = all_reduce ? 8 : kRaster.cluster_rows;  // as the plan cuts panels
     const int columns = all_reduce ? 8 : kRaster.columns;
-    hopper::OwnerOrder order(kRaster, rows, columns, 2);
+    hopper::OwnerOrder order(kRaster, rows, columns, 2, 0, 2 * kRaster.cluster_rows);
     std::vector<Tile> tiles;
     for (int index = 0; index < kTiles; ++index) {
         int step = 0;

@@ -76,6 +76,18 @@ def test_plans_cut_as_their_tiles_and_blocks_say() -> None:
     assert even.last_splits in (1, 3)
 
 
+def test_an_all_reduce_has_tiles_for_the_rows_there_are() -> None:
+    """1046 rows are five clusters', three of the first owner and two of the other: 320 tiles of 256
+    columns, four waves of 66 and 56. With three of each they would be 384, five and 54."""
+    plan = planned("gemm_all_reduce", 1046, 16_192, 6784)
+    how = plan.part(ReduceSchedule)
+    assert (how.tiling, how.rows, how.last_splits) == ("wide", 768, 1)
+    assert tuning.owned_rows(plan.op, 1046, 2, how.rows) == (1, 1046)
+    scattered = planned("gemm_reduce_scatter", 1046, 16_192, 6784)
+    rows = scattered.part(ReduceSchedule).rows
+    assert tuning.owned_rows(scattered.op, 1046, 2, rows) == (2, 523)
+
+
 def test_nothing_is_cut_of_e4m3_operands_or_between_nodes() -> None:
     plan = planned("all_gather_gemm", 3394, 4056, 8448)
     for changes in ({"nodes": 2}, {"scales": Scales(mode="row", use_fast_accum=True)}):
@@ -104,7 +116,7 @@ def test_what_is_kept_lies_behind_all_else(made: Any) -> None:
     fewer = (2 * 7 * 16) % (CLUSTERS - 8 // 2)  # of 62 clusters more are left
     assert needed(2, 8) == 1024 + max(left, fewer) * each
     with pytest.raises(ValueError, match=r"splits need \d+ flags"):
-        needed(200)
+        needed(400)
     for wrong in ({"blocks": 0}, {"scaling": made.Scaling.by_rows}):
         with pytest.raises(ValueError, match="last_splits = 2; expected 1, or more"):
             made.Product(**{**options, **wrong}, last_splits=2)

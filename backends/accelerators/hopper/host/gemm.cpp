@@ -402,6 +402,10 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.limits = limits_of(world);
     args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
+    // Between nodes each owner has as many tiles as any, since arrivals are counted.
+    args.cluster_rows = schedule.everywhere && args.workspace.far() == 0
+                            ? divide_up(schedule.m, cluster_rows(product.tiling))
+                            : ranks * args.raster.cluster_rows;
     args.panel_rows = std::min(schedule.panel_rows, args.raster.cluster_rows);
     args.panel_columns = std::min(schedule.panel_columns, args.raster.columns);
     args.pace = schedule.pace;

@@ -72,7 +72,8 @@ struct GemmReduceArgs {
     OperandScales scales;  // of e4m3 operands; parts are multiplied by them, then rounded
     Workspace workspace;
     transport::WaitLimits limits;
-    Raster raster;      // of an owner's rows and all columns
+    Raster raster;  // of an owner's rows and all columns
+    int cluster_rows;  // of all owners: of the last ones of an AllReduce within a node only those that are there
     int panel_rows;     // of clusters
     int panel_columns;  // of tiles
     int pace;           // least clock cycles from one piece that is put to the next

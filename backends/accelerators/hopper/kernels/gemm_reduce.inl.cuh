@@ -31,12 +31,11 @@ template <class C, bool kResults = false, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.workspace.world;
     const Rails& rails = args.rails;
-    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world,
-                     kResults ? rails.shared_results() : rails.relayed());
-    const int tiles = world * args.raster.tiles();
+    OwnerOrder order(args.raster, args.panel_rows, args.panel_columns, world, args.workspace.rank,
+                     args.cluster_rows, kResults ? rails.shared_results() : rails.relayed());
     const int clusters = (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    const Shares shares(tiles, clusters, kResults ? 1 : args.last_wave.splits);
+    const Shares shares(order.tiles(), clusters, kResults ? 1 : args.last_wave.splits);
     const int count = shares.count();
     for (int index = (static_cast<int>(blockIdx.x) - args.network_blocks) / C::kCluster;
          index < count; index += clusters) {
@@ -421,7 +420,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <class Element, class In>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream) {
-    const int tiles = args.raster.tiles() * args.workspace.world;
+    const int tiles = args.cluster_rows * args.raster.columns;
     const auto start = [&]<class C>() {
         auto kernel = &gemm_reduce<C, Element, false, In>;
         if constexpr (std::is_same_v<Element, In>) {

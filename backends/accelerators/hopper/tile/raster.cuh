@@ -61,22 +61,38 @@ class ArrivalOrder {
     int rows_, band_, ahead_, others_, world_;
 };
 
+// The rows of clusters of a matrix that `world` owners share: `each` has so many, as long as there are any.
+struct OwnedRows {
+    int each, all;
+
+    __host__ __device__ int of(int owner) const {
+        const int left = all - owner * each;
+        return left < 0 ? 0 : left < each ? left : each;
+    }
+};
+
 // The tiles of a matrix whose rows belong to `world` owners, each with a raster of its own that is
 // cut into panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the
 // others' next and the own one before it; the own last one. Of the others the last `relayed` form a stage of
 // their own between the two, also one panel behind the stage before, since they wait for it on other
-// ranks, as the own ones do for them.
+// ranks, as the own ones do for them. `raster`: of an owner that has as many rows as any; where owners have
+// fewer, owner `rank + step`, modulo `world`, is that of step `step`.
 class OwnerOrder {
   public:
     __host__ __device__ OwnerOrder(const Raster& raster, int panel_rows, int panel_columns,
-                                   int world, int relayed = 0)
+                                   int world, int rank, int cluster_rows, int relayed = 0)
         : raster_(raster),
+          rows_{raster.cluster_rows, cluster_rows},
           panel_rows_(panel_rows),
           panel_columns_(panel_columns),
           down_((raster.cluster_rows + panel_rows - 1) / panel_rows),
           panels_(down_ * ((raster.columns + panel_columns - 1) / panel_columns)),
+          world_(world),
+          rank_(rank),
           others_(world - 1 - relayed),
           relayed_(relayed) {}
+
+    __host__ __device__ int tiles() const { return rows_.all * raster_.columns; }
 
     // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles; `place`: in the
     // order of this owner's tiles, which is the same on all ranks. To be asked for in rising order of
@@ -86,15 +102,17 @@ class OwnerOrder {
             first_ += tiles;
             ++turn_;
         }
-        const Raster part = panel(number());
-        const int within = index - first_;
-        step = stage() == stages() - 1 ? 0 : 1 + within / part.tiles() + stage() * others_;
-        place = within % part.tiles();
+        place = index - first_;
+        step = first_step();
+        Raster part = panel(step);
+        while (place >= part.tiles()) {
+            place -= part.tiles();
+            part = panel(++step);
+        }
         part.at(place, cluster_row, column);
-        const int row = number() % down_ * panel_rows_;
         const int left = number() / down_ * panel_columns_;
-        place += left * raster_.cluster_rows + row * part.columns;  // the panels before
-        cluster_row += row;
+        place += left * rows_of(step) + first_row() * part.columns;  // the panels before
+        cluster_row += first_row();
         column += left;
     }
 
@@ -106,21 +124,34 @@ class OwnerOrder {
     __host__ __device__ int stages() const { return relayed_ > 0 ? 3 : 2; }
     __host__ __device__ int stage() const { return turn_ % stages(); }
     __host__ __device__ int number() const { return turn_ / stages() - stage(); }
+    __host__ __device__ bool is_own() const { return stage() == stages() - 1; }
+    __host__ __device__ int first_step() const { return is_own() ? 0 : 1 + stage() * others_; }
     __host__ __device__ int turn_tiles() const {
         if (number() < 0 || number() >= panels_) return 0;
-        const int owners = stage() == 0 ? others_ : stage() == stages() - 1 ? 1 : relayed_;
-        return owners * panel(number()).tiles();
+        const int end = first_step() + (is_own() ? 1 : stage() == 0 ? others_ : relayed_);
+        int tiles = 0;
+        for (int step = first_step(); step < end; ++step) tiles += panel(step).tiles();
+        return tiles;
     }
-    __host__ __device__ Raster panel(int number) const {
-        return {least(panel_rows_, raster_.cluster_rows - number % down_ * panel_rows_),
-                least(panel_columns_, raster_.columns - number / down_ * panel_columns_),
+    __host__ __device__ int rows_of(int step) const {
+        const int owner = rank_ + step;
+        return rows_.of(owner < world_ ? owner : owner - world_);
+    }
+    __host__ __device__ int first_row() const { return number() % down_ * panel_rows_; }
+    // This turn's, of an owner.
+    __host__ __device__ Raster panel(int step) const {
+        const int rows = rows_of(step) - first_row();
+        return {rows < 0 ? 0 : least(panel_rows_, rows),
+                least(panel_columns_, raster_.columns - number() / down_ * panel_columns_),
                 raster_.band};
     }
 
     Raster raster_;
+    OwnedRows rows_;
     int panel_rows_, panel_columns_;
     int down_;  // panels one below the other
     int panels_;
+    int world_, rank_;
     int others_, relayed_;
     int turn_ = 0;
     int first_ = 0;  // index of the turn's first tile
