@@ -19,6 +19,17 @@ from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Finite
 
 
+class CutTiles(Finite):
+    """Tiles of a last wave that is not full, cut along K: cores that have none take parts of them, in
+    the same launch, and one adds up what the others keep."""
+
+    splits: tuple[int, ...] = Field(
+        min_length=1, description="parts of a tile, of which one is taken"
+    )
+    part_us: float = Field(ge=0, description="what a part takes longer for being one")
+    kept_us: float = Field(ge=0, description="and for each other part that is added to it")
+
+
 class Tile(Finite):
     """A size of output tiles that a GEMM kernel computes, on how many cores together, and how fast one
     core does."""
@@ -27,6 +38,7 @@ class Tile(Finite):
     columns: int = Field(ge=1)
     cores: int = Field(1, ge=1)
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
+    cut: CutTiles | None = Field(None, description="None: those of a last wave are not cut")
 
 
 class OneShot(Finite):
@@ -90,16 +102,6 @@ class PathConstants(Finite):
     splits: tuple[int, ...] = Field((1,), min_length=1, description="parts that K may be cut into")
     tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
-    last_splits: tuple[int, ...] = Field(
-        (1,),
-        min_length=1,
-        description="parts along K of each tile of a last wave that is not full, which other cores of "
-        "the same launch take",
-    )
-    cut_us: float = Field(0.0, ge=0, description="what a tile in parts takes longer, once")
-    kept_us: float = Field(
-        0.0, ge=0, description="and for each part but the last: it is read and added"
-    )
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
@@ -322,19 +324,23 @@ class Product(NamedTuple):
     tile_us: float
 
 
-def last_wave(path: PathConstants, tiles: int, places: int, tile_us: float) -> tuple[float, int]:
+def last_wave(
+    tile: Tile, fixed_us: float, tiles: int, places: int, tile_us: float
+) -> tuple[float, int]:
     """The time of the last wave of so many tiles, fewer than there are places for one each, and into
-    how many parts along K each is cut: cores take a part each, and then what is kept of a tile is added
-    up, one part after another. ``tile_us``: of a whole one, without its fixed part."""
-    return min(
-        (-(-tiles * splits // places) * _share_us(path, tile_us, splits), splits)
-        for splits in path.last_splits
-    )
+    how many parts along K each is cut; 1: it is not. Parts take rounds of as many as there are places,
+    of which each pays for what it adds up. ``fixed_us``, ``tile_us``: of a whole tile, for its start
+    and end and for its products."""
+    whole = (fixed_us + tile_us, 1)
+    if tile.cut is None:
+        return whole
+    cut = tile.cut
 
+    def rounds_us(splits: int) -> float:
+        part = fixed_us + tile_us / splits + cut.part_us + (splits - 1) * cut.kept_us
+        return -(-tiles * splits // places) * part
 
-def _share_us(path: PathConstants, tile_us: float, splits: int) -> float:
-    whole = path.tile_us + tile_us / splits
-    return whole + path.cut_us + (splits - 1) * path.kept_us if splits > 1 else whole
+    return min(whole, *((rounds_us(splits), splits) for splits in cut.splits))
 
 
 def products(
@@ -362,7 +368,7 @@ def products(
             multiplied = gemm_tile_us(tile.rows, tile.columns, depth, rate)
             each, places = path.tile_us + multiplied, max(1, cores // tile.cores)
             waves, left = divmod(tiles * parts, places)
-            last = last_wave(path, left, places, multiplied)[0] if left else 0.0
+            last = last_wave(tile, path.tile_us, left, places, multiplied)[0] if left else 0.0
             total = max(waves * each + last, traffic)
             if parts > 1:
                 total += path.split_us + 2 * parts * m * n * 4 / (memory_gbs * 1e3)

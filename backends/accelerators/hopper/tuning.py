@@ -203,10 +203,10 @@ def last_splits(
     if path is None:
         return 1
     for tile in path.tiles:
-        if (tile.rows, tile.columns) == size:
-            places = max(1, processors // tile.cores)
+        places = max(1, processors // tile.cores)
+        if (tile.rows, tile.columns) == size and tiles % places:
             tile_us = gemm_tile_us(*size, k, tile.cores * tile.tflops_per_core)
-            return last_wave(path, tiles % places, places, tile_us)[1] if tiles % places else 1
+            return last_wave(tile, path.tile_us, tiles % places, places, tile_us)[1]
     return 1
 
 
