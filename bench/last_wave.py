@@ -5,8 +5,8 @@ GPUs.
 
 The first ``count`` shapes of ``mkernel bench --random`` of that seed with K of 1024 and more whose last
 wave is not full, bfloat16, path fused; microseconds a call of the slower rank in CUDA graphs of
-several, which take turns, median of the replays. ``planned``: the parts that a plan takes. ``cut_us``
-and ``kept_us`` in ``machine.json`` are chosen by this and ``tile_menu.py``.
+several, which take turns, median of the replays. ``planned``: the parts that a plan takes. What a
+``cut`` costs, in ``machine.json``, is chosen by this and ``tile_menu.py``.
 """
 
 from __future__ import annotations
