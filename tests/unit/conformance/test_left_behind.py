@@ -1,14 +1,17 @@
-"""What a session leaves in /dev/shm is counted; what another process works with is not."""
+"""What a session leaves in /dev/shm is counted; what another process works with is not. Nor is a thread
+that is about to end counted with what worlds leave."""
 
 from __future__ import annotations
 
 import mmap
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from mkernel.conformance.checks import lives
 from mkernel.conformance.nic_life_checks import shared_files
 
 _MAPS_IT = """
@@ -42,3 +45,33 @@ def test_only_what_another_process_alone_has_mapped_is_left_out(tmp_path: Path, 
         assert file.name in shared_files()
     finally:
         file.unlink()
+
+
+def test_only_threads_that_stay_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look finds one less, and what is held at rest is found after that."""
+    before = lives.held_at_rest()
+    told, looks = threading.Event(), iter((False, True))
+    late = threading.Thread(target=told.wait, daemon=True)
+    late.start()
+    held = lives._held
+
+    def ends_late() -> dict[str, int]:
+        if next(looks, False):
+            told.set()
+            late.join()
+        return held()
+
+    monkeypatch.setattr(lives, "_held", ends_late)
+    assert lives.piled_up(before, 1) == {}
+    told.clear()
+    monkeypatch.setattr(lives, "_held", held)
+    monkeypatch.setattr(lives, "_ENDING_S", 0.3)
+    stays = threading.Thread(target=told.wait, daemon=True)
+    stays.start()
+    try:
+        assert lives.piled_up(before, 1) == {"threads": 1}
+        assert lives.piled_up(before, 2) == {}
+        assert lives.held_at_rest()["threads"] == before["threads"] + 1
+    finally:
+        told.set()
+        stays.join()

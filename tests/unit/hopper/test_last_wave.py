@@ -104,6 +104,7 @@ def test_narrow_tiles_are_not_cut() -> None:
     assert (how.tiling, how.last_splits) == ("narrow", 1)
 
 
+@pytest.mark.usefixtures("made")
 def test_nothing_is_cut_of_e4m3_operands_or_between_nodes() -> None:
     plan = planned("all_gather_gemm", 3394, 4056, 8448)
     for changes in ({"nodes": 2}, {"scales": Scales(mode="row", use_fast_accum=True)}):
