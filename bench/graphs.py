@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+
+Name = TypeVar("Name")
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
@@ -31,3 +35,17 @@ def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) * 1e3 / calls
+
+
+def medians_us(
+    graphs: Mapping[Name, torch.cuda.CUDAGraph], calls: int, replays: int
+) -> dict[Name, float]:
+    """Microseconds of one of the ``calls`` of each graph: they take turns, one more than is counted;
+    the median of the replays."""
+    times: dict[Name, list[float]] = {name: [] for name in graphs}
+    for turn in range(1 + replays):
+        for name, graph in graphs.items():
+            us = replay_us(graph, calls)
+            if turn:
+                times[name].append(us)
+    return {name: statistics.median(found) for name, found in times.items()}

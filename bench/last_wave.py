@@ -12,7 +12,6 @@ several, which take turns, median of the replays. ``planned``: the parts that a 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,8 +21,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from graphs import captured, replay_us
-from path_constants import CORES, plan_of
+from graphs import captured, medians_us
+from path_constants import plan_of
 from results_file import described
 
 import mkernel
@@ -34,6 +33,7 @@ from mkernel.harness.spec import Benched
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.gemm import GemmOp
 from mkernel.plan import planner
+from mkernel.plan.model import GemmShape
 
 OPS: dict[Benched, GemmOp] = {
     "all_gather_gemm": all_gather_gemm.OP,
@@ -58,11 +58,8 @@ def shapes(seed: int) -> Iterator[dict[str, Any]]:
         how = plan_of(shape.op, sizes, RANKS, dtype="bfloat16", path="fused").schedule
         if not isinstance(how, GatherSchedule | ReduceSchedule):
             continue
-        rows = how.rows if isinstance(how, ReduceSchedule) else m // RANKS
-        pushing = how.push_blocks if isinstance(how, GatherSchedule) else 0
-        height, width = tuning.CLUSTER_TILES[how.tiling]
-        tiles = RANKS * -(-rows // height) * -(-n // width)
-        places = (CORES - pushing) * tuning.TILE_ROWS // height
+        tiles, processors = tuning.tiles_shared_out(shape.op, GemmShape(**sizes), RANKS, how)
+        places = processors * tuning.TILE_ROWS // tuning.CLUSTER_TILES[how.tiling][0]
         if tiles % places:
             yield {
                 "op": shape.op, **sizes, "layout": shape.layout, "tiling": how.tiling, "tiles": tiles,
@@ -90,14 +87,9 @@ def measured(count: int, seed: int) -> list[dict[str, Any]]:
             mkernel.world().checked.clear()
             with mock.patch.object(tuning, "last_splits", return_value=splits):
                 graphs[splits] = captured([call] * calls)
-        times: dict[int, list[float]] = {splits: [] for splits in SPLITS}
-        for turn in range(1 + REPLAYS):
-            for splits, graph in graphs.items():
-                us = replay_us(graph, calls)
-                if turn:
-                    times[splits].append(us)
+        times = medians_us(graphs, calls, REPLAYS)
         mkernel.synchronize()
-        rows.append(row | {str(each): statistics.median(found) for each, found in times.items()})
+        rows.append(row | {str(each): us for each, us in times.items()})
     return rows
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphs import captured, replay_us
+from graphs import captured, medians_us
 from results_file import described
 
 from mkernel.backends.accelerators.hopper import _hopper as native
@@ -134,17 +134,11 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
     count = max(2, min(20, int(GRAPH_US / (2 * m * n * k / 6e8))))
     calls = contenders(a, b, out)  # and what they write to, until the last replay
     graphs = {name: captured([call] * count) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(1 + REPLAYS):
-        for name, graph in graphs.items():
-            us = replay_us(graph, count)
-            if turn:
-                times[name].append(us)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return {
         "m": m, "n": n, "k": k, "path": path(m, n, k, processors),
         "planned": planned(m, n, k, processors),
-        **{name: round(statistics.median(found), 2) for name, found in times.items()},
+        **{name: round(us, 2) for name, us in medians_us(graphs, count, REPLAYS).items()},
     }  # fmt: skip
 
 

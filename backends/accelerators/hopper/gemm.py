@@ -129,14 +129,14 @@ class AllGatherExecutor:
         world = plan.world_size
         how = plan.part(GatherSchedule)
         if world == 1:
-            return Workspace((_with_kept_splits(plan, NO_DATA, 1, plan.gemm.m, 0),))
+            return Workspace((_with_kept_splits(plan, how, NO_DATA, 1, plan.gemm.m, 0),))
         made = native()
         needed: int = made.all_gather_gemm_bytes(
             world, _gather(plan)[1], plan.gemm.k, scaling(plan)
         )
         if plan.nodes == 1:
             rows = plan.gemm.m // world
-            return Workspace((_with_kept_splits(plan, needed, world, rows, how.push_blocks),))
+            return Workspace((_with_kept_splits(plan, how, needed, world, rows, how.push_blocks),))
         gathered = needed - made.DATA_OFFSET  # also the area for other nodes
         staged = plan.routes.staged
         return between_nodes(plan, needed if staged else made.DATA_OFFSET, gathered)
@@ -261,7 +261,7 @@ class ReduceExecutor:
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
         owned = tuning.owned_rows(plan.op, plan.gemm.m, world, how.rows)
         if world == 1:
-            return Workspace((_with_kept_splits(plan, NO_DATA, *owned, 0),))
+            return Workspace((_with_kept_splits(plan, how, NO_DATA, *owned, 0),))
         made, shape, local = native(), plan.gemm, plan.ranks_per_node
         hierarchical = _hierarchical(plan, how)
         try:
@@ -271,7 +271,7 @@ class ReduceExecutor:
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         if plan.nodes == 1:
-            fused = _with_kept_splits(plan, fused, *owned, how.network_blocks)
+            fused = _with_kept_splits(plan, how, fused, *owned, how.network_blocks)
             nbytes = max(fused, made.DATA_OFFSET + _staging(plan))
             return Workspace((nbytes,), outputs=wanted(plan) if gathers else 0)
         tiling = getattr(made.Tiling, how.tiling)
@@ -435,21 +435,22 @@ def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     return by[None if plan.scales is None else plan.scales.mode]
 
 
-def _with_kept_splits(plan: LaunchPlan, nbytes: int, owners: int, rows: int, others: int) -> int:
+def _with_kept_splits(
+    plan: LaunchPlan,
+    how: GatherSchedule | ReduceSchedule,
+    nbytes: int,
+    owners: int,
+    rows: int,
+    others: int,
+) -> int:
     """What ``nbytes`` of a workspace become with the splits that are kept behind them. ``owners``: of
     ``rows`` rows each; ``others``: blocks of the kernel that have no tiles."""
-    how = _of_tiles(plan)
     if how.last_splits == 1:
         return nbytes
     made = native()
     product = _product(plan, how, how.tiling, how.last_splits)
     found: int = made.with_kept_splits(max(nbytes, made.DATA_OFFSET), product, owners, rows, others)
     return found
-
-
-def _of_tiles(plan: LaunchPlan) -> GatherSchedule | ReduceSchedule:
-    gathers = plan.op == "all_gather_gemm"
-    return plan.part(GatherSchedule) if gathers else plan.part(ReduceSchedule)
 
 
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:

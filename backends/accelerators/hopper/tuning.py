@@ -210,22 +210,29 @@ def last_splits(
     return 1
 
 
-def _last_wave_cut(
-    request: ScheduleRequest, how: GatherSchedule | ReduceSchedule
-) -> GatherSchedule | ReduceSchedule:
-    """Of ranks of one node."""
-    if request.constants is None:
-        return how
-    shape, world = request.plan.gemm, request.plan.world_size
+def tiles_shared_out(
+    op: str, shape: GemmShape, world: int, how: GatherSchedule | ReduceSchedule
+) -> tuple[int, int]:
+    """How many tiles of clusters a call within a node has, and how many multiprocessors take them."""
     processors = how.blocks
     if isinstance(how, GatherSchedule):
         owners, rows = world, shape.m // world
         processors -= how.push_blocks
     else:
-        owners, rows = owned_rows(request.plan.op, shape.m, world, how.rows)
+        owners, rows = owned_rows(op, shape.m, world, how.rows)
     height, width = CLUSTER_TILES[how.tiling]
-    tiles = owners * _up(rows, height) * _up(shape.n, width)
-    splits = last_splits(how.tiling, tiles, shape.k, processors, request.constants.fused)
+    return owners * _up(rows, height) * _up(shape.n, width), processors
+
+
+def _last_wave_cut(
+    request: ScheduleRequest, how: GatherSchedule | ReduceSchedule
+) -> GatherSchedule | ReduceSchedule:
+    """Of ranks of one node."""
+    plan, constants = request.plan, request.constants
+    if constants is None:
+        return how
+    tiles, processors = tiles_shared_out(plan.op, plan.gemm, plan.world_size, how)
+    splits = last_splits(how.tiling, tiles, plan.gemm.k, processors, constants.fused)
     return how.model_copy(update={"last_splits": splits})
 
 

@@ -81,8 +81,10 @@ def test_plans_cut_as_their_tiles_and_blocks_say() -> None:
     assert (gathers.tiling, gathers.push_blocks, gathers.last_splits) == ("wide", 0, 2)
     reduces = planned("gemm_reduce_scatter", 3394, 4056, 8448).part(ReduceSchedule)
     assert (reduces.tiling, reduces.last_splits) == ("wide", 2)
-    even = planned("all_gather_gemm", 16_384, 4096, 16_384).part(GatherSchedule)
-    assert even.last_splits in (1, 3)
+    target = planned("all_gather_gemm", 16_384, 4096, 16_384).part(GatherSchedule)
+    assert (
+        target.last_splits == 3
+    )  # 1024 tiles: fifteen waves of 66 and 34, which are two of thirds
 
 
 def test_an_all_reduce_has_tiles_for_the_rows_there_are() -> None:
@@ -92,6 +94,7 @@ def test_an_all_reduce_has_tiles_for_the_rows_there_are() -> None:
     how = plan.part(ReduceSchedule)
     assert (how.tiling, how.rows, how.last_splits) == ("wide", 768, 1)
     assert tuning.owned_rows(plan.op, 1046, 2, how.rows) == (1, 1046)
+    assert tuning.tiles_shared_out(plan.op, plan.gemm, 2, how) == (320, PROCESSORS)
     scattered = planned("gemm_reduce_scatter", 1046, 16_192, 6784)
     rows = scattered.part(ReduceSchedule).rows
     assert tuning.owned_rows(scattered.op, 1046, 2, rows) == (2, 523)
