@@ -42,6 +42,8 @@ from mkernel.topology.world_map import world_map
 CORES = machine().cores
 PARTS = {"mkernel-parts": 1, "mkernel-halves": 2}
 """Contenders, and parts of each rank."""
+FITTED = ("fused", "library", "few_rows")
+STREAMED = ("uneven_rate", "depth_us", "results_gbs", "loads_gbs", "sums_gbs")
 STEPS = (0.5, 0.8, 0.93, 1.07, 1.25, 2.0)
 ROUNDS = 40
 
@@ -169,11 +171,14 @@ def variables(tree: dict[str, object]) -> list[tuple[object, ...]]:
         "unhidden_scatter", "unhidden_reduce",
     )  # fmt: skip
     found: list[tuple[object, ...]] = []
-    for path in ("fused", "library"):
+    for path in FITTED:
         part = tree[path]
         assert isinstance(part, dict)
         found += [(path, name) for name in names if part.get(name)]
-        found += [(path, "tiles", i, "tflops_per_core") for i in range(len(part["tiles"]))]
+        found += [(path, "tiles", i, "tflops_per_core") for i in range(len(part.get("tiles", ())))]
+        streamed = part.get("streamed", {})
+        found += [(path, "streamed", name) for name in STREAMED if streamed.get(name)]
+        found += [(path, "streamed", "tile", "tflops_per_core")] if streamed else []
     return found
 
 
@@ -239,7 +244,7 @@ def main() -> None:
         tree = fit(found, constants.model_dump(mode="json", exclude_unset=True))
         table(found, MachineConstants.model_validate(tree))
         own = json.loads(options.fit.read_text())["constants"]
-        write_section(options.fit, "constants", own | {p: tree[p] for p in ("fused", "library")})
+        write_section(options.fit, "constants", own | {path: tree[path] for path in FITTED})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ its source. Every result is a *prediction*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from mkernel.errors import ArgumentError
 from mkernel.schema_version import SchemaVersion
@@ -94,13 +96,54 @@ class MailTwice(Finite):
         return nbytes <= self.most_bytes
 
 
+class LoadedLines(Finite):
+    """Lines of memory that tiles load, of which cores get only so many in a time: a row of a step of K
+    is as long as one, and touches two where it does not begin with one."""
+
+    depth: int = Field(ge=1, description="elements of K in a line")
+    lines_a_us: float = Field(gt=0, description="from the cache, by all cores together")
+
+    def loaded_us(self, tile: Tile, tiles: int, k: int) -> float:
+        """What loading takes of so many tiles at once. Rows are K long: gcd(K, depth) / depth of them
+        begin with a line."""
+        rows = -(-k // self.depth) * tiles * (tile.rows + tile.columns)
+        return rows * (2 - math.gcd(k, self.depth) / self.depth) / self.lines_a_us
+
+
+class StreamedProducts(Finite):
+    """Products of a library that shares steps of K out among all cores, so that no wave is left unfull:
+    its time is a sum of rates and has no steps."""
+
+    tile: Tile = Field(description="what edges are filled up to, and the rate of its cores")
+    even_depth: int = Field(1, ge=1, description="K in multiples of it is loaded by whole lines")
+    uneven_rate: float = Field(1.0, gt=0, le=1, description="of the tile's rate, with any other K")
+    depth_us: float = Field(ge=0, description="what 1000 of K take that nothing hides")
+    results_gbs: float = Field(gt=0, description="results, as all cores together write them")
+    loads_gbs: float = Field(gt=0, description="operands, as all cores together read them")
+    sums_gbs: float = Field(gt=0, description="float32 parts of results, written and read again")
+
+    def total_us(self, m: int, n: int, k: int, parts: int, *, cores: int, itemsize: int) -> float:
+        """C [m, n] = A [m, k] @ B [k, n], K in so many parts, but for the launch that adds them up."""
+        filled = -(-m // self.tile.rows) * -(-n // self.tile.columns)
+        rate = cores * self.tile.tflops_per_core
+        if k % self.even_depth:
+            rate *= self.uneven_rate
+        multiplied = filled * gemm_tile_us(self.tile.rows, self.tile.columns, k, rate)
+        loaded = (m * k + k * n) * itemsize / (self.loads_gbs * 1e3)
+        written = m * n * itemsize / (self.results_gbs * 1e3)
+        added = 2 * parts * m * n * 4 / (self.sums_gbs * 1e3) if parts > 1 else 0.0
+        return self.depth_us * k / parts / 1e3 + max(multiplied, loaded) + written + added
+
+
 class PathConstants(Finite):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
     start_us: float = Field(ge=0, description="launches, and meeting the peers at the call's end")
-    tiles: tuple[Tile, ...] = Field(min_length=1, description="of which the fastest is taken")
+    tiles: tuple[Tile, ...] = Field((), description="of which the fastest is taken, in waves")
+    streamed: StreamedProducts | None = Field(None, description="instead of tiles in waves")
+    loaded: LoadedLines | None = Field(None, description="by tiles; None: it costs nothing")
     splits: tuple[int, ...] = Field((1,), min_length=1, description="parts that K may be cut into")
-    tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")
+    tile_us: float = Field(0.0, ge=0, description="start and end of a tile that nothing hides")
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
@@ -115,6 +158,12 @@ class PathConstants(Finite):
     )
     unhidden_scatter: float = Field(0.0, ge=0, le=1, description="the same of reduce-scatters")
     unhidden_reduce: float = Field(0.0, ge=0, le=1, description="the same of all-reduces")
+
+    @model_validator(mode="after")
+    def _has_products(self) -> Self:
+        if bool(self.tiles) == (self.streamed is not None):
+            raise ValueError("a path has either tiles, at least one, or streamed")
+        return self
 
 
 class FewRowsConstants(Finite):
@@ -318,29 +367,50 @@ def gemm_us(
 
 
 class Product(NamedTuple):
-    """A product's time on one device, and that of one of its tiles."""
+    """A product's time on one device, and that of one of its tiles; in waves, whose tiles those are,
+    and into how many parts along K each of the last wave is cut."""
 
     total_us: float
     tile_us: float
+    tile: Tile | None = None
+    last_splits: int = 1
 
 
 def last_wave(
-    tile: Tile, fixed_us: float, tiles: int, places: int, tile_us: float
+    tile: Tile, fixed_us: float, tiles: int, places: int, tile_us: Callable[[int], float]
 ) -> tuple[float, int]:
     """The time of the last wave of so many tiles, fewer than there are places for one each, and into
     how many parts along K each is cut; 1: it is not. Parts take rounds of as many as there are places,
-    of which each pays for what it adds up. ``fixed_us``, ``tile_us``: of a whole tile, for its start
-    and end and for its products."""
-    whole = (fixed_us + tile_us, 1)
+    of which each pays for what it adds up. ``fixed_us``: of a tile, for its start and end; ``tile_us``:
+    of a whole tile for its products, where so many are under way."""
+    whole = (fixed_us + tile_us(tiles), 1)
     if tile.cut is None:
         return whole
     cut = tile.cut
 
     def rounds_us(splits: int) -> float:
-        part = fixed_us + tile_us / splits + cut.part_us + (splits - 1) * cut.kept_us
+        multiplied = tile_us(min(places, tiles * splits)) / splits
+        part = fixed_us + multiplied + cut.part_us + (splits - 1) * cut.kept_us
         return -(-tiles * splits // places) * part
 
     return min(whole, *((rounds_us(splits), splits) for splits in cut.splits))
+
+
+def in_waves(path: PathConstants, tile: Tile, tiles: int, k: int, cores: int) -> Product:
+    """So many tiles of one of the path's sizes: rounds of one on each core or cores that compute it
+    together, a fixed part of each and its products, or its loads where these take longer."""
+    places = max(1, cores // tile.cores)
+    rate = tile.cores * tile.tflops_per_core
+    multiplied_us = gemm_tile_us(tile.rows, tile.columns, k, rate)
+
+    def products_us(at_once: int) -> float:
+        loaded = path.loaded
+        return max(multiplied_us, loaded.loaded_us(tile, at_once, k) if loaded else 0.0)
+
+    waves, left = divmod(tiles, places)
+    each = path.tile_us + products_us(places if waves else left)
+    last, splits = last_wave(tile, path.tile_us, left, places, products_us) if left else (0.0, 1)
+    return Product(waves * each + last, each, tile, splits)
 
 
 def products(
@@ -357,19 +427,27 @@ def products(
     """Times of C [owners · rows, n] = A @ B, one for each kind of tile and each cut of K.
 
     Tiles hold rows of one owner only. As :func:`gemm_us`, with a fixed part a tile; parts of K are
-    written in float32, read again and added by a launch of its own.
+    written in float32, read again and added by a launch of its own. Or as
+    :class:`StreamedProducts` says, where the path has these.
     """
     m = owners * rows
+    if path.streamed is not None:
+        for parts in path.splits:
+            total = path.streamed.total_us(m, n, k, parts, cores=cores, itemsize=itemsize)
+            total += path.split_us if parts > 1 else 0.0
+            yield Product(total, total)
+        return
     traffic = ((m * k + k * n) + m * n) * itemsize / (memory_gbs * 1e3)
     for tile in path.tiles:
         tiles = owners * -(-rows // tile.rows) * -(-n // tile.columns)
         for parts in path.splits:
-            depth, rate = -(-k // parts), tile.cores * tile.tflops_per_core
-            multiplied = gemm_tile_us(tile.rows, tile.columns, depth, rate)
-            each, places = path.tile_us + multiplied, max(1, cores // tile.cores)
-            waves, left = divmod(tiles * parts, places)
-            last = last_wave(tile, path.tile_us, left, places, multiplied)[0] if left else 0.0
-            total = max(waves * each + last, traffic)
+            found = in_waves(path, tile, tiles * parts, -(-k // parts), cores)
+            total = max(found.total_us, traffic)
             if parts > 1:
                 total += path.split_us + 2 * parts * m * n * 4 / (memory_gbs * 1e3)
-            yield Product(total, each)
+            yield found._replace(total_us=total)
+
+
+def fastest(found: Iterable[Product]) -> Product:
+    """Of products, by the time of the whole."""
+    return min(found, key=lambda product: product.total_us)

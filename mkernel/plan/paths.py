@@ -22,6 +22,7 @@ from mkernel.topology.cost import (
     MachineConstants,
     PathConstants,
     Product,
+    fastest,
     products,
     transfer_us,
 )
@@ -201,13 +202,11 @@ def fused(
         "gemm_all_reduce": path.unhidden_reduce,
     }[op]
 
-    def whole(product: Product) -> float:
-        compute = product.total_us
-        floor = max(compute, comm + product.tile_us if comm else 0.0)
-        return min(floor + unhidden * min(compute, comm), compute + comm)
-
-    product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
-    return Times(product.total_us, comm, whole(product))
+    product = fastest(_products(owners, shape, dtype, cores, path, constants))
+    compute = product.total_us
+    floor = max(compute, comm + product.tile_us if comm else 0.0)
+    whole = min(floor + unhidden * min(compute, comm), compute + comm)
+    return Times(compute, comm, whole)
 
 
 def of_few_rows(
@@ -248,7 +247,7 @@ def _library(
 ) -> Times:
     sent = dtype if op == "all_gather_gemm" else partial_dtype(shape, dtype)
     comm = _exchanges_us(op, shape, DTYPE_BYTES[sent], DTYPE_BYTES[dtype], world, path)
-    compute = min(_products(1, shape, dtype, cores, path, constants)).total_us
+    compute = fastest(_products(1, shape, dtype, cores, path, constants)).total_us
     return Times(compute, comm, compute + comm)
 
 

@@ -16,7 +16,7 @@ from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
 from mkernel.plan.predict import prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
-from mkernel.topology.cost import MachineConstants, products
+from mkernel.topology.cost import MachineConstants, fastest, products
 
 _MACHINE = machine()
 
@@ -66,7 +66,7 @@ def times(plan: CommonPart, parts: int, cores: int, constants: MachineConstants)
             path, 1, rows, shape.n, shape.k,
             cores=cores, memory_gbs=constants.memory_gbs, itemsize=DTYPE_BYTES[plan.dtype],
         )  # fmt: skip
-        return min(found).total_us
+        return fastest(found).total_us
 
     return parts_tuning.times(plan, parts, product_dtype(plan), multiplied_us)
 

@@ -23,14 +23,6 @@ from mkernel.topology.model import Finite
 FILE = Path(__file__).with_name("machine.json")
 
 
-class Unaligned(Finite):
-    """What products take whose rows of K are no multiple of 128 bytes."""
-
-    tflops: float = Field(gt=0, description="of a block that waits for no operands")
-    lines_a_us: float = Field(gt=0, description="of L2, to all blocks together")
-    tile_us: dict[TilingName, float] = Field(description="start and end of a tile, by tiling")
-
-
 class Tilings(Sourced):
     """The menu of output tiles. ``clusters``: rows and columns of the output that a cluster of blocks,
     one to ``block_rows``, computes at a time; ``promoted``: of e4m3 operands whose products are added
@@ -38,16 +30,8 @@ class Tilings(Sourced):
 
     block_rows: int = Field(ge=1)
     clusters: dict[TilingName, tuple[int, int]]
-    narrow_below_waves: float = Field(ge=0, description="wide tiles for each multiprocessor")
     deep_up_to_waves: float = Field(ge=0)
     deep_from_k: int = Field(ge=0)
-    medium_from_gain: float = Field(
-        ge=0, description="predicted time of another tiling / of medium, from which on it is medium"
-    )
-    medium_cost: float = Field(
-        ge=1, description="time of a column of a medium tile, in columns of a wide one"
-    )
-    unaligned: Unaligned
     band: int = Field(ge=1, description="rows of clusters that share columns of B in L2")
 
 

@@ -29,14 +29,19 @@ from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
-from mkernel.topology.cost import FewRowsConstants, PathConstants, gemm_tile_us, last_wave
+from mkernel.topology.cost import (
+    FewRowsConstants,
+    PathConstants,
+    fastest,
+    gemm_tile_us,
+    in_waves,
+    products,
+)
 
 COPIED_CHUNKS = 16
 """Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
 
 ELEMENT_BYTES = 2
-
-TILE_DEPTH = 64
 
 _MACHINE = machine()
 TILE_ROWS = _MACHINE.tilings.block_rows
@@ -141,51 +146,22 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
-    multiprocessors."""
-    menu = _MACHINE.tilings
-
-    def clusters(tiling: TilingName) -> int:
-        height, width = menu.clusters[tiling]
-        return owners * _up(rows, height) * _up(n, width)
-
-    def columns(tiling: TilingName) -> int:
-        height, width = menu.clusters[tiling]
-        return _up(clusters(tiling), max(1, processors * TILE_ROWS // height)) * width
-
-    if k % TILE_DEPTH:
-        times = menu.unaligned.tile_us
-        return min(times, key=lambda each: _unaligned_us(each, clusters(each), k, processors))
-    found = _tiling_but_medium(rows, owners, n, k, processors)
-    gain = columns(found) / (columns("medium") * menu.medium_cost)
-    return "medium" if found != "narrow" and gain >= menu.medium_from_gain else found
-
-
-def _unaligned_us(tiling: TilingName, clusters: int, k: int, processors: int) -> float:
-    """A product whose rows of K share lines: each row of a box then touches two, and all blocks
-    together get so many from L2 in a time."""
-    how, (height, width) = _MACHINE.tilings.unaligned, CLUSTER_TILES[tiling]
-    blocks = height // TILE_ROWS  # of a cluster, which share the columns
-    lines = 2 * (TILE_ROWS + width // blocks)
-    step_us = gemm_tile_us(TILE_ROWS, width, TILE_DEPTH, how.tflops)
-
-    def wave_us(clusters: int) -> float:
-        loads_us = clusters * blocks * lines / how.lines_a_us
-        return how.tile_us[tiling] + _up(k, TILE_DEPTH) * max(step_us, loads_us)
-
-    places = max(1, processors // blocks)
-    whole, rest = divmod(clusters, places)
-    return whole * wave_us(places) + (wave_us(rest) if rest else 0.0)
-
-
-def _tiling_but_medium(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
-    menu = _MACHINE.tilings
-    height, width = menu.clusters["wide"]
-    waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
-    if waves < menu.narrow_below_waves:
-        return "narrow"
-    if waves <= menu.deep_up_to_waves and k >= menu.deep_from_k:
-        return "deep"
-    return "wide"
+    multiprocessors: of whose tiles it is predicted to be the fastest; deep ones where wide tiles make
+    few waves of a long K."""
+    menu, constants = _MACHINE.tilings, _MACHINE.constants
+    assert constants.fused is not None
+    found = fastest(
+        products(
+            constants.fused, owners, rows, n, k,
+            cores=processors, memory_gbs=constants.memory_gbs, itemsize=ELEMENT_BYTES,
+        )
+    )  # fmt: skip
+    assert found.tile is not None
+    size = found.tile.rows, found.tile.columns
+    name = next(each for each, cluster in menu.clusters.items() if cluster == size)
+    waves = owners * _up(rows, size[0]) * _up(n, size[1]) * found.tile.cores / processors
+    few = waves <= menu.deep_up_to_waves and k >= menu.deep_from_k
+    return "deep" if name == "wide" and few else name
 
 
 def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:
@@ -200,13 +176,10 @@ def last_splits(
     """Into how many parts along K tiles of the last wave are cut, of so many ``tiles`` of clusters on
     ``processors`` multiprocessors. 1: they are not."""
     size = CLUSTER_TILES[tiling]
-    if path is None:
-        return 1
-    for tile in path.tiles:
-        places = max(1, processors // tile.cores)
-        if (tile.rows, tile.columns) == size and tiles % places:
-            tile_us = gemm_tile_us(*size, k, tile.cores * tile.tflops_per_core)
-            return last_wave(tile, path.tile_us, tiles % places, places, tile_us)[1]
+    for tile in () if path is None else path.tiles:
+        if (tile.rows, tile.columns) == size:
+            assert path is not None
+            return in_waves(path, tile, tiles, k, processors).last_splits
     return 1
 
 
