@@ -114,7 +114,9 @@ class StreamedProducts(Finite):
     """Products of a library that shares steps of K out among all cores, so that no wave is left unfull:
     its time is a sum of rates and has no steps."""
 
-    tile: Tile = Field(description="what edges are filled up to, and the rate of its cores")
+    tiles: tuple[Tile, ...] = Field(
+        min_length=1, description="what edges are filled up to, of which the fastest is taken"
+    )
     even_depth: int = Field(1, ge=1, description="K in multiples of it is loaded by whole lines")
     uneven_rate: float = Field(1.0, gt=0, le=1, description="of the tile's rate, with any other K")
     depth_us: float = Field(ge=0, description="what 1000 of K take that nothing hides")
@@ -124,11 +126,14 @@ class StreamedProducts(Finite):
 
     def total_us(self, m: int, n: int, k: int, parts: int, *, cores: int, itemsize: int) -> float:
         """C [m, n] = A [m, k] @ B [k, n], K in so many parts, but for the launch that adds them up."""
-        filled = -(-m // self.tile.rows) * -(-n // self.tile.columns)
-        rate = cores * self.tile.tflops_per_core
-        if k % self.even_depth:
-            rate *= self.uneven_rate
-        multiplied = filled * gemm_tile_us(self.tile.rows, self.tile.columns, k, rate)
+        even = self.uneven_rate if k % self.even_depth else 1.0
+
+        def multiplied_us(tile: Tile) -> float:
+            filled = -(-m // tile.rows) * -(-n // tile.columns)
+            rate = cores * tile.tflops_per_core * even
+            return filled * gemm_tile_us(tile.rows, tile.columns, k, rate)
+
+        multiplied = min(map(multiplied_us, self.tiles))
         loaded = (m * k + k * n) * itemsize / (self.loads_gbs * 1e3)
         written = m * n * itemsize / (self.results_gbs * 1e3)
         added = 2 * parts * m * n * 4 / (self.sums_gbs * 1e3) if parts > 1 else 0.0

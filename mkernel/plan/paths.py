@@ -192,6 +192,20 @@ def fused(
     constants: MachineConstants,
 ) -> Times:
     """One kernel that overlaps, as :func:`predict` says; sums travel as results are."""
+    return fused_by(op, shape, dtype, out_dtype, world, cores, path, constants)[0]
+
+
+def fused_by(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    world: int,
+    cores: int,
+    path: PathConstants,
+    constants: MachineConstants,
+) -> tuple[Times, Product]:
+    """The same, and of the products that the path offers the one by which the call is the fastest."""
     sent = DTYPE_BYTES[dtype if op == "all_gather_gemm" else out_dtype]
     comm = _exchanges_us(op, shape, sent, DTYPE_BYTES[out_dtype], world, path)
     owners = 1 if op == "gemm_all_reduce" else world
@@ -202,11 +216,13 @@ def fused(
         "gemm_all_reduce": path.unhidden_reduce,
     }[op]
 
-    product = fastest(_products(owners, shape, dtype, cores, path, constants))
-    compute = product.total_us
-    floor = max(compute, comm + product.tile_us if comm else 0.0)
-    whole = min(floor + unhidden * min(compute, comm), compute + comm)
-    return Times(compute, comm, whole)
+    def whole(product: Product) -> float:
+        compute = product.total_us
+        floor = max(compute, comm + product.tile_us if comm else 0.0)
+        return min(floor + unhidden * min(compute, comm), compute + comm)
+
+    product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
+    return Times(product.total_us, comm, whole(product)), product
 
 
 def of_few_rows(

@@ -59,6 +59,16 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 }
 
 
+def _whole_tiles(path: PathConstants | None) -> PathConstants:
+    """The same where no tile is cut."""
+    assert path is not None
+    tiles = tuple(tile.model_copy(update={"cut": None}) for tile in path.tiles)
+    return path.model_copy(update={"tiles": tiles})
+
+
+_WHOLE_TILES = _whole_tiles(_MACHINE.constants.fused)
+
+
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan runs."""
     return _with_norm(request, _scheduled(request))
@@ -102,13 +112,15 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
         reduced = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
             plan.nodes, found.pipeline.exchange,
+            _of_the_call(request, processors) if plan.nodes == 1 else None,
         )  # fmt: skip
         made = _last_wave_cut(request, reduced) if plan.nodes == 1 else reduced
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
         if plan.nodes == 1:
-            gathered = gather(rows, shape.n, shape.k, world, chunk, processors)
+            tiles = _of_the_call(request, processors)
+            gathered = gather(rows, shape.n, shape.k, world, chunk, processors, tiles)
             made = _last_wave_cut(request, gathered)
         else:
             made = gather_between_nodes(
@@ -132,7 +144,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)
-    tiles: TilingName | None = None if plan.scales.use_fast_accum else "promoted"
+    tiles = _of_the_scaled_call(request, k, cores) if plan.scales.use_fast_accum else "promoted"
     made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -144,24 +156,61 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     return found._replace(schedule=made, prediction=times)
 
 
+def _of_the_scaled_call(request: ScheduleRequest, k: int, processors: int) -> TilingName | None:
+    """By which a call of e4m3 operands is predicted to be the fastest; ``k``: of as many bytes of 16-bit
+    operands. None: constants do not say."""
+    plan, constants = request.plan, request.constants
+    times: dict[TilingName, float] = {}
+    for name in CLUSTER_TILES:
+        if constants is not None and name not in {"deep", "promoted"}:
+            found = scaled_tuning.fused(plan, name, processors, constants)
+            times |= {} if found is None else {name: found.pipelined_us}
+    if not times:
+        return None
+    shape, world = plan.gemm, plan.world_size
+    owners, rows = owned_rows(plan.op, shape.m, world, -(-shape.m // world))
+    cluster = CLUSTER_TILES[min(times, key=times.__getitem__)]
+    return tiling_of(cluster, rows, owners, shape.n, k, processors)
+
+
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
-    multiprocessors: of whose tiles it is predicted to be the fastest; deep ones where wide tiles make
-    few waves of a long K."""
-    menu, constants = _MACHINE.tilings, _MACHINE.constants
-    assert constants.fused is not None
+    multiprocessors, by itself and with whole tiles: the one that is predicted to be the fastest."""
     found = fastest(
         products(
-            constants.fused, owners, rows, n, k,
-            cores=processors, memory_gbs=constants.memory_gbs, itemsize=ELEMENT_BYTES,
+            _WHOLE_TILES, owners, rows, n, k,
+            cores=processors, memory_gbs=_MACHINE.constants.memory_gbs, itemsize=ELEMENT_BYTES,
         )
     )  # fmt: skip
     assert found.tile is not None
-    size = found.tile.rows, found.tile.columns
-    name = next(each for each, cluster in menu.clusters.items() if cluster == size)
-    waves = owners * _up(rows, size[0]) * _up(n, size[1]) * found.tile.cores / processors
+    return tiling_of((found.tile.rows, found.tile.columns), rows, owners, n, k, processors)
+
+
+def tiling_of(
+    cluster: tuple[int, int], rows: int, owners: int, n: int, k: int, processors: int
+) -> TilingName:
+    """The tiling with such tiles of clusters: a deep one where wide ones make few waves of a long K."""
+    menu, (height, width) = _MACHINE.tilings, cluster
+    name = next(each for each, size in menu.clusters.items() if size == cluster)
+    waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
     few = waves <= menu.deep_up_to_waves and k >= menu.deep_from_k
     return "deep" if name == "wide" and few else name
+
+
+def _of_the_call(request: ScheduleRequest, processors: int) -> TilingName | None:
+    """By which a call of one node is predicted to be the fastest. None: constants do not say."""
+    plan, constants = request.plan, request.constants
+    if constants is None or constants.fused is None:
+        return None
+    shape, world = plan.gemm, plan.world_size
+    tile = paths.fused_by(
+        plan.op, shape, plan.dtype, plan.out_dtype, world, processors, constants.fused, constants
+    )[1].tile
+    cluster = None if tile is None else (tile.rows, tile.columns)
+    if cluster is None or cluster not in CLUSTER_TILES.values():
+        return None
+    owners, rows = owned_rows(plan.op, shape.m, world, -(-shape.m // world))
+    return tiling_of(cluster, rows, owners, shape.n, shape.k, processors)
 
 
 def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:
