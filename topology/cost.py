@@ -97,17 +97,19 @@ class MailTwice(Finite):
 
 
 class LoadedLines(Finite):
-    """Lines of memory that tiles load, of which cores get only so many in a time: a row of a step of K
-    is as long as one, and touches two where it does not begin with one."""
+    """Lines of memory that tiles load, of which cores get only so many in a time: one a row of a step
+    of K that is as long as a line, and ``uneven`` where it does not begin with one."""
 
     depth: int = Field(ge=1, description="elements of K in a line")
+    uneven: float = Field(ge=1, le=2, description="lines of a row that touches two")
     lines_a_us: float = Field(gt=0, description="from the cache, by all cores together")
 
     def loaded_us(self, tile: Tile, tiles: int, k: int) -> float:
         """What loading takes of so many tiles at once. Rows are K long: gcd(K, depth) / depth of them
         begin with a line."""
+        begin = math.gcd(k, self.depth) / self.depth
         rows = -(-k // self.depth) * tiles * (tile.rows + tile.columns)
-        return rows * (2 - math.gcd(k, self.depth) / self.depth) / self.lines_a_us
+        return rows * (begin + (1 - begin) * self.uneven) / self.lines_a_us
 
 
 class StreamedProducts(Finite):

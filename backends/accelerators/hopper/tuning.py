@@ -157,8 +157,8 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
 
 
 def _of_the_scaled_call(request: ScheduleRequest, k: int, processors: int) -> TilingName | None:
-    """By which a call of e4m3 operands is predicted to be the fastest; ``k``: of as many bytes of 16-bit
-    operands. None: constants do not say."""
+    """By which a call of e4m3 operands is predicted to be the fastest; ``k``: of as many bytes of
+    16-bit operands. None: constants do not say."""
     plan, constants = request.plan, request.constants
     times: dict[TilingName, float] = {}
     for name in CLUSTER_TILES:
