@@ -43,7 +43,10 @@ CORES = machine().cores
 PARTS = {"mkernel-parts": 1, "mkernel-halves": 2}
 """Contenders, and parts of each rank."""
 FITTED = ("fused", "library", "few_rows")
-STREAMED = ("uneven_rate", "depth_us", "results_gbs", "loads_gbs", "sums_gbs")
+GROUPS = {
+    "streamed": ("uneven_rate", "depth_us", "results_gbs", "loads_gbs", "sums_gbs"),
+    "loaded": ("uneven", "lines_a_us"),
+}
 STEPS = (0.5, 0.8, 0.93, 1.07, 1.25, 2.0)
 ROUNDS = 40
 
@@ -175,10 +178,17 @@ def variables(tree: dict[str, object]) -> list[tuple[object, ...]]:
         part = tree[path]
         assert isinstance(part, dict)
         found += [(path, name) for name in names if part.get(name)]
-        found += [(path, "tiles", i, "tflops_per_core") for i in range(len(part.get("tiles", ())))]
-        streamed = part.get("streamed", {})
-        found += [(path, "streamed", name) for name in STREAMED if streamed.get(name)]
-        found += [(path, "streamed", "tile", "tflops_per_core")] if streamed else []
+        for group, numbers in GROUPS.items():
+            found += [(path, group, name) for name in numbers if part.get(group, {}).get(name)]
+        products = (
+            (("tiles",), part.get("tiles", ())),
+            (
+                ("streamed", "tiles"),
+                part.get("streamed", {}).get("tiles", ()),
+            ),
+        )
+        for where, tiles in products:
+            found += [(path, *where, i, "tflops_per_core") for i in range(len(tiles))]
     return found
 
 

@@ -129,7 +129,7 @@ def predict(
 ) -> tuple[Prediction, Prediction] | None:
     """A call on one node on the fused path and on the library path. None: constants of one lack.
 
-    T_c: the product in waves (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
+    T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
     sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
     same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
     what a call of few bytes does not wait at its end (``brief``). Of one exchange by ``mail``, its own
