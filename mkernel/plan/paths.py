@@ -129,17 +129,16 @@ def predict(
 ) -> tuple[Prediction, Prediction] | None:
     """A call on one node on the fused path and on the library path. None: constants of one lack.
 
-    T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency + what a rank
-    sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s, GEMM+AllReduce the
-    same in each of two exchanges, or (W-1)·M·N·s in one where results are small (``one_shot``), less
-    what a call of few bytes does not wait at its end (``brief``). Of one exchange by ``mail``, its own
-    latency and rate; of two, those of both (``mail_twice``), where that is faster.
-    library = T_c + T_m. fused = max(T_c, T_m + one tile), since the
-    last rows to come, or the first partial results to leave, are one tile's work away from the rest;
-    and a measured share of min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which
-    is the time to read the weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one
-    exchange, (W-1)·M·N·s of AllReduce and
-    (W-1)/W of that of ReduceScatter.
+    T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency +
+    what a rank sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s,
+    GEMM+AllReduce the same in each of two exchanges, or (W-1)·M·N·s in one where results are small
+    (``one_shot``), less what a call of few bytes does not wait at its end (``brief``). Of one exchange
+    by ``mail``, its own latency and rate; of two, those of both (``mail_twice``), where that is faster.
+    library = T_c + T_m. fused = max(T_c, T_m + one tile), since the last rows to come, or the first
+    partial results to leave, are one tile's work away from the rest; and a measured share of
+    min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which is the time to read the
+    weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one exchange, (W-1)·M·N·s of
+    AllReduce and (W-1)/W of that of ReduceScatter.
     """
     kernel, library = constants.fused, constants.library
     if kernel is None or library is None:
