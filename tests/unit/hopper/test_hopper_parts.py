@@ -312,7 +312,7 @@ def test_the_way_that_is_taken_was_measured_as_fast() -> None:
         way = 0 if made.path == "fused" else 1 + getattr(made.schedule, "chunks", 0)
         costs.append(times[WAYS[way]] / min(times.values()))
     assert len(costs) > 280
-    assert statistics.geometric_mean(costs) <= 1.02
+    assert statistics.geometric_mean(costs) <= 1.018
     assert sum(cost > 1.1 for cost in costs) <= 0.08 * len(costs)
     assert max(costs) <= 1.4
 
