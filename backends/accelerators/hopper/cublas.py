@@ -15,6 +15,7 @@ may run at the same time and have their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ def open_cublas(context: DispatchContext, plan: LaunchPlan) -> None:
     if not wanted or version is None or _capturing():
         return
     nbytes = WORKSPACE_BYTES + ROOM_BYTES
-    allocate = partial(torch.empty, nbytes, dtype=torch.uint8, device=device)
+    allocate = partial(_kept_memory, nbytes, device)
     library = f"libcublas.so.{version.partition('.')[0]}"  # torch's
     context.cublas = native().open_cublas(context.device, library, allocate, WORKSPACE_BYTES)
 
@@ -113,6 +114,15 @@ def switches(dtype: DtypeName) -> tuple[Switch, ...]:
     named[reduces] = (True, True) if isinstance(getattr(torch._C, reduces)(), tuple) else True
     found = ((getattr(torch._C, name, None), usual) for name, usual in named.items())
     return tuple((function, usual) for function, usual in found if function is not None)
+
+
+def _kept_memory(nbytes: int, device: str) -> torch.Tensor:
+    """Memory that outlives the call in which it is made, whatever that is part of: what a thread
+    allocates while torch's compiler warms a CUDA graph up on it is that graph's, and an error if
+    anybody keeps it. So another thread allocates."""
+    with ThreadPoolExecutor(1, "mkernel-memory") as apart:
+        made = partial(torch.empty, nbytes, dtype=torch.uint8, device=device)
+        return apart.submit(made).result()
 
 
 def _capturing() -> bool:

@@ -41,7 +41,7 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     def cost(parts: int) -> float:
         times = predicted(parts)
         assert times is not None  # where there are several ways
-        return times.pipelined_us
+        return times.pipelined_us * (_MACHINE.parts.least_gain if parts > 1 else 1.0)
 
     parts, considered = choose("parts", options, cost, parts_tuning.name_of)
     made = (

@@ -168,6 +168,10 @@ class Parts(Sourced):
         min_length=1, description="the same of 16-bit operands"
     )
     least_rows: int = Field(ge=1, description="of a chunk")
+    least_gain: float = Field(
+        ge=1,
+        description="predicted time of one chunk / of more, whose launches eager calls wait for",
+    )
 
 
 class Spread(Finite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -274,9 +275,28 @@ def test_a_world_opens_it_once_before_its_first_call(opened: OpenedFabric) -> No
         assert product["world"] == "opened"
     ((device, name, allocate),) = opened.opened
     assert (device, name) == (0, "libcublas.so.13")
-    assert allocate.func is torch.empty
-    assert allocate.args == (WORKSPACE_BYTES + ROOM_BYTES,)
-    assert allocate.keywords == {"dtype": torch.uint8, "device": "cuda:0"}
+    assert allocate.args == (WORKSPACE_BYTES + ROOM_BYTES, "cuda:0")
+
+
+def test_its_memory_is_not_of_the_pool_that_a_thread_has_for_now(
+    opened: OpenedFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's compiler has one for what a thread allocates while it warms a CUDA graph up."""
+    pool, empty = threading.local(), torch.empty
+    pool.active = True
+
+    def allocated(*sizes: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+        assert not getattr(pool, "active", False)
+        assert device == "cuda:0"
+        return empty(*sizes, dtype=dtype)
+
+    plan = planned("gemm_all_reduce", 4096, 1024, 264, 2)
+    monkeypatch.setattr(torch, "empty", allocated)
+    executor(plan, context(None))
+    ((_, _, allocate),) = opened.opened
+    assert allocate().nbytes == WORKSPACE_BYTES + ROOM_BYTES
+    with pytest.raises(AssertionError):
+        torch.empty(8, device="cuda:0", dtype=torch.uint8)
 
 
 def test_nothing_is_opened_that_nobody_uses(
