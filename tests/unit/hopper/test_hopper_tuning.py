@@ -59,17 +59,21 @@ def test_medium_tiles_where_they_fill_the_last_wave() -> None:
     assert tuning.tiling(8192, 2, 8192, 8192, PROCESSORS) == "wide"
 
 
-def test_the_tiling_is_one_that_was_measured_as_fast() -> None:
+@pytest.mark.parametrize(
+    ("file", "mean", "most"),
+    [("tile_menu_h100.json", 1.015, 1.1), ("tile_menu_unaligned_h100.json", 1.02, 1.2)],
+)
+def test_the_tiling_is_one_that_was_measured_as_fast(file: str, mean: float, most: float) -> None:
     """Of 64 products on one GPU the time by the chosen tiling over that by the fastest."""
-    rows = json.loads((RESULTS / "tile_menu_h100.json").read_text())["figures"]["rows"]
+    rows = json.loads((RESULTS / file).read_text())["figures"]["rows"]
     costs = [
         row[tuning.tiling(row["m"], 1, row["n"], row["k"], PROCESSORS)]
         / min(row[name] for name in ("wide", "medium", "deep", "narrow"))
         for row in rows
     ]
     assert len(costs) == 64
-    assert statistics.geometric_mean(costs) <= 1.015
-    assert max(costs) <= 1.1
+    assert statistics.geometric_mean(costs) <= mean
+    assert max(costs) <= most
 
 
 def test_rows_that_share_lines_are_not_for_narrow_tiles() -> None:
