@@ -112,14 +112,14 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
         reduced = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
             plan.nodes, found.pipeline.exchange,
-            _of_the_call(request, processors) if plan.nodes == 1 else None,
+            _tiling_of_call(request, processors) if plan.nodes == 1 else None,
         )  # fmt: skip
         made = _last_wave_cut(request, reduced) if plan.nodes == 1 else reduced
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
         if plan.nodes == 1:
-            tiles = _of_the_call(request, processors)
+            tiles = _tiling_of_call(request, processors)
             gathered = gather(rows, shape.n, shape.k, world, chunk, processors, tiles)
             made = _last_wave_cut(request, gathered)
         else:
@@ -144,7 +144,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)
-    tiles = _of_the_scaled_call(request, k, cores) if plan.scales.use_fast_accum else "promoted"
+    tiles = _tiling_of_scaled_call(request, k, cores) if plan.scales.use_fast_accum else "promoted"
     made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -156,7 +156,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     return found._replace(schedule=made, prediction=times)
 
 
-def _of_the_scaled_call(request: ScheduleRequest, k: int, processors: int) -> TilingName | None:
+def _tiling_of_scaled_call(request: ScheduleRequest, k: int, processors: int) -> TilingName | None:
     """By which a call of e4m3 operands is predicted to be the fastest; ``k``: of as many bytes of
     16-bit operands. None: constants do not say."""
     plan, constants = request.plan, request.constants
@@ -197,7 +197,7 @@ def tiling_of(
     return "deep" if name == "wide" and few else name
 
 
-def _of_the_call(request: ScheduleRequest, processors: int) -> TilingName | None:
+def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | None:
     """By which a call of one node is predicted to be the fastest. None: constants do not say."""
     plan, constants = request.plan, request.constants
     if constants is None or constants.fused is None:
@@ -225,10 +225,10 @@ def last_splits(
     """Into how many parts along K tiles of the last wave are cut, of so many ``tiles`` of clusters on
     ``processors`` multiprocessors. 1: they are not."""
     size = CLUSTER_TILES[tiling]
-    for tile in () if path is None else path.tiles:
-        if (tile.rows, tile.columns) == size:
-            assert path is not None
-            return in_waves(path, tile, tiles, k, processors).last_splits
+    if path is not None:
+        for tile in path.tiles:
+            if (tile.rows, tile.columns) == size:
+                return in_waves(path, tile, tiles, k, processors).last_splits
     return 1
 
 
