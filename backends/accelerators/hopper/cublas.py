@@ -15,7 +15,6 @@ may run at the same time and have their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
 from mkernel.backends.cuda.long_products import Matrix, may_lose_terms, proven
+from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.plan.model import DtypeName, LaunchPlan
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ Switch = tuple[Callable[[], object], object]
 
 def open_cublas(context: DispatchContext, plan: LaunchPlan) -> None:
     """Makes what products of the world share, before its first call of such a plan is queued.
-    CudaError, torch.OutOfMemoryError."""
-    version, device = torch.version.cuda, f"cuda:{context.device}"
+    CudaError, and OSError where the device has no memory left."""
+    version = torch.version.cuda
     wanted = plan.world_size > 1 and plan.scales is None and context.cublas is None
     if not wanted or version is None or _capturing():
         return
     nbytes = WORKSPACE_BYTES + ROOM_BYTES
-    allocate = partial(_kept_memory, nbytes, device)
+    allocate = partial(_memory, nbytes, context.device)
     library = f"libcublas.so.{version.partition('.')[0]}"  # torch's
     context.cublas = native().open_cublas(context.device, library, allocate, WORKSPACE_BYTES)
 
@@ -116,13 +116,15 @@ def switches(dtype: DtypeName) -> tuple[Switch, ...]:
     return tuple((function, usual) for function, usual in found if function is not None)
 
 
-def _kept_memory(nbytes: int, device: str) -> torch.Tensor:
-    """Memory that outlives the call in which it is made, whatever that is part of: what a thread
-    allocates while torch's compiler warms a CUDA graph up on it is that graph's, and an error if
-    anybody keeps it. So another thread allocates."""
-    with ThreadPoolExecutor(1, "mkernel-memory") as apart:
-        made = partial(torch.empty, nbytes, dtype=torch.uint8, device=device)
-        return apart.submit(made).result()
+def _memory(nbytes: int, device: int) -> torch.Tensor:
+    """The device's own, not torch's: what torch allocates in a call is of a CUDA graph's pool where its
+    compiler warms one up with that call, and then nobody may keep it."""
+    try:
+        made = DeviceMemory.create(nbytes, device)
+    except OSError:
+        torch.cuda.empty_cache()  # torch may have what lacks
+        made = DeviceMemory.create(nbytes, device)
+    return made.tensor(0, (nbytes,), torch.uint8)
 
 
 def _capturing() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -275,28 +274,36 @@ def test_a_world_opens_it_once_before_its_first_call(opened: OpenedFabric) -> No
         assert product["world"] == "opened"
     ((device, name, allocate),) = opened.opened
     assert (device, name) == (0, "libcublas.so.13")
-    assert allocate.args == (WORKSPACE_BYTES + ROOM_BYTES, "cuda:0")
+    assert allocate.args == (WORKSPACE_BYTES + ROOM_BYTES, 0)
 
 
-def test_its_memory_is_not_of_the_pool_that_a_thread_has_for_now(
-    opened: OpenedFabric, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("short", [False, True])
+def test_its_memory_is_the_devices_not_torchs(
+    opened: OpenedFabric, monkeypatch: pytest.MonkeyPatch, short: bool
 ) -> None:
-    """As torch's compiler has one for what a thread allocates while it warms a CUDA graph up."""
-    pool, empty = threading.local(), torch.empty
-    pool.active = True
+    """Torch's may be of the pool of a CUDA graph that its compiler warms up. ``short``: torch has kept
+    what the device lacks."""
+    freed: list[bool] = []
 
-    def allocated(*sizes: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-        assert not getattr(pool, "active", False)
-        assert device == "cuda:0"
-        return empty(*sizes, dtype=dtype)
+    class Memory:
+        def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            assert offset == 0
+            return torch.zeros(shape, dtype=dtype)
 
-    plan = planned("gemm_all_reduce", 4096, 1024, 264, 2)
-    monkeypatch.setattr(torch, "empty", allocated)
-    executor(plan, context(None))
+        @classmethod
+        def create(cls, nbytes: int, device: int) -> Memory:
+            assert (nbytes, device) == (WORKSPACE_BYTES + ROOM_BYTES, 0)
+            if short and not freed:
+                raise OSError("no memory")
+            return cls()
+
+    monkeypatch.setattr(cublas, "DeviceMemory", Memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(torch, "empty", None)
+    executor(planned("gemm_all_reduce", 4096, 1024, 264, 2), context(None))
     ((_, _, allocate),) = opened.opened
     assert allocate().nbytes == WORKSPACE_BYTES + ROOM_BYTES
-    with pytest.raises(AssertionError):
-        torch.empty(8, device="cuda:0", dtype=torch.uint8)
+    assert freed == [True] * short
 
 
 def test_nothing_is_opened_that_nobody_uses(
