@@ -8,6 +8,13 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
+#   seed     the 200 shapes of seed 7, as CUDA graphs, then eager  hopper_random_7_{,eager_}2.json
+#   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
+#            choices are judged by                           fits/hopper_ways_41_2.json
+#   experts  two models' experts by numbers of tokens, with Zipf's routing, whole layers, between nodes
+#                                                            hopper_moe_*_2.json
+#   tiles    products by every tiling, and ops by every cut of their last wave
+#                                                            tile_menu.json, last_wave.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
 #   attention  ring attention beside peers, forward and backward, and between two nodes
@@ -25,6 +32,7 @@
 #   calls    10^6 calls of a small op, alone, eager and then by a graph  the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
+# CARD: of which the names of files of `seed`, `ways` and `experts` speak ahead of the number of GPUs (h100).
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
 # no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
 set -uo pipefail
@@ -96,6 +104,14 @@ merge_soaks() {
         --output "$results/soak_hopper.json" > /dev/null
 }
 
+experts() { # NAME OP MODE SHAPES ARGUMENT...: the last --peers counts
+    bench "hopper_moe_$1_${card}2" "$2" --ranks 2 --accelerator hopper --capacity --iterations 3 --warmup 1 \
+        --peers gather+grouped --mode "$3" --shapes "$4" "${@:5}"
+}
+
+card=${CARD:+${CARD}_}
+halves=dispatch_gemm,gemm_combine
+drawn=(ag_gemm,gemm_rs,gemm_ar --ranks 2 --accelerator hopper --iterations 3 --warmup 1)
 layers=(--ranks 2 --shapes layers --accelerator hopper)
 peers=(--peers "nccl+cublas,symm_mem")
 fp8=(--ranks 2 --accelerator hopper --shapes fp8-targets --dtype float8_e4m3 --mode graph --iterations 3 --warmup 1)
@@ -125,6 +141,42 @@ for part in "$@"; do
     random)
         bench hopper_random_2 --ranks 2 --accelerator hopper --random 42 --seed 1 "${peers[@]}" \
             --mode eager,graph --iterations 5 --warmup 1
+        ;;
+    seed)
+        bench "hopper_random_7_${card}2" "${drawn[@]}" --random 200 --seed 7 "${peers[@]}" --mode graph
+        bench "hopper_random_7_eager_${card}2" "${drawn[@]}" --random 200 --seed 7 "${peers[@]}" --mode eager
+        ;;
+    ways)
+        mkdir -p "$results/fits"
+        bench "fits/hopper_ways_${SEED:-41}_${card}2" "${drawn[@]}" --random "${COUNT:-100}" \
+            --seed "${SEED:-41}" --mode graph \
+            --peers nccl+cublas,symm_mem,mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves
+        ;;
+    experts)
+        for model in deepseek qwen; do
+            [ $model = qwen ] && of="hidden=4096 features=1536 experts=128 top_k=8" \
+                || of="hidden=7168 features=2048 experts=256 top_k=8"
+            few=() && for tokens in 32 128 512 4096; do few+=(", tokens=$tokens $of"); done
+            few="${few[*]}" && few=${few#, } # half of the tokens are a rank's
+            experts "$model" "$halves" graph "$few"
+            experts "${model}_flushed" "$halves" kernel "tokens=32 $of"
+            experts "${model}_zipf" "$halves" graph "tokens=4096 $of" --routing zipf
+            experts "${model}_layers" moe_layer kernel "tokens=32 $of, tokens=512 $of, tokens=4096 $of"
+            for tokens in 16384 32768; do # two sets of inputs for each contender do not fit 80 GB
+                experts "${model}_$((2 * tokens))" "$halves" kernel "tokens=$tokens $of"
+            done
+            emulate_nic 400000
+            for nic in cx7 efa; do
+                experts "${model}_nodes_$nic" "$halves" kernel "tokens=4096 $of" --nodes 2 --nic $nic \
+                    --verbs soft --peers mkernel-sequential
+            done
+            emulate_nic
+        done
+        ;;
+    tiles)
+        run python bench/tile_menu.py "$results/tile_menu.json" 60 64 64
+        run python bench/tile_menu.py "$results/tile_menu_unaligned.json"
+        run python bench/last_wave.py "$results/last_wave.json"
         ;;
     fp8) # by rows
         bench hopper_fp8_2 ag_gemm,gemm_rs "${fp8[@]}" --scales row "${peers[@]}"
@@ -208,7 +260,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, seed, ways, experts, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac
