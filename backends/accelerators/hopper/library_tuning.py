@@ -41,8 +41,13 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     def cost(parts: int) -> float:
         times = predicted(parts)
         assert times is not None  # where there are several ways
-        return times.pipelined_us * (_MACHINE.parts.least_gain if parts > 1 else 1.0)
+        return times.pipelined_us
 
+    def pays(parts: int) -> bool:
+        return parts <= 1 or cost(parts) * _MACHINE.parts.least_gain <= cost(1)
+
+    if len(options) > 1:
+        options = tuple(filter(pays, options))
     parts, considered = choose("parts", options, cost, parts_tuning.name_of)
     made = (
         library(plan, constants)

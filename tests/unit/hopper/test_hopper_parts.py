@@ -24,6 +24,7 @@ from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecuto
 from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_exchange import Running
+from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.errors import ArgumentError
@@ -279,6 +280,32 @@ def test_some_plans_take_parts_unless_nobody_claims_them(
     monkeypatch.setattr(capabilities, "UNCLAIMED", ("products in parts",))
     planner._planned.cache_clear()
     assert executor_of(planned(*sizes)) is LibraryExecutor
+
+
+@every_op
+def test_more_parts_must_gain_what_their_launches_cost(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    sizes, least = (4096, 4096, 1024), machine().parts.least_gain
+
+    def chosen(gain: float) -> int:
+        whole = planned(op, *sizes, 2, path="library").prediction
+        assert whole is not None
+        of_one = 0.5 * whole.pipelined_us
+
+        def times(plan: LaunchPlan, parts: int, *_: Any) -> Times:
+            us = of_one if parts == 1 else of_one / gain
+            return Times(us, us, us)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(library_tuning, "times", times)
+            planner._planned.cache_clear()
+            made = planned(op, *sizes, 2, path="library")
+        planner._planned.cache_clear()
+        return made.part(PartsSchedule).chunks
+
+    assert chosen(1.1 * least) == 2
+    assert chosen((1 + least) / 2) == 1
 
 
 WAYS = ("mkernel-fused", "mkernel-library", "mkernel-parts", "mkernel-halves")
