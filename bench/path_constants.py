@@ -8,8 +8,8 @@
 One line a shape: both paths and, where they took part, the library's in one and two parts of each rank
 measured and predicted, the choice, and what it costs: the chosen way's time over the fastest way's, and
 over the best peer's. ``--fit`` then searches constants that predict
-the measured times, wrong choices counting most, and writes those of both paths into that backend's data
-file; its ``source`` is then yours to set right.
+the measured times, wrong choices counting most, and writes those of both paths, and of few rows, into
+that backend's data file; its ``source`` is then yours to set right.
 """
 
 from __future__ import annotations

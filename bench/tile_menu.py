@@ -9,7 +9,7 @@ microseconds a call in a CUDA graph of several, contenders by turns, median of t
 would.
 Told are the library's time over that of the planned tiling, of all shapes and of those that plans
 leave to it, and over that of the plan, where a library's product is the library's. The constants of
-``tilings`` in ``machine.json`` are chosen by this.
+the fused path's tiles in ``machine.json`` are fitted to this, and tests hold tilings against it.
 """
 
 from __future__ import annotations

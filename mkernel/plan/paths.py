@@ -177,7 +177,7 @@ def _fused(
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
         return of_few_rows(op, shape, dtype, dtype, world, cores, few)
-    return fused(op, shape, dtype, dtype, world, cores, path, constants)
+    return fused(op, shape, dtype, dtype, world, cores, path, constants)[0]
 
 
 def fused(
@@ -189,22 +189,9 @@ def fused(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> Times:
-    """One kernel that overlaps, as :func:`predict` says; sums travel as results are."""
-    return fused_by(op, shape, dtype, out_dtype, world, cores, path, constants)[0]
-
-
-def fused_by(
-    op: OpName,
-    shape: GemmShape,
-    dtype: DtypeName,
-    out_dtype: DtypeName,
-    world: int,
-    cores: int,
-    path: PathConstants,
-    constants: MachineConstants,
 ) -> tuple[Times, Product]:
-    """The same, and of the products that the path offers the one by which the call is the fastest."""
+    """One kernel that overlaps, as :func:`predict` says; sums travel as results are. Of the products
+    that the path offers the one by which the call is the fastest, and the call's times with it."""
     sent = DTYPE_BYTES[dtype if op == "all_gather_gemm" else out_dtype]
     comm = _exchanges_us(op, shape, sent, DTYPE_BYTES[out_dtype], world, path)
     owners = 1 if op == "gemm_all_reduce" else world

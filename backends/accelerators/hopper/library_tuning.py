@@ -38,8 +38,10 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
             return whole
         return _predicted(times(plan, parts, cores, constants), whole, constants)
 
+    each = {parts: predicted(parts) for parts in options}
+
     def cost(parts: int) -> float:
-        times = predicted(parts)
+        times = each[parts]
         assert times is not None  # where there are several ways
         return times.pipelined_us
 
@@ -56,7 +58,7 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     )
     return found._replace(
         schedule=made,
-        prediction=predicted(parts),
+        prediction=each[parts],
         alternatives=found.alternatives + considered,
     )
 

@@ -66,7 +66,7 @@ def fused(
     if found is None or not tiles:
         return None
     found = found.model_copy(update={"tiles": tiles})
-    ours = paths.fused(
+    ours, _ = paths.fused(
         plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, found, constants
     )
     longer = how.promoted_by_blocks if plan.scales.mode == "block" else 1.0

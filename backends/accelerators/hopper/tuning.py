@@ -24,7 +24,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, SumShape
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
@@ -167,10 +167,7 @@ def _tiling_of_scaled_call(request: ScheduleRequest, k: int, processors: int) ->
             times |= {} if found is None else {name: found.pipelined_us}
     if not times:
         return None
-    shape, world = plan.gemm, plan.world_size
-    owners, rows = owned_rows(plan.op, shape.m, world, -(-shape.m // world))
-    cluster = CLUSTER_TILES[min(times, key=times.__getitem__)]
-    return tiling_of(cluster, rows, owners, shape.n, k, processors)
+    return _named(plan, CLUSTER_TILES[min(times, key=times.__getitem__)], k, processors)
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
@@ -202,15 +199,22 @@ def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | N
     plan, constants = request.plan, request.constants
     if constants is None or constants.fused is None:
         return None
-    shape, world = plan.gemm, plan.world_size
-    tile = paths.fused_by(
-        plan.op, shape, plan.dtype, plan.out_dtype, world, processors, constants.fused, constants
-    )[1].tile
+    _, product = paths.fused(
+        plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, processors,
+        constants.fused, constants,
+    )  # fmt: skip
+    tile = product.tile
     cluster = None if tile is None else (tile.rows, tile.columns)
     if cluster is None or cluster not in CLUSTER_TILES.values():
         return None
+    return _named(plan, cluster, plan.gemm.k, processors)
+
+
+def _named(plan: CommonPart, cluster: tuple[int, int], k: int, processors: int) -> TilingName:
+    """Of a call within a node; ``k``: as of 16-bit operands."""
+    shape, world = plan.gemm, plan.world_size
     owners, rows = owned_rows(plan.op, shape.m, world, -(-shape.m // world))
-    return tiling_of(cluster, rows, owners, shape.n, shape.k, processors)
+    return tiling_of(cluster, rows, owners, shape.n, k, processors)
 
 
 def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:

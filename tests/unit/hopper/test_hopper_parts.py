@@ -308,6 +308,41 @@ def test_more_parts_must_gain_what_their_launches_cost(
     assert chosen((1 + least) / 2) == 1
 
 
+# us of each way on two H100 in a graph (bench/results/fits): fused, the library's whole, 1 and 2 parts.
+MEASURED = {
+    ("all_gather_gemm", 694, 1152, 15112, "column"): (150.0, 133.3, 77.9, 95.2),
+    ("all_gather_gemm", 726, 14784, 9088, "row"): (393.1, 351.6, 289.7, 341.6),
+    ("all_gather_gemm", 32254, 8424, 952, "row"): (873.1, 924.6, 842.9, 855.9),
+    ("gemm_reduce_scatter", 29400, 280, 3240, "row"): (160.8, 145.6, 135.3, 171.9),
+    ("gemm_reduce_scatter", 2436, 9344, 2824, "row"): (233.6, 311.9, 245.9, 355.8),
+    ("gemm_reduce_scatter", 2902, 2624, 6312, "row"): (159.3, 192.8, 153.2, 226.7),
+    ("gemm_all_reduce", 892, 6336, 1856, "column"): (89.2, 81.3, 88.3, 99.5),
+    ("gemm_all_reduce", 7200, 5056, 1280, "row"): (291.1, 369.8, 361.5, 287.7),
+}
+MISSED = {
+    ("all_gather_gemm", 726, 14784, 9088, "row"): "1.21: cuBLAS takes 1.2 of what is predicted",
+    ("all_gather_gemm", 32254, 8424, 952, "row"): "1.036",
+    ("gemm_reduce_scatter", 2902, 2624, 6312, "row"): "1.04",
+}
+"""Chosen wrongly by constants that cost less over all shapes (below)."""
+
+
+def _marks(shape: tuple[Any, ...]) -> list[pytest.MarkDecorator]:
+    missed = MISSED.get(shape)
+    return [] if missed is None else [pytest.mark.xfail(reason=missed, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(each, id="-".join(map(str, each)), marks=_marks(each)) for each in MEASURED],
+)
+def test_the_way_that_is_taken_was_measured_as_the_fastest(shape: tuple[Any, ...]) -> None:
+    *sizes, layout = shape
+    made = planned(*sizes, 2, b_layout=layout)
+    way = 0 if made.path == "fused" else 1 + getattr(made.schedule, "chunks", 0)
+    assert MEASURED[shape][way] <= 1.03 * min(MEASURED[shape])
+
+
 WAYS = ("mkernel-fused", "mkernel-library", "mkernel-parts", "mkernel-halves")
 """By the parts of each rank, from one on; the library path's plan, whatever it was, among them."""
 
