@@ -88,9 +88,11 @@ def test_waves_take_as_long_as_loads_do_where_these_are_slower() -> None:
     path = PathConstants.model_validate(
         {**COMMON, "tiles": (SMALL, LARGE), "loaded": lines, "tile_us": 1.0}
     )
-    full = 8 * 4 * 20 / 1000  # 0.64 us for four at once, 0.16 for one
+    full = 8 * 4 * 20 / 1000  # 0.64 us for four at once; for one 0.16, less than its products
     assert in_waves(path, SMALL, 8, 1000, 4).total_us == pytest.approx(2 * (1 + full))
     assert in_waves(path, SMALL, 9, 1000, 4).total_us == pytest.approx(2 * (1 + full) + 1.2)
+    assert in_waves(path, SMALL, 9, 1000, 4).tile_us == pytest.approx(1 + full)
+    assert in_waves(path, SMALL, 1, 1000, 4).tile_us == pytest.approx(1 + 0.2)
     of_two = 8 * 2 * 30 / 1000
     assert in_waves(path, LARGE, 2, 1000, 4).total_us == pytest.approx(1 + of_two)
     found = fastest(products(path, 1, 20, 20, 1000, cores=4, memory_gbs=1e9, itemsize=2))
