@@ -11,8 +11,8 @@ WORKERS ?= $(shell echo $$(( 2 * $(JOBS) < 8 ? 2 * $(JOBS) : 8 )))
 
 # What the editable install compiles; Python files are imported where they stand.
 PACKAGE_FILES := $(shell find backends tests/native -type f \
-	\( -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name 'CMakeLists.txt' \) \
-	2>/dev/null) \
+	\( -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.map' \
+	-o -name '*.cmake' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
 	pyproject.toml CMakeLists.txt
 
 # What only a run needs is compiled faster: nothing for CUDA devices where there is no driver, no native tests. Quick

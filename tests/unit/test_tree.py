@@ -89,6 +89,23 @@ def test_a_tree_that_is_not_built_says_run_make(arguments: tuple[str, ...], tmp_
     assert f"is not built for {sys.executable}: run `make` in {tmp_path}" in done.stderr
 
 
+def test_make_builds_again_what_a_build_reads() -> None:
+    """Sources and headers, and what says how they are compiled and linked."""
+    said = run("make", "--print-data-base", "--question", ".venv/.installed").stdout
+    rule = re.search(r"^\.venv/\.installed:(.*)", said, re.MULTILINE)
+    assert rule is not None, said
+    tracked = run("git", "ls-files", "CMakeLists.txt", "backends", "tests/native").stdout.split()
+    python, data = (".py", ".pyi"), (".json", ".txt")
+    names = [Path(each) for each in tracked]
+    read = {
+        str(each)
+        for each in names
+        if each.name == "CMakeLists.txt" or each.suffix not in (*python, *data)
+    }
+    assert "backends/nics/softverbs/exports.map" in read
+    assert not read - set(rule[1].split())
+
+
 @pytest.mark.slow
 def test_unit_tests_pass_in_a_build_without_cuda() -> None:
     """Of those that the build could matter to, all but what ptxas says of the kernels' sources, which
