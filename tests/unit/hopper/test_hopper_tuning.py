@@ -61,10 +61,15 @@ def test_medium_tiles_where_they_fill_the_last_wave() -> None:
 
 @pytest.mark.parametrize(
     ("file", "mean", "most"),
-    [("tile_menu_h100.json", 1.015, 1.1), ("tile_menu_unaligned_h100.json", 1.02, 1.2)],
+    [
+        ("tile_menu_h100.json", 1.015, 1.1),
+        ("tile_menu_fresh_h100.json", 1.015, 1.2),
+        ("tile_menu_unaligned_h100.json", 1.02, 1.2),
+    ],
 )
 def test_the_tiling_is_one_that_was_measured_as_fast(file: str, mean: float, most: float) -> None:
-    """Of 64 products on one GPU the time by the chosen tiling over that by the fastest."""
+    """Of 64 products on one GPU the time by the chosen tiling over that by the fastest. Those of the
+    fresh file were drawn after the constants were fitted."""
     rows = json.loads((RESULTS / file).read_text())["figures"]["rows"]
     costs = [
         row[tuning.tiling(row["m"], 1, row["n"], row["k"], PROCESSORS)]
