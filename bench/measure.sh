@@ -8,7 +8,10 @@
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
-#   seed     the 200 shapes of seed 7, as CUDA graphs, then eager  hopper_random_7_{,eager_}2.json
+#   seed     the 200 shapes of seed 7, as CUDA graphs, then eager, then flushed beside their parts alone
+#                                                            hopper_random_7_{,eager_,kernel_}2.json
+#   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
+#                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
 #            choices are judged by                           fits/hopper_ways_41_2.json
 #   experts  two models' experts by numbers of tokens, with Zipf's routing, whole layers, between nodes
@@ -32,7 +35,7 @@
 #   calls    10^6 calls of a small op, alone, eager and then by a graph  the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
-# CARD: of which the names of files of `seed`, `ways` and `experts` speak ahead of the number of GPUs (h100).
+# CARD: of which files of `seed`, `bars`, `ways` and `experts` speak ahead of the number of GPUs (h100).
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
 # no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
 set -uo pipefail
@@ -145,6 +148,15 @@ for part in "$@"; do
     seed)
         bench "hopper_random_7_${card}2" "${drawn[@]}" --random 200 --seed 7 "${peers[@]}" --mode graph
         bench "hopper_random_7_eager_${card}2" "${drawn[@]}" --random 200 --seed 7 "${peers[@]}" --mode eager
+        bench "hopper_random_7_kernel_${card}2" "${drawn[@]}" --random 200 --seed 7 --peers nccl+cublas \
+            --mode kernel
+        ;;
+    bars)
+        named=(--ranks 2 --accelerator hopper --mode graph --iterations 6 --warmup 1)
+        bench "hopper_all_reduce_targets_${card}2" gemm_ar "${named[@]}" \
+            --shapes 4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168 \
+            --peers nccl+cublas,symm_mem,mkernel-symmetric,mkernel-allocating
+        bench "hopper_4k_${card}2" ag_gemm,gemm_rs "${named[@]}" --shapes 4096x1024x4096,4096x4096x1024 "${peers[@]}"
         ;;
     ways)
         mkdir -p "$results/fits"
@@ -260,7 +272,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, seed, ways, experts, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, seed, bars, ways, experts, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac
