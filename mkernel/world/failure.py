@@ -144,9 +144,13 @@ class FailureMonitor:
     def look_if_behind(self) -> None:
         """Raise the world's failure where the watchdog may not have heard of it yet. A rank that was
         stopped must not begin a call of a world that the others have given up, and write into their
-        memory."""
-        if self._watchdog is not None and self._watchdog.is_behind():
+        memory. Calls that native code starts come here when they find the same
+        (``backends/runtime/known/known_calls.cpp``)."""
+        watchdog = self._watchdog
+        if watchdog is not None and watchdog.is_behind(self.timeout_s):
+            began = time.monotonic()
             self.look_for_abort()
+            watchdog.looked = began
 
     def check_peers(self, missing: set[int]) -> None:
         """Raise where the world is broken, or one of the ranks that are waited for has left it."""

@@ -10,7 +10,7 @@ from mkernel.backends.contracts.accelerator import Launch
 from mkernel.world.order import Queued, Turns
 from mkernel.world.torch_state import native_functions
 
-_INTERFACE = 5
+_INTERFACE = 6
 """Of the native module that this one is written for."""
 
 if TYPE_CHECKING:

@@ -127,6 +127,11 @@ class Peer:
 class Watchdog:
     """Runs until ``stop``. ``on_notice`` is called once, on the watchdog's thread.
 
+    Attributes:
+        looked: when somebody last began to look for an abort notice and found none, on the clock of
+            ``time.monotonic`` (CLOCK_MONOTONIC). Native code reads it before each call that it starts.
+        behind_s: a look that is older has missed some heartbeats.
+
     Args:
         bootstrap: a client of its own, so that no other request delays it.
         status: returns what the heartbeat carries (JSON-safe).
@@ -154,7 +159,8 @@ class Watchdog:
         self._suspicious = False
         self._on_notice = on_notice
         self._beat = 0
-        self._looked = 0.0
+        self.looked = 0.0
+        self.behind_s = _BEHIND_HEARTBEATS * heartbeat_s
         self._last: dict[int, tuple[int, float]] = {}
         self._left: set[int] = set()
         self._elsewhere: dict[int, tuple[int, str]] = {}
@@ -172,7 +178,7 @@ class Watchdog:
     def start(self) -> None:
         """Report the first heartbeat and start watching. RuntimeError: no thread can be had."""
         self._last = {peer: (0, time.monotonic()) for peer in self._peers}
-        self._looked = time.monotonic()
+        self.looked = time.monotonic()
         self._report("live")
         self._thread.start()
         atexit.register(self._exiting)
@@ -201,10 +207,10 @@ class Watchdog:
             os.write(self._wake_write, b"x")
             self._thread.join(END_S)
 
-    def is_behind(self) -> bool:
-        """Whether its latest look is older than some heartbeats: it gets no CPU, or this process was
-        stopped, and others may have given the world up meanwhile."""
-        return time.monotonic() - self._looked > _BEHIND_HEARTBEATS * self._heartbeat_s
+    def is_behind(self, timeout_s: float) -> bool:
+        """Return whether others may have given the world up since the latest look, which is older than
+        some heartbeats or than a wait's deadline: the thread got no CPU, or the process was stopped."""
+        return time.monotonic() - self.looked > min(self.behind_s, timeout_s)
 
     def left(self) -> set[int]:
         """Ranks that have left the world on purpose, as far as seen."""
@@ -282,7 +288,7 @@ class Watchdog:
             if rank not in local and silent_s > _SILENCE_HEARTBEATS * self._heartbeat_s:
                 text = f"rank {rank} has been silent for {silent_s:.1f} s; its host may be down"
                 return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
-        self._looked = began
+        self.looked = began
         return None
 
     def _has_left(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""A rank that was stopped while it began a call, until the others had given the world up."""
+"""A rank that was stopped while or before it began a call, until the others had given the world up."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_world import knows_calls
 
 import mkernel
 from mkernel.backends.contracts.accelerator import Call, Launch
@@ -99,3 +100,50 @@ def test_it_writes_into_no_memory_of_ranks_that_have_left(tmp_path: Path) -> Non
         goes_on_late, tmp_path, ranks_per_node=2, accelerator="ascend", timeout_s=LONG_S
     )
     assert told == [[], []]
+
+
+def starts_late(folder: Path) -> tuple[int, int]:
+    """Rank 1 stops before a call that native code would start, and its watchdog says nothing. How many
+    calls native code started before that, and then."""
+    world = mkernel.world()
+    started = world.accelerator.started  # type: ignore[attr-defined]
+    reduces()
+    reduces()
+    world.synchronize()
+    known = len(started)
+    world.barrier()
+    world.set_timeout(TIMEOUT_S)
+    if world.rank == 0:
+        reduces()
+        with pytest.raises(Timeout):
+            world.synchronize()
+        os.kill(int((folder / "stopped").read_text()), signal.SIGCONT)
+        awaited(folder / "over")
+        return known, 0
+    world._failure._watchdog._on_notice = lambda notice: None
+    (folder / "pid").write_text(str(os.getpid()))
+    (folder / "pid").rename(folder / "stopped")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        with pytest.raises(Timeout):
+            reduces()
+    finally:
+        (folder / "over").touch()
+    return known, len(started) - known
+
+
+def reduces() -> None:
+    rows = torch.ones(64, 64)
+    mkernel.gemm_all_reduce(rows, rows)
+
+
+@knows_calls
+def test_native_code_starts_no_call_of_a_world_that_was_given_up(tmp_path: Path) -> None:
+    told = mkernel.launch(
+        starts_late,
+        tmp_path,
+        ranks_per_node=2,
+        accelerator="starting_backend:Starting",
+        timeout_s=LONG_S,
+    )
+    assert told == [(1, 0), (1, 0)]

@@ -1,7 +1,10 @@
 #include "backends/runtime/known/known_calls.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
+
+#include "backends/transport/clock.hpp"
 
 namespace mkernel::known {
 
@@ -25,6 +28,8 @@ struct Names {
     PyObject* launched = interned("_launched");
     PyObject* append = interned("append");
     PyObject* recorded = interned("_recorded");
+    PyObject* looked = interned("looked");
+    PyObject* behind = interned("behind_s");
 };
 
 const Names& names() {
@@ -184,12 +189,15 @@ Answer KnownCalls::start(const KnownCall& known, const Signature& signature,
     const Reference launched = attribute(world.calls, names().launched);
     if (!notice || !before || !timeout || !launched) return Answer::raised;
     if (notice.get() != Py_None) return Answer::no;
+    const double timeout_s = PyFloat_AsDouble(timeout.get());
+    const Answer behind = is_behind(timeout_s);
+    if (behind != Answer::no) return behind == Answer::yes ? Answer::no : Answer::raised;
     if (!PyTuple_CheckExact(before.get()) || PyTuple_GET_SIZE(before.get()) != 2) return Answer::no;
 
     MkernelCall call{};
     call.number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(before.get(), 0)) + 1;
     call.epoch = PyLong_AsUnsignedLongLong(launched.get()) + 1;
-    call.timeout_s = PyFloat_AsDouble(timeout.get());
+    call.timeout_s = timeout_s;
     call.stream = stream;
     call.addresses = tensors.addresses;
     call.tensors = reinterpret_cast<void* const*>(tensors.objects);
@@ -210,6 +218,17 @@ Answer KnownCalls::start(const KnownCall& known, const Signature& signature,
     const bool counted = PyObject_SetAttr(world.calls.get(), names().launched, epoch.get()) == 0 &&
                          listed(known) && (!several || note_last());
     return counted ? Answer::yes : Answer::raised;
+}
+
+Answer KnownCalls::is_behind(double timeout_s) const {
+    if (world.watchdog.get() == Py_None) return Answer::no;
+    const Reference looked = attribute(world.watchdog, names().looked);
+    const Reference behind = attribute(world.watchdog, names().behind);
+    if (!looked || !behind) return Answer::raised;
+    const double limit_s = std::min(PyFloat_AsDouble(behind.get()), timeout_s);
+    const double age_s = 1e-9 * transport::monotonic_ns() - PyFloat_AsDouble(looked.get());
+    if (PyErr_Occurred()) return Answer::raised;
+    return age_s > limit_s ? Answer::yes : Answer::no;
 }
 
 Answer KnownCalls::follows(const TensorSignature& tensor, std::uint64_t stream) const {
@@ -253,8 +272,8 @@ void KnownCalls::learn(const Signature& signature, KnownCall call) {
 
 int KnownCalls::traverse(visitproc visit, void* arg) const {
     for (const Reference* each :
-         {&world.failure, &world.calls, &world.running, &world.acquire, &world.release,
-          &world.under_way, &world.worlds, &world.last, &world.queued}) {
+         {&world.failure, &world.watchdog, &world.calls, &world.running, &world.acquire,
+          &world.release, &world.under_way, &world.worlds, &world.last, &world.queued}) {
         Py_VISIT(each->get());
     }
     for (const auto& [signature, known] : calls_) {

@@ -27,6 +27,7 @@ namespace mkernel::known {
 // The world's objects, as `World` and what it consists of have them.
 struct WorldState {
     Reference failure;           // FailureMonitor: call, notice, timeout_s, _recorded
+    Reference watchdog;          // its Watchdog: looked, behind_s; None: nobody watches
     Reference calls;             // Calls: _launched
     Reference running;           // deque of launches
     Reference acquire, release;  // of the lock of the device's order
@@ -99,6 +100,8 @@ class KnownCalls {
     bool place(TensorSignature& tensor, std::uint64_t address, std::uint64_t nbytes) const;
     // Queues the call and counts it. In the world's turn.
     Answer start(const KnownCall& known, const Signature& signature, const Tensors& tensors);
+    // Whether others may have given the world up unheard: `Watchdog.is_behind`.
+    Answer is_behind(double timeout_s) const;
     bool listed(const KnownCall& known) const;
     // Whether the call follows those of other worlds by being queued on the stream of the last one.
     Answer follows(const TensorSignature& tensor, std::uint64_t stream) const;

@@ -12,7 +12,7 @@ using namespace mkernel::known;
 namespace {
 
 // Of what `known.py` gives and asks; another number there is of another build.
-constexpr long kInterface = 5;
+constexpr long kInterface = 6;
 
 struct Object {
     PyObject head;
@@ -54,6 +54,8 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     world.name = Reference::shared(name);
     world.pad = mkernel::transport::SignalPad(reinterpret_cast<void*>(pad));
     if (!world.acquire || !world.release || !made->torch.open(functions)) return nullptr;
+    world.watchdog = Reference::owned(PyObject_GetAttrString(failure, "_watchdog"));
+    if (!world.watchdog) return nullptr;
     if (pad == 0 || !world.pad.valid()) {
         PyErr_Format(PyExc_ValueError, "no signal pad at address %llu; format it first", pad);
         return nullptr;

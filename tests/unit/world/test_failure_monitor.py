@@ -72,8 +72,9 @@ def test_a_watchdog_that_is_behind_is_not_waited_for(behind: bool) -> None:
     """A rank that was stopped hears of the failure before its next call, not some time in it."""
     store = HashStore()
     monitor = FailureMonitor(0, 2, 5.0, (store, store), bytes(32))
-    monitor._watchdog = Mock(is_behind=lambda: behind)
+    monitor._watchdog = watchdog = Mock(is_behind=lambda timeout_s: behind, looked=0.0)
     monitor.look_if_behind()  # nobody has told of any
+    assert (watchdog.looked > 0) == behind, "the next call need not look again"
     told = Notice.from_error(1, Timeout("rank 0 did not come"))
     monitor._alarm.publish_first("abort", told.to_json())
     with pytest.raises(Timeout, match="rank 0 did not come") if behind else nullcontext():

@@ -112,9 +112,9 @@ def test_what_was_reported_while_this_rank_slept_counts(world: World) -> None:
 
 def test_a_watchdog_that_has_not_looked_for_some_heartbeats_is_behind(world: World) -> None:
     """From the begin of its look on: what came after that it has not seen."""
-    assert not world.watchdog.is_behind()
+    assert not world.watchdog.is_behind(LIMIT_S)
     world.now += 4 * HEARTBEAT_S
-    assert world.watchdog.is_behind()
+    assert world.watchdog.is_behind(LIMIT_S)
     peek = world.bootstrap.peek
 
     def stopped(name: str) -> object:
@@ -124,9 +124,16 @@ def test_a_watchdog_that_has_not_looked_for_some_heartbeats_is_behind(world: Wor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.bootstrap, "peek", stopped)
         assert world.look() is None
-    assert world.watchdog.is_behind()
+    assert world.watchdog.is_behind(LIMIT_S)
     assert world.look() is None
-    assert not world.watchdog.is_behind()
+    assert not world.watchdog.is_behind(LIMIT_S)
+
+
+def test_a_look_older_than_a_deadline_is_behind_however_seldom_ranks_report(world: World) -> None:
+    """Others give the world up by the deadline of their waits, not by heartbeats."""
+    world.now += 2 * HEARTBEAT_S
+    assert not world.watchdog.is_behind(3 * HEARTBEAT_S)
+    assert world.watchdog.is_behind(HEARTBEAT_S)
 
 
 def test_a_watchdog_that_fails_ends_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
