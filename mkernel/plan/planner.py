@@ -8,6 +8,7 @@ here, and everything that can be wrong with a call's sizes is found here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
@@ -32,7 +33,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
-from mkernel.plan.request import Scheduled, Scheduler, ScheduleRequest
+from mkernel.plan.request import Scheduled, Scheduler, ScheduleRequest, TooLarge
 from mkernel.plan.scales import RESULTS, check_blocks, check_scales
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
@@ -101,7 +102,8 @@ def explain(
             backend's choice, by default all compute cores, and as many for communication as
             :func:`mkernel.plan.chunking.comm_blocks` says.
         path: ``library``; ``fused``, where it keeps the limit of error and takes the operands
-            (:func:`mkernel.plan.paths.fusable`); ``auto``: the one that is predicted to be faster.
+            (:func:`mkernel.plan.paths.fusable`) and so large a call; ``auto``: the one that is
+            predicted to be faster.
         exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the one
             that is predicted to be faster, of those that the backend runs or, in a what-if, of both.
         schedule: gives a plan its backend's part
@@ -315,12 +317,19 @@ def _planned(
         )
         return common, schedule(request)
 
-    common, found = scheduled(path)
     other = _other(path, choice, asked, measured, world, constants)
+    try:
+        common, found = scheduled(path)
+    except TooLarge:
+        if path == "library" or not choice.library:
+            raise
+        path, other, measured = "library", None, _alone(measured)
+        common, found = scheduled(path)
     if other is not None:
-        rival = scheduled(other)
-        if _sooner(rival[1].prediction, found.prediction):
-            path, (common, found) = other, rival
+        with suppress(TooLarge):
+            rival = scheduled(other)
+            if _sooner(rival[1].prediction, found.prediction):
+                path, (common, found) = other, rival
     shared = {**vars(common), "prediction": _with_known_rate(found.prediction, common, constants)}
     exchange = found.pipeline.exchange
     lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
@@ -332,6 +341,15 @@ def _planned(
     )
     considered = _path_alternatives(path, found.prediction) + found.alternatives
     return Planned(made, considered, found.pipeline)
+
+
+def _alone(measured: Mapping[PathName, Prediction]) -> dict[PathName, Prediction]:
+    """The times of the library path where it is the only one for a call of this size."""
+    return {
+        path: times.model_copy(update={"fused_us": None, "library_us": None})
+        for path, times in measured.items()
+        if path == "library"
+    }
 
 
 def _with_known_rate(

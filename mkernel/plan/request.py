@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mkernel.errors import Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.decide import Alternative
 from mkernel.plan.model import CommonPart, PathChoice, Prediction
@@ -13,6 +14,11 @@ from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.schedule import Schedule
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.shared_links import SharedLinks
+
+
+class TooLarge(Unsupported):
+    """A call is larger than the backend's path for it can take. The planner takes the op's other path,
+    where there is one."""
 
 
 @dataclass(frozen=True)
@@ -64,4 +70,5 @@ class Scheduled(NamedTuple):
 
 
 Scheduler = Callable[[ScheduleRequest], Scheduled]
-"""A backend's ``schedule``: a pure function."""
+"""A backend's ``schedule``: a pure function. TooLarge: the plan's path cannot take such a call;
+launches take whatever is scheduled, as far as there is memory."""

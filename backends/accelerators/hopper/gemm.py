@@ -263,10 +263,10 @@ class ReduceExecutor:
         if world == 1:
             return Workspace((_with_kept_splits(plan, how, NO_DATA, *owned, 0),))
         made, shape, local = native(), plan.gemm, plan.ranks_per_node
-        hierarchical = _hierarchical(plan, how)
+        hierarchical, tiling = _hierarchical(plan, how), getattr(made.Tiling, how.tiling)
         try:
             fused: int = made.gemm_reduce_bytes(
-                world, local, how.rows, shape.n, how.by_outbox, gathers
+                world, local, how.rows, shape.n, tiling, how.by_outbox, gathers
             )
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
@@ -274,7 +274,6 @@ class ReduceExecutor:
             fused = _with_kept_splits(plan, how, fused, *owned, how.network_blocks)
             nbytes = max(fused, made.DATA_OFFSET + _staging(plan))
             return Workspace((nbytes,), outputs=wanted(plan) if gathers else 0)
-        tiling = getattr(made.Tiling, how.tiling)
         area = made.gemm_reduce_area_bytes(
             world, local, how.rows, shape.n, tiling, gathers, hierarchical
         )

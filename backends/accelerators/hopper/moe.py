@@ -30,6 +30,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.moe_nodes import FarRanks, workspace_of
+from mkernel.backends.accelerators.hopper.moe_tuning import MOST_ROW_BYTES, check_size
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -39,14 +40,11 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, CombineShape, GemmCombineShape, LaunchPlan, MoeShape
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
-
-_MOST_BYTES = 1 << 35
-"""Of the rows of a product: kernels count them by 16 bytes, in 31 bits."""
 
 _heights: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDictionary()
 
@@ -142,8 +140,8 @@ class _Moe:
         **how: Any,
     ) -> _hopper.GroupedProduct:
         depth, width = w.shape[1:]
-        if a.nbytes >= _MOST_BYTES:
-            raise ArgumentError("rows", tuple(a.shape), f"fewer than {_MOST_BYTES >> 30} GiB")
+        if a.nbytes >= MOST_ROW_BYTES:
+            raise ArgumentError("rows", tuple(a.shape), f"fewer than {MOST_ROW_BYTES >> 30} GiB")
         made: _hopper.GroupedProduct = native().GroupedProduct(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
@@ -196,12 +194,8 @@ class DispatchExecutor(_Moe):
         """What a dispatch needs of symmetric memory. Unsupported."""
         plan.part(DispatchSchedule)
         assert isinstance(plan.shape, MoeShape)
-        if plan.world_size * plan.shape.tokens * _row_bytes(plan) >= _MOST_BYTES:
-            raise Unsupported(f"{plan.op}: all ranks' tokens are more than {_MOST_BYTES >> 30} GiB")
-        try:
-            return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
-        except ValueError as error:  # too many experts or places
-            raise Unsupported(f"{plan.op}: {error}") from None
+        check_size(plan)
+        return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
 
     def start(self, call: Call, stream: int) -> Mapping[str, Any]:
         """Queue one on a stream; the host waits for the number of rows where there is no capacity."""

@@ -23,7 +23,7 @@ from mkernel.plan.model import (
     MoeShape,
     Prediction,
 )
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
 from mkernel.settings import load_as
@@ -32,11 +32,18 @@ TILE_ROWS = 256
 """Of a cluster; as in kernels/moe/tables.cuh."""
 SUM_BLOCKS_A_CORE = 8
 """Of 256 threads: as many as a multiprocessor runs at a time."""
+MOST_ROW_BYTES = 1 << 35
+"""Of the rows of a product: kernels count them by 16 bytes, in 31 bits."""
+MOST_WORDS = (1 << 31) - 1
+"""Of a routing's tables (kernels/moe/tables.cuh)."""
+MOST_EXPERTS = (192 << 10) // 12
+"""Of a rank, which are counted in shared memory (kernels/moe/routing.cu)."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """How a plan of an MoE op runs. A rank's tokens are one chunk, whatever chunk is wished."""
     plan = request.plan
+    check_size(plan)
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
     # Between nodes a block of another kernel has a multiprocessor while tokens land.
@@ -66,6 +73,26 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     else:
         made = CombineSchedule(sum_blocks=sums)
     return found._replace(schedule=made)
+
+
+def check_size(plan: CommonPart) -> None:
+    """TooLarge: kernels could not number the rows, places or experts of a dispatch."""
+    shape, world = plan.shape, plan.world_size
+    if not isinstance(shape, MoeShape):
+        return
+    places, experts = world * shape.tokens * shape.top_k, shape.experts // world
+    words = 3 * places + 6 * (places // TILE_ROWS + 3 * experts + 1) + 8
+    nbytes = world * shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
+    for what, count, most in (
+        ("bytes of all ranks' tokens", nbytes, MOST_ROW_BYTES - 1),
+        ("words of routing", words, MOST_WORDS),
+        ("experts on a rank", experts, MOST_EXPERTS),
+    ):
+        if count > most:
+            raise TooLarge(
+                f"{plan.op} of {shape.tokens} tokens of top-{shape.top_k} on each of {world} ranks: "
+                f"{count} {what}; at most {most}; call it for fewer tokens at a time"
+            )
 
 
 class _Product:

@@ -26,7 +26,7 @@ from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
@@ -410,12 +410,20 @@ def reduce(
     """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
     so the last owners may have fewer, or none; on one node there are no tiles of what they lack.
     ``tiles``: None: as is fastest. Hierarchically panels are of one wave, since the sums that leave a
-    node wait for a panel of all its ranks."""
+    node wait for a panel of all its ranks. TooLarge."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     whole = tiles or tiling(m, 1, n, k, processors)
     if op != "gemm_all_reduce" or nodes > 1:
         tiles = tiles or tiling(rows, world, n, k, processors)
     tiles = tiles or whole
+    if tiles != "promoted" and reduce_flags(op, rows, n, world, tiles) > FLAGS:
+        tiles = "wide"  # which are the fewest
+    flags = reduce_flags(op, rows, n, world, tiles)
+    if flags > FLAGS:
+        raise TooLarge(
+            f"{op} of [{m}, {n}] on {world} ranks: the fused kernel needs {flags} flags for its tiles "
+            f"and has {FLAGS}; call it for fewer rows at a time"
+        )
     height, width = CLUSTER_TILES[tiles]
     if op == "gemm_all_reduce":
         rows = _up(rows, height) * height
@@ -439,6 +447,15 @@ def reduce(
         network_blocks=height // TILE_ROWS if nodes > 1 else 0,
         exchange=exchange,
     )
+
+
+def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> int:
+    """Return how many flags a fused reduction needs whose ranks own ``rows`` rows: one for each block
+    of 128 rows of a tile from each peer, and with AllReduce as many for the sums that come back; as in
+    host/gemm.cpp."""
+    height, width = CLUSTER_TILES[tiling]
+    blocks = _up(rows, height) * (height // TILE_ROWS) * _up(n, width)
+    return (2 if op == "gemm_all_reduce" else 1) * (world - 1) * blocks
 
 
 def few_rows(

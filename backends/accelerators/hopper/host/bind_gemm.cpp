@@ -304,7 +304,7 @@ void bind_gemm(py::module_& module) {
     module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a,
                "scaling"_a = Scaling::none);
     module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "local"_a, "rows"_a, "n"_a,
-               "by_outbox"_a, "gathers"_a);
+               "tiling"_a, "by_outbox"_a, "gathers"_a);
     module.def("gemm_reduce_area_bytes", &gemm_reduce_area_bytes, "world"_a, "local"_a, "rows"_a,
                "n"_a, "tiling"_a, "gathers"_a, "hierarchical"_a);
     module.def("with_kept_splits", &with_kept_splits, "bytes"_a, "product"_a, "owners"_a, "rows"_a,

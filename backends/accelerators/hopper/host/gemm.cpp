@@ -149,10 +149,10 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
            world * scales_of(schedule.rows, k, scaling) * sizeof(float);
 }
 
-std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers) {
-    const auto tiles = static_cast<std::uint64_t>(divide_up(rows, kTileRows) + 1) *
-                       static_cast<std::uint64_t>(divide_up(n, 128));
-    check_flags((gathers ? 2 : 1) * tiles * (world - 1));
+std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tiling, bool by_outbox,
+                              bool gathers) {
+    // As TileFlags of the kernel numbers them.
+    check_flags((gathers ? 2 : 1) * tiles_of(rows, n, tiling) * (world - 1));
     if (local == 1) return kDataOffset;  // everything goes through the area for other nodes
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
     const std::size_t needed = owned * (world - 1) * (1 + (by_outbox ? 1 : 0) + (gathers ? 1 : 0));
@@ -373,9 +373,10 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
         const Network& network = args.workspace.network;
         const int local = args.workspace.local;
         if (!network.staged) {
-            args.area_offset = gemm_reduce_bytes(ranks, local, schedule.rows, product.n,
-                                                 schedule.by_outbox, schedule.everywhere) -
-                               kDataOffset;
+            args.area_offset =
+                gemm_reduce_bytes(ranks, local, schedule.rows, product.n, product.tiling,
+                                  schedule.by_outbox, schedule.everywhere) -
+                kDataOffset;
         }
         const auto address = reinterpret_cast<std::uint64_t>(network.area) + args.area_offset;
         const std::uint64_t tiles =
@@ -417,7 +418,7 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.last_wave =
         last_wave_of(product, args.workspace,
                      gemm_reduce_bytes(ranks, args.workspace.local, schedule.rows, product.n,
-                                       schedule.by_outbox, schedule.everywhere));
+                                       product.tiling, schedule.by_outbox, schedule.everywhere));
     auto launch = product.half ? &launch_gemm_reduce<__half, __half>
                                : &launch_gemm_reduce<__nv_bfloat16, __nv_bfloat16>;
     if (product.scaling != Scaling::none) {

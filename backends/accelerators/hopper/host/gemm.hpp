@@ -83,7 +83,8 @@ struct AllGatherSchedule {
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
                                   Scaling scaling = Scaling::none);
 // `gathers`: AllReduce into an out that is not symmetric. Of `world` ranks `local` are on a node.
-std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, bool by_outbox, bool gathers);
+std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tiling, bool by_outbox,
+                              bool gathers);
 // Bytes of the area for other nodes: of the data area, behind those, or of staging memory.
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
                                    bool gathers, bool hierarchical);
