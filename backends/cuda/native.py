@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkernel.backends.contracts.status import Status
+from mkernel.backends.cuda.software import nvcc
 from mkernel.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -25,15 +27,6 @@ def native() -> ModuleType:
     except ImportError as error:
         raise BackendUnavailable(f"the native module for CUDA does not import: {error}") from error
     return _cuda
-
-
-def built() -> bool:
-    """Whether this build has the native module."""
-    try:
-        native()
-    except BackendUnavailable:
-        return False
-    return True
 
 
 @cache
@@ -56,12 +49,14 @@ def device_clock(device: int) -> _cuda.DeviceClock | None:
 
 
 def not_built(error: BackendUnavailable) -> Status:
-    """The status of a backend whose native module does not import."""
-    return Status(
-        False,
-        f"not built ({error})",
-        "install the CUDA toolkit (nvcc 12.5 or newer) and then mkernel again",
+    """Return the status of a backend whose native module does not import."""
+    found = nvcc(Path("/"))
+    remedy = (
+        "install the CUDA toolkit (nvcc 12.5 or newer) and then mkernel again"
+        if found is None
+        else f"install mkernel again without MKERNEL_HOPPER=OFF; {found} must be 12.5 or newer"
     )
+    return Status(False, f"not built ({error})", remedy)
 
 
 def missing() -> Status | None:

@@ -9,10 +9,15 @@ from pathlib import Path
 from mkernel.backends.contracts.status import Status
 
 
-def software(root: Path) -> tuple[tuple[str, Status], ...]:
-    """The compiler. ``root``: the folder that holds /usr."""
+def nvcc(root: Path) -> str | None:
+    """Return the path of the compiler that a build would find. ``root``: the folder that holds /usr."""
     home = os.environ.get("CUDA_HOME") or str(root / "usr/local/cuda")
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+
+
+def software(root: Path) -> tuple[tuple[str, Status], ...]:
+    """Report the compiler. ``root``: as of :func:`nvcc`."""
+    found = nvcc(root)
     if found:
         return (("nvcc", Status(True, found)),)
     detail, remedy = (

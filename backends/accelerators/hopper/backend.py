@@ -141,8 +141,8 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops, AllReduce, MoE and ring attention in half precision, as far as this build has
-        kernels; of e4m3 operands the GEMM ops on the library path, and fused where fewer bits do."""
+        """The GEMM ops, AllReduce, MoE and ring attention in half precision; of e4m3 operands the GEMM
+        ops on the library path, and fused where fewer bits do."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores

@@ -1,4 +1,5 @@
-"""Which ops the planner may choose."""
+"""Which ops the planner may choose. Claims do not depend on the build: a machine without the
+kernels plans for one that has them, and :meth:`HopperAccelerator.status` says what cannot run here."""
 
 from __future__ import annotations
 
@@ -6,8 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 
-from mkernel.backends.accelerators.hopper.native import native
-from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -15,7 +14,7 @@ SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
 UNCLAIMED: tuple[str, ...] = ()
-"""What is built and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
+"""What has kernels and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
 attention also ``documents`` that are packed, worlds ``between nodes``, long sequences in
 ``pieces``, our own kernel on parts, ``attention core``, and in place of parts, ``attention kernel``; of
 MoE ``experts between nodes``; of GEMM+AllReduce on nodes of several ranks ``hierarchical
@@ -31,13 +30,9 @@ _SCALED_TORCH = (2, 10)
 
 
 def ops() -> tuple[str, ...]:
-    """Names of the ops that this build has kernels of, and claims."""
-    try:
-        native()
-    except BackendUnavailable:
-        return ()
-    built = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
-    return tuple(op for op in built if claimed(op))
+    """Return the names of the ops that have kernels and are claimed."""
+    written = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
+    return tuple(op for op in written if claimed(op))
 
 
 def claimed(what: str) -> bool:

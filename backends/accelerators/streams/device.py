@@ -192,8 +192,9 @@ class Device:
 
     @property
     def copies_with_a_driver(self) -> bool:
-        """The same on a machine whose CUDA driver is in order, with this build and these settings."""
-        return self._wants_copies and native.built()
+        """The same on a machine elsewhere, whose driver and build of mkernel are in order, with these
+        settings."""
+        return self._wants_copies
 
     @property
     def _wants_copies(self) -> bool:

@@ -238,7 +238,6 @@ def test_a_plan_has_the_executor_and_the_workspace_of_its_path(fabric: Any, op: 
 def test_the_path_needs_products_in_float32(
     monkeypatch: pytest.MonkeyPatch, version: str, fit: bool
 ) -> None:
-    monkeypatch.setattr(capabilities, "native", lambda: None)
     monkeypatch.setattr(metadata, "version", lambda name: version)
     assert capabilities.torch_is_fit() == fit
     assert capabilities.library_ops() == (OPS if fit else ())

@@ -450,7 +450,6 @@ def test_schedules_that_calls_would_not_follow_are_refused(fabric: Any, op: str)
 def test_scales_are_claimed_with_a_torch_that_has_their_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capabilities, "native", lambda: None)
     for version, claimed in (("2.9.1", ()), ("2.11.0+cu130", MODES), ("unknown", ())):
         monkeypatch.setattr(capabilities.metadata, "version", lambda _, found=version: found)
         assert capabilities.scale_modes() == claimed

@@ -44,7 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
         versions=lambda: (13000, 13000),
         devices=lambda: [FakeDevice(index) for index in range(4)],
     )
-    for module in (native, capabilities, cuda.native):
+    for module in (native, cuda.native):
         monkeypatch.setattr(module, "native", lambda: made)
     monkeypatch.setattr(backend_module, "cuda", lambda: made)
     return made
@@ -109,13 +109,10 @@ def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BackendUnavailable("the CUDA kernels do not import: No module named '_hopper'")
 
     monkeypatch.setattr(native, "native", absent)
-    monkeypatch.setattr(capabilities, "native", absent)
     status = HopperAccelerator().status()
     assert not status.usable
     assert "not built" in status.detail
     assert "nvcc" in status.remedy
-    assert capabilities.ops() == ()
-    assert HopperAccelerator().capabilities().ops == ()
 
 
 @pytest.mark.usefixtures("fake")

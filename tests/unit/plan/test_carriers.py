@@ -11,17 +11,10 @@ from devices import nic as port
 from devices import world as worlds
 
 from mkernel import doctor
-from mkernel.backends.cuda import native
 from mkernel.cli.plan import PlanReport, command
 from mkernel.plan.model import LaunchPlan
 
 GEMM = ("ag_gemm", "--m", "4096", "--n", "1024", "--k", "1024")
-
-
-@pytest.fixture(autouse=True)
-def with_native_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans for GPUs elsewhere assume what this build has."""
-    monkeypatch.setattr(native, "built", lambda: True)
 
 
 def text(tmp_path: Path, *flags: str, kind: str = "cuda", refused: bool = False) -> str:

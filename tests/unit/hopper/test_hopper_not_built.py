@@ -1,0 +1,84 @@
+"""Planning for H100s where this build has no native module of CUDA or Hopper."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run
+from machine_files import machine_file
+
+from mkernel.cli.plan import command
+
+_PROGRAM = """
+import json, sys
+
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.rpartition(".")[2] in ("_hopper", "_cuda"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Blocked())
+from typer.testing import CliRunner
+from mkernel.cli.main import app
+
+for arguments in json.loads(sys.argv[1]):
+    found = CliRunner().invoke(app, arguments)
+    print(json.dumps([found.exit_code, found.output]))
+"""
+
+
+@pytest.fixture(scope="module")
+def not_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """What commands print in a process that can import neither module, by name."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    nvcc = folder / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch(mode=0o755)
+    asked = {**{name: plan_of(folder, name) for name in NAMES}, "doctor": ["doctor", "--json"]}
+    environment = {"PATH": "", "CUDA_HOME": str(folder / "cuda"), "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, json.dumps([*asked.values()])],
+        capture_output=True, text=True, timeout=120, check=True, env=environment,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(asked, map(tuple, lines), strict=True))
+
+
+NAMES = ("hopper", "auto", "streams")
+
+
+def plan_of(folder: Path, accelerator: str) -> list[str]:
+    file = str(machine_file("p5.hwloc", folder))
+    return ["plan", "ag_gemm", "--accelerator", accelerator, "--topology", file, "--nodes", "1",
+            "--json"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_are_those_of_a_build_with_the_kernels(
+    name: str, not_built: dict[str, tuple[int, str]], tmp_path: Path
+) -> None:
+    code, printed = not_built[name]
+    assert code == 0, printed
+    report = json.loads(printed)
+    assert report["plan"]["accelerator"] == ("streams" if name == "streams" else "hopper")
+    here = json.loads(run(command, *plan_of(tmp_path, name)[1:]))
+    assert report["plan"] == here["plan"]
+
+
+def test_doctor_does_not_ask_for_a_compiler_that_it_has_found(
+    not_built: dict[str, tuple[int, str]],
+) -> None:
+    _, printed = not_built["doctor"]
+    rows: dict[str, Any] = {row["name"]: row for row in json.loads(printed)["rows"]}
+    assert rows["nvcc"]["usable"]
+    assert "not built" in rows["hopper"]["detail"]
+    assert "install the CUDA toolkit" not in rows["hopper"]["remedy"]
+    assert rows["nvcc"]["detail"] in rows["hopper"]["remedy"]
+    assert "install mkernel again" in rows["hopper"]["remedy"]
