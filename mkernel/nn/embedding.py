@@ -6,21 +6,19 @@ Source: Shoeybi et al., "Megatron-LM", 2019.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Module, Parameter
+from torch.nn import Embedding, Parameter
 from torch.nn.functional import embedding
 
 from mkernel.errors import ArgumentError
+from mkernel.nn.sharded import ShardedModule
 from mkernel.ops.all_reduce import all_reduce
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 
-class VocabParallelEmbedding(Module):
+class VocabParallelEmbedding(ShardedModule):
     """Vectors of tokens, of which each rank has num_embeddings / W.
 
     ``weight`` [num_embeddings / W, embedding_dim]: rank r has those from r * num_embeddings / W on. A
@@ -34,17 +32,29 @@ class VocabParallelEmbedding(Module):
         num_embeddings: int,
         embedding_dim: int,
         *,
+        padding_idx: int | None = None,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """ArgumentError: rows that the ranks cannot share. NotInitialized."""
+        """Args:
+            padding_idx: a row of the whole, negative from its end, which starts as zeros and whose
+                gradient is zero, as of ``torch.nn.Embedding``.
+
+        Raises:
+            ArgumentError: rows that the ranks cannot share, or a ``padding_idx`` that is none of them.
+            NotInitialized.
+        """
         super().__init__()
         world = current(group)
         if num_embeddings % world.size:
             legal = f"a multiple of the group's {world.size} ranks"
             raise ArgumentError("num_embeddings", num_embeddings, legal)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            legal = f"{-num_embeddings} to {num_embeddings - 1}, or None"
+            raise ArgumentError("padding_idx", padding_idx, legal)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.group = world.name
         self._ranks, rows = world.size, num_embeddings // world.size
         self._first = world.rank * rows
@@ -53,33 +63,49 @@ class VocabParallelEmbedding(Module):
 
     @classmethod
     def from_embedding(cls, whole: Embedding, *, group: Group = None) -> VocabParallelEmbedding:
-        """This rank's part of a layer that every rank has whole, without ``padding_idx``, ``max_norm``
-        and the like."""
+        """Make this rank's part of a layer that every rank has whole. ArgumentError: it renormalises
+        rows (``max_norm``), scales gradients by frequency or has sparse ones."""
+        for name, none in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(whole, name) != none:
+                raise ArgumentError(f"whole.{name}", getattr(whole, name), f"{none}")
         weight = whole.weight
-        made = cls(*weight.shape, group=group, device=weight.device, dtype=weight.dtype)
+        made = cls(
+            *weight.shape,
+            padding_idx=whole.padding_idx,
+            group=group,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
         made.load_state_dict(whole.state_dict())
         return made
 
     def reset_parameters(self) -> None:
         """As ``torch.nn.Embedding``; each rank draws from its own generator."""
         torch.nn.init.normal_(self.weight)
+        padding = self._own_padding
+        if padding is not None:
+            with torch.no_grad():
+                self.weight[padding].zero_()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ShapeError and the other errors of :func:`mkernel.all_reduce`."""
         own = ids - self._first
         absent = (own < 0) | (own >= len(self.weight))
-        rows = embedding(own.masked_fill(absent, 0), self.weight)
+        rows = embedding(own.masked_fill(absent, 0), self.weight, self._own_padding)
         return all_reduce(rows.masked_fill(absent[..., None], 0), group=self.group)
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        given = state_dict.get(prefix + "weight")
-        if isinstance(given, Tensor) and given.shape == (self.num_embeddings, self.embedding_dim):
-            part = given[self._first : self._first + len(self.weight)]
-            state_dict = {**state_dict, prefix + "weight": part}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+    @property
+    def _own_padding(self) -> int | None:
+        """The row of this rank's that is ``padding_idx`` of the whole; None: it has no such row."""
+        own = -1 if self.padding_idx is None else self.padding_idx - self._first
+        return own if 0 <= own < len(self.weight) else None
+
+    def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
+        if whole.shape != (self.num_embeddings, self.embedding_dim):
+            return whole
+        return whole[self._first : self._first + len(parameter)]
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and over how many ranks it is split."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self._ranks}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, ranks={self._ranks}"

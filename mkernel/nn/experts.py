@@ -9,8 +9,7 @@ replicated must then be added over the ranks; those of the experts are already.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.nn import Module, Parameter, SiLU
 from torch.nn.functional import pad, silu
 
 from mkernel.errors import ArgumentError, ShapeError
+from mkernel.nn.sharded import ShardedModule
 from mkernel.ops.moe import moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.plan.model import Activation
@@ -25,7 +25,7 @@ from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 
-class ExpertParallelMLP(Module):
+class ExpertParallelMLP(ShardedModule):
     """Gated MLPs of E experts, of which each rank has E/W:
     out[t] = sum over slots of topk_weights[t, slot] · mlp(x[t]) of expert topk_ids[t, slot], with
     mlp(x) = (activation(gate) * up) @ down_proj[e] and [gate, up] = x @ gate_up_proj[e].
@@ -199,16 +199,9 @@ class ExpertParallelMLP(Module):
         claims = current(self.group).engine("moe_dispatch_gemm").claims
         return is_silu and not trains and "silu_and_mul" in claims.activations
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        own = dict(state_dict)
-        for name, parameter in self.named_parameters():
-            given = own.get(prefix + name)
-            whole = (self.num_experts, *parameter.shape[1:])
-            if isinstance(given, Tensor) and tuple(given.shape) == whole:
-                own[prefix + name] = given.chunk(self._ranks)[self._rank]
-        super()._load_from_state_dict(own, prefix, *arguments)
+    def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
+        expected = (self.num_experts, *parameter.shape[1:])
+        return whole.chunk(self._ranks)[self._rank] if tuple(whole.shape) == expected else whole
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and over how many ranks it is shared."""

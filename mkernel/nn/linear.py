@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Linear, Parameter
 
 from mkernel.errors import ArgumentError, ShapeError
+from mkernel.nn.sharded import ShardedModule
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.gemm_all_reduce import gemm_all_reduce
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
@@ -29,7 +30,7 @@ from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 
-class _ParallelLinear(Module):
+class _ParallelLinear(ShardedModule):
     """A linear layer of which each rank has a part.
 
     ``weight`` [out_features, in_features] of this rank's part, ``bias``. A state dict of the whole
@@ -107,18 +108,7 @@ class _ParallelLinear(Module):
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -bound, bound)
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        own = dict(state_dict)
-        for name, parameter in self.named_parameters():
-            given = own.get(prefix + name)
-            if isinstance(given, Tensor) and given.shape != parameter.shape:
-                own[prefix + name] = self._part(name, given, parameter)
-        super()._load_from_state_dict(own, prefix, *arguments)
-
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
-        """What of a whole parameter is this rank's; ``whole`` itself where it is not of this layer."""
         split = self._split if name == "weight" else 0
         expected = list(parameter.shape)
         expected[split] *= self._ranks

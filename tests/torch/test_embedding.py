@@ -40,6 +40,39 @@ def test_lookups(shape: tuple[int, ...], compiled: bool) -> None:
     on_ranks(looked_up, shape, compiled, ranks=RANKS)
 
 
+def padded() -> None:
+    """The gradient of the padding row is zero, on the rank that has it and after a state dict."""
+    torch.manual_seed(4)
+    for index in (0, 7, -1):
+        whole = Embedding(TOKENS, WIDTH, padding_idx=index)
+        part = VocabParallelEmbedding.from_embedding(whole)
+        ids = torch.tensor([*range(TOKENS), index % TOKENS, -1 % TOKENS])
+        found: Tensor = part(ids)
+        assert torch.equal(found, whole(ids))
+        found.sum().backward()
+        whole(ids).sum().backward()
+        assert whole.weight.grad is not None
+        assert torch.equal(part.weight.grad, whole.weight.grad.chunk(RANKS)[mkernel.world().rank])
+        fresh = VocabParallelEmbedding(TOKENS, WIDTH, padding_idx=index)
+        rows = [mkernel.world().rank * len(fresh.weight) + row for row in range(len(fresh.weight))]
+        zeros = [row for row, vector in zip(rows, fresh.weight, strict=True) if not vector.any()]
+        assert zeros == [row for row in rows if row == index % TOKENS]
+        assert f"padding_idx={index % TOKENS}" in repr(part)
+    for given, name in (
+        ({"max_norm": 1.0}, "max_norm"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ({"sparse": True}, "sparse"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            VocabParallelEmbedding.from_embedding(Embedding(TOKENS, WIDTH, **given))
+    with pytest.raises(ArgumentError, match="padding_idx = 12"):
+        VocabParallelEmbedding(TOKENS, WIDTH, padding_idx=TOKENS)
+
+
+def test_the_padding_row_gets_no_gradient() -> None:
+    on_ranks(padded, ranks=RANKS)
+
+
 def stored() -> None:
     whole = Embedding(TOKENS, WIDTH)
     part = VocabParallelEmbedding(TOKENS, WIDTH)

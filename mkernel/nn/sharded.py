@@ -1,0 +1,45 @@
+"""Modules of which each rank has a part, and takes it from a state dict of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+
+class ShardedModule(Module):
+    """A module whose parameters are parts of those of a whole layer.
+
+    It loads a state dict of the whole layer as well as one of this rank's part. With ``assign=True``
+    the parameters become tensors of the state dict, as in all of torch's modules; those that are cut
+    out of the whole are copied first, so that a rank keeps memory for its part alone.
+    """
+
+    def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
+        """Return this rank's part of a whole parameter; ``whole`` itself where its sizes are others."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *arguments: Any,
+    ) -> None:
+        own = dict(state_dict)
+        for name, parameter in self.named_parameters():
+            given = own.get(prefix + name)
+            if isinstance(given, Tensor) and given.shape != parameter.shape:
+                part = self._part(name, given, parameter)
+                if local_metadata.get("assign_to_params_buffers") and _shares(part):
+                    part = part.detach().clone(memory_format=torch.contiguous_format)
+                own[prefix + name] = part
+        super()._load_from_state_dict(own, prefix, local_metadata, *arguments)
+
+
+def _shares(part: Tensor) -> bool:
+    """Return whether a tensor lies in memory that is larger than it is."""
+    return part.untyped_storage().nbytes() > part.nbytes
