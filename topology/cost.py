@@ -32,6 +32,22 @@ class CutTiles(Finite):
     kept_us: float = Field(ge=0, description="and for each other part that is added to it")
 
 
+class SendingRates(Finite):
+    """Constants that hold what a rank sends to all peers together, as ``egress_gbs``."""
+
+    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
+
+    def limited_to(self, gbs: float) -> Self:
+        """Return these constants where links give a rank no more than ``gbs``."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        limited = {
+            name: value.limited_to(gbs)
+            for name, value in fields.items()
+            if isinstance(value, SendingRates)
+        }
+        return self.model_copy(update={**limited, "egress_gbs": min(self.egress_gbs, gbs)})
+
+
 class Tile(Finite):
     """A size of output tiles that a GEMM kernel computes, on how many cores together, and how fast one
     core does."""
@@ -68,28 +84,26 @@ class BriefCalls(Finite):
         return self.less_us if nbytes <= self.most_bytes else 0.0
 
 
-class MailCalls(Finite):
+class MailCalls(SendingRates):
     """Calls of one exchange whose data say themselves that they have come, and which are brief."""
 
     most_bytes: int = Field(
         ge=0, description="that all ranks send to one of them, and as its own count"
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange between all ranks")
-    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
 
     def takes(self, nbytes: int) -> bool:
         """A call in which so many bytes come to a rank."""
         return nbytes <= self.most_bytes
 
 
-class MailTwice(Finite):
+class MailTwice(SendingRates):
     """All-reduces of two exchanges whose data say themselves that they have come, in one brief call."""
 
     most_bytes: int = Field(
         ge=0, description="that all peers send to one rank, in both exchanges together"
     )
     exchanges_us: float = Field(ge=0, description="latency of both exchanges between all ranks")
-    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
 
     def takes(self, nbytes: int) -> bool:
         """A call in which so many bytes come to a rank."""
@@ -142,7 +156,7 @@ class StreamedProducts(Finite):
         return self.depth_us * k / parts / 1e3 + max(multiplied, loaded) + written + added
 
 
-class PathConstants(Finite):
+class PathConstants(SendingRates):
     """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
 
     start_us: float = Field(ge=0, description="launches, and meeting the peers at the call's end")
@@ -153,7 +167,6 @@ class PathConstants(Finite):
     tile_us: float = Field(0.0, ge=0, description="start and end of a tile that nothing hides")
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
-    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
     brief: BriefCalls | None = Field(None, description="None: all calls wait for their peers' end")
     mail: MailCalls | None = Field(None, description="None: all calls wait for flags")
@@ -173,7 +186,7 @@ class PathConstants(Finite):
         return self
 
 
-class FewRowsConstants(Finite):
+class FewRowsConstants(SendingRates):
     """GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel: weights are read, then sums are
     exchanged at once."""
 
@@ -195,7 +208,6 @@ class FewRowsConstants(Finite):
         ge=0, description="between a cluster's tiles: exchange, and the next weights' latency"
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange")
-    egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
     block_sums_gbs: float | None = Field(
         None,
         gt=0,
@@ -307,6 +319,15 @@ class MachineConstants(LinkConstants, ConstantsFile):
     few_rows: FewRowsConstants | None = Field(
         None, description="of the fused path's kernel for few rows, where a backend has one"
     )
+
+    def limited_to(self, egress_gbs: float | None) -> Self:
+        """Return these constants on links that give a rank ``egress_gbs`` to all of its node together;
+        themselves where the links are as fast as those that they were fitted on, or there are none."""
+        if egress_gbs is None or egress_gbs >= (self.egress_gbs or self.p2p_gbs):
+            return self
+        paths = {name: getattr(self, name) for name in ("fused", "library", "few_rows")}
+        limited = {name: path.limited_to(egress_gbs) for name, path in paths.items() if path}
+        return self.model_copy(update=limited)
 
     def knows_rate(self, dtype: str) -> bool:
         """Whether the rate of a dtype is its own: of e4m3 that of float32 stands for one unknown."""

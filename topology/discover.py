@@ -148,6 +148,7 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
             nics=tuple(sorted(found.nics, key=_by_address)),
             bridges=found.bridges,
             fabric=found.fabric,
+            fabric_known=found.fabric_known,
             no_p2p=found.no_p2p,
         )
     except ValidationError as error:

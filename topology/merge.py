@@ -80,6 +80,7 @@ def _join(known: Findings, found: Findings) -> Findings:
         nics=nics,
         bridges=_parts(known.bridges, found.bridges, "bridge", notes),
         fabric=_links(known.fabric, found.fabric, names, notes),
+        fabric_known=known.fabric_known or found.fabric_known,
         no_p2p=_pairs((*known.no_p2p, *((names[a], names[b]) for a, b in found.no_p2p))),
         notes=known.notes + found.notes + notes.all(),
     )

@@ -212,6 +212,9 @@ class Node(Model):
     nics: Many[Nic] = ()
     bridges: Many[Bridge] = ()
     fabric: Many[FabricLink] = ()
+    fabric_known: bool = Field(
+        default=False, description="a source looked for scale-up links: what it did not list is not"
+    )
     no_p2p: Many[tuple[Name, Name]] = ()
 
     @model_validator(mode="after")

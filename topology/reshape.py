@@ -70,6 +70,7 @@ def split_into_nodes(
                 nics=_nics(machine, index, nodes, nic, numa),
                 bridges=machine.bridges,
                 fabric=fabric,
+                fabric_known=machine.fabric_known,
                 no_p2p=no_p2p,
             )
         )

@@ -22,6 +22,13 @@ class Rail(Model):
     bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction")
 
 
+class Crossed(Model):
+    """A link inside a node that other pairs' bytes cross too, in one direction."""
+
+    name: str
+    gbs: float = Field(gt=0)
+
+
 class Way(Model):
     """How bytes travel. ``p2p``: over the scale-up fabric. ``host``: inside a node through host
     memory, where devices do not reach each other. ``nic``: by NICs. ``relay``: the same, by NICs of
@@ -29,7 +36,8 @@ class Way(Model):
     carries them, in a node or between nodes; it finds its own way.
 
     ``src_relay``, ``dst_relay`` are local ranks. ``staged``: the sides on which bytes rest in host
-    memory, because the NIC cannot read or write the device's.
+    memory, because the NIC cannot read or write the device's. ``crosses``: inside a node, the links of
+    known rate that a pair crosses in place of the ports of a switch: PCIe links, or the pair's own.
     """
 
     kind: RouteKind
@@ -37,6 +45,7 @@ class Way(Model):
     src_relay: int | None = Field(None, ge=0)
     dst_relay: int | None = Field(None, ge=0)
     staged: tuple[Literal["source", "destination"], ...] = ()
+    crosses: tuple[Crossed, ...] = ()
     fabric_gbs: float | None = Field(None, gt=0, description="of the hop to or from a relay")
     bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction, all rails together")
     latency_us: float = Field(ge=0)

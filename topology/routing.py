@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import cached_property
+from itertools import chain, combinations
+from typing import Any, Literal, NamedTuple
 
 from mkernel.errors import NoRoute
 from mkernel.topology.cost import LinkConstants, transfer_us
@@ -20,7 +21,8 @@ from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
 from mkernel.topology.paths import CLASSES, NodePaths, classify
 from mkernel.topology.placement import WorldPlacement, usable_nics
-from mkernel.topology.routes import Ends, Rail, RouteClass, RouteTable, Way, pair_classes
+from mkernel.topology.routes import Crossed, Ends, Rail, RouteClass, RouteTable, Way, pair_classes
+from mkernel.topology.sources.chips import is_card
 from mkernel.topology.sources.kinds import protocol
 
 REFERENCE_BYTES = 1 << 20
@@ -83,8 +85,12 @@ def nic_gbs(nic: Nic, constants: LinkConstants) -> float:
 def _by_group(constants: LinkConstants, inside: Way | None) -> Way:
     """``inside``: the way that the devices themselves have, where both are on one node."""
     if inside is not None:
-        gbs, latency_us = inside.bandwidth_gbs, inside.latency_us
-        return Way(kind="group", bandwidth_gbs=gbs, latency_us=latency_us)
+        return Way(
+            kind="group",
+            crosses=inside.crosses,
+            bandwidth_gbs=inside.bandwidth_gbs,
+            latency_us=inside.latency_us,
+        )
     own = constants.group_latency_us
     return Way(
         kind="group",
@@ -128,7 +134,7 @@ class _Side:
         mine, theirs = self.node, other.node
         return self._seats == other._seats and all(
             getattr(mine, name) == getattr(theirs, name)
-            for name in ("accelerators", "nics", "bridges", "fabric", "no_p2p")
+            for name in ("accelerators", "nics", "bridges", "fabric", "fabric_known", "no_p2p")
         )
 
     def inside(self, i: int, j: int) -> Way:
@@ -136,30 +142,79 @@ class _Side:
         constants = self._constants
         gbs = self.fabric_gbs(i, j)
         if gbs is None:
+            pcie = self._paths.between(self.devices[i], self.devices[j]).gbs
             return Way(
                 kind="host",
                 staged=("source", "destination"),
-                bandwidth_gbs=constants.host_gbs,
+                bandwidth_gbs=min(constants.host_gbs, pcie or constants.host_gbs),
                 latency_us=constants.p2p_latency_us + constants.host_latency_us,
             )
-        return Way(kind="p2p", bandwidth_gbs=gbs, latency_us=constants.p2p_latency_us)
+        return Way(
+            kind="p2p",
+            crosses=tuple(self._crosses(i, j, gbs)),
+            bandwidth_gbs=gbs,
+            latency_us=constants.p2p_latency_us,
+        )
 
     def fabric_gbs(self, i: int, j: int) -> float | None:
-        """Between two local ranks' devices; None where they do not reach each other.
+        """Return the rate between two local ranks' devices; None where they do not reach each other.
 
-        A node that lists no scale-up link says nothing about them: the constants' rate then, or the
-        default one.
+        Devices that no scale-up link joins reach each other over PCIe. Where nobody says what joins
+        them, or how fast that is, it is the constants' rate, or the default one.
         """
         one, other = self.devices[i], self.devices[j]
         if one.kind != other.kind or frozenset((one.id, other.id)) in self._refused:
             return None
-        known = self._paths.between(one, other).gbs if self.node.fabric else None
-        limits = (self._constants.p2p_gbs, known, self.egress_gbs)
-        return min((gbs for gbs in limits if gbs), default=defaults().fabric.gbs)
+        limits = [self._constants.p2p_gbs]
+        usual, joined = defaults().fabric.gbs, self._joined(one, other)
+        if joined == "pcie":
+            limits = [self._paths.between(one, other).gbs or usual]
+        elif joined != "unknown":
+            limits += [link.gbs for link in self._paths.fabric(one, other)]
+        if joined in ("switch", "unknown"):
+            limits.append(self.egress_gbs)
+        return min((gbs for gbs in limits if gbs), default=usual)
 
-    @property
+    def _joined(
+        self, one: Accelerator, other: Accelerator
+    ) -> Literal["link", "switch", "pcie", "unknown"]:
+        """Return what joins two devices. PCIe does where a source that looked for scale-up links found
+        none between them, or where both are cards, which have none without a bridge."""
+        links = self._paths.fabric(one, other)
+        if links:
+            return "link" if len(links) == 1 else "switch"
+        if one.emulated or other.emulated or classify(one, other) == "LOC":
+            return "unknown"
+        looked = bool(self.node.fabric) or self.node.fabric_known
+        return "pcie" if looked or (is_card(one) and is_card(other)) else "unknown"
+
+    def _crosses(self, i: int, j: int, gbs: float) -> Iterator[Crossed]:
+        """Yield the links that the bytes of a pair cross but for the ports of a switch: the pair's own,
+        or those of PCIe, each direction by itself."""
+        one, other = self.devices[i], self.devices[j]
+        joined = self._joined(one, other)
+        if joined == "link":
+            yield Crossed(name=f"{one.id} → {other.id}", gbs=gbs)
+        if joined != "pcie":
+            return
+        path = self._paths.between(one, other)
+        if path.gbs is None:
+            yield Crossed(name=f"{one.id} PCIe up", gbs=gbs)
+            yield Crossed(name=f"{other.id} PCIe down", gbs=gbs)
+        above = {device.id: {device.pci, *device.pci_path} for device in (one, other)}
+        for hop in path.hops:
+            if hop.gbs is not None:
+                up, down = (hop.name in above[device.id] for device in (one, other))
+                way = " up" if up else " down" if down else ""
+                yield Crossed(name=f"{hop.name}{way}", gbs=hop.gbs)
+
+    @cached_property
     def egress_gbs(self) -> float | None:
-        """What a rank sends to all of its node together, where peers share that."""
+        """What a rank sends to all of its node together, where a switch joins some of them, or nobody
+        says what does."""
+        pairs = combinations(self.devices, 2)
+        if self.devices[1:] and all(self._joined(*pair) in ("link", "pcie") for pair in pairs):
+            return None
         ports = [link.gbs for link in self.node.fabric if FABRIC_SWITCH in link.ends]
         return min((gbs for gbs in (*ports, self._constants.egress_gbs) if gbs), default=None)
 

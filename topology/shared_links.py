@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from mkernel.topology.placement import Seat, WorldPlacement
@@ -42,11 +43,11 @@ def subflows(
         rate = route.bandwidth_gbs
         return (Subflow(1.0, ((out, rate), (into, rate)), 1),)
     if not route.rails:
-        links = tuple(
-            _staging(route, "source", route.src_site, here[route.src_local].accelerator)
-            if route.kind == "host"
-            else _fabric(table, route, route.src_site, here, route.src_local, route.dst_local)
-        )
+        links = tuple((Link(route.src_site, one.name), one.gbs) for one in route.crosses)
+        if not links and route.kind == "host":
+            links = _staging(route, "source", route.src_site, here[route.src_local].accelerator)
+        elif not links:
+            links = _fabric(table, route, route.src_site, here, route.src_local, route.dst_local)
         return (Subflow(1.0, links, len(links)),)
     total = sum(rail.bandwidth_gbs for rail in route.rails)
     before = _device(route, total, route.src_site, here, route.src_local, "out")
@@ -99,6 +100,15 @@ class SharedLinks:
             for route, own in zip(table.classes, every, strict=True)
         ]
 
+    @cached_property
+    def egress_gbs(self) -> float | None:
+        """What each rank sends to all others of its node together where all send alike, in GB/s; None:
+        it has none."""
+        nbytes = self.placement.ranks_per_node - 1
+        loads = self.loads(lambda route: float(route.within))
+        busy = max((carried / gbs for carried, gbs, _ in loads), default=0.0)
+        return nbytes / busy if busy else None
+
     def loads(self, sent: Callable[[RouteClass], float]) -> Iterator[tuple[float, float, float]]:
         """(bytes, GB/s, longest latency of its routes) of each link that carries anything, where the
         pairs of a class each send ``sent`` bytes."""
@@ -112,6 +122,19 @@ class SharedLinks:
         for link, nbytes in total.items():
             yield nbytes, self._rates[link], latency[link]
 
+
+def egress_gbs(table: RouteTable, placement: WorldPlacement) -> float | None:
+    """Return :attr:`SharedLinks.egress_gbs` of such links; plans of one world look it up."""
+    key = table.fingerprint, placement.fingerprint
+    if key not in _egress_gbs:
+        if len(_egress_gbs) == _MOST_KNOWN:
+            _egress_gbs.clear()
+        _egress_gbs[key] = SharedLinks(table, placement).egress_gbs
+    return _egress_gbs[key]
+
+
+_MOST_KNOWN = 64
+_egress_gbs: dict[tuple[str, str], float | None] = {}
 
 _Links = tuple[tuple[Link, float], ...]
 

@@ -22,6 +22,7 @@ from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Model, fingerprint
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable
+from mkernel.topology.shared_links import egress_gbs
 
 DtypeName = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
 E4M3: DtypeName = "float8_e4m3fn"
@@ -274,6 +275,11 @@ class CommonPart(Model):
                 f"'node', the only order of {self.nodes} nodes x {self.ranks_per_node} ranks",
             )
         return ConsumptionOrder(self.nodes, self.ranks_per_node, runs)
+
+    @property
+    def egress_gbs(self) -> float | None:
+        """What a rank sends to all others of its node together, by the routes; None: it has none."""
+        return egress_gbs(self.routes, self.placement)
 
     @property
     def sums(self) -> DtypeName:

@@ -292,8 +292,11 @@ def _planned(
     schedule: Scheduler,
 ) -> Planned:
     """The plan of checked inputs: the part that all backends share, then the backend's."""
-    claims, constants = choice.claims, where.constants
+    claims = choice.claims
     links, lacks = _links(asked.op, where, accelerator, claims)
+    constants = where.constants
+    if constants is not None:
+        constants = constants.limited_to(links.egress_gbs)
     exchanges = choice.exchanges
     if len(exchanges) > 1 and not lacks and asked.op not in claims.hierarchical_ops:
         exchanges = exchanges[:1]

@@ -61,7 +61,7 @@ def _of_product(name: str) -> str | None:
 
 
 def _has_word(name: str, words: str) -> bool:
-    return re.search(rf"(?<![A-Za-z0-9])({words})(?![A-Za-z0-9])", name) is not None
+    return re.search(rf"(?<![A-Za-z0-9])({words})(?![A-Za-z0-9])", name, re.IGNORECASE) is not None
 
 
 class _Chip(Finite):
@@ -73,6 +73,7 @@ class _Chip(Finite):
 class _Chips(Finite):
     source: str
     chips: tuple[_Chip, ...]
+    cards: str
     products: dict[str, str]
 
 
@@ -96,6 +97,16 @@ def _is(name: str, chip: _Chip) -> bool:
 def product(device: Accelerator) -> str:
     """What its vendor calls it, where all that is known of it is a PCI id; else the name it has."""
     return _known().products.get(device.name, device.name)
+
+
+def is_card(device: Accelerator) -> bool:
+    """Return whether the product is a card for a PCIe slot, which only a bridge joins to others."""
+    return device.kind == "cuda" and _is_card(product(device))
+
+
+@lru_cache(maxsize=256)
+def _is_card(name: str) -> bool:
+    return _has_word(name, _known().cards)
 
 
 def described(device: Accelerator) -> str:

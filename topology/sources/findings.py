@@ -25,6 +25,7 @@ class Findings:
     nics: tuple[Nic, ...] = ()
     bridges: tuple[Bridge, ...] = ()
     fabric: tuple[FabricLink, ...] = ()
+    fabric_known: bool = False
     no_p2p: tuple[tuple[str, str], ...] = ()
     notes: tuple[Note, ...] = ()
 

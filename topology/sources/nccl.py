@@ -80,6 +80,9 @@ class _Host:
             nics=(*self._nics, *self._sockets.values()),
             bridges=tuple(self._bridges),
             fabric=tuple(self._fabric(accelerators)),
+            fabric_known=any(
+                one.gpu is not None and "sm" in one.gpu.attributes for one in self._gpus
+            ),
             notes=self._notes.all(),
         )
 

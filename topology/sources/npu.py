@@ -80,7 +80,11 @@ def parse(text: str, numa: Sequence[NumaNode] = ()) -> Findings:
         for number in sorted({*rows, *addresses})
     )
     return Findings(
-        SOURCE, accelerators=accelerators, fabric=_links(rows, notes), notes=notes.all()
+        SOURCE,
+        accelerators=accelerators,
+        fabric=_links(rows, notes),
+        fabric_known=bool(rows),
+        notes=notes.all(),
     )
 
 

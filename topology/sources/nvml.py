@@ -60,6 +60,7 @@ def read(root: Path = Path("/"), library: Any = None) -> Findings:
         SOURCE,
         accelerators=tuple(gpu for gpu, _ in gpus),
         fabric=fabric,
+        fabric_known=bool(gpus),
         no_p2p=no_p2p,
         notes=notes.all(),
     )

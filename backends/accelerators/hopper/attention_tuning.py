@@ -152,7 +152,7 @@ def _times(plan: CommonPart, calls: CallTimes, merged: int) -> _Times:
     own = (calls.causal_call_us if shape.causal else calls.call_us) + seen_us
     merge = how.merge_us + queries * DTYPE_BYTES[plan.dtype] * merged / (how.merge_gbs * 1e3)
     keys = shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
-    copies = _MACHINE.copies
+    copies = _MACHINE.on_links_of(plan).copies
     sent = (
         copies.choose("put", keys, 0).microseconds
         + copies.choose("put", keys, 0, flagged=True).microseconds
@@ -186,7 +186,7 @@ def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConsta
         (world - 1)
         * -(-rows // chunk_rows)
         * sum(
-            _MACHINE.copies.choose("put", nbytes, 0, flagged=flagged).microseconds
+            _MACHINE.on_links_of(plan).copies.choose("put", nbytes, 0, flagged=flagged).microseconds
             for flagged in (False, True)
         )
     )
@@ -215,7 +215,9 @@ def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants
     calls = 2 * len(pieces.cuts) + steps
     compute = own + (world - 1) * part + calls * how.forward.call_us + steps * merge
     sent = steps * sum(
-        _MACHINE.copies.choose("put", pieces.bytes(rows), 0, flagged=flagged).microseconds
+        _MACHINE.on_links_of(plan)
+        .copies.choose("put", pieces.bytes(rows), 0, flagged=flagged)
+        .microseconds
         for flagged in (False, True)
     )
     return prediction(compute, sent, max(compute, sent), constants.launch_us, constants)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
+from typing_extensions import Self
 
 from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, OpName
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, OpName
 from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Finite
@@ -250,6 +251,26 @@ class HopperMachine(ChipMachine):
         assert library is not None
         assert library.one_shot is not None
         return library.one_shot
+
+    def on_links_of(self, plan: CommonPart) -> Self:
+        """Return the machine where no rank sends more than the plan's links carry; itself where these
+        are as fast as those that it was measured on."""
+        egress_gbs = plan.egress_gbs
+        constants = self.constants.limited_to(egress_gbs)
+        if egress_gbs is None or constants is self.constants:
+            return self
+        paths = {
+            name: path.limited_to(egress_gbs)
+            for name, path in dict(self.scaled).items()
+            if isinstance(path, PathConstants)
+        }
+        return self.model_copy(
+            update={
+                "constants": constants,
+                "scaled": self.scaled.model_copy(update=paths),
+                "copies": self.copies.model_copy(update={"most_gbs": egress_gbs}),
+            }
+        )
 
 
 @cache

@@ -177,7 +177,10 @@ def travel_us(plan: CommonPart, pushing: int) -> float:
     to one rank after another."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
-    nbytes, copies = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype], machine().copies
+    nbytes, copies = (
+        shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype],
+        machine().on_links_of(plan).copies,
+    )
     if pushing == 0:
         return (world - 1) * copies.choose("put", nbytes, 0, flagged=True).microseconds
     wanted = 1 - (1 - 1 / world) ** shape.top_k

@@ -88,9 +88,9 @@ def _gathered(plan: CommonPart, parts: int, multiplied_us: Callable[[int], float
     shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
     rows = shape.m // world
     step = -(-rows // parts)
-    copy = _copy_us(step * shape.k * DTYPE_BYTES[plan.dtype])
+    copy = _copy_us(plan, step * shape.k * DTYPE_BYTES[plan.dtype])
     own, part = multiplied_us(rows), multiplied_us(step)
-    now, copied = own, _copy_us(1) if plan.scales is not None else 0.0  # scales go ahead
+    now, copied = own, _copy_us(plan, 1) if plan.scales is not None else 0.0  # scales go ahead
     for _ in range((world - 1) * parts):
         copied += copy
         now = max(now, copied) + how.gap_us + part
@@ -105,7 +105,7 @@ def _summed(
     shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
     step = -(-rows_of(plan) // parts)
     of_sums, of_out = DTYPE_BYTES[product], DTYPE_BYTES[plan.out_dtype]
-    part, copy = multiplied_us(step), _copy_us(step * shape.n * of_sums)
+    part, copy = multiplied_us(step), _copy_us(plan, step * shape.n * of_sums)
     moved = step * shape.n * (world * of_sums + of_out)
     cached = moved <= how.sum_cached_bytes
     added = transfer_us(moved, how.sum_cached_gbs if cached else how.sum_gbs, how.sum_us)
@@ -120,7 +120,7 @@ def _summed(
         now = max(now + part + how.gap_us, arrived[(world - 2) * parts + own]) + added
         if plan.op == "gemm_all_reduce":
             for _ in range(world - 1):
-                result = _copy_us(step * shape.n * of_out)
+                result = _copy_us(plan, step * shape.n * of_out)
                 copied = max(copied, now) + result
                 comm += result
     if plan.op == "gemm_all_reduce":
@@ -129,6 +129,6 @@ def _summed(
     return Times(world * parts * part, comm, now + how.end_us)
 
 
-def _copy_us(nbytes: int) -> float:
+def _copy_us(plan: CommonPart, nbytes: int) -> float:
     """By a copy engine, a flag behind."""
-    return _MACHINE.copies.choose("put", nbytes, 0, flagged=True).microseconds
+    return _MACHINE.on_links_of(plan).copies.choose("put", nbytes, 0, flagged=True).microseconds

@@ -59,7 +59,7 @@ def fused(
 ) -> Prediction | None:
     """What the fused path of a plan takes with such tiles. None: not measured, and never chosen."""
     assert plan.scales is not None
-    how = _MACHINE.scaled
+    how = _MACHINE.on_links_of(plan).scaled
     found = how.fused if plan.scales.use_fast_accum else how.promoted
     columns = _MACHINE.tilings.clusters[tiling][1]
     tiles = () if found is None else tuple(t for t in found.tiles if t.columns == columns)
@@ -92,7 +92,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    mailed = by_mail(plan, product, way, _sent_bytes(plan))
+    mailed = by_mail(plan, product, way, _sent_bytes(plan), _MACHINE.on_links_of(plan).constants)
     return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
 
 
@@ -138,7 +138,7 @@ def _whole(plan: CommonPart, cores: int) -> Times:
     compute = _product_us(plan, shape.m, cores)
     if world == 1:
         return Times(compute, 0.0, compute)
-    path, share = _MACHINE.scaled.product, (world - 1) / world
+    path, share = _MACHINE.on_links_of(plan).scaled.product, (world - 1) / world
     if plan.op == "all_gather_gemm":
         sent = share * shape.m * shape.k
         comm = transfer_us(sent, path.egress_gbs, path.exchange_us)

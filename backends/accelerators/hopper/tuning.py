@@ -21,7 +21,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     SumWay,
     TilingName,
 )
-from mkernel.backends.accelerators.hopper.transfer.engines import Choice
+from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, SumShape
@@ -31,6 +31,7 @@ from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,
+    MachineConstants,
     PathConstants,
     fastest,
     gemm_tile_us,
@@ -96,7 +97,13 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
     processors = found.pipeline.compute_blocks
     made: Schedule
     if isinstance(plan.shape, SumShape):
-        made = sums(plan.shape, world, plan.norm is not None, processors)
+        made = sums(
+            plan.shape,
+            world,
+            plan.norm is not None,
+            processors,
+            _MACHINE.on_links_of(plan).constants,
+        )
         return found._replace(schedule=made)
     shape = plan.gemm
     if plan.scales is not None:
@@ -120,7 +127,16 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
         chunk = found.pipeline.rows_per_chunk or rows
         if plan.nodes == 1:
             tiles = _tiling_of_call(request, processors)
-            gathered = gather(rows, shape.n, shape.k, world, chunk, processors, tiles)
+            gathered = gather(
+                rows,
+                shape.n,
+                shape.k,
+                world,
+                chunk,
+                processors,
+                tiles,
+                _MACHINE.on_links_of(plan).copies,
+            )
             made = _last_wave_cut(request, gathered)
         else:
             made = gather_between_nodes(
@@ -149,7 +165,9 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
-        made = gather(rows, shape.n, k, world, chunk, cores, tiles)
+        made = gather(
+            rows, shape.n, k, world, chunk, cores, tiles, _MACHINE.on_links_of(plan).copies
+        )
     else:
         made = reduce(plan.op, shape.m, shape.n, k, world, cores, tiles=tiles)
     times = None if constants is None else scaled_tuning.fused(plan, made.tiling, cores, constants)
@@ -270,11 +288,13 @@ def gather(
     chunk: int,
     processors: int,
     tiles: TilingName | None = None,
+    engines: Engines | None = None,
 ) -> GatherSchedule:
-    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. ``tiles``: None: as is fastest."""
+    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. ``tiles``: None: as is fastest.
+    ``engines``: None: copies are as fast as they were measured."""
     tiles = tiles or tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, FLAGS // world))
-    engines, nbytes = _MACHINE.copies, rows * k * ELEMENT_BYTES
+    engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
     within = engines.choose("local", nbytes)
     if world == 1:
         return GatherSchedule(
@@ -477,7 +497,13 @@ def few_rows(
     )
 
 
-def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSchedule:
+def sums(
+    shape: SumShape,
+    world: int,
+    normed: bool,
+    processors: int,
+    constants: MachineConstants | None = None,
+) -> SumSchedule:
     """By mail where one exchange is faster than two, all fits, and a block can keep a row that it
     normalises; else two exchanges, by mail where that is predicted to be faster and fits."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
@@ -487,7 +513,7 @@ def sums(shape: SumShape, world: int, normed: bool, processors: int) -> SumSched
     way: SumWay = "two_shot"
     if brief and (not normed or shape.n <= MOST_NORMED_COLUMNS):
         way = "mail"
-    elif _MACHINE.twice_by_mail(nbytes, nbytes, world):
+    elif _MACHINE.twice_by_mail(nbytes, nbytes, world, constants):
         needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
         way = "mail_twice" if needed <= mail.MAIL_BYTES else "two_shot"
     return SumSchedule(way=way, blocks=processors)

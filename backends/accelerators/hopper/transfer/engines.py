@@ -67,13 +67,16 @@ class Engines(Sourced):
 
     keeps_processors: float = Field(ge=0)
     multicast: Literal[False] = False
+    most_gbs: float | None = Field(
+        None, gt=0, description="that links to peers carry; None: those that were measured"
+    )
     directions: dict[Direction, tuple[Curve, ...]]
 
     def microseconds(self, direction: Direction, engine: Engine, blocks: int, nbytes: int) -> float:
         """The time of a copy by that engine on so many blocks. ValueError where it was not measured."""
         for curve in self.directions.get(direction, ()):
             if (curve.engine, curve.blocks) == (engine, blocks):
-                return curve.microseconds(nbytes)
+                return self._microseconds(direction, curve, nbytes)
         raise ValueError(
             f"{direction} by {engine} on {blocks} blocks has no times; measure with bench/transfer.py"
         )
@@ -87,7 +90,7 @@ class Engines(Sourced):
 
         def microseconds(curve: Curve) -> float:
             flag = curve.microseconds(1) if flagged and curve.engine == "copy_engine" else 0.0
-            return curve.microseconds(nbytes) + flag
+            return self._microseconds(direction, curve, nbytes) + flag
 
         choices = [
             Choice(curve.engine, curve.blocks, microseconds(curve))
@@ -105,3 +108,10 @@ class Engines(Sourced):
             if free and choice.microseconds <= best.microseconds * (1 + self.keeps_processors):
                 return choice
         return best
+
+    def _microseconds(self, direction: Direction, curve: Curve, nbytes: int) -> float:
+        """Return the time of a copy by that engine: as measured, but no sooner than links carry it."""
+        measured = curve.microseconds(nbytes)
+        if self.most_gbs is None or direction not in ("put", "get"):
+            return measured
+        return max(measured, curve.microseconds(1) + nbytes / (self.most_gbs * 1e3))

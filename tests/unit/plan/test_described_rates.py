@@ -1,0 +1,69 @@
+"""No op of a GPU backend is predicted to be faster than the links of the description allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from devices import gpu, node
+from devices import world as worlds
+
+from mkernel.backends import registry
+from mkernel.plan.around import Around
+from mkernel.plan.model import OpName, Scales
+from mkernel.plan.planner import explain
+from mkernel.plan.predict import payloads
+from mkernel.topology.world_map import world_map
+
+RANKS, PCIE_GBS = 4, 15.754
+GEMM = {"m": 8192, "n": 4096, "k": 4096}
+EXPERTS = {"experts": 64, "top_k": 8}
+SIZES: dict[str, dict[str, Any]] = {
+    "all_gather_gemm": GEMM,
+    "gemm_reduce_scatter": GEMM,
+    "gemm_all_reduce": GEMM,
+    "all_reduce": {"m": 8192, "n": 4096},
+    "moe_dispatch_gemm": {"tokens": 4096, "hidden": 4096, "features": 1024, **EXPERTS},
+    "moe_combine": {"tokens": 4096, "features": 4096, **EXPERTS},
+    "moe_gemm_combine": {"tokens": 4096, "hidden": 4096, "features": 1024, **EXPERTS},
+    "ring_attention": {
+        "batch": 1, "heads": 16, "kv_heads": 16, "sequence": 16384, "head_dim": 128, "causal": False
+    },
+}  # fmt: skip
+CASES = [
+    (accelerator, op, path, dtype)
+    for accelerator in ("hopper", "streams")
+    for op in SIZES
+    for path in (
+        ("fused", "library") if accelerator == "hopper" and "k" in SIZES[op] else ("auto",)
+    )
+    for dtype in ("bfloat16", "float8_e4m3fn")
+    if dtype == "bfloat16" or path != "auto"
+]
+
+
+@pytest.mark.parametrize(("accelerator", "op", "path", "dtype"), CASES)
+def test_bytes_travel_no_faster_than_the_slots_are(
+    accelerator: str, op: OpName, path: str, dtype: str
+) -> None:
+    devices = tuple(
+        gpu(i, i, pcie_gbs=PCIE_GBS, name="NVIDIA H100 PCIe", cores=114) for i in range(RANKS)
+    )
+    backend = registry.accelerator(accelerator)
+    claims = backend.capabilities_on("cuda")
+    scales = Scales(mode="row", use_fast_accum=True) if "e4m3" in dtype else None
+    found = explain(
+        op, SIZES[op], dtype=dtype, around=Around(scales=scales), accelerator=accelerator,
+        b_layout="column" if scales else "row",
+        capabilities=claims, nic=None, verbs=None, schedule=backend.schedule, path=path,
+        world=world_map(
+            worlds(node(devices, fabric_known=True)), RANKS, claims.constants,
+            group=claims.process_group,
+        ),
+    )  # fmt: skip
+    plan = found.plan
+    assert plan.prediction is not None
+    sent = payloads(op, plan.shape, plan.dtype, RANKS, found.pipeline.returns)
+    least_us = (RANKS - 1) * sum(sent) / (PCIE_GBS * 1e3)
+    assert plan.prediction.comm_us >= 0.99 * least_us
+    assert plan.prediction.pipelined_us >= 0.99 * least_us
