@@ -87,7 +87,7 @@ class CallMessages:
     @cached_property
     def rates(self) -> dict[Link, float]:
         """GB/s of every link. A rank's communication blocks are dealt out evenly to destinations, all
-        other nodes being one; those of one destination count as a link."""
+        other nodes being one, or take all messages in turn; those of a destination count as a link."""
         found = capacities(list(self._subflows.values()))
         rate = self._blocks_each * self.constants.comm_block_gbs
         rate = max(rate, self.constants.copy_engine_gbs or 0.0)
@@ -98,8 +98,8 @@ class CallMessages:
 
     @property
     def _blocks_each(self) -> float:
-        destinations = self.plan.ranks_per_node - 1 + (self.plan.nodes > 1)
-        return self.pipeline.comm_blocks / max(1, destinations)
+        many = 1 if self.pipeline.blocks_in_turn else max(1, self.pipeline.destinations)
+        return self.pipeline.comm_blocks / many
 
     @cached_property
     def _subflows(self) -> dict[Ends, tuple[Subflow, ...]]:
@@ -109,6 +109,8 @@ class CallMessages:
     def _blocks(self, at: SimulatedRank, turn: int | None) -> Link:
         """The blocks that send to the local rank ``turn`` before; None: to other nodes."""
         seat = self.plan.placement.sites[at.site].seats[at.local]
+        if self.pipeline.blocks_in_turn:
+            return Link(at.site, f"{seat.accelerator} blocks")
         where = "other nodes" if turn is None else f"the rank {turn} before"
         return Link(at.site, f"{seat.accelerator} blocks to {where}")
 
@@ -185,6 +187,8 @@ class CallMessages:
         turn = (src.local - dst.local) % self.plan.ranks_per_node
         blocks = self._blocks(src, turn if within else None)
         signals = self.chunks / place.pieces * weight[0] / self._blocks_each
+        if self.pipeline.grouped:  # its share of the one that all of a rank's messages have
+            signals /= self.plan.world_size - 1
         start_us = payload * weight[0] / (self.rates[blocks] * 1e3)
         start_us += signals * self.constants.signal_us
         times: list[list[tuple[int, float]]] = []

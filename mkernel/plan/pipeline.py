@@ -69,6 +69,7 @@ class Pipeline:
         rows_per_chunk: rows (positions, tokens) of a chunk; None: chunks are tiles.
         one_kernel_per_chunk: each chunk is computed by a kernel of its own, in whole waves; else one
             kernel takes tiles as their data comes.
+        grouped: what a rank sends to all others leaves as one message a chunk, with one signal.
         exchange: between nodes.
         returns: of MoE GEMM+combine.
     """
@@ -79,5 +80,17 @@ class Pipeline:
     chunking: Chunking | None = None
     rows_per_chunk: int | None = None
     one_kernel_per_chunk: bool = False
+    grouped: bool = False
     exchange: Exchange = "direct"
     returns: Returns = "slots"
+
+    @property
+    def blocks_in_turn(self) -> bool:
+        """Whether all communication blocks take all messages in turn, since messages are grouped, or
+        destinations are more than blocks; else each destination has as many blocks as another."""
+        return self.grouped or self.comm_blocks < self.destinations
+
+    @property
+    def destinations(self) -> int:
+        """To which communication blocks are dealt out: each neighbour, and all other nodes as one."""
+        return self.order.ranks_per_node - 1 + (self.order.nodes > 1)

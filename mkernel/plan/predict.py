@@ -207,8 +207,8 @@ def _link_times(
     chunks: int,
     constants: MachineConstants,
 ) -> list[float]:
-    """Busy time of each link, and of the blocks that serve a rank's destinations: each neighbour is
-    one, and so are all other nodes together."""
+    """Return the busy time of each link, and of the blocks that serve a rank's destinations
+    (:attr:`Pipeline.destinations`), or all of them in turn. Each message costs a signal a chunk."""
     nodes, each = links.placement.nodes, links.placement.ranks_per_node
     once = pipeline.exchange == "hierarchical"
     near = payload * (nodes if once else 1)
@@ -220,9 +220,13 @@ def _link_times(
         return payload if not once or route.src_local == route.dst_local else 0.0
 
     times = [transfer_us(*load) for load in links.loads(sent)]
-    blocks = pipeline.comm_blocks / max(1, each - 1 + (nodes > 1))
+    every = [near] * (each - 1) + [far] * (nodes > 1)
+    if pipeline.blocks_in_turn:
+        every = [sum(every)]
+    blocks = pipeline.comm_blocks / max(1, len(every))
     rate = max(blocks * constants.comm_block_gbs, constants.copy_engine_gbs or 0.0)
-    for nbytes in (near * (each > 1), far):
-        signals = chunks * nbytes / payload / blocks * constants.signal_us
+    for nbytes in every:
+        messages = 1.0 if pipeline.grouped else nbytes / payload
+        signals = chunks * messages / blocks * constants.signal_us
         times.append(transfer_us(nbytes, rate, signals))
     return times

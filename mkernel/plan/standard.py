@@ -49,6 +49,7 @@ def by_rows(
     chunks: int = _ROW_CHUNKS,
     orders: tuple[Runs, ...] = ("node",),
     one_kernel_per_chunk: bool = False,
+    grouped: bool = False,
 ) -> Scheduled:
     """Chunks of rows, and a :class:`RowSchedule`.
 
@@ -56,6 +57,7 @@ def by_rows(
         chunks: that a rank's rows make by default; a better number is looked for unless it is 1.
         orders: of sources that launches can follow, the default first.
         one_kernel_per_chunk: each chunk is computed by a kernel of its own.
+        grouped: messages to all peers leave as one, chunk by chunk.
     """
     plan = request.plan
     rows = chunking.row_chunk(plan.shape, plan.world_size, request.chunk, chunks)
@@ -64,7 +66,10 @@ def by_rows(
         cuts = [rows, *chunking.other_row_chunks(plan.shape, plan.world_size, rows, chunks)]
         if one_kernel_per_chunk:  # each must gain what it costs: the fewest first
             cuts.sort(reverse=True)
-    usual = _usual(request, orders, rows_per_chunk=rows, one_kernel_per_chunk=one_kernel_per_chunk)
+    usual = _usual(
+        request, orders, rows_per_chunk=rows,
+        one_kernel_per_chunk=one_kernel_per_chunk, grouped=grouped,
+    )  # fmt: skip
     found, prediction, alternatives = _decided(request, usual, (), cuts, orders)
     schedule = RowSchedule(
         rows_per_chunk=found.rows_per_chunk or rows,

@@ -175,15 +175,17 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     if not isinstance(claims, StreamsCapabilities):
         raise TypeError(f"schedules of 'streams' need StreamsCapabilities, not {claims!r}")
     traits, ring = torch_device(claims.torch_device).traits, isinstance(plan.shape, AttentionShape)
+    window = landing_bytes(plan)
+    together = traits.peers_together and not window
     found = by_rows(
         request,
         chunks=traits.row_chunks,
         orders=("node",) if ring else get_args(Runs),
         one_kernel_per_chunk=True,
+        grouped=together and issubclass(_SCHEDULES[plan.op], ExchangeSchedule),
     )
     rows = min(found.pipeline.rows_per_chunk or 1, _most_rows(plan))
-    window = landing_bytes(plan)
-    order, together = found.pipeline.order.runs, traits.peers_together and not window
+    order = found.pipeline.order.runs
     common: dict[str, Any] = {
         "rows_per_chunk": rows,
         "window_bytes": window,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import devices
 import pytest
 from plan_worlds import CAPABILITIES, explained, main_job, world
 from shipped import constants_of
 
+from mkernel.backends.accelerators.streams.backend import StreamsAccelerator
 from mkernel.plan.around import Around
 from mkernel.plan.model import (
     E4M3,
@@ -23,7 +25,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.ops import OpName
 from mkernel.plan.pipeline import Exchange
-from mkernel.plan.planner import Planned, plan
+from mkernel.plan.planner import Planned, explain, plan
 from mkernel.plan.predict import Payloads, messages_us, payloads, predict, work
 from mkernel.plan.simulate import simulate
 from mkernel.topology.shared_links import SharedLinks
@@ -279,3 +281,44 @@ def test_results_that_come_home_alike_come_by_slot_which_takes_no_weights_first(
         constants = ROUND.model_copy(update={"signal_us": signal_us})
         made = explained("moe_gemm_combine", sizes, 1, 2, capabilities=claims, constants=constants)
         assert made.pipeline.returns == "slots"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce", "moe_combine"]
+)
+def test_messages_of_streams_cost_one_signal_each(kind: str, op: str) -> None:
+    """A grouped message to all peers one in all, others one a peer: doubling the ranks of a node at
+    most doubles what a small call's messages cost, in the closed form and simulated."""
+    backend = StreamsAccelerator(kind)
+    claims, group = backend.capabilities(), 1000.0
+    constants = constants_of("streams-cuda" if kind == "cuda" else "streams").model_copy(
+        update={"p2p_latency_us": 0.0, "group_latency_us": 0.0, "nic_latency_us": 0.0,
+                "p2p_gbs": group, "group_gbs": group, "comm_block_gbs": group, "egress_gbs": None,
+                "architectures": ()}
+    )  # fmt: skip
+    sizes = {"m": 64, "n": 64, "k": 64}
+    if op == "moe_combine":
+        sizes = {"tokens": 16, "features": 64, "experts": 16, "top_k": 1}
+    elif op == "all_reduce":
+        del sizes["k"]
+    for each in (1, 2, 4, 8):
+        nodes = tuple(
+            devices.node(tuple(devices.gpu(i, kind=kind, numa_node=0) for i in range(each)))
+            for _ in range(2)
+        )
+        found = explain(
+            op, sizes, dtype="float32", accelerator="streams", capabilities=claims, nic=None,
+            verbs=None, schedule=backend.schedule,
+            world=world_map(devices.world(*nodes), each, constants, group=True),
+        )  # fmt: skip
+        plan = found.plan
+        grouped = kind == "cuda" and op != "gemm_reduce_scatter"
+        expected = constants.signal_us * (1 if grouped else 2 * each - 1)
+        assert plan.prediction is not None
+        assert plan.prediction.comm_us == pytest.approx(expected, rel=0.05)
+        exchanges = 2 if op.endswith("all_reduce") else 1
+        simulated = simulate(plan, found.pipeline, constants)
+        computed = 0.0 if op in ("all_gather_gemm", "moe_combine") else simulated.compute_us
+        waited = simulated.communication_us - computed
+        assert waited == pytest.approx(exchanges * expected, rel=0.1)
