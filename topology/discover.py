@@ -10,6 +10,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
+from mkernel.topology.bounds import believed
 from mkernel.topology.merge import merge
 from mkernel.topology.model import (
     MAX_ACCELERATORS,
@@ -138,7 +139,7 @@ def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
 def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> Discovery:
     """``name`` is the host's, where no source knows one. InputFileError where there are more devices
     than in any machine, or they contradict each other: a file may hold anything."""
-    found = merge(_limited(source, where) for source in sources)
+    found = merge(_plausible(source, where) for source in sources)
     try:
         node = Node(
             id=0,
@@ -157,6 +158,12 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
     for reason, ids in fast(real_ports(node)).left_out.items():
         slow.add(f"{', '.join(ids)}: no rails: {reason}")
     return Discovery(topology=Topology(nodes=(node,)), notes=found.notes + slow.all())
+
+
+def _plausible(source: Findings, where: str) -> Findings:
+    """What of a source may be true. InputFileError, as :func:`_limited`."""
+    found, notes = believed(_limited(source, where), source.source)
+    return replace(found, notes=found.notes + notes)
 
 
 def _limited(found: _Sized, where: str) -> _Sized:
@@ -200,6 +207,13 @@ def _from_json(text: bytes, path: Path) -> Discovery:
         topology = Topology.model_validate(data)
     except ValidationError as error:
         raise InputFileError(f"topology file {path}: {first_error(error)}") from error
+    nodes: list[Node] = []
+    notes: list[Note] = []
     for node in topology.nodes:
-        _limited(node, f"topology file {path}, node {node.id}")
-    return Discovery(topology=topology)
+        where = f"node {node.id}"
+        kept, about = believed(_limited(node, f"topology file {path}, {where}"), where)
+        nodes.append(kept)
+        notes += about
+    return Discovery(
+        topology=Topology(nodes=tuple(nodes)) if notes else topology, notes=tuple(notes)
+    )

@@ -1,13 +1,14 @@
 """One machine seen by several sources is one machine: merges what they report.
 
 Same PCI address (and port, for NICs) is the same device; where an address is unknown, the same id
-or device name of the same kind is. A gap is filled from the other source; a contradiction keeps
+or device name of the same kind is. What one source tells apart stays apart: a function of PCI may have
+several devices, as chips of one card have. A gap is filled from the other source; a contradiction keeps
 the first source's value and is reported, never averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from mkernel.topology.model import (
@@ -30,6 +31,7 @@ _AnyModel = TypeVar("_AnyModel", bound=Model)
 
 _OWN_NAMES = frozenset({"id", "name", "index", "ends"})
 """Fields in which sources may differ without contradicting each other."""
+_OF_PLACE = ("pci_path", "pcie_gbs", "numa_node")
 _MOST_SHOWN = 80
 
 
@@ -91,17 +93,44 @@ def _devices(
 ) -> tuple[tuple[_Device, ...], dict[str, str]]:
     """Devices of both, and found id → merged id."""
     merged, names = list(known), {}
+    taken: dict[int, _Device] = {}
     for device in found:
-        for place, other in enumerate(merged):
-            if _same(other, device):
-                merged[place] = _combine(other, device, other.id, notes)
-                names[device.id] = other.id
-                break
+        places = [
+            place
+            for place, other in enumerate(merged)
+            if _same(other, device) and not _apart(taken.get(place, device), device)
+        ]
+        if places:
+            place = min(places, key=lambda place: merged[place].id != device.id)
+            merged[place] = _combine(merged[place], device, merged[place].id, notes)
         else:
-            new = _distinct(device, {other.id for other in merged}, notes)
-            merged.append(new)
-            names[device.id] = new.id
-    return tuple(merged), names
+            place = len(merged)
+            merged.append(_distinct(device, {other.id for other in merged}, notes))
+        taken[place] = device
+        names[device.id] = merged[place].id
+    return tuple(_placed(merged)), names
+
+
+def _apart(one: _Device, other: _Device) -> bool:
+    """Whether one source, which has both, means different devices by them."""
+    if isinstance(one, Nic):
+        return one.id != other.id
+    return one.kind == other.kind and isinstance(other, Accelerator) and one.index != other.index
+
+
+def _placed(devices: Sequence[_Device]) -> Iterator[_Device]:
+    """Devices of one PCI function have one place, whichever of them a source knows it of."""
+    places: dict[str, dict[str, Any]] = {}
+    for device in devices:
+        if device.pci is not None:
+            place = places.setdefault(device.pci, {})
+            for field in _OF_PLACE:
+                if place.get(field) in (None, ()):
+                    place[field] = getattr(device, field)
+    for device in devices:
+        place = places.get(device.pci or "", {})
+        fill = {name: value for name, value in place.items() if getattr(device, name) in (None, ())}
+        yield device.model_copy(update=fill) if fill else device
 
 
 def _parts(

@@ -163,7 +163,7 @@ class Nic(Finite):
     )
     pcie_gbs: float | None = Field(default=None, gt=0, description="its own PCIe link")
     numa_node: int | None = None
-    speed_gbps: float | None = None
+    speed_gbps: float | None = Field(default=None, gt=0)
     link_layer: Literal["InfiniBand", "Ethernet", "Unspecified"] | None = None
     active: bool = True
     gpudirect: bool | None = None

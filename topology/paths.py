@@ -111,7 +111,7 @@ def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
     counts as ``NODE``: unknown devices are all equally near, so that sharing stays balanced.
     """
     if one.pci is not None and one.pci == other.pci:
-        return "LOC"
+        return "PIX" if _two_chips(one, other) else "LOC"
     if one == other:
         return "LOC"
     shared = _shared(one, other)
@@ -125,6 +125,13 @@ def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
     if one.numa_node is None or other.numa_node is None or one.numa_node == other.numa_node:
         return "NODE"
     return "SYS"
+
+
+def _two_chips(one: Accelerator | Nic, other: Accelerator | Nic) -> bool:
+    """Whether these are different accelerators, and not one that several ranks share."""
+    if isinstance(one, Nic) or isinstance(other, Nic):
+        return False
+    return (one.kind, one.index) != (other.kind, other.index)
 
 
 def distance(one: Accelerator | Nic, other: Accelerator | Nic) -> int:

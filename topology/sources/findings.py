@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkernel.printable import printable
@@ -40,6 +41,14 @@ class Notes:
     def add(self, message: str) -> None:
         shown = printable(message, _MOST_NOTE)
         self._notes.setdefault(shown, Note(source=self.source, message=shown))
+
+    def add_unclassed(self, addresses: Sequence[str]) -> None:
+        """One note about the PCI functions of which no class is known."""
+        if addresses:
+            self.add(
+                f"{len(addresses)} PCI functions without a class, so that nobody knows what they are; "
+                f"left out: {', '.join(addresses)}"
+            )
 
     def all(self) -> tuple[Note, ...]:
         return tuple(self._notes.values())

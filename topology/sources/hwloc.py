@@ -29,8 +29,8 @@ SOURCE = "hwloc XML"
 ROOT = "topology"
 """Tag of the root element."""
 
-_NETWORK, _OPENFABRICS = 2, 3
-_NETWORK_BIT, _OPENFABRICS_BIT = 1 << 4, 1 << 5
+_NETWORK, _OPENFABRICS, _COPROCESSOR = 2, 3, 5
+_NETWORK_BIT, _OPENFABRICS_BIT, _COPROCESSOR_BIT = 1 << 4, 1 << 5, 1 << 3
 """Types of operating-system devices: numbers in hwloc 2, bits in hwloc 3."""
 _ACTIVE = "4"
 """State of a port that lets data through."""
@@ -45,6 +45,7 @@ class _Gpu(NamedTuple):
     place: Place
     element: Element
     ids: tuple[int, int]
+    number: int | None
 
 
 def read(topology: Element, path: Path) -> Findings:
@@ -73,24 +74,26 @@ class _Reader:
         self._buses = BusIds(path, "pci_busid")
         self._numa: list[NumaNode] = []
         self._bridges: list[Bridge] = []
-        self._gpus: dict[str, _Gpu] = {}
+        self._gpus: dict[pci.DeviceAt, _Gpu] = {}
         self._nics: list[Nic] = []
-        self._ends: dict[str, str] = {}
-        """``gp_index`` of what links may end at → a GPU's address, or ``switch``."""
+        self._ends: dict[str, pci.DeviceAt] = {}
+        """``gp_index`` of what links may end at → a GPU."""
+        self._switches: set[str] = set()
+        """``gp_index`` of the others that they may end at."""
 
     def read(self, topology: Element, machine: Element) -> Findings:
         self._object(machine, Place(None, ()))
         accelerators = self._numbered()
-        ids = {one.pci: one.id for one in accelerators}
-        ends = {index: ids.get(end, end) for index, end in self._ends.items()}
+        ends = {index: accelerators[at].id for index, at in self._ends.items()}
+        ends |= dict.fromkeys(self._switches, FABRIC_SWITCH)
         fabric = tuple(hwloc_links.links(topology, ends, self._notes))
-        if not fabric and sum(one.kind == "cuda" for one in accelerators) > 1:
+        if not fabric and sum(one.kind == "cuda" for one in accelerators.values()) > 1:
             self._notes.add("links between accelerators are not in the file; paths are PCIe's")
         return Findings(
             source=SOURCE,
             hostname=_info(machine, "HostName") or _info(topology, "HostName"),
             numa=tuple(self._numa),
-            accelerators=accelerators,
+            accelerators=tuple(accelerators.values()),
             nics=tuple(self._nics),
             bridges=tuple(self._bridges),
             fabric=fabric,
@@ -152,26 +155,44 @@ class _Reader:
             name = f"pci{int(match[1], 16):04x}:{match[2].lower()}" if match else None
             return place._replace(bridges=(name or f"bridge in line {element.line}",))
         address = self._buses.take(element)
-        self._bridges.append(Bridge(id=address, pcie_gbs=_gbs(element)))
+        self._bridges.append(Bridge(id=address, pcie_gbs=_gbs(element, self._notes)))
         return place._replace(bridges=(*place.bridges, address))
 
     def _function(self, element: Element, place: Place) -> None:
         address = self._buses.take(element)
         if element.attributes.get("subtype") == "NVSwitch":
-            self._ends[element.attributes.get("gp_index", "")] = FABRIC_SWITCH
+            self._switches.add(element.attributes.get("gp_index", ""))
             return
         match = _PCI_TYPE.match(element.attributes.get("pci_type", ""))
         if match is None:
             self._notes.add(f"{address}: no pci_type; ignored")
             return
         pci_class, vendor, device = (int(part, 16) for part in match.groups())
-        kind = kinds.accelerator(pci_class, vendor)
+        kind = kinds.accelerator(pci_class, vendor, device)
+        if any(self._is(each, _COPROCESSOR, _COPROCESSOR_BIT) for each in element.all("object")):
+            kind = kind or kinds.made_by(vendor)
         if kind is not None:
-            self._gpus[address] = _Gpu(kind, place, element, (vendor, device))
-            for each in (element, *element.all("object")):
-                self._ends[each.attributes.get("gp_index", "")] = address
+            self._accelerators(element, address, place, kind, (vendor, device))
         elif kinds.is_network(pci_class):
             self._network(element, address, place, (pci_class, vendor, device))
+        else:
+            why = kinds.why_none(pci_class, vendor, device)
+            if why is not None:
+                self._notes.add(f"{address}: {why}")
+
+    def _accelerators(
+        self, function: Element, address: str, place: Place, kind: KindName, ids: tuple[int, int]
+    ) -> None:
+        """The devices of a PCI function: one for each of the driver's numbers."""
+        own = [(each, _driver_number(each)) for each in function.all("object")]
+        found = pci.parts(address, (number for _, number in own))
+        for at, number in found.items():
+            self._gpus[at] = _Gpu(kind, place, function, ids, number)
+        by_number = {number: at for at, number in found.items()}
+        first = pci.DeviceAt(address)
+        self._ends[function.attributes.get("gp_index", "")] = first
+        for each, number in own:
+            self._ends[each.attributes.get("gp_index", "")] = by_number.get(number, first)
 
     def _network(
         self, function: Element, address: str, place: Place, ids: tuple[int, int, int]
@@ -222,38 +243,35 @@ class _Reader:
                 update={
                     "pci": pci.normalise(function.attributes["pci_busid"]),
                     "pci_path": place.bridges,
-                    "pcie_gbs": _gbs(function),
+                    "pcie_gbs": _gbs(function, self._notes),
                     "numa_node": place.numa,
                 }
             )
         )
 
-    def _numbered(self) -> tuple[Accelerator, ...]:
+    def _numbered(self) -> dict[pci.DeviceAt, Accelerator]:
         """GPUs with the driver's own numbers where the file names them, or else numbered by bus id, as
         drivers do."""
-        numbers = pci.numbered({at: _driver_number(gpu.element) for at, gpu in self._gpus.items()})
-        return tuple(
-            Accelerator(
+        numbers = pci.numbered({at: (gpu.kind, gpu.number) for at, gpu in self._gpus.items()})
+        return {
+            at: Accelerator(
                 id=kinds.accelerator_id(gpu.kind, index),
                 kind=gpu.kind,
                 name=_info(gpu.element, "PCIDevice") or kinds.model(*gpu.ids),
                 index=index,
-                pci=address,
+                pci=at.address,
                 pci_path=gpu.place.bridges,
-                pcie_gbs=_gbs(gpu.element),
+                pcie_gbs=_gbs(gpu.element, self._notes),
                 numa_node=gpu.place.numa,
             )
-            for address, index in numbers.items()
-            for gpu in (self._gpus[address],)
-        )
+            for at, index in numbers.items()
+            for gpu in (self._gpus[at],)
+        }
 
 
-def _driver_number(function: Element) -> int | None:
-    for device in function.all("object"):
-        match = _NUMBERED.fullmatch(device.attributes.get("name", ""))
-        if match is not None:
-            return int(match[1])
-    return None
+def _driver_number(device: Element) -> int | None:
+    match = _NUMBERED.fullmatch(device.attributes.get("name", ""))
+    return int(match[1]) if match else None
 
 
 def _info(element: Element, name: str) -> str | None:
@@ -263,8 +281,11 @@ def _info(element: Element, name: str) -> str | None:
     return None
 
 
-def _gbs(element: Element) -> float | None:
+def _gbs(element: Element, notes: Notes) -> float | None:
     """hwloc writes GB/s, and 0 where it does not know."""
     text = element.attributes.get("pci_link_speed", "")
-    gbs = float(text) if re.fullmatch(r"\d{1,5}(?:\.\d{1,9})?", text) else 0.0
-    return round(gbs, 3) or None
+    known = re.fullmatch(r"\d{1,5}(?:\.\d{1,9})?", text)
+    if text and known is None:
+        where = f"line {element.line}: pci_link_speed"
+        notes.add(f"{where} {text[:40]!r} is no speed in GB/s; ignored")
+    return round(float(text), 3) or None if known else None

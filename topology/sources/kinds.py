@@ -29,6 +29,15 @@ _PROTOCOLS = {"cx": "ib-verbs", "infiniband": "ib-verbs", "efa": "srd"}
 _BRIDGE, _DISPLAY, _PROCESSOR, _NETWORK = 0x0604, 0x03, 0x12, 0x02
 _INFINIBAND, _VGA = 0x0207, 0x0300
 _EFA_DEVICES = range(0xEFA0, 0xEFB0)
+_AMD_COMPUTE = (
+    range(0x66A0, 0x66B0),
+    range(0x67A0, 0x6800),
+    range(0x6860, 0x6880),
+    range(0x6980, 0x69B0),
+    range(0x7300, 0x8000),
+)
+"""Device ids of AMD's GPUs that compute, from Hawaii on (The PCI ID Repository). Many of them are of
+the VGA class, as are the consoles that servers have from ATI, and the graphics inside CPUs."""
 
 
 def is_bridge(pci_class: int) -> bool:
@@ -41,14 +50,28 @@ def is_display(pci_class: int) -> bool:
     return pci_class >> 8 in (_DISPLAY, _PROCESSOR)
 
 
-def accelerator(pci_class: int, vendor: int | None) -> KindName | None:
+def accelerator(pci_class: int, vendor: int | None, device: int | None) -> KindName | None:
     """The kind of accelerator that a function is. None: it is none, as far as one can tell.
 
-    Display and processing functions of vendors without accelerators (a server's console) are none.
+    Display and processing functions of vendors without accelerators are none, and neither are
+    consoles of servers, which AMD and Huawei make too.
     """
-    if pci_class == _VGA and vendor == AMD:  # of ATI's, servers have consoles
+    if pci_class == _VGA and vendor == HUAWEI:
+        return None
+    if pci_class == _VGA and vendor == AMD and not any(device in ids for ids in _AMD_COMPUTE):
         return None
     return made_by(vendor) if is_display(pci_class) else None
+
+
+def why_none(pci_class: int, vendor: int | None, device: int | None) -> str | None:
+    """Why a display or processing function is no accelerator, for a note. None: it is one, or is
+    neither, or is a console of a vendor that makes no accelerators."""
+    if not is_display(pci_class) or accelerator(pci_class, vendor, device) is not None:
+        return None
+    name = f"{model(vendor, device)}, of class {pci_class:04x},"
+    if made_by(vendor) is not None:
+        return f"{name} counts as a console and not as an accelerator; left out"
+    return None if pci_class == _VGA else f"{name} is no known kind of accelerator; left out"
 
 
 def made_by(vendor: int | None) -> KindName | None:

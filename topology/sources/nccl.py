@@ -7,6 +7,7 @@ here, and each top element of a CPU a host bridge and a root port: the file does
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,11 @@ ROOT = "system"
 
 _NVSWITCH, _NPU_BRIDGE = "0x068000", "0x068001"
 """Classes of NVLink's other ends: a switch, and the CPU of a POWER machine."""
+_GCN = {"910": "90a"}
+"""Numbers that RCCL once wrote for an architecture whose name they are not."""
 
 
 class _Gpu(NamedTuple):
-    address: str
     kind: KindName
     place: Place
     element: Element
@@ -64,7 +66,8 @@ class _Host:
         self._buses = BusIds(path, "busid")
         self._numa: list[NumaNode] = []
         self._bridges: list[Bridge] = []
-        self._gpus: list[_Gpu] = []
+        self._gpus: dict[pci.DeviceAt, _Gpu] = {}
+        self._unclassed: list[str] = []
         self._nics: list[Nic] = []
         self._sockets: dict[str, Nic] = {}
         """NICs below a CPU, by name: NCCL lists one that it knows no place of below each."""
@@ -72,6 +75,7 @@ class _Host:
     def read(self, cpus: list[Element]) -> Findings:
         for number, cpu in enumerate(cpus):
             self._cpu(number, cpu)
+        self._notes.add_unclassed(self._unclassed)
         accelerators = self._numbered()
         return Findings(
             source=SOURCE,
@@ -107,24 +111,35 @@ class _Host:
 
     def _function(self, element: Element, place: Place) -> None:
         address = self._buses.take(element)
-        code, vendor = (element.number(name, 16) for name in ("class", "vendor"))
+        code = element.number("class", 16)
         pci_class = (code or 0) >> 8
-        gpu = next(element.all("gpu"), None)
-        if gpu is not None or kinds.is_display(pci_class):
-            kind = _accelerator_kind(vendor, gpu)
-            if kind is None:
-                self._notes.add(f"{address}: no known kind of accelerator; ignored")
-            else:
-                self._gpus.append(_Gpu(address, kind, place, element, gpu))
+        children = list(element.all("pci"))
+        if next(element.all("gpu"), None) or kinds.is_display(pci_class):
+            self._accelerators(element, address, pci_class, place)
         elif kinds.is_network(pci_class) or next(element.all("nic"), None):
             self._network(element, address, place)
-        children = list(element.all("pci"))
+        elif code is None and not children:
+            self._unclassed.append(address)
         if children or kinds.is_bridge(pci_class):
-            self._bridges.append(Bridge(id=address, pcie_gbs=_gbs(element)))
+            self._bridges.append(Bridge(id=address, pcie_gbs=self._gbs(element)))
         for index, child in enumerate(children):
             self._function(
                 child, place._replace(bridges=(*place.bridges, address, f"{address}/{index}"))
             )
+
+    def _accelerators(self, element: Element, address: str, pci_class: int, place: Place) -> None:
+        """The devices of a PCI function: one for each ``dev`` of its GPUs, which ranks may share."""
+        gpus = {gpu.number("dev"): gpu for gpu in reversed(list(element.all("gpu")))}
+        vendor, device = (element.number(name, 16) for name in ("vendor", "device"))
+        kind = _accelerator_kind(pci_class, vendor, device, next(iter(gpus.values()), None))
+        if kind is None:
+            why = (
+                kinds.why_none(pci_class, vendor, device) or "no known kind of accelerator; ignored"
+            )
+            self._notes.add(f"{address}: {why}")
+            return
+        for at, number in pci.parts(address, gpus).items():
+            self._gpus[at] = _Gpu(kind, place, element, gpus.get(number))
 
     def _network(self, parent: Element, address: str | None, place: Place) -> None:
         """The ports of a PCI function; ``address`` None: of the NICs right below a CPU."""
@@ -159,7 +174,9 @@ class _Host:
         kind: KindName = kinds.network(pci_class, vendor, device)
         if kind == "ethernet" and gdr == "1":
             kind = kinds.rdma(vendor)
-        speed = net.number("speed") if net is not None else None  # Mb/s
+        speed = self._number(net, "speed") if net is not None else None  # Mb/s
+        if speed == 0:
+            self._notes.add(f"{name}: speed is 0; counted as unknown")
         return Nic(
             id=name,
             kind=kind,
@@ -167,49 +184,59 @@ class _Host:
             port=(net.number("port") if net is not None else None) or 1,
             pci=address,
             pci_path=place.bridges if address else (),
-            pcie_gbs=_gbs(function) if address else None,
+            pcie_gbs=self._gbs(function) if address else None,
             numa_node=place.numa,
             speed_gbps=speed / 1000 if speed else None,
             link_layer="InfiniBand" if kinds.is_infiniband(pci_class) else None,
             gpudirect={"1": True, "0": False}.get(gdr or ""),
         )
 
-    def _numbered(self) -> dict[str, Accelerator]:
+    def _numbered(self) -> dict[pci.DeviceAt, Accelerator]:
         """GPUs by bus id, with the numbers that NCCL found or else, like drivers, in that order."""
         numbers = pci.numbered(
-            {one.address: one.gpu.number("dev") if one.gpu else None for one in self._gpus}
+            {
+                at: (one.kind, one.gpu.number("dev") if one.gpu else None)
+                for at, one in self._gpus.items()
+            }
         )
         return {
-            one.address: Accelerator(
-                id=kinds.accelerator_id(one.kind, numbers[one.address]),
+            at: Accelerator(
+                id=kinds.accelerator_id(one.kind, numbers[at]),
                 kind=one.kind,
                 name=kinds.model(
                     one.element.number("vendor", 16), one.element.number("device", 16)
                 ),
-                index=numbers[one.address],
-                pci=one.address,
+                index=numbers[at],
+                pci=at.address,
                 pci_path=one.place.bridges,
-                pcie_gbs=_gbs(one.element),
+                pcie_gbs=self._gbs(one.element),
                 numa_node=one.place.numa,
-                architecture=_architecture(one.gpu),
+                architecture=_architecture(one),
+                cores=self._compute_units(one),
             )
-            for one in self._gpus
+            for at, one in self._gpus.items()
         }
 
-    def _fabric(self, accelerators: dict[str, Accelerator]) -> Iterator[FabricLink]:
+    def _compute_units(self, one: _Gpu) -> int | None:
+        """RCCL writes the number of compute units as ``sm``."""
+        if one.gpu is None or one.kind != "rocm":
+            return None
+        return self._number(one.gpu, "sm") or None
+
+    def _fabric(self, accelerators: dict[pci.DeviceAt, Accelerator]) -> Iterator[FabricLink]:
         """Each pair once. Links to several switches, or several rows of one pair, add up."""
         found: dict[frozenset[str], FabricLink] = {}
-        for one in self._gpus:
+        for at, one in self._gpus.items():
             if one.gpu is None:
                 continue
-            own = accelerators[one.address].id
+            own = accelerators[at].id
             counts: Counter[tuple[Literal["nvlink", "xgmi"], str]] = Counter()
             for kind in ("nvlink", "xgmi"):
                 for link in one.gpu.all(kind):
                     end = self._end(link, accelerators)
                     if end is not None and end != own:
-                        counts[kind, end] += _count(link)
-            rate = kinds.nvlink_gbs(one.gpu.number("sm"))
+                        counts[kind, end] += self._count(link)
+            rate = kinds.nvlink_gbs(one.gpu.number("sm")) if one.kind == "cuda" else None
             for (kind, end), count in (+counts).items():
                 gbs = round(rate * count, 3) if rate and kind == "nvlink" else None
                 link_ = FabricLink(kind=kind, ends=(own, end), count=count, gbs=gbs)
@@ -220,20 +247,20 @@ class _Host:
                         "latter are counted"
                     )
             for link in one.gpu.all("c2c"):
-                count, mbs = max(_count(link), 1), link.number("bw")
+                count, mbs = max(self._count(link), 1), self._number(link, "bw")
                 ends = (own, FABRIC_HOST)
                 gbs = mbs * count / 1000 if mbs else None
                 found[frozenset(ends)] = FabricLink(kind="c2c", ends=ends, count=count, gbs=gbs)
         yield from found.values()
 
-    def _end(self, link: Element, accelerators: dict[str, Accelerator]) -> str | None:
+    def _end(self, link: Element, accelerators: dict[pci.DeviceAt, Accelerator]) -> str | None:
         target = link.attributes.get("target", "")
         tclass = link.attributes.get("tclass", "")
         if tclass == _NVSWITCH:
             return FABRIC_SWITCH
         if tclass == _NPU_BRIDGE:
             return FABRIC_HOST
-        known = accelerators.get(pci.normalise(target) or "")
+        known = accelerators.get(pci.DeviceAt(pci.normalise(target) or ""))
         if known is None:
             self._notes.add(
                 f"line {link.line}: a link to {target[:40]!r}, which is no accelerator of this "
@@ -241,25 +268,50 @@ class _Host:
             )
         return known.id if known else None
 
+    def _count(self, link: Element) -> int:
+        count = self._number(link, "count")
+        return 1 if count is None else count
 
-def _accelerator_kind(vendor: int | None, gpu: Element | None) -> KindName | None:
-    """Files for NCCL that name no vendor speak of NVIDIA's GPUs, those of AMD's RCCL name a ``gcn``."""
-    if vendor is not None:
-        return kinds.made_by(vendor)
-    return "rocm" if gpu is not None and "gcn" in gpu.attributes else "cuda"
+    def _gbs(self, element: Element) -> float | None:
+        text = element.attributes.get("link_speed", "")
+        speed = pci.parse_speed(text)
+        if speed is None and text and not text.lower().startswith("unknown"):
+            self._notes.add(f"line {element.line}: link_speed {text[:40]!r} is no speed; ignored")
+        lanes = self._number(element, "link_width")
+        gbs = pci.link_gbs(speed, lanes)
+        if gbs is None and speed and lanes:
+            self._notes.add(
+                f"line {element.line}: no link has {text[:40]} with {lanes} lanes; ignored"
+            )
+        return gbs
+
+    def _number(self, element: Element, name: str) -> int | None:
+        """An attribute's number; a note where it has a value that is none."""
+        number = element.number(name)
+        text = element.attributes.get(name)
+        if number is None and text:
+            self._notes.add(
+                f"line {element.line}: {name} {text[:40]!r} is no number from 0 to 2^31 - 1; ignored"
+            )
+        return number
 
 
-def _count(link: Element) -> int:
-    count = link.number("count")
-    return 1 if count is None else count
+def _accelerator_kind(
+    pci_class: int, vendor: int | None, device: int | None, gpu: Element | None
+) -> KindName | None:
+    """Files for NCCL that name no vendor speak of NVIDIA's GPUs, those of AMD's RCCL name a ``gcn``.
+    What ranks run on is no console, whatever its class."""
+    if vendor is None:
+        return "rocm" if gpu is not None and "gcn" in gpu.attributes else "cuda"
+    return kinds.accelerator(pci_class, vendor, device) if gpu is None else kinds.made_by(vendor)
 
 
-def _architecture(gpu: Element | None) -> str | None:
-    """``sm_90``, of the attribute ``sm``."""
-    sm = gpu.number("sm") if gpu is not None else None
+def _architecture(one: _Gpu) -> str | None:
+    """``sm_90``, of the attribute ``sm``; of AMD's GPUs ``gfx942``, of the attribute ``gcn``."""
+    if one.gpu is None:
+        return None
+    if one.kind == "rocm":
+        gcn = one.gpu.attributes.get("gcn", "").partition(":")[0].removeprefix("gfx")
+        return f"gfx{_GCN.get(gcn, gcn)}" if re.fullmatch(r"[0-9a-f]{3,5}", gcn) else None
+    sm = one.gpu.number("sm")
     return f"sm_{sm}" if sm else None
-
-
-def _gbs(element: Element) -> float | None:
-    speed = pci.parse_speed(element.attributes.get("link_speed"))
-    return pci.link_gbs(speed, element.number("link_width"))

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Accelerator, FabricLink, NumaNode
@@ -29,16 +30,14 @@ _RELATIONS = {"X", "SYS", "PHB", "PIX", "PXB", "PIB", "NA", *_FABRIC}
 _NAME = re.compile(r"(?:NPU|Phy-ID)(\d{1,4})")
 _CARD = re.compile(r"(\d{1,4})\s+(\S{0,32}\d{3}\S{0,32})")
 """``0  910B3``: the upper line of a device in the table of ``npu-smi info``; names are short."""
-_CHIP = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
+_LOWER = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
 """``0``, or ``0  5`` with a physical id: the lower line, whose second cell is the bus id."""
 
 
 def is_text(text: str) -> bool:
-    """Whether a text is what ``npu-smi info -t topo`` prints, which is never longer than 1 MiB."""
-    if len(text) > _MOST_CHARACTERS:
-        return False
-    lines = text.splitlines()[:_MOST_NPUS]
-    return any(_header(line.split()) for line in lines) and bool(parse(text).accelerators)
+    """Whether a text is what ``npu-smi info`` or ``npu-smi info -t topo`` prints, or both; neither
+    is ever longer than 1 MiB."""
+    return len(text) <= _MOST_CHARACTERS and bool(parse(text).accelerators)
 
 
 def read(numa: Sequence[NumaNode] = ()) -> Findings:
@@ -66,18 +65,20 @@ def read(numa: Sequence[NumaNode] = ()) -> Findings:
 def parse(text: str, numa: Sequence[NumaNode] = ()) -> Findings:
     """The NPUs that the texts of either command, or of both, name. Never raises."""
     notes = Notes(SOURCE)
-    models, addresses = _table(text)
+    cards = _table(text)
     rows, affinity = _matrix(text, notes)
+    if len(cards) > 1 and not rows:
+        notes.add("links between NPUs are not in the text; `npu-smi info -t topo` prints them")
     accelerators = tuple(
         Accelerator(
             id=kinds.accelerator_id("ascend", number),
             kind="ascend",
-            name=models.get(number, "NPU"),
+            name=cards[number].model if number in cards else "NPU",
             index=number,
-            pci=addresses.get(number),
+            pci=cards[number].pci if number in cards else None,
             numa_node=_node_of(affinity.get(number, ""), numa),
         )
-        for number in sorted({*rows, *addresses})
+        for number in sorted({*rows, *cards})
     )
     return Findings(
         SOURCE,
@@ -88,23 +89,35 @@ def parse(text: str, numa: Sequence[NumaNode] = ()) -> Findings:
     )
 
 
-def _table(text: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Models and bus ids by NPU number: the physical id where the table has one."""
-    models: dict[int, str] = {}
-    addresses: dict[int, str] = {}
+class _Chip(NamedTuple):
+    """A chip in the table of ``npu-smi info``; ``number``: its physical id, where the table has one."""
+
+    card: int
+    number: int | None
+    model: str
+    pci: str
+
+
+def _table(text: str) -> dict[int, _Chip]:
+    """Chips by NPU number: the physical id where the table has them, else the card's number, else, of
+    cards with several chips, the place in the table."""
+    found: list[_Chip] = []
     card: tuple[int, str] | None = None
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) < 2:
             continue
-        named, chip = _CARD.fullmatch(cells[0]), _CHIP.fullmatch(cells[0])
+        named, chip = _CARD.fullmatch(cells[0]), _LOWER.fullmatch(cells[0])
         address = pci.normalise(cells[1])
         if address is not None and chip is not None and card is not None:
-            number = int(chip[1]) if chip[1] else card[0]
-            models[number], addresses[number] = card[1], address
+            found.append(_Chip(card[0], int(chip[1]) if chip[1] else None, card[1], address))
         elif named is not None:
             card = (int(named[1]), named[2])
-    return models, addresses
+    for numbers in ([chip.number for chip in found], [chip.card for chip in found]):
+        known = [number for number in numbers if number is not None]
+        if len(set(known)) == len(found):
+            return dict(zip(known, found, strict=True))
+    return dict(enumerate(found))
 
 
 def _matrix(text: str, notes: Notes) -> tuple[dict[int, dict[int, str]], dict[int, str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from mkernel.topology.model import KindName
 from mkernel.topology.sources.files import read_int, read_text, resolve
 from mkernel.topology.sources.findings import Notes
 
@@ -40,13 +42,34 @@ def sort_key(address: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split(r"[:.]", address))
 
 
-def numbered(known: Mapping[str, int | None]) -> dict[str, int]:
-    """A number for each address, in the order of numbers: the known ones where all are known and
-    different; else by address, as drivers number devices."""
-    numbers = {address: number for address, number in known.items() if number is not None}
-    if len(set(numbers.values())) < len(known):
-        numbers = {address: place for place, address in enumerate(sorted(known, key=sort_key))}
-    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+class DeviceAt(NamedTuple):
+    """A device of a PCI function; most functions have one device alone, which is part 0."""
+
+    address: str
+    part: int = 0
+
+
+def parts(address: str, numbers: Iterable[int | None]) -> dict[DeviceAt, int | None]:
+    """The devices of a function to which a file gives these numbers. Each different number is a device;
+    without any there is one, whose number is unknown."""
+    known = sorted({number for number in numbers if number is not None})
+    return {DeviceAt(address, part): number for part, number in enumerate(known or [None])}
+
+
+def numbered(
+    known: Mapping[DeviceAt, tuple[KindName, int | None]],
+) -> dict[DeviceAt, int]:
+    """A number for each device among those of its kind, in the order of numbers: the known ones where
+    all of a kind are known and different; else by address, as drivers number devices."""
+    found: dict[DeviceAt, int] = {}
+    by_address = sorted(known, key=lambda device: (sort_key(device.address), device.part))
+    for each in dict.fromkeys(kind for kind, _ in known.values()):
+        devices = [device for device in by_address if known[device][0] == each]
+        numbers = [number for device in devices if (number := known[device][1]) is not None]
+        if len(set(numbers)) < len(devices):
+            numbers = list(range(len(devices)))
+        found |= zip(devices, numbers, strict=True)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def bridges(device: Path) -> tuple[str, ...]:

@@ -26,11 +26,20 @@ def read(root: Path = Path("/")) -> Findings:
     nics: list[Nic] = []
     bridges: dict[str, Bridge] = {}
     numbers: Counter[KindName] = Counter()
+    unclassed: list[str] = []
     for address, function in _functions(root):
-        pci_class = (read_int(function / "class") or 0) >> 8
+        code = read_int(function / "class")
+        if code is None:
+            if not children(function / "infiniband"):
+                unclassed.append(address)
+            continue
+        pci_class = code >> 8
         vendor, device = read_int(function / "vendor"), read_int(function / "device")
-        kind = kinds.accelerator(pci_class, vendor)
+        kind = kinds.accelerator(pci_class, vendor, device)
         if kind is None and not kinds.is_network(pci_class):
+            why = kinds.why_none(pci_class, vendor, device)
+            if why is not None:
+                notes.add(f"{address}: {why}")
             continue
         path = pci.bridges(function)
         numa = pci.numa_node(function, notes)
@@ -64,6 +73,7 @@ def read(root: Path = Path("/")) -> Findings:
                 )
                 for interface in _interfaces(function)
             ]
+    notes.add_unclassed(unclassed)
     return Findings(
         source=SOURCE,
         accelerators=tuple(accelerators),

@@ -131,3 +131,35 @@ def test_nics_of_one_name_are_one_whatever_their_ids() -> None:
     assert _same(one, other)
     assert not _same(one, other.model_copy(update={"name": "mlx5_1"}))
     assert not _same(one, other.model_copy(update={"port": 2}))
+
+
+BUS = "0000:05:00.0"
+
+
+def npus(*indices: int, **more: object) -> Findings:
+    each = (gpu(i, id=f"npu{i}", kind="ascend", pci=BUS, **more) for i in indices)
+    return Findings(f"npus {indices}", accelerators=tuple(each))
+
+
+@pytest.mark.parametrize("sources", [(npus(0, 1),), (npus(0, 1), npus(1)), (npus(0), npus(0, 1))])
+def test_devices_of_one_function_that_a_source_tells_apart_stay_apart(
+    sources: tuple[Findings, ...],
+) -> None:
+    found = merged(*sources)
+    assert [one.id for one in found.accelerators] == ["npu0", "npu1"]
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("chips_first", [True, False])
+def test_devices_of_one_function_have_its_place(chips_first: bool) -> None:
+    function = npus(0, pci_path=("pci0000:00", "0000:00:01.0"), numa_node=1, pcie_gbs=31.5)
+    found = merged(*((npus(0, 1), function) if chips_first else (function, npus(0, 1))))
+    assert {(one.pci_path, one.numa_node, one.pcie_gbs) for one in found.accelerators} == {
+        (("pci0000:00", "0000:00:01.0"), 1, 31.5)
+    }
+    assert len(found.accelerators) == 2
+
+
+def test_what_several_backends_report_of_one_device_is_one() -> None:
+    one = gpu(0, pci=BUS)
+    assert merged(Findings("backends", accelerators=(one, one))).accelerators == (one,)

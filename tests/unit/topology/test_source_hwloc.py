@@ -8,6 +8,7 @@ import pytest
 
 from mkernel.topology.discover import Discovery, read
 from mkernel.topology.sources import hwloc
+from mkernel.topology.sources.findings import Notes
 from mkernel.topology.sources.xml import Element
 
 HOST = '<object type="Bridge" bridge_type="0-1" bridge_pci="0000:[00-ff]">{}</object>'
@@ -234,18 +235,22 @@ def test_a_device_of_one_port_is_called_as_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "gbs"),
+    ("text", "gbs", "noted"),
     [
-        ("31.507692", 31.508),
-        ("0.000000", None),
-        ("", None),
-        ("fast", None),
-        ("1e300", None),
-        ("-1", None),
+        ("31.507692", 31.508, False),
+        ("0.000000", None, False),
+        ("", None, False),
+        ("fast", None, True),
+        ("1e300", None, True),
+        ("-1", None, True),
+        ("nan", None, True),
+        ("inf", None, True),
     ],
 )
-def test_speeds_of_links(text: str, gbs: float | None) -> None:
-    assert hwloc._gbs(Element("object", {"pci_link_speed": text}, 1)) == gbs
+def test_speeds_of_links(text: str, gbs: float | None, noted: bool) -> None:
+    notes = Notes("test")
+    assert hwloc._gbs(Element("object", {"pci_link_speed": text}, 1), notes) == gbs
+    assert [text in note.message for note in notes.all()] == [True] * noted
 
 
 def test_links_of_ports_above_a_device(tmp_path: Path) -> None:
@@ -269,3 +274,51 @@ def test_numbers_have_31_bits() -> None:
         ("x", None),
     ):
         assert Element("object", {"os_index": text}, 1).number("os_index") == number
+
+
+COPROCESSOR = 'name="{}" osdev_type="5">'
+
+
+@pytest.mark.parametrize("code", ["0300", "0302", "0380", "1200"])
+@pytest.mark.parametrize("device", ["66a1", "6860", "73a3", "7448", "74a1"])
+def test_amds_gpus_of_each_class(tmp_path: Path, code: str, device: str) -> None:
+    inside = function("01:00.0", f"{code} [1002:{device}]") + function(
+        "02:00.0", "0300 [1002:515e]"
+    )
+    seen = found(tmp_path, HOST.format(inside))
+    assert [(one.kind, one.pci) for one in seen.topology.nodes[0].accelerators] == [
+        ("rocm", "0000:01:00.0")
+    ]
+    assert [note.message for note in seen.notes] == [
+        "0000:02:00.0: 1002:515e, of class 0300, counts as a console and not as an accelerator; left "
+        "out"
+    ]
+
+
+def test_what_the_system_computes_on_is_no_console(tmp_path: Path) -> None:
+    console = function("01:00.0", "0300 [1002:1586]")
+    used = function("01:00.0", "0300 [1002:1586]", COPROCESSOR.format("opencl0d0"))
+    for inside, kinds in ((console, []), (used, ["rocm"])):
+        (node,) = found(tmp_path, HOST.format(inside)).topology.nodes
+        assert [one.kind for one in node.accelerators] == kinds
+
+
+def test_a_console_of_huawei_is_no_npu(tmp_path: Path) -> None:
+    inside = function("01:00.0", "0300 [19e5:1711]") + function("02:00.0", "1200 [19e5:d802]")
+    (node,) = found(tmp_path, HOST.format(inside)).topology.nodes
+    assert [(one.id, one.pci) for one in node.accelerators] == [("npu0", "0000:02:00.0")]
+
+
+def test_an_unknown_kind_of_accelerator_is_noted(tmp_path: Path) -> None:
+    seen = found(tmp_path, HOST.format(function("01:00.0", "1200 [1da3:1020]")))
+    assert seen.topology.nodes[0].accelerators == ()
+    assert "1da3:1020, of class 1200, is no known kind" in seen.notes[0].message
+
+
+def test_partitions_of_one_function_are_apart(tmp_path: Path) -> None:
+    parts = (COPROCESSOR.format(f"rsmi{n}") for n in (1, 0))
+    inside = function("01:00.0", "1200 [1002:74a1]", *parts)
+    seen = found(tmp_path, HOST.format(inside + function("02:00.0", "1200 [1002:74a1]")))
+    assert [(one.index, one.pci) for one in seen.topology.nodes[0].accelerators] == [
+        (0, "0000:01:00.0"), (1, "0000:01:00.0"), (2, "0000:02:00.0")
+    ]  # fmt: skip

@@ -200,3 +200,88 @@ def test_a_broken_affinity_is_a_note(tmp_path: Path) -> None:
         seen = found(tmp_path, "", cpu=f'numaid="0" affinity="{mask}"')
         assert seen.topology.nodes[0].cpus == ()
         assert "affinity" in seen.notes[0].message
+
+
+AMD = '<pci busid="0{bus}:00.0" class="0x{cls}" vendor="0x1002" device="0x{device}">{gpu}</pci>'
+
+
+@pytest.mark.parametrize(
+    ("gpu", "architecture", "cores"),
+    [
+        ('<gpu dev="0" sm="304" gcn="942"/>', "gfx942", 304),
+        ('<gpu dev="0" sm="228" gcn="gfx942"/>', "gfx942", 228),
+        ('<gpu dev="0" sm="104" gcn="910"/>', "gfx90a", 104),
+        ('<gpu dev="0" sm="120" gcn="gfx908:sramecc+:xnack-"/>', "gfx908", 120),
+        ('<gpu dev="0" sm="90"/>', None, 90),
+        ('<gpu dev="0" gcn="what?"/>', None, None),
+        ('<gpu dev="0" sm="-1" gcn="950"/>', "gfx950", None),
+        ("", None, None),
+    ],
+)
+def test_amds_architecture_is_gcn_and_sm_counts_compute_units(
+    tmp_path: Path, gpu: str, architecture: str | None, cores: int | None
+) -> None:
+    seen = node(tmp_path, AMD.format(bus=1, cls="120000", device="74a1", gpu=gpu))
+    (one,) = seen.accelerators
+    assert (one.kind, one.architecture, one.cores) == ("rocm", architecture, cores)
+
+
+@pytest.mark.parametrize("cls", ["030000", "030200", "038000", "120000"])
+@pytest.mark.parametrize(
+    ("device", "gpu", "accelerators"),
+    [
+        ("66a1", "", 1),
+        ("6860", "", 1),
+        ("744c", "", 1),
+        ("515e", '<gpu dev="0" gcn="906"/>', 1),
+        ("515e", "", 0),
+        ("164e", "", 0),
+    ],
+)
+def test_amds_gpus_of_each_class_and_consoles(
+    tmp_path: Path, cls: str, device: str, gpu: str, accelerators: int
+) -> None:
+    seen = found(tmp_path, AMD.format(bus=1, cls=cls, device=device, gpu=gpu))
+    # Of the other classes there are no consoles.
+    assert len(seen.topology.nodes[0].accelerators) == (accelerators or cls != "030000")
+    if not accelerators and cls == "030000":
+        assert f"1002:{device}, of class 0300, counts as a console" in seen.notes[0].message
+
+
+def test_gpus_of_one_function_with_numbers_of_their_own_are_apart(tmp_path: Path) -> None:
+    """Parts of a partitioned device, each with the function's address."""
+    link = '<nvlink target="0000:00:00.0" count="4" tclass="0x030200"/>'
+    parts = "".join(f'<gpu dev="{dev}" sm="90"/>' for dev in (1, 0))
+    seen = node(tmp_path, gpus(parts, f'<gpu dev="2" sm="90">{link}</gpu>'))
+    assert [(one.id, one.pci) for one in seen.accelerators] == [
+        ("cuda0", "0000:00:00.0"),
+        ("cuda1", "0000:00:00.0"),
+        ("cuda2", "0000:01:00.0"),
+    ]
+    assert [link.ends for link in seen.fabric] == [("cuda2", "cuda0")]
+
+
+def test_networks_of_one_function_are_apart(tmp_path: Path) -> None:
+    nets = "".join(f'<net name="mlx4_{n}" port="1" speed="40000" gdr="1"/>' for n in range(2))
+    text = f'<pci busid="01:00.0" class="0x020700" vendor="0x15b3"><nic>{nets}</nic></pci>'
+    assert [one.id for one in node(tmp_path, text).nics] == ["mlx4_0", "mlx4_1"]
+
+
+def test_functions_without_a_class_are_noted(tmp_path: Path) -> None:
+    leaf = '<pci busid="00:1{}.0"{}/>'
+    switch = f'<pci busid="02:00.0">{leaf.format(9, "")}</pci>'
+    inside = leaf.format(6, "") + leaf.format(7, ' class="??"') + switch
+    seen = found(tmp_path, inside + leaf.format(8, ' class="0x010802"'))
+    assert [note.message.rpartition("; ")[2] for note in seen.notes] == [
+        "left out: 0000:00:16.0, 0000:00:17.0, 0000:00:19.0"
+    ]
+
+
+def test_kinds_are_numbered_by_themselves(tmp_path: Path) -> None:
+    inside = "".join(
+        AMD.format(bus=bus, cls="120000", device="74a1", gpu="") for bus in (1, 3)
+    ) + GPU.format(bus="02:00.0", inside="")
+    seen = node(tmp_path, inside)
+    assert {(one.id, one.pci) for one in seen.accelerators} == {
+        ("rocm0", "0000:01:00.0"), ("rocm1", "0000:03:00.0"), ("cuda0", "0000:02:00.0")
+    }  # fmt: skip

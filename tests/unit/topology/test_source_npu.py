@@ -155,3 +155,43 @@ def test_rows_behind_one_that_is_not_understood_count() -> None:
     text = "\n".join(" ".join(line.split()) for line in matrix(3).splitlines())
     found = npu.parse(text.replace("NPU0 X HCCS", "NPU0 X WHAT"))
     assert [link.ends for link in found.fabric] == [("npu1", "npu2")]
+
+
+def chips(*lower: str, model: str = "310P3", card: int = 2) -> str:
+    """As ``npu-smi info`` prints chips of one card: the card again for each of them."""
+    upper = f"| {card}     {model}     | OK    | NA   45  |"
+    return "\n".join(f"{upper}\n| {each} | 0   1529 / 44280 |" for each in lower)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (chips("0  0  | 0000:01:00.0", "1  1  | 0000:01:00.0"), [0, 1]),
+        (chips("0  4  | 0000:01:00.0", "1  5  | 0000:01:00.0"), [4, 5]),
+        (chips("0     | 0000:01:00.0", "1     | 0000:01:00.0"), [0, 1]),
+        (chips("0     | 0000:01:00.0") + "\n" + chips("0 | 0000:01:00.0", card=3), [2, 3]),
+    ],
+)
+def test_chips_that_share_a_bus_are_apart_and_need_no_matrix(
+    tmp_path: Path, text: str, numbers: list[int]
+) -> None:
+    file = tmp_path / "info.txt"
+    file.write_text(text)
+    found = read(file)
+    (node,) = found.topology.nodes
+    assert [one.index for one in node.accelerators] == numbers
+    assert {one.pci for one in node.accelerators} == {"0000:01:00.0"} or len(numbers) == 1
+    assert len({one.id for one in node.accelerators}) == len(numbers)
+    assert NodePaths(node).between(*node.accelerators[:2]).kind == "PIX"
+    assert [note.message for note in found.notes] == [
+        "links between NPUs are not in the text; `npu-smi info -t topo` prints them"
+    ]
+
+
+def test_chips_that_share_a_bus_have_the_links_of_the_matrix(tmp_path: Path) -> None:
+    file = tmp_path / "both.txt"
+    table = chips("0  0  | 0000:01:00.0", "1  1  | 0000:01:00.0")
+    file.write_text(f"{table}\n{matrix(2, 'SIO')}")
+    found = read(file)
+    assert [link.ends for link in found.topology.nodes[0].fabric] == [("npu0", "npu1")]
+    assert found.notes == ()

@@ -102,3 +102,17 @@ def test_on_a_live_machine_only_what_a_driver_reports_counts(
     assert "cuda device 0000:39:00.0 is there, but no driver reports it; left out" in [
         note.message for note in found.notes
     ]
+
+
+def test_what_is_left_out_is_noted(tmp_path: Path) -> None:
+    tree = SysfsTree(tmp_path)
+    tree.pci("pci0000:00/0000:00:05.0")
+    tree.pci("pci0000:00/0000:00:06.0", vendor="0x1002\n", class_="0x030000\n", device="0x515e\n")
+    tree.pci("pci0000:00/0000:00:07.0", vendor="0x1002\n", class_="0x030000\n", device="0x66a1\n")
+    tree.pci("pci0000:00/0000:00:08.0", vendor="0x1a03\n", class_="0x030000\n", device="0x2000\n")
+    found = pci_tree.read(tmp_path)
+    assert [(one.kind, one.pci) for one in found.accelerators] == [("rocm", "0000:00:07.0")]
+    assert [note.message.partition(", ")[0] for note in found.notes] == [
+        "0000:00:06.0: 1002:515e",
+        "1 PCI functions without a class",
+    ]
