@@ -87,6 +87,12 @@ def keep_rails(
     return Topology(nodes=tuple(nodes)), tuple(said)
 
 
+def rails(node: Node) -> tuple[Nic, ...]:
+    """The node's usable NICs without those that are no rails whichever backend drives them."""
+    slow = {id_ for ids in fast(real_ports(node)).left_out.values() for id_ in ids}
+    return tuple(nic for nic in usable_nics(node) if nic.id not in slow)
+
+
 def real_ports(node: Node) -> tuple[Nic, ...]:
     """The node's RDMA ports that are up, without emulated ones."""
     return tuple(nic for nic in usable_nics(node) if not nic.emulated)

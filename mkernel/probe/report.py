@@ -16,7 +16,8 @@ from mkernel.topology.model import (
     Topology,
 )
 from mkernel.topology.paths import DevicePath, NodePaths, PathClass
-from mkernel.topology.placement import assign_nics, usable_nics
+from mkernel.topology.placement import assign_nics
+from mkernel.topology.rails import rails
 
 
 class AcceleratorEntry(Model):
@@ -51,7 +52,7 @@ class PathEntry(Model):
 class ProbeReport(Model):
     """What ``mkernel probe --json`` prints: stable keys first, then the whole model.
 
-    ``affinity``: accelerator id → ids of its NICs, best first. ``paths``: accelerator id → NIC id →
+    ``affinity``: accelerator id → ids of its rails, best first. ``paths``: accelerator id → NIC id →
     path. ``p2p``: accelerator id → id of another → path. All of the first node, where there are
     several. ``topology`` alone can be saved and given to ``mkernel plan --topology``, and so can the
     whole report.
@@ -78,7 +79,7 @@ def report(found: Discovery) -> ProbeReport:
             for one in node.accelerators
         }
 
-    affinity = assign_nics(node.accelerators, usable_nics(node))
+    affinity = assign_nics(node.accelerators, rails(node))
     return ProbeReport(
         accelerators=tuple(
             AcceleratorEntry.model_validate(one, from_attributes=True) for one in node.accelerators

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import commands
 import pytest
-from devices import SOFT, bridges, gpu, nic, node
+from devices import SOFT, bridges, gpu, nic, node, rails, world
 from rich.console import Console
 
 from mkernel.cli import probe
@@ -208,6 +208,18 @@ def test_json_of_a_file_has_the_keys_that_tools_rely_on(dump: Path) -> None:
             "cuda0": {**data["p2p"]["cuda1"]["cuda0"], "class": "NVL", "bandwidth_gbps": 3600.0}
         },
     }
+
+
+def test_ports_that_are_no_rails_are_nobodys(tmp_path: Path) -> None:
+    """Two management ports, nearer to a GPU than any rail is to another one."""
+    management = tuple(nic(8 + i, i, pcie_gbs=3.9, speed_gbps=None) for i in range(2))
+    one = rails(8)
+    file = tmp_path / "t.json"
+    file.write_text(
+        world(one.model_copy(update={"nics": (*management, *one.nics)})).model_dump_json()
+    )
+    data = json.loads(run("--from", str(file), "--json"))
+    assert data["affinity"] == {f"cuda{i}": [f"mlx5_{i}"] for i in range(8)}
 
 
 def test_matrix_and_tree_of_a_file(dump: Path) -> None:
