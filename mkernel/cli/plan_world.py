@@ -15,8 +15,9 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import OpName
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
+from mkernel.topology import mixture
 from mkernel.topology.discover import load
-from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Node, Topology
+from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import usable_nics
 from mkernel.topology.rails import keep_rails, real_ports
 from mkernel.topology.reshape import replicate
@@ -25,8 +26,8 @@ from mkernel.world.identity import Backends
 
 class PlannedWorld(NamedTuple):
     """What to plan for. ``elsewhere``: real devices of a file, on which nothing can be launched from
-    here. ``notes``: a sentence about each group of RDMA ports that are no rails, and each accelerator
-    backend that was passed over."""
+    here. ``notes``: a sentence about each group of RDMA ports that are no rails, each accelerator
+    backend that was passed over, and what of unlike nodes is left out."""
 
     topology: Topology
     ranks_per_node: int
@@ -53,18 +54,14 @@ def planned_world(
         InputFileError, ArgumentError: as :func:`world_of_file`. UnknownBackend. BackendUnavailable:
         nothing runs there, or has a device here; says why. NoRoute: no NIC is of the named kind.
     """
-    world = world_of_file(file, nodes) if file else None
+    world, left_out = world_of_file(file, nodes) if file else (None, ())
+    if world is not None and ranks_per_node is None:
+        ranks_per_node, uneven = mixture.ranks_on_each(world)
+        left_out += uneven
     if world is not None and not world.nodes[0].accelerators[0].emulated:
-        least = min(len(node.accelerators) for node in world.nodes)
-        return _elsewhere(
-            settings,
-            op,
-            world,
-            least if ranks_per_node is None else ranks_per_node,
-            accelerator,
-            nic,
-            verbs,
-        )
+        assert ranks_per_node is not None
+        planned = _elsewhere(settings, op, world, ranks_per_node, accelerator, nic, verbs)
+        return planned._replace(notes=left_out + planned.notes)
     name = selection.named_for(op, accelerator or settings.accelerator)
     if world is not None:
         name = selection.emulating(world.nodes[0].accelerators[0].kind, name)
@@ -72,8 +69,7 @@ def planned_world(
         name = selection.chosen_accelerator(nodes or 1, op)
     backend = registry.accelerator(name)
     if world is not None:
-        if ranks_per_node is None:
-            ranks_per_node = min(len(node.accelerators) for node in world.nodes)
+        assert ranks_per_node is not None
         nodes = len(world.nodes)
     else:
         _check_accelerator(name, backend)
@@ -81,7 +77,7 @@ def planned_world(
     backends = selection.backends(settings, nodes, accelerator=name, nic=nic, verbs=verbs)
     if world is None:
         world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
-    return PlannedWorld(world, ranks_per_node, backends, backend.capabilities())
+    return PlannedWorld(world, ranks_per_node, backends, backend.capabilities(), notes=left_out)
 
 
 def _elsewhere(
@@ -112,56 +108,45 @@ def _elsewhere(
     if nic == AUTO:
         ports = tuple(port for node in world.nodes for port in real_ports(node))
         nic = selection.nic_of(ports) or selection.chosen_nic(SOFT)
+    every = world
     world, left_out = keep_rails(world, nic, registry.nic(nic).kinds)
     if left_out and not any(usable_nics(node) for node in world.nodes):
         raise NoRoute(
             f"nic {nic!r} drives no RDMA port of these nodes ({'; '.join(left_out)}); leave --nic "
             "away, and the backend that drives them is taken"
         )
+    mixture.require_ports(every, world, nic)
     backends = Backends(name, nic, SYSTEM if verbs == AUTO else verbs)
     return PlannedWorld(world, ranks_per_node, backends, claims, True, passed_over + left_out)
 
 
-def world_of_file(file: Path, nodes: int | None) -> Topology | None:
+def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple[str, ...]]:
     """The nodes of a file: as they are, or its one machine ``nodes`` times (default: twice), with
-    accelerators of one kind, and real devices only where there are any. None: the file lists no
-    accelerators, or of one machine only what its simulators would make them of.
+    accelerators of one kind, and real devices only where there are any; and sentences about what is
+    left out. None: the file lists no accelerators, or of one machine only what its simulators would
+    make them of.
 
     Raises:
         InputFileError: the file cannot be read.
         ArgumentError: the file has several nodes, but not ``nodes``.
+        Unsupported: its nodes have no kind of accelerator in common.
     """
     found = load(file)
     every = [one for node in found.nodes for one in node.accelerators]
     if not every or (len(found.nodes) == 1 and _prototypes(every)):
-        return None
-    first = next((one for one in every if not one.emulated), every[0])
-    found = Topology(nodes=tuple(_only(node, first.kind, first.emulated) for node in found.nodes))
+        return None, ()
+    found, left_out = mixture.of_one_kind(found)
     if len(found.nodes) == 1:
-        return replicate(found, 2 if nodes is None else nodes)
+        return replicate(found, 2 if nodes is None else nodes), left_out
     if nodes is not None and len(found.nodes) != nodes:
         raise ArgumentError("--nodes", nodes, f"{len(found.nodes)}, the nodes of {file}")
-    return found
+    return found, left_out
 
 
 def _prototypes(devices: Sequence[Accelerator]) -> bool:
     """Whether they are what `mkernel probe` shows of backends that emulate devices: one of a kind."""
     kinds = [one.kind for one in devices]
     return all(one.emulated for one in devices) and len(set(kinds)) == len(kinds)
-
-
-def _only(node: Node, kind: str, emulated: bool) -> Node:
-    kept = tuple(one for one in node.accelerators if one.kind == kind and one.emulated == emulated)
-    ids = {one.id for one in kept} | {FABRIC_SWITCH}
-    real = tuple(nic for nic in node.nics if not nic.emulated)
-    return node.model_copy(
-        update={
-            "accelerators": kept,
-            "nics": node.nics if emulated else real or node.nics,
-            "fabric": tuple(link for link in node.fabric if ids >= set(link.ends)),
-            "no_p2p": tuple(pair for pair in node.no_p2p if ids >= set(pair)),
-        }
-    )
 
 
 def world_of_machine(
