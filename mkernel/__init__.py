@@ -21,19 +21,24 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mkernel import errors
 
 if find_spec("mkernel.backends.transport._transport") is None:
-    raise errors.NotBuilt(Path(__file__).parents[1], sys.executable)
+    from mkernel.unbuilt import import_installed
+
+    import_installed(globals())
 
 from mkernel.settings import Settings
 from mkernel.version import __version__
 
 if TYPE_CHECKING:
+    from mkernel import backends as backends
+    from mkernel import conformance as conformance
+    from mkernel import nn as nn
+    from mkernel import topology as topology
     from mkernel.api import capabilities, plan
     from mkernel.async_tensor_parallel.enable import enable_async_tensor_parallel
     from mkernel.headers import include_dir
@@ -142,6 +147,9 @@ HOMES = {
 }
 """Where each of the other names is defined; ranks are forked from a process that imported it all."""
 
+SUBMODULES = frozenset({"backends", "conformance", "nn", "topology"})
+"""Public packages that ``import mkernel`` alone makes available; each is imported when it is used."""
+
 
 class _Package(ModuleType):
     """``launch``, ``plan`` and ``world`` are functions here and also the names of submodules, which
@@ -162,6 +170,8 @@ sys.modules[__name__].__class__ = _Package
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
 
     def __getattr__(name):
+        if name in SUBMODULES:
+            return import_module(f"{__name__}.{name}")
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         defined = "current" if name == "world" else name
@@ -169,4 +179,4 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         return value
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *SUBMODULES})

@@ -34,9 +34,21 @@ class MkernelError(Exception):
 class NotBuilt(MkernelError, ImportError):
     """The package has no native modules for this Python."""
 
-    def __init__(self, root: Path, python: str) -> None:
-        if (root / "Makefile").is_file():
-            remedy = f"run `make` in {root}, then use {root}/.venv/bin/python"
+    def __init__(
+        self, root: Path, python: str, installed: Path | None = None, differs: str = ""
+    ) -> None:
+        """Say what to do about the tree in `root`. `installed`: where mkernel is installed for that
+        Python, made of another file `differs` than the tree's."""
+        if installed is not None:
+            remedy = (
+                f"the mkernel that is installed in {installed} has another {differs}; run "
+                f"`pip install .` in {root} again, or the program in another folder"
+            )
+        elif (root / "Makefile").is_file():
+            remedy = (
+                f"run `make` in {root}, then use {root}/.venv/bin/python; or run `pip install .` "
+                "there with this Python"
+            )
         else:
             remedy = "install mkernel again with this Python"
         super().__init__(f"mkernel in {root} is not built for {python}: {remedy}")

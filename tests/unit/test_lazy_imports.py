@@ -124,9 +124,26 @@ def test_checkers_see_what_there_is() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+    assert {name for name, (module, _) in seen.items() if module == "mkernel"} == mkernel.SUBMODULES
+    seen = {name: home for name, home in seen.items() if name not in mkernel.SUBMODULES}
     assert {name: module for name, (module, _) in seen.items()} == mkernel.HOMES
     for name, (module, defined) in seen.items():
         assert getattr(mkernel, name) is getattr(importlib.import_module(str(module)), defined)
+
+
+def test_public_packages_are_there_once_they_are_used() -> None:
+    """``import mkernel`` alone makes them available, and does not import them."""
+    names = sorted(mkernel.SUBMODULES - {"backends"})
+    assert "nn" in names
+    python(
+        "import sys, mkernel",
+        f"names = {names!r}",
+        "assert set(names) <= set(dir(mkernel))",
+        "assert not {f'mkernel.{name}' for name in names if name != 'topology'} & set(sys.modules)",
+        "for name in names:",
+        "    assert getattr(mkernel, name).__name__ == f'mkernel.{name}'",
+        "mkernel.nn.ColumnParallelLinear",
+    )
 
 
 @pytest.mark.parametrize("first", ["mkernel.launch", "mkernel.plan.model", "mkernel.world.world"])
