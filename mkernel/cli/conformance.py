@@ -111,4 +111,6 @@ def _judge_faults(nic: str | None, only: Sequence[str]) -> None:
     with terminal.progress(console, f"{total} faults to catch", total) as tell:
         rows = planted.judge(nic, only, lambda row: tell(f"{row.check} on {row.fault}"))
     console.print(planted.table(rows))
-    raise typer.Exit(0 if all(row.caught for row in rows) else 1)
+    for why in dict.fromkeys(row.message for row in rows if row.caught is None):
+        console.print(f"not planted: {why}")
+    raise typer.Exit(0 if planted.passed(rows) else 1)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mkernel.backends import registry
 from mkernel.conformance.kit import kit_for
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.tabular import Column, Sheet
 
 
@@ -18,14 +18,15 @@ from mkernel.tabular import Column, Sheet
 class Row:
     """One check on one fault: whether it failed as it must, how long it took, what it said.
 
-    An error that came up instead of a judgement catches nothing: a fault that only crashes would pass
-    for one that is found. But :class:`Unsupported` is how a claim that is not kept shows.
+    ``caught`` is None where the fault cannot be planted here, as ``message`` explains. An error that
+    came up instead of a judgement catches nothing: a fault that only crashes would pass for one that is
+    found. But :class:`Unsupported` is how a claim that is not kept shows.
     """
 
     check: str
     fault: str
     breaks: str
-    caught: bool
+    caught: bool | None
     seconds: float
     message: str
 
@@ -47,16 +48,20 @@ def faults(nic: str | None = None) -> Mapping[str, tuple[str, ...]]:
 
 def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: int = 0) -> list[Row]:
     """Run the named checks alone, quickly, on one faulty backend."""
-    kit = kit_for(None if nics else fault, fault if nics else None, quick=True, seed=seed)
+    backend = (registry.nic if nics else registry.accelerator)(fault)
+    breaks = (type(backend).__doc__ or "").partition("\n")[0]
+    name = fault.rpartition(":")[2]
+    try:
+        kit = kit_for(None if nics else fault, fault if nics else None, quick=True, seed=seed)
+    except BackendUnavailable as missing:
+        return [Row(check, name, breaks, None, 0.0, str(missing)) for check in checks]
     # What never comes need not be awaited for long, and one find is enough.
     hasty: dict[str, Any] = {"timeout_s": 2.0} if nics else {"first_find": True}
     kit = replace(kit, subject=replace(kit.subject, **hasty))
-    backend = (registry.nic if nics else registry.accelerator)(fault)
-    breaks = (type(backend).__doc__ or "").partition("\n")[0]
     return [
         Row(
             result.name,
-            fault.rpartition(":")[2],
+            name,
             breaks,
             result.outcome == "failed" and result.raised in ("", Unsupported.__name__),
             result.seconds,
@@ -89,7 +94,7 @@ def judge(
 
 def table(rows: Sequence[Row]) -> Sheet:
     """A line for every check and fault, ordered by check."""
-    caught = sum(row.caught for row in rows)
+    judged = [row.caught for row in rows if row.caught is not None]
     drawn = Sheet(
         (
             Column("check", key=True),
@@ -98,9 +103,17 @@ def table(rows: Sequence[Row]) -> Sheet:
             Column("seconds", right=True),
             Column("what it breaks", prose=True),
         ),
-        f"planted faults: {caught} of {len(rows)} caught",
+        f"planted faults: {sum(judged)} of {len(judged)} caught",
     )
     for row in sorted(rows, key=lambda row: row.check):
         verdict = Text("yes", style="green") if row.caught else Text("NO", style="red")
+        if row.caught is None:
+            verdict = Text("not planted", style="yellow")
         drawn.row(row.check, row.fault, verdict, f"{row.seconds:.1f}", row.breaks)
     return drawn
+
+
+def passed(rows: Sequence[Row]) -> bool:
+    """Return whether some fault was planted, and each that was is caught."""
+    outcomes = {row.caught for row in rows}
+    return True in outcomes and False not in outcomes

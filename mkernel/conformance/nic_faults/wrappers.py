@@ -83,7 +83,8 @@ class Opener(NicBackend):
     Attributes:
         around: that backend. session: what is put around its sessions.
         environment, settings, schedule: changed before a device is opened. mistake: made at the verbs,
-            by a library between the backend and the software device (``softverbs/planted.cpp``).
+            by a library between the backend and the software device (``softverbs/planted.cpp``), which
+            only a built repository has.
     """
 
     name: ClassVar[str] = "a planted fault"
@@ -97,7 +98,20 @@ class Opener(NicBackend):
     mistake: ClassVar[str] = ""
 
     def status(self, verbs: str) -> Status:
+        library = self._mistaken()
+        if library is not None and not library.is_file():
+            return Status(
+                False,
+                f"the verbs library that makes mistakes is not here ({library}): wheels leave it out",
+                "run the command in a repository that `make` has built",
+            )
         return self.around().status(verbs)
+
+    def _mistaken(self, settings: NicSettings | None = None) -> Path | None:
+        """The library that makes the mistake; None: none is made at the verbs."""
+        if not self.mistake:
+            return None
+        return Path(library_of(SOFT, settings)).with_name("libmkernel_planted_verbs.so")
 
     def probe(self, verbs: str) -> tuple[Nic, ...]:
         return self.around().probe(verbs)
@@ -107,10 +121,9 @@ class Opener(NicBackend):
 
     def open(self, verbs: str, lanes: RankLanes, settings: NicSettings) -> NicSession:
         os.environ.update(self.environment)
-        if self.mistake:
+        if (library := self._mistaken(settings)) is not None:
             os.environ["MKERNEL_PLANTED_MISTAKE"] = self.mistake
-            library = Path(library_of(SOFT, settings))
-            verbs = str(library.with_name("libmkernel_planted_verbs.so"))
+            verbs = str(library)
         settings = settings.model_copy(update=dict(self.settings))
         schedule = lanes.schedule.model_copy(update=dict(self.schedule))
         lanes = replace(lanes, schedule=schedule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,23 @@ def test_only_the_checks_own_judgement_counts(
     monkeypatch.setattr(planted, "kit_for", lambda *arguments, **options: kit)
     (row,) = planted.judge_one("mkernel.conformance.faults:Fault", ["shapes"])
     assert row.caught == caught, row.message
+
+
+def test_a_fault_at_the_verbs_is_not_planted_without_the_library_that_makes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A wheel has no such library. That nothing was judged is no success."""
+    table = "mkernel.conformance.nic_faults"
+    monkeypatch.setattr(
+        "mkernel.conformance.nic_faults.wrappers.library_of", lambda *_: str(tmp_path / "soft.so")
+    )
+    (row,) = planted.judge_one(f"{table}:MiscountedImmediate", ["visibility"], nics=True)
+    assert row.caught is None
+    assert f"({tmp_path}/libmkernel_planted_verbs.so): wheels leave it out" in row.message
+    assert "run the command in a repository that `make` has built" in row.message
+    assert not planted.passed([row])
+    assert planted.passed([row, replace(row, caught=True)])
+    assert not planted.passed([row, replace(row, caught=True), replace(row, caught=False)])
 
 
 @pytest.mark.parametrize("ends", [True, False])
