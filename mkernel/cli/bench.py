@@ -485,8 +485,6 @@ def _draw(outcome: results.Report, path: Path, console: Console) -> None:
     try:
         plot.write(outcome, path)
     except ImportError:
-        console.print(
-            f"{path} not drawn: matplotlib is missing; pip install 'mkernel-fused[bench]'"
-        )
+        console.print(f"{path} not drawn: matplotlib is missing; pip install matplotlib")
     except (OSError, ValueError) as error:
         raise ArgumentError("--plot", path, "a file that can be written", why=str(error)) from error

@@ -429,6 +429,4 @@ def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> N
     try:
         timeline_picture.write_timeline(run, output / "timeline.png")
     except ImportError:
-        console.print(
-            "timeline.png not drawn: matplotlib is missing; pip install 'mkernel-fused[bench]'"
-        )
+        console.print("timeline.png not drawn: matplotlib is missing; pip install matplotlib")

@@ -83,9 +83,7 @@ def draw(option: str, file: Path, formats: str, write_picture: Callable[[], None
     try:
         write_picture()
     except ImportError as error:
-        raise Unsupported(
-            f"{option} needs matplotlib: pip install 'mkernel-fused[bench]' ({error})"
-        ) from error
+        raise Unsupported(f"{option} needs matplotlib: pip install matplotlib ({error})") from error
     except (OSError, ValueError) as error:
         raise unwritable(option, file, error, formats) from error
 

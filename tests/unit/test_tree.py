@@ -6,39 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from mkernel.unbuilt import DISTRIBUTION
+
 ROOT = Path(__file__).parents[2]
-PLUGIN = ROOT / "examples" / "plugins" / "native" / "fifo_kernel.cpp"
-DATA = {
-    "mkernel/topology/data/links.json",
-    "mkernel/backends/cuda/chips.json",
-    *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "hopper", "streams")),
-}
-HEADERS = {
-    "mkernel/include/backends/contracts/call_starter.h",
-    "mkernel/include/backends/transport/atomics.hpp",
-    "mkernel/include/backends/transport/call_state.hpp",
-    "mkernel/include/backends/transport/channel.hpp",
-    "mkernel/include/backends/transport/host_device.hpp",
-    "mkernel/include/backends/transport/clock.hpp",
-    "mkernel/include/backends/transport/device_wait.cuh",
-    "mkernel/include/backends/transport/host_control.hpp",
-    "mkernel/include/backends/transport/signal.hpp",
-    "mkernel/include/backends/transport/fifo_atomics.hpp",
-    "mkernel/include/backends/transport/republish.hpp",
-    "mkernel/include/backends/transport/fifo_device.hpp",
-    "mkernel/include/backends/transport/fifo_host.hpp",
-    "mkernel/include/backends/transport/fifo_slot.hpp",
-    "mkernel/include/backends/transport/put_command.hpp",
-    "mkernel/include/backends/transport/diagnosis.hpp",
-    "mkernel/include/backends/transport/signal_pad.hpp",
-    "mkernel/include/backends/transport/shared_word.hpp",
-    "mkernel/include/backends/transport/sleep.hpp",
-}
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -157,35 +131,41 @@ def test_the_build_leaves_nics_out_without_their_header(tmp_path: Path) -> None:
     assert "_nics" not in targets
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (ROOT / "build" / "native" / "build.ninja").is_file(),
-    reason="build/native has nothing to reuse: run make",
-)
-def test_native_code_of_plug_ins_compiles_with_the_headers_of_a_wheel(tmp_path: Path) -> None:
-    """What a wheel has of native code: modules and libraries, and the headers for plug-ins."""
-    build = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
-    done = run(sys.executable, "-m", "pip", "wheel", *build, ".")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(file) as wheel:
-        names = wheel.namelist()
-        wheel.extractall(tmp_path / "site")
-    kinds = {Path(name).suffix for name in names if not name.startswith("mkernel/include/")}
-    assert kinds <= {".py", ".pyi", ".so", ".json", ".typed", ".txt", ""}, sorted(kinds)
-    assert set(names) >= DATA
-    assert not [name for name in names if name.endswith("CMakeLists.txt")]
-    assert {name for name in names if name.startswith("mkernel/include/")} == HEADERS
+def test_what_depends_on_mkernel_names_this_project() -> None:
+    """The distribution called `mkernel` that a package index has is another project."""
+    (name,) = re.findall(r'^name = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert name == DISTRIBUTION
+    templates = run("git", "ls-files", "*/pyproject.toml").stdout.split()
+    assert len(templates) >= 2
+    for template in templates:
+        (needed,) = re.findall(r"^dependencies = \[(.*)\]", (ROOT / template).read_text(), re.M)
+        assert f'"{name}"' in needed.split(", "), template
+        assert '"mkernel"' not in needed.split(", "), template
 
-    # Both an installed mkernel and the repository say where the headers are.
-    for folder, expected in ((tmp_path / "site", tmp_path / "site/mkernel/include"), (ROOT, ROOT)):
-        told = run(sys.executable, "-m", "mkernel", "--include-dir", cwd=folder)
-        assert told.stdout.strip() == str(expected), told.stderr
-        made = run(
-            "g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
-            f"-I{expected}", str(PLUGIN), cwd=tmp_path,
-        )  # fmt: skip
-        assert made.returncode == 0, made.stderr
+
+FROM_AN_INDEX = re.compile(
+    r"pip3? install\b[^\n`]*[ '\"]mkernel([-_]fused)?(?=[\[\s'\"`;,)=<>~]|\.\W|$)", re.MULTILINE
+)
+
+
+def test_no_advice_takes_mkernel_from_an_index() -> None:
+    """Ours is not there. What a file tells to install comes from its repository, or is another's."""
+    for wrong in ("mkernel", "'mkernel-fused[bench]'", "-U mkernel-fused==0.2"):
+        assert FROM_AN_INDEX.search(f"needs it: pip install {wrong}")
+    for right in (
+        ".",
+        "matplotlib",
+        "./mkernel",
+        "mkernel-tiny-nic",
+        "dist/mkernel_fused-0.2.0.whl",
+    ):
+        assert not FROM_AN_INDEX.search(f"pip install {right}")
+    for file in run(
+        "git", "ls-files", "*.py", "*.md", "*.sh", "*.toml", "*.yml", "Makefile"
+    ).stdout.split():
+        if (ROOT / file).is_file():
+            found = FROM_AN_INDEX.search((ROOT / file).read_text())
+            assert found is None, f"{file}: {found and found[0]}"
 
 
 def test_names_of_test_files_are_unique() -> None:
