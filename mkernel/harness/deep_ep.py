@@ -1,9 +1,9 @@
 """DeepEP's kernels inside a node as a peer of the MoE ops, where it is installed.
 
 It is version 1, built from source without NVSHMEM; this repository has no build of it. Tokens go once
-to each rank that has an expert of theirs; torch puts them in the order of experts and multiplies. A
-rank's results for a token are added by torch, in float32, and those of ranks by DeepEP. Sizes are the
-worst case, so that nothing waits for the host and graphs capture it.
+to each rank that has an expert of theirs. One kernel (:mod:`.expert_rows`) copies them to the rows of
+their experts, torch multiplies, and one kernel adds a rank's results for a token in float32; DeepEP
+adds those of ranks. Sizes are the worst case, so that nothing waits for the host and graphs capture it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from mkernel.cases.moe_layer import OP as MOE_LAYER
+from mkernel.harness import expert_rows
 from mkernel.harness.contender import Contender
 from mkernel.harness.library_moe import (
     DISPATCHED,
@@ -24,7 +25,6 @@ from mkernel.harness.library_moe import (
     kept,
     padded,
     products,
-    summed_by_token,
     without_padding,
 )
 from mkernel.harness.problem import Inputs, Problem, Tensors
@@ -82,22 +82,21 @@ class DeepEp(Contender):
         for number, each in enumerate(handle):
             kept(inputs, f"handle{number}", each)
         kept(inputs, "weights", weights)
-        kept(inputs, "counts", routing.counts)
-        kept(inputs, "places", routing.places)
+        for name in ("counts", "count", "home"):
+            kept(inputs, name, getattr(routing, name))
         kept(inputs, "rows", padded(inputs["h"], self._capacity))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self.op == "moe_gemm_combine":
             rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
-            sums = summed_by_token(rows, inputs["weights"], inputs["counts"], inputs["places"])
+            sums = expert_rows.summed(rows, inputs["weights"], inputs["home"], inputs["count"])
             return self._brought_home(sums, tuple(inputs[f"handle{n}"] for n in range(_HANDLE)))
         tokens, weights, routing, handle = self._sent(inputs)
-        rows, counts = tokens[routing.places // routing.top_k], routing.counts
+        rows, counts = routing.copied(tokens), routing.counts
         if self.op == "moe_dispatch_gemm":
             return {"outputs": products(rows, inputs["w"], counts), "counts": counts}
         rows = gated_products(rows, inputs["w"], inputs["w2"], counts)
-        sums = summed_by_token(rows, weights, counts, routing.places)
-        return self._brought_home(sums, handle)
+        return self._brought_home(routing.summed(rows, weights), handle)
 
     def _sent(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, Sorted, tuple[Any, ...]]:
         """Tokens that came, by source and number, in room for all; their slots' weights; the routing;
@@ -118,8 +117,7 @@ class DeepEp(Contender):
         return tokens, weights, routing, handle
 
     def _brought_home(self, sums: torch.Tensor, handle: tuple[Any, ...]) -> Tensors:
-        dtype = getattr(torch, self.problem.case.dtype)
-        out, *_ = self._buffer.combine(sums.to(dtype), handle, config=self._config)
+        out, *_ = self._buffer.combine(sums, handle, config=self._config)
         return {"out": out}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:

@@ -7,13 +7,14 @@ documentation promises, so that the same reference judges them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.nn.functional import silu
 
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
+from mkernel.harness import expert_rows
 from mkernel.harness.collectives import all_gather
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.world.order import capturing
@@ -68,8 +69,8 @@ def gated_products(
     rows: torch.Tensor, w: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
     """What the experts of a layer make of their rows; ``w`` has the gates' columns, then the ups'."""
-    gate, up = products(rows, w, counts).chunk(2, dim=-1)
-    return products(silu(gate) * up, w2, counts)
+    both = products(rows, w, counts)
+    return products(expert_rows.gated(both, counts.sum(0, keepdim=True)), w2, counts)
 
 
 def _refuse_capture(tensor: torch.Tensor, what: str) -> None:
@@ -153,52 +154,57 @@ class Sorted:
     """Which slots of tokens some experts take. The host waits for nothing where there is a capacity.
 
     Attributes:
-        counts: rows of each expert. places: of the rows, by expert and then in the order of the lists
-            of slots, where they are in these; of the first ``capacity`` of them, those behind the last
-            expert's being somebody else's.
+        counts: rows of each expert. count [1]: of all of them.
+        places: of the rows, by expert and then in the order of the lists of slots, where they are in
+            these; of the first ``capacity`` of them, those behind the last expert's being somebody
+            else's. home: the inverse, the row of each slot; those of other experts come last.
     """
 
     def __init__(self, topk_ids: torch.Tensor, experts: int, capacity: int | None) -> None:
         """``topk_ids`` [tokens, k]: of other numbers than 0 to ``experts`` no row is made."""
-        ids = topk_ids.reshape(-1).long()
-        expert = torch.where((ids >= 0) & (ids < experts), ids, experts)
-        order = expert.argsort(stable=True)
-        ones = torch.ones_like(expert)
-        self.counts = torch.zeros(experts + 1, dtype=torch.long, device=ids.device).scatter_add_(
-            0, expert, ones
-        )[:experts]
-        self.places = order[: int(self.counts.sum()) if capacity is None else capacity]
+        ids = topk_ids.reshape(-1)
+        # The fewer bytes a key has, the fewer passes a radix sort makes.
+        key = torch.int16 if experts < torch.iinfo(torch.int16).max else torch.int32
+        expert = torch.where((ids >= 0) & (ids < experts), ids, experts).to(key)
+        found, order = expert.sort(stable=True)
+        numbers = torch.arange(experts, dtype=key, device=ids.device)
+        ends = torch.searchsorted(found, numbers, right=True)
+        self.counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        self.count = ends[-1:]
+        self.places = order[: int(self.count) if capacity is None else capacity]
+        rows = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+        self.home = torch.empty_like(rows).scatter_(0, order, rows)
         self.top_k = topk_ids.shape[1]
+
+    def copied(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the rows."""
+        return expert_rows.copied(tokens, self.places, self.count, self.top_k)
+
+    def summed(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return each token's sum of what ``rows`` has of it, weighted by its slots' ``weights``."""
+        return expert_rows.summed(rows, weights, self.home, self.count)
 
 
 class Gathered(Sorted):
-    """All tokens to all ranks: which of them this rank's experts take. Collective."""
+    """Which tokens of all ranks this rank's experts take."""
 
-    def __init__(
-        self, problem: Problem, topk_ids: torch.Tensor, capacity: int | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, topk_ids: torch.Tensor, capacity: int | None) -> None:
+        """``topk_ids``: of all ranks."""
         own = problem.case.sizes["experts"] // problem.world
-        local = gathered(topk_ids, problem.world).long() - problem.rank * own
-        super().__init__(local, own, capacity)
-
-
-def summed_by_token(
-    rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, places: torch.Tensor
-) -> torch.Tensor:
-    """The weighted sum of the results that are here (:class:`Sorted`) of each token, in float32. Lists
-    of slots are those of ``weights`` [tokens, k]."""
-    tokens, top_k = weights.shape
-    summed = torch.zeros(tokens, rows.shape[1], device=rows.device)
-    mine = torch.arange(len(rows), device=rows.device) < counts.sum()
-    weighted = torch.where(mine[:, None], rows.float() * weights.flatten()[places, None], 0.0)
-    return summed.index_add_(0, places // top_k, weighted)
+        super().__init__(topk_ids - problem.rank * own, own, capacity)
 
 
 def gathered(share: torch.Tensor, world: int) -> torch.Tensor:
     """All ranks' rows, one rank's after another's."""
-    whole = share.new_empty(world * share.shape[0], *share.shape[1:])
-    all_gather(whole, share.contiguous())
+    whole, coming = gathering(share, world)
+    coming.wait()
     return whole
+
+
+def gathering(share: torch.Tensor, world: int) -> tuple[torch.Tensor, Any]:
+    """Start to gather all ranks' rows: their memory, and what to wait for before it is read."""
+    whole = share.new_empty(world * share.shape[0], *share.shape[1:])
+    return whole, all_gather(whole, share.contiguous(), async_op=True)
 
 
 CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {

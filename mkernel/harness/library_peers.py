@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness import library_attention
+from mkernel.harness import expert_rows, library_attention
 from mkernel.harness.collectives import reduce_scatter
 from mkernel.harness.contender import Contender
 from mkernel.harness.library_moe import (
@@ -17,18 +17,19 @@ from mkernel.harness.library_moe import (
     Gathered,
     gated_products,
     gathered,
+    gathering,
     kept,
     padded,
     products,
-    summed_by_token,
     without_padding,
 )
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 
 class GatheredExperts(Contender):
-    """All tokens to all ranks, of which each rank takes the rows of its experts: a gather, an index
-    and a grouped product. Results come home as sums of ranks, by a reduce-scatter."""
+    """All tokens to all ranks, of which each rank takes the rows of its experts: a gather, a copy and
+    a grouped product. Results come home as sums of ranks, by a reduce-scatter. Gathers go on beside
+    what does not need them."""
 
     name = "gather+grouped"
 
@@ -47,31 +48,37 @@ class GatheredExperts(Contender):
 
     def before(self, inputs: Inputs) -> None:
         if self.op == "moe_gemm_combine":
-            routing = Gathered(self.problem, inputs["topk_ids"], self._capacity)
-            kept(inputs, "counts", routing.counts)
-            kept(inputs, "places", routing.places)
+            ids = gathered(inputs["topk_ids"], self.problem.world)
+            routing = Gathered(self.problem, ids, self._capacity)
+            for name in ("counts", "count", "home"):
+                kept(inputs, name, getattr(routing, name))
             kept(inputs, "rows", padded(inputs["h"], self._capacity))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        if self.op == "moe_gemm_combine":
-            rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
-            return self._brought_home(rows, inputs, inputs["counts"], inputs["places"])
-        tokens = gathered(inputs["x"], self.problem.world)
-        routing = Gathered(self.problem, inputs["topk_ids"], self._capacity)
-        rows, counts = tokens[routing.places // routing.top_k], routing.counts
-        if self.op == "moe_dispatch_gemm":
-            return {"outputs": products(rows, inputs["w"], counts), "counts": counts}
-        rows = gated_products(rows, inputs["w"], inputs["w2"], counts)
-        return self._brought_home(rows, inputs, counts, routing.places)
-
-    def _brought_home(
-        self, rows: torch.Tensor, inputs: Inputs, counts: torch.Tensor, places: torch.Tensor
-    ) -> Tensors:
         world = self.problem.world
-        weights = gathered(inputs["topk_weights"], world)
-        summed = summed_by_token(rows, weights, counts, places)
-        out = rows.new_empty(len(weights) // world, rows.shape[1])
-        reduce_scatter(out, summed.to(rows.dtype))
+        if self.op == "moe_gemm_combine":
+            weights, coming = gathering(inputs["topk_weights"], world)
+            rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+            coming.wait()
+            return self._brought_home(
+                expert_rows.summed(rows, weights, inputs["home"], inputs["count"])
+            )
+        ids, coming_first = gathering(inputs["topk_ids"], world)
+        tokens, coming = gathering(inputs["x"], world)  # while ids are sorted
+        coming_first.wait()
+        routing = Gathered(self.problem, ids, self._capacity)
+        coming.wait()
+        if self.op == "moe_dispatch_gemm":
+            rows = products(routing.copied(tokens), inputs["w"], routing.counts)
+            return {"outputs": rows, "counts": routing.counts}
+        weights, coming = gathering(inputs["topk_weights"], world)
+        rows = gated_products(routing.copied(tokens), inputs["w"], inputs["w2"], routing.counts)
+        coming.wait()
+        return self._brought_home(routing.summed(rows, weights))
+
+    def _brought_home(self, sums: torch.Tensor) -> Tensors:
+        out = sums.new_empty(len(sums) // self.problem.world, sums.shape[1])
+        reduce_scatter(out, sums)
         return {"out": out}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
