@@ -8,7 +8,7 @@ address would be null, so such calls are refused until the ops are registered wi
 from __future__ import annotations
 
 from inspect import getattr_static
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ _USUAL_FUNCTIONS = (
     getattr_static(Tensor, "__torch_function__"),
     torch._C._disabled_torch_function_impl,
 )
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 
 def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -66,6 +67,12 @@ def seen_by_torch(*values: Any) -> bool:
                     raise _refused("a derivative of an op", _TRANSFORM, "call backward instead")
                 return True
     return False
+
+
+def refuse_transform(op: str) -> NoReturn:
+    """Unsupported: a transform of torch.func came upon a registered op, for which it knows no rule. It
+    would call the kernel with the values alone, and take derivatives along them for zero."""
+    raise _refused(op, _TRANSFORM, "call the op outside of it")
 
 
 def just_computing() -> bool:
@@ -138,7 +145,7 @@ def _examined(name: str, value: Tensor) -> Tensor:
             f"pass {name}.resolve_neg()",
             why="its memory holds other signs than it shows",
         )
-    if forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
+    if _has_tangent(value):
         raise ArgumentError(
             name,
             "a tensor with a forward-mode tangent",
@@ -148,6 +155,22 @@ def _examined(name: str, value: Tensor) -> Tensor:
     if not _has_memory(value):
         raise ArgumentError(name, "a tensor without memory", "one with data of its own")
     return value
+
+
+def _has_tangent(value: Tensor) -> bool:
+    """Return whether torch would differentiate along ``value`` in forward mode.
+
+    Where torch calls a kernel it hides tangents: inside an ``autograd.Function``, which records an
+    operand that requires grad, forward mode is off, and torch looks for tangents when the kernel is
+    over; a compiled graph excludes the dispatch keys that unpack them.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    with (
+        forward_ad._set_fwd_grad_enabled(not torch.is_inference_mode_enabled()),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS),
+    ):
+        return forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _has_own_behaviour(kind: type[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from torch._higher_order_ops import effects
 from mkernel.backends.contracts.output_memory import in_torchs
 from mkernel.ops import checkpointing, inductor
 from mkernel.ops.eager import EagerOp
+from mkernel.ops.plain import refuse_transform
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -53,6 +54,9 @@ def register(
     _LIBRARY.define(schema, tags=(_STRIDES,))  # type: ignore[no-untyped-call]
     _LIBRARY.impl(  # type: ignore[no-untyped-call]
         name, in_torchs(kernel) if communicates else kernel, "CompositeExplicitAutograd"
+    )
+    _LIBRARY.impl(  # type: ignore[no-untyped-call]
+        name, lambda *_, **__: refuse_transform(name), "FuncTorchDynamicLayerFrontMode"
     )
     torch.library.register_fake(qualified, _asked(fake) if communicates else fake, lib=_LIBRARY)
     if backward is not None:

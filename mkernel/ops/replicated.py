@@ -12,10 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
+from mkernel.ops.plain import plain
 from mkernel.ops.registration import ops, register
+from mkernel.ops.untraced import untraced
+
+_OP = "replicated_gemm"
 
 
+@untraced
 def _product(a: Tensor, b: Tensor, *, group: str) -> Tensor:
+    a, b = plain(_OP, ("a", "b"), (a, b))
+    return a @ b
+
+
+def _fake(a: Tensor, b: Tensor, *, group: str) -> Tensor:
     return a @ b
 
 
@@ -36,9 +46,9 @@ def _product_backward(ctx: Any, of_c: Tensor) -> Any:
 
 
 register(
-    "replicated_gemm(Tensor a, Tensor b, *, str group) -> Tensor",
+    f"{_OP}(Tensor a, Tensor b, *, str group) -> Tensor",
     _product,
-    _product,
+    _fake,
     _save_product,
     _product_backward,
     communicates=False,
