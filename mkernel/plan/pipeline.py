@@ -72,6 +72,7 @@ class Pipeline:
         grouped: what a rank sends to all others leaves as one message a chunk, with one signal.
         exchange: between nodes.
         returns: of MoE GEMM+combine.
+        whole_tokens: all tokens of a dispatch travel to every rank.
     """
 
     order: ConsumptionOrder
@@ -83,6 +84,7 @@ class Pipeline:
     grouped: bool = False
     exchange: Exchange = "direct"
     returns: Returns = "slots"
+    whole_tokens: bool = False
 
     @property
     def blocks_in_turn(self) -> bool:

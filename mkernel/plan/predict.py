@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from mkernel.plan.model import (
     DTYPE_BYTES,
+    AttentionShape,
     CombineShape,
     CommonPart,
     DtypeName,
@@ -16,6 +18,7 @@ from mkernel.plan.model import (
     Prediction,
     Shape,
     SumShape,
+    sums_of,
 )
 from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Pipeline, Returns
@@ -45,10 +48,10 @@ def closed_form(
     """T_c = work / rate, T_m = bytes to every peer over the slowest link; s: bytes an element.
 
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
-    GEMM+AllReduce: the same twice; AllReduce: M·N, and these bytes too. MoE: 2·T·k·H·I, T·k/W·H·s a
-    peer (uniform routing), a combine T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·(1-(1-1/W)^k)·H·s where
-    sums of ranks come home. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a
-    peer.
+    GEMM+AllReduce: the same twice; AllReduce: M·N, and these bytes too. MoE: 2·T·k·H·I, and with
+    uniform routing T·r·H·s a peer, r as :func:`wanted` says, or T·H·s where tokens travel whole; a
+    combine T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·r·H·s where sums of ranks come home. Ring
+    attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
     Backward: 2.5 times the work of attention, twice a dispatch's; float32 gradients travel too.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
@@ -59,7 +62,7 @@ def closed_form(
     compute = _MORE_WORK.get(plan.op, 1.0) * work(plan.shape, world) / rate
     comm = 0.0
     if world > 1:
-        payload = sum(payloads(plan.op, plan.shape, plan.dtype, world, pipeline.returns))
+        payload = sum(sent_by(plan, pipeline))
         comm = messages_us(payload, links, pipeline, constants)
     return prediction(compute, comm, max(compute, comm), constants.launch_us, constants)
 
@@ -120,29 +123,65 @@ class Payloads(NamedTuple):
     spread: float = 0.0
 
 
+def wanted(experts: int, top_k: int, world: int) -> float:
+    """Return the share of a rank's tokens that another rank has experts of, where each token has
+    ``top_k`` different ones, all equally likely: 1 - C(E - E/W, k) / C(E, k)."""
+    chosen, others = min(top_k, experts), experts - experts // world
+    return 1 - math.comb(others, chosen) / math.comb(experts, chosen)
+
+
+def sent_by(plan: CommonPart, pipeline: Pipeline) -> Payloads:
+    """Return what each ordered pair of ranks exchanges in a pipeline of a plan."""
+    return payloads(
+        plan.op, plan.shape, plan.dtype, plan.world_size, pipeline.returns,
+        whole_tokens=pipeline.whole_tokens,
+    )  # fmt: skip
+
+
 def payloads(
-    op: OpName, shape: Shape, dtype: DtypeName, world: int, returns: Returns = "slots"
+    op: OpName,
+    shape: Shape,
+    dtype: DtypeName,
+    world: int,
+    returns: Returns = "slots",
+    *,
+    partials: DtypeName | None = None,
+    results: DtypeName | None = None,
+    whole_tokens: bool = False,
+    one_exchange: bool = False,
 ) -> Payloads:
-    """What each ordered pair of ranks exchanges; MoE with uniform routing."""
+    """Return what each ordered pair of ranks exchanges, without ids and weights of tokens; MoE with
+    uniform routing.
+
+    Args:
+        partials, results: dtypes in which partial results and their sums travel. None: as ``dtype``.
+        whole_tokens, one_exchange: as of :class:`mkernel.plan.schedule.Schedule`.
+    """
     size = DTYPE_BYTES[dtype]
-    back = max(size, DTYPE_BYTES["float32"]) if forward(op) != op else 0  # gradients that go home
-    if isinstance(shape, GemmShape) and op == "all_gather_gemm":
-        return Payloads(gather=shape.m / world * shape.k * size)
+    back = DTYPE_BYTES[sums_of(dtype, dtype)] if forward(op) != op else 0  # gradients that go home
     if isinstance(shape, GemmShape | SumShape):
-        part = shape.m / world * shape.n * size
-        return Payloads(scatter=part, spread=0.0 if op == "gemm_reduce_scatter" else part)
+        if isinstance(shape, GemmShape) and op == "all_gather_gemm":
+            return Payloads(gather=shape.m / world * shape.k * size)
+        part = shape.m / world * shape.n
+        of_partials = DTYPE_BYTES[partials or dtype]
+        if op == "gemm_reduce_scatter":
+            return Payloads(scatter=part * of_partials)
+        if one_exchange:
+            return Payloads(scatter=world * part * of_partials)
+        return Payloads(scatter=part * of_partials, spread=part * DTYPE_BYTES[results or dtype])
+    if isinstance(shape, AttentionShape):
+        own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
+        return Payloads(gather=2.0 * own * (size + back))
+    once = wanted(shape.experts, shape.top_k, world)  # a token to a rank that has experts of it
+    rows, by_slot = once, shape.top_k / world
     if isinstance(shape, MoeShape):
-        return Payloads(gather=shape.tokens * shape.top_k / world * shape.hidden * (size + back))
-    if isinstance(shape, GemmCombineShape):
-        size = DTYPE_BYTES[dtype if back else shape.partial_dtype]
-        rows = shape.top_k / world
-        if back or returns == "ranks":  # a token once to each rank that has experts of it
-            rows = 1 - (1 - 1 / world) ** shape.top_k
-        return Payloads(gather=shape.tokens * rows * shape.hidden * size)
-    if isinstance(shape, CombineShape):
-        return Payloads(gather=shape.tokens * shape.top_k / world * shape.features * size)
-    own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
-    return Payloads(gather=2.0 * own * (size + back))
+        width, size, rows = shape.hidden, size + back, 1.0 if whole_tokens else once
+    elif isinstance(shape, CombineShape):
+        width, rows = shape.features, once if back else by_slot
+    else:
+        width, size = shape.hidden, DTYPE_BYTES[dtype if back else shape.partial_dtype]
+        rows = once if back or returns == "ranks" else by_slot
+    return Payloads(gather=shape.tokens * rows * width * size)
 
 
 def all_gather_gemm(

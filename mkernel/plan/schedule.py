@@ -24,6 +24,23 @@ class Schedule(Model):
         """Whether copy engines, not kernels, write to the memory of peers."""
         return False
 
+    @property
+    def whole_tokens(self) -> bool:
+        """Whether all tokens of a dispatch travel to every rank, not only those wanted there."""
+        return False
+
+    @property
+    def one_exchange(self) -> bool:
+        """Whether partial results of an all-reduce go whole to every rank, where others go to their
+        owners, whose sums travel again."""
+        return False
+
+    @property
+    def partials(self) -> str:
+        """The dtype in which partial results of a GEMM op travel: that of ``sums``, of ``results``, or
+        one by name."""
+        return "sums"
+
     _of_kind: ClassVar[dict[str, type[Schedule]]] = {}
 
     @classmethod

@@ -27,7 +27,7 @@ from mkernel.plan.messages import (
 )
 from mkernel.plan.model import CommonPart, GemmShape
 from mkernel.plan.pipeline import Exchange, Pipeline
-from mkernel.plan.predict import payloads
+from mkernel.plan.predict import sent_by
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Busy, Message, run
 from mkernel.topology.model import Model
@@ -101,7 +101,7 @@ def trace(
     """Does what :func:`simulate` does, and keeps the timeline where ``keep``."""
     exchange = pipeline.exchange
     made = CallMessages(plan, pipeline, constants, _chunks(plan, pipeline), detail)
-    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size, pipeline.returns)
+    sent = sent_by(plan, pipeline)
     device = _Device(plan, pipeline, made.chunks)
     after: dict[SimulatedRank, Sequence[Message]] = {}
     arrivals: Arrivals = {}

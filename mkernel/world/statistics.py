@@ -6,9 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.predict import payloads
 
 Way = Literal["peer memory", "copy engine", "nic", "process group"]
@@ -118,8 +118,18 @@ def sent(plan: LaunchPlan, rank: int) -> dict[Way, int]:
     world = plan.world_size
     if world == 1:
         return {}
-    each = sum(payloads(plan.op, plan.shape, plan.dtype, world))
-    near: Way = "copy engine" if plan.schedule and plan.schedule.copy_engines else "peer memory"
+    how = plan.schedule
+    assert how is not None, "plans that are called have a schedule"
+    dtypes = {"sums": plan.sums, "results": plan.out_dtype}
+    terms = plan.dtype if plan.op == "all_reduce" else dtypes.get(how.partials, how.partials)
+    each = sum(
+        payloads(
+            plan.op, plan.shape, plan.dtype, world, getattr(how, "returns", "slots"),
+            partials=cast(DtypeName, terms), results=plan.out_dtype,
+            whole_tokens=how.whole_tokens, one_exchange=how.one_exchange,
+        )
+    )  # fmt: skip
+    near: Way = "copy engine" if how.copy_engines else "peer memory"
     peers = Counter(
         plan.routes.route(plan.placement, rank, peer).kind for peer in range(world) if peer != rank
     )

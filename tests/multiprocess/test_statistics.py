@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import mkernel
 from mkernel.errors import ShapeError
+from mkernel.plan.model import MoeShape
+from mkernel.plan.predict import payloads
 from mkernel.world import profiling
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -73,6 +75,27 @@ def test_what_the_nic_carries_it_counts_itself() -> None:
         assert found.sent_bytes["peer memory"] == M * K * 2
         assert found.sent_bytes["nic"] == carried
         assert carried >= 2 * M * K * 2  # of two ranks there
+
+
+TOKENS, HIDDEN = 512, 256
+ROUTED = {"experts": 8, "top_k": 4}
+
+
+def dispatched_through_the_nic() -> int:
+    rank, draw = mkernel.world().rank, torch.Generator().manual_seed(mkernel.world().rank)
+    ids = torch.rand(TOKENS, ROUTED["experts"], generator=draw).argsort(1)[:, : ROUTED["top_k"]]
+    weights = torch.ones(ROUTED["experts"] // 2, HIDDEN, 16, dtype=torch.float16)
+    x = torch.full((TOKENS, HIDDEN), float(rank), dtype=torch.float16)
+    mkernel.moe_dispatch_gemm(x, ids.int(), weights)
+    return mkernel.stats().sent_bytes["nic"]
+
+
+def test_the_nic_carries_a_token_once_to_a_rank_as_predicted() -> None:
+    """Nearly all tokens have experts on both ranks; four copies of each would be twice as many."""
+    shape = MoeShape(tokens=TOKENS, hidden=HIDDEN, features=16, **ROUTED)
+    predicted = sum(payloads("moe_dispatch_gemm", shape, "float16", 2))
+    for carried in launched(dispatched_through_the_nic, "ascend", nodes=2, each=1):
+        assert carried == pytest.approx(predicted, rel=0.1)
 
 
 def test_calls_that_raise_are_errors() -> None:

@@ -78,6 +78,11 @@ class ReduceSchedule(ProductSchedule):
     partial_dtype: DtypeName
     band: int = Field(ge=1)
 
+    @property
+    def partials(self) -> str:
+        """``partial_dtype``."""
+        return self.partial_dtype
+
 
 class DispatchSchedule(Schedule):
     """How MoE dispatch+GEMM runs. Tokens travel in chunks of ``rows_per_chunk`` of their rank;

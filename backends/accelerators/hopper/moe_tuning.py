@@ -6,6 +6,7 @@ Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -23,6 +24,7 @@ from mkernel.plan.model import (
     MoeShape,
     Prediction,
 )
+from mkernel.plan.predict import predict, wanted
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -52,7 +54,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     made: Schedule
     if isinstance(plan.shape, MoeShape):
         pushing, considered = push_blocks(plan, processors)
-        found = found._replace(alternatives=found.alternatives + considered)
+        pipeline = replace(found.pipeline, whole_tokens=pushing == 0)
+        times = found.prediction
+        if request.constants is not None and request.measured is None:
+            times = predict(plan, request.links, pipeline, request.constants)
+        found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
         early = early_tiles(plan, processors, found.prediction, pushing)
         made = DispatchSchedule(
             # Beside early tiles the push needs room; it is over before any others begin.
@@ -173,8 +179,8 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
 
 def travel_us(plan: CommonPart, pushing: int) -> float:
     """Until a rank's tokens are at all others of its node, by so many blocks, each once to each rank
-    that wants it (a share 1 - (1 - 1/W)^top_k of them, of uniform routing), or whole by copy engines,
-    to one rank after another."""
+    that wants it (:func:`mkernel.plan.predict.wanted` of them), or whole by copy engines, to one rank
+    after another."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     nbytes, copies = (
@@ -183,9 +189,9 @@ def travel_us(plan: CommonPart, pushing: int) -> float:
     )
     if pushing == 0:
         return (world - 1) * copies.choose("put", nbytes, 0, flagged=True).microseconds
-    wanted = 1 - (1 - 1 / world) ** shape.top_k
+    share = wanted(shape.experts, shape.top_k, world)
     usual = machine().experts.push_blocks
-    sent = copies.microseconds("put", "plain", usual, round((world - 1) * wanted * nbytes))
+    sent = copies.microseconds("put", "plain", usual, round((world - 1) * share * nbytes))
     return sent * max(1.0, usual / pushing)
 
 

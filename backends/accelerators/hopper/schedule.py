@@ -81,6 +81,11 @@ class ReduceSchedule(Schedule):
     network_blocks: int = Field(0, ge=0)
     exchange: Exchange = "direct"
 
+    @property
+    def partials(self) -> str:
+        """That of results, to which each partial result is rounded."""
+        return "results"
+
 
 class FewRowsSchedule(Schedule):
     """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
@@ -93,6 +98,16 @@ class FewRowsSchedule(Schedule):
     blocks: int = Field(ge=1)
     product: DtypeName
     normalises: bool = False
+
+    @property
+    def one_exchange(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def partials(self) -> str:
+        """That of the products."""
+        return self.product
 
 
 class AttentionSchedule(Schedule):
@@ -169,6 +184,11 @@ class ProductSchedule(Schedule):
     product: DtypeName
     scaled_by: ScaledBy | None = None
 
+    @property
+    def partials(self) -> str:
+        """That of the products."""
+        return self.product
+
 
 class LibrarySchedule(ProductSchedule):
     """How a library's product and a collective run. ``way``: of an all-reduce, everything to everyone
@@ -182,6 +202,11 @@ class LibrarySchedule(ProductSchedule):
     by_mail: bool = False
     normalises: bool = False
 
+    @property
+    def one_exchange(self) -> bool:
+        """Where ``way`` is everything to everyone."""
+        return self.way == "one_shot"
+
 
 SumWay = Literal["mail", "mail_twice", "two_shot"]
 
@@ -194,6 +219,11 @@ class SumSchedule(Schedule):
     kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
     way: SumWay
     blocks: int = Field(ge=1)
+
+    @property
+    def one_exchange(self) -> bool:
+        """Where ``way`` is everything to everyone."""
+        return self.way == "mail"
 
 
 class PartsSchedule(ProductSchedule):
@@ -244,6 +274,11 @@ class DispatchSchedule(Schedule):
     @property
     def copy_engines(self) -> bool:
         """For the tokens, where no blocks push."""
+        return self.push_blocks == 0
+
+    @property
+    def whole_tokens(self) -> bool:
+        """Where no blocks push."""
         return self.push_blocks == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from pydantic import Field
@@ -26,7 +27,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Pipeline, Returns
-from mkernel.plan.predict import messages_us
+from mkernel.plan.predict import messages_us, predict, wanted
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -130,6 +131,11 @@ class DispatchSchedule(ExchangeSchedule):
     grouped: bool
     gathers: Gathers
 
+    @property
+    def whole_tokens(self) -> bool:
+        """As ``gathers`` says."""
+        return self.gathers == "whole"
+
 
 class CombineSchedule(ExchangeSchedule):
     """MoE combine, and the backward of MoE ops: exchanges, then one sum."""
@@ -213,7 +219,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     elif plan.op == "moe_dispatch_gemm":
         grouped = _grouped(plan, _products(plan), claims.torch_device)
         gathers, considered = _gathering(request, found.pipeline)
-        found = found._replace(alternatives=found.alternatives + considered)
+        pipeline = replace(found.pipeline, whole_tokens=gathers == "whole")
+        times = found.prediction
+        if request.constants is not None and request.measured is None:
+            times = predict(plan, request.links, pipeline, request.constants)
+        found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
         made = DispatchSchedule(
             **common,
             order=order,
@@ -272,7 +282,7 @@ def _gathering(
     every = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
 
     def travel_us(gathers: Gathers) -> float:
-        share = 1.0 if gathers == "whole" else 1 - (1 - 1 / world) ** shape.top_k
+        share = 1.0 if gathers == "whole" else wanted(shape.experts, shape.top_k, world)
         first = 0.0 if gathers == "whole" else constants.signal_us
         return first + messages_us(share * every, request.links, pipeline, constants)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import get_args
 
 import devices
 import pytest
+from gpu_plans import gpu_plan
 from plan_worlds import CAPABILITIES, explained, main_job, world
 from shipped import constants_of
 
+from mkernel.backends import registry
 from mkernel.backends.accelerators.streams.backend import StreamsAccelerator
 from mkernel.plan.around import Around
 from mkernel.plan.model import (
@@ -18,20 +21,25 @@ from mkernel.plan.model import (
     CombineShape,
     GemmCombineShape,
     GemmShape,
+    LaunchPlan,
     MoeShape,
     Prediction,
     Scales,
     Shape,
 )
 from mkernel.plan.ops import OpName
+from mkernel.plan.paths import FLOAT32_PARTIALS
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.planner import Planned, explain, plan
 from mkernel.plan.predict import Payloads, messages_us, payloads, predict, work
 from mkernel.plan.simulate import simulate
 from mkernel.topology.shared_links import SharedLinks
 from mkernel.topology.world_map import world_map
+from mkernel.world.statistics import sent
 
 W = 4
+BOTH = 1 - (6 * 5) / (8 * 7)
+"""The share of tokens that one of four ranks wants, of which each has two of eight experts."""
 
 
 COMBINED = GemmCombineShape(
@@ -76,7 +84,7 @@ def test_attention_sends_its_own_k_and_v(causal: bool, dtype: str, size: int) ->
         ("gemm_all_reduce", GemmShape(m=64, n=24, k=40), 2 * 64 * 24 * 40, (0, 768, 768)),
         (
             "moe_dispatch_gemm", MoeShape(tokens=32, hidden=24, features=40, experts=8, top_k=2),
-            2 * 32 * 2 * 24 * 40, (32 * 2 // W * 24 * 2, 0, 0),
+            2 * 32 * 2 * 24 * 40, (32 * BOTH * 24 * 2, 0, 0),
         ),
         (
             "moe_combine", CombineShape(tokens=32, features=40, experts=8, top_k=2),
@@ -142,9 +150,87 @@ def test_gradients_are_more_work(op: str, shape: Shape, more: float) -> None:
 
 
 def test_sums_of_ranks_come_home_once_for_each_token_and_rank_that_has_experts_of_it() -> None:
-    both = 1 - (1 - 1 / W) ** 2
     sent = payloads("moe_gemm_combine", COMBINED, "float16", W, "ranks")
-    assert sent == Payloads(gather=32 * both * 24 * 4)
+    assert sent == Payloads(gather=32 * BOTH * 24 * 4)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "world"), [(8, 2, 4), (8, 3, 2), (6, 6, 3), (4, 1, 4)]
+)
+def test_a_token_travels_once_to_a_rank_that_has_experts_of_it(
+    experts: int, top_k: int, world: int
+) -> None:
+    """Counted over all choices of different experts; never more than all tokens, whatever top_k is."""
+    shape = MoeShape(tokens=32, hidden=24, features=40, experts=experts, top_k=top_k)
+    chosen = list(combinations(range(experts), top_k))
+    own = experts // world  # those of the rank at hand: the first ones
+    share = sum(each[0] < own for each in chosen) / len(chosen)
+    found = payloads("moe_dispatch_gemm", shape, "float16", world)
+    assert found.gather == pytest.approx(32 * share * 24 * 2)
+    whole = payloads("moe_dispatch_gemm", shape, "float16", world, whole_tokens=True)
+    assert whole == Payloads(gather=32 * 24 * 2)
+    assert found.gather <= whole.gather
+
+
+@pytest.mark.parametrize("accelerator", ["hopper", "streams"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_dispatch_is_predicted_as_its_tokens_travel(
+    accelerator: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And reported so."""
+    backend = registry.accelerator(accelerator)
+    claims = backend.capabilities_on("cuda")
+    if accelerator == "hopper":
+        monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", "whole" if whole else "wanted")
+    dear = {"signal_us": 1e6 if whole else 0.0, "launch_us": 0.0, "architectures": ()}
+    assert claims.constants is not None
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    constants = claims.constants.model_copy(update=dear)
+    where = world_map(devices.world(devices.node(gpus)), 2, constants, group=claims.process_group)
+    found = explain(
+        "moe_dispatch_gemm",
+        {"tokens": 8192, "hidden": 4096, "features": 256, "experts": 64, "top_k": 1},
+        dtype="bfloat16", accelerator=accelerator, capabilities=claims, nic=None, verbs=None,
+        schedule=backend.schedule, world=where,
+    )  # fmt: skip
+    made = found.plan
+    assert isinstance(made, LaunchPlan)
+    assert made.schedule is not None
+    assert made.schedule.whole_tokens == found.pipeline.whole_tokens == whole
+    nbytes = 8192 * 4096 * 2 * (1 if whole else 0.5)
+    assert sum(sent(made, 0).values()) == nbytes
+    assert made.prediction is not None
+    links = where.group_links if claims.process_group else where.links
+    assert made.prediction.comm_us == messages_us(nbytes, links, found.pipeline, constants)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("op", "sizes", "schedule", "elements"),
+    [
+        ("gemm_all_reduce", {"m": 16, "n": 8192, "k": 512}, "hopper.few_rows", 1.0),
+        ("gemm_all_reduce", {"m": 16, "n": 512, "k": 512}, "hopper.library", 1.0),
+        ("all_reduce", {"m": 16, "n": 512}, "hopper.all_reduce", 1.0),
+        ("gemm_all_reduce", {"m": 8192, "n": 8192, "k": 512}, None, 2.0),
+    ],
+)
+def test_what_an_all_reduce_sends_is_reported_as_it_is_sent(
+    world: int, op: str, sizes: dict[str, int], schedule: str | None, elements: float
+) -> None:
+    """In one exchange all of its partial results, in their dtype, to each peer; else a share of them
+    and of the sums."""
+    options = {"path": "fused"} if schedule == "hopper.few_rows" else {}
+    backend = registry.accelerator("hopper")
+    made = gpu_plan(backend, op, world, sizes, dtype="bfloat16", **options)
+    assert made.schedule is not None
+    whole = sizes["m"] * sizes["n"]
+    if schedule is None:
+        assert sum(sent(made, 0).values()) == (world - 1) * whole / world * elements * 2
+        return
+    assert made.schedule.kind == schedule
+    assert made.schedule.one_exchange
+    small = op != "all_reduce" and whole <= FLOAT32_PARTIALS
+    assert sum(sent(made, 0).values()) == (world - 1) * whole * (4 if small else 2)
 
 
 def test_gradients_of_what_came_go_home_in_float32() -> None:
@@ -155,7 +241,7 @@ def test_gradients_of_what_came_go_home_in_float32() -> None:
         assert found == Payloads(gather=2 * elements * (size + 4))
     moe = MoeShape(tokens=32, hidden=24, features=40, experts=8, top_k=2)
     found = payloads("moe_dispatch_backward", moe, "float16", W)
-    assert found == Payloads(gather=32 * 2 / W * 24 * (2 + 4))
+    assert found == Payloads(gather=32 * BOTH * 24 * (2 + 4))
 
 
 def test_a_rate_that_is_not_known_of_e4m3_is_named_and_one_that_is_counts() -> None:
