@@ -144,7 +144,7 @@ numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, figures
 	python bench/figures_in_prose.py --write
 	python bench/results_chart.py --write
 
-site: $(VENV)/.dependencies # the documentation, into build/site
+site: $(VENV)/.dependencies $(RUNNABLE) # the documentation, into build/site; pages ask the package for its settings
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 shell: $(RUNNABLE) # a shell in which `mkernel` is on the PATH

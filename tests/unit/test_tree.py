@@ -75,6 +75,13 @@ def test_make_builds_again_what_a_build_reads() -> None:
     assert not read - set(rule[1].split())
 
 
+def test_the_site_is_made_of_a_tree_that_is_built() -> None:
+    """Its pages import the package. In a fresh clone the target builds it before."""
+    told = run("make", "--dry-run", "VENV=of-a-fresh-clone", "site")
+    assert told.returncode == 0, told.stderr
+    assert -1 < told.stdout.find("--editable .") < told.stdout.find("mkdocs build"), told.stdout
+
+
 @pytest.mark.slow
 def test_unit_tests_pass_in_a_build_without_cuda() -> None:
     """Of those that the build could matter to, all but what ptxas says of the kernels' sources, which
