@@ -11,12 +11,11 @@ import json
 import os
 import stat
 import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mkernel.user_files import parse_json, read_file
+from mkernel.user_files import parse_json, read_file, whole_file
 
 _MOST_BYTES = 1 << 20
 _MOST_DEEP = 32
@@ -33,16 +32,10 @@ def keep(record: Mapping[str, Any]) -> Path:
     with contextlib.suppress(FileExistsError):
         file.parent.mkdir(mode=0o700)
     _check_own(file.parent)
-    draft = file.with_name(f".{os.getpid()}-{threading.get_ident()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
+    with whole_file(file) as draft:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as opened:
             json.dump(record, opened, indent=2, default=str)
-        os.replace(draft, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
     return file
 
 

@@ -10,6 +10,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
 import mkernel
+from mkernel.host_limits import make_socket_folder
 
 also_imported: list[str] = []
 """Further modules that the server imports when it starts, with the first process of it, so that forks
@@ -40,6 +41,7 @@ def leave_ctrl_c_to_parent() -> None:
 def _start() -> None:
     """Start the server. Its imports, which take seconds, and those of its forks are no place for a
     KeyboardInterrupt: Ctrl-C is blocked there."""
+    make_socket_folder()
     resource_tracker.ensure_running()  # which would unblock it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

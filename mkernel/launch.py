@@ -32,6 +32,7 @@ from torch.distributed import TCPStore
 from mkernel import fork_server
 from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure, Timeout, Unsupported
+from mkernel.host_limits import check_descriptors, check_loopback
 from mkernel.plan.arguments import check_world
 from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
 from mkernel.settings import load as load_settings
@@ -46,6 +47,9 @@ _JOIN_WAITS = 4
 """Joining a world waits for other ranks a few times, each time up to the deadline of a wait."""
 _BEGIN_S = 60.0
 """What a process, its imports and its backend may take beside that on a busy machine."""
+_DESCRIPTORS, _DESCRIPTORS_A_RANK = 14, 5
+"""What a launcher opens for the store and the fork server, and for each rank. Where none is left the
+store's thread that accepts connections would end the process."""
 _GRACE_S = 5.0
 """After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
 
@@ -148,6 +152,8 @@ def launch(
         PeerFailure: a rank died without a word.
         Timeout: a rank was not in the world long after all deadlines: its backend hangs as it opens.
         Unsupported: this process may start none: it is a rank that ``launch`` started, say.
+        BackendUnavailable: the host has no 127.0.0.1, or no folder for temporary files. OSError: the
+            process may not open as many descriptors as that takes.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A rank that is about to begin: it ends here, and its launcher says why.
@@ -175,6 +181,7 @@ def launch(
         ) from error
 
     size = nodes * ranks_per_node
+    check_descriptors(_DESCRIPTORS + _DESCRIPTORS_A_RANK * size, f"launching {size} ranks")
     store, port = host_store(size, settings.timeout_s)
     ranks: list[_Rank] = []
     try:
@@ -344,7 +351,8 @@ def _clean_up(ranks: list[_Rank]) -> None:
 
 
 def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
-    """A store that only this machine can reach."""
+    """A store that only this machine can reach. BackendUnavailable: nor does this machine."""
+    check_loopback()
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     with listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,12 +1,15 @@
-"""Files that a user names, read within limits: one may be a pipe without a writer, a device without an
-end, or hold anything."""
+"""Files that a user names. They are read within limits, because one may be a pipe without a writer, a
+device without an end, or hold anything; and written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -86,3 +89,54 @@ def _kind(mode: int) -> str:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path to write to, and put the file that is there at the end in the place of ``path``.
+
+    A write that fails leaves ``path`` as it was, and nothing beside it. What is no regular file (a
+    device, a pipe), or lies in a folder that takes no other file, is written in place.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    place = Path(os.path.realpath(path))  # a link goes on to lead to the file
+    if not _replaceable(place):
+        yield path
+        return
+    draft = place.with_name(f".{os.getpid()}-{threading.get_ident()}{place.suffix}")
+    try:
+        yield draft
+        with suppress(FileNotFoundError):
+            draft.chmod(stat.S_IMODE(place.stat().st_mode))
+        os.replace(draft, place)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write text to a file as UTF-8: all of it, or nothing. OSError, as :func:`whole_file`."""
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Save a figure of matplotlib in the format of the file's suffix, without one as PNG.
+
+    Raises:
+        OSError: as :func:`whole_file`. ValueError: there is no such format.
+    """
+    with whole_file(path) as draft:
+        figure.savefig(draft, format=path.suffix[1:] or "png", dpi=120)
+
+
+def _replaceable(place: Path) -> bool:
+    """Return whether another file may take the place of this one. PermissionError: it is read-only."""
+    if not os.path.lexists(place):
+        return True
+    if not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    return place.is_file() and os.access(place.parent, os.W_OK) and not os.path.ismount(place)

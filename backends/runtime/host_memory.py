@@ -47,7 +47,7 @@ def _short_of(nbytes: int, error: OSError | OverflowError) -> OSError:
     return OSError(
         number,
         f"{nbytes} bytes of shared memory: {why}; ask for less, or let processes have more "
-        "(`free`, `ulimit -v -n`, and the limits of the container, say what there is)",
+        "(`free`, `ulimit -v -n -f`, and the limits of the container, say what there is)",
     )
 
 

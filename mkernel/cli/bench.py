@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.cli import terminal
 from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
-from mkernel.cli.terminal import Terminal
+from mkernel.cli.terminal import MATPLOTLIB, Terminal, writing
 from mkernel.errors import ArgumentError
 from mkernel.harness import (
     bench_report,
@@ -482,9 +482,8 @@ def _peers(text: str | None) -> Sequence[str] | None:
 
 
 def _draw(outcome: results.Report, path: Path, console: Console) -> None:
-    try:
-        plot.write(outcome, path)
-    except ImportError:
-        console.print(f"{path} not drawn: matplotlib is missing; pip install matplotlib")
-    except (OSError, ValueError) as error:
-        raise ArgumentError("--plot", path, "a file that can be written", why=str(error)) from error
+    with writing("--plot", path, ", .svg, .png or .pdf"):
+        try:
+            plot.write(outcome, path)
+        except ImportError:
+            console.print(f"{path} was not drawn: matplotlib is missing; {MATPLOTLIB}")

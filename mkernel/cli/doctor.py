@@ -13,10 +13,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mkernel.cli.terminal import Terminal, unwritable
+from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.doctor import Kind, Report, SettingRow, examine, setting_rows
 from mkernel.errors import ArgumentError, MkernelError
 from mkernel.tabular import Column, Sheet
+from mkernel.user_files import write_file
 
 _HEADINGS: dict[Kind, str] = {
     "setting": "Settings",
@@ -58,13 +59,13 @@ def command(
     if settings:
         rows = setting_rows()
         if as_json:
-            typer.echo(json.dumps({"settings": [row.model_dump(mode="json") for row in rows]}))
+            write_json(json.dumps({"settings": [row.model_dump(mode="json") for row in rows]}))
         else:
             Terminal().print(settings_table(rows))
         return
     report = examine()
     if as_json:
-        typer.echo(report.model_dump_json(indent=2))
+        write_json(report.model_dump_json(indent=2))
     else:
         Terminal(highlight=False).print(*report_lines(report), sep="\n")
     if not report.healthy:
@@ -85,12 +86,10 @@ def _report(file: Path) -> None:
         notes = tuple(f"{note.source}: {note.message}" for note in found.notes)
     text = collect(topology, notes).model_dump_json(indent=2)
     if str(file) == "-":
-        typer.echo(text)
+        write_json(text)
         return
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise unwritable("--report", file, error) from error
+    with writing("--report", file):
+        write_file(file, text + "\n")
     Terminal().print(
         f"wrote {file}: versions, devices, settings, topology and the last failure. Read it before "
         "you attach it: an error's message quotes what your program raised."

@@ -1,15 +1,18 @@
 """The ``mkernel`` command's entry point and its exit codes.
 
-0: done, PASSED. 1: FAILED, or the world broke in mid-run. 2: bad input; nothing was started.
-130: Ctrl-C.
+0: done, PASSED. 1: FAILED, the world broke in mid-run, or the system refused something (the disk is
+full, no more files may be open, nobody reads stdout). 2: bad input; nothing was started. 128 + N:
+signal N, as a shell says it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -18,7 +21,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from mkernel import __version__, headers
-from mkernel.cli.terminal import Terminal
+from mkernel.cli.terminal import LostOutput, Terminal, take_over_streams
 from mkernel.errors import MkernelError, WorldError
 from mkernel.plan import ops
 from mkernel.printable import printable
@@ -130,15 +133,84 @@ def _mkernel(
     """Fused communication+compute kernels across accelerators and NICs."""
 
 
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there, or raise the quota",
+    errno.EFBIG: "raise the limit of files (`ulimit -f`)",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "end other programs: the whole system has too many files open",
+    errno.EAGAIN: "raise the limit of processes (`ulimit -u`)",
+    errno.ENOMEM: "end other programs, or raise the limits of memory",
+}
+"""What to do about what the system refuses."""
+
+
 def main() -> None:
     """Run the command line; turn errors into one line on stderr and an exit code."""
+    take_over_streams()
     stderr = Terminal(stderr=True)
     stderr.soft_wrap = not stderr.is_terminal  # a log's line is one line
+
+    def ended(code: int, text: str) -> None:
+        with suppress(OSError):  # the terminal may be gone
+            stderr.print(text, style="red" if code in (1, 2) else None)
+        sys.exit(code)
+
     try:
-        app()
+        with _stopped_by_signals():
+            try:
+                app()
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
     except KeyboardInterrupt:
-        stderr.print("interrupted")
-        sys.exit(130)
+        ended(128 + signal.SIGINT, "interrupted")
+    except _Stopped as stopped:
+        ended(128 + stopped.number, f"stopped by {stopped.number.name}")
     except MkernelError as error:
-        stderr.print(f"{type(error).__name__}: {error}", style="red")
-        sys.exit(1 if isinstance(error, WorldError) else 2)
+        ended(1 if isinstance(error, WorldError) else 2, f"{type(error).__name__}: {error}")
+    except OSError as error:
+        if isinstance(error, LostOutput) and error.errno == errno.EPIPE:
+            sys.exit(1)  # `mkernel ... | head` has read enough
+        ended(1, _refused(error))
+
+
+def _refused(error: OSError) -> str:
+    """Return what the system refused, and what to do about it, as one line."""
+    text = error.strerror or str(error)
+    if error.filename is not None:
+        text += f": {error.filename}"
+    remedy = _REMEDIES.get(error.errno or 0)
+    named = "ulimit" in text  # by whoever raised it
+    return printable(f"OSError: {text}" + (f"; {remedy}" if remedy and not named else ""))
+
+
+class _Stopped(SystemExit):
+    """A signal that ends the process, as an exception, so that all that was begun is cleaned up."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise the first SIGTERM or SIGHUP that the process does not ignore. Later ones do not disturb the
+    cleaning up."""
+
+    def stop(number: int, _frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        before.clear()
+        raise _Stopped(signal.Signals(number))
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in numbers}
+    before = {each: known for each, known in before.items() if known is signal.SIG_DFL}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each, known in before.items():
+            signal.signal(each, known)

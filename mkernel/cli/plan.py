@@ -13,7 +13,7 @@ from mkernel.backends import registry
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.sizes import Given, with_sizes
-from mkernel.cli.terminal import Terminal, draw, unwritable
+from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
@@ -197,10 +197,8 @@ def command(
         if trace_file:
             from mkernel.harness import timeline
 
-            try:
+            with writing("--trace", trace_file):
                 timeline.write_trace(timeline.simulated(traced), trace_file)
-            except OSError as error:
-                raise unwritable("--trace", trace_file, error) from error
     points: list[growth.Point] = []
     if constants is not None and scaling_file:
         points = list(
@@ -212,7 +210,8 @@ def command(
         )
         ranks = f"{made.ranks_per_node} ranks a node on {made.accelerator}"
         title = f"{made.op} of {render.sizes(made)}, {ranks}"
-        draw("--scaling", scaling_file, "", partial(growth.write, points, title, scaling_file))
+        with writing("--scaling", scaling_file, ", .svg, .png or .pdf"):
+            growth.write(points, title, scaling_file)
     if as_json:
         report = PlanReport(
             plan=made if isinstance(made, LaunchPlan) else None,
@@ -222,7 +221,7 @@ def command(
             simulation=found,
             scaling=tuple(points),
         )
-        typer.echo(report.model_dump_json(indent=2))
+        write_json(report.model_dump_json(indent=2))
         return
     if why:
         console.print(render.alternatives(considered))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +19,7 @@ from mkernel.settings import load as load_settings
 from mkernel.topology.discover import Discovery, discover, read
 from mkernel.topology.model import Accelerator, Nic, Note
 from mkernel.topology.sources import formats
+from mkernel.user_files import write_file
 
 
 def backend_devices() -> tuple[tuple[Accelerator, ...], tuple[Nic, ...], tuple[Note, ...]]:
@@ -96,9 +96,10 @@ def command(
     found = _discovery(tuple(from_file or ()), sysfs_root)
     first = found.topology.nodes[0]
     if plot is not None:
-        terminal.draw("--plot", plot, ", .svg, .png or .pdf", partial(picture.write, first, plot))
+        with terminal.writing("--plot", plot, ", .svg, .png or .pdf"):
+            picture.write(first, plot)
     if as_json:
-        typer.echo(report(found).model_dump_json(indent=2, by_alias=True))
+        terminal.write_json(report(found).model_dump_json(indent=2, by_alias=True))
         return
     if as_matrix:
         terminal.write(matrix(first))
@@ -135,13 +136,9 @@ def _measure(file: Path, ranks: int, as_json: bool) -> None:
     check_ranks(1, ranks, settings.ranks_per_cpu, ("--nodes", "--ranks"))
     nic, verbs = nic_and_verbs(settings)
     text = measure(ranks, nic, verbs).model_dump_json(indent=2)
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise ArgumentError(
-            "--measure", file, "a file that can be written", why=error.strerror or str(error)
-        ) from error
+    with terminal.writing("--measure", file):
+        write_file(file, text + "\n")
     if as_json:
-        typer.echo(text)
+        terminal.write_json(text)
     else:
         Terminal(soft_wrap=True, highlight=False).print(f"wrote {file}")

@@ -20,7 +20,7 @@ from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
 from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.sizes import Given, with_sizes
-from mkernel.cli.terminal import Terminal
+from mkernel.cli.terminal import MATPLOTLIB, Terminal, write_json, writing
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.harness import inputs, rank, timeline, timeline_picture
 from mkernel.harness import run_report as report
@@ -185,14 +185,17 @@ def command(  # one option a parameter: this is the command line
     pipelined = [call["pipelined"] for call in modelled]
     drawn = timeline.modelled(pipelined) if modelled else timeline.wall(ranks)
     if trace is not None:
-        _write_trace(drawn, trace)
-    if output is not None:
-        _write_pictures(drawn, output, console)
+        with writing("--trace", trace):
+            timeline.write_trace(drawn, trace)
+    pictured = output is not None and _write_pictures(drawn, output)
     if json:
-        print(outcome.model_dump_json(indent=2))
+        write_json(outcome.model_dump_json(indent=2))
     console.print(report.render(outcome, measured_constants=settings.constants is not None))
     if output is not None:
-        console.print(f"results, trace.json and timeline.png are in {output}")
+        files = ", trace.json and timeline.png are" if pictured else " and trace.json are"
+        console.print(f"results{files} in {output}")
+        if not pictured:
+            console.print(f"timeline.png was not drawn: matplotlib is missing; {MATPLOTLIB}")
     raise typer.Exit(0 if outcome.passed else 1)
 
 
@@ -417,16 +420,12 @@ def _model(
     return [views for views in calls if len(views) == len(VIEWS)]
 
 
-def _write_trace(run: timeline.Timeline, file: Path) -> None:
-    try:
-        timeline.write_trace(run, file)
-    except OSError as error:
-        raise InputFileError(f"--trace {file}: cannot be written: {error.strerror}") from error
-
-
-def _write_pictures(run: timeline.Timeline, output: Path, console: Console) -> None:
-    timeline.write_trace(run, output / "trace.json")
-    try:
-        timeline_picture.write_timeline(run, output / "timeline.png")
-    except ImportError:
-        console.print("timeline.png not drawn: matplotlib is missing; pip install matplotlib")
+def _write_pictures(run: timeline.Timeline, output: Path) -> bool:
+    """Write trace.json, and timeline.png where matplotlib is there: return whether it was."""
+    with writing("--output", output):
+        timeline.write_trace(run, output / "trace.json")
+        try:
+            timeline_picture.write_timeline(run, output / "timeline.png")
+        except ImportError:
+            return False
+    return True

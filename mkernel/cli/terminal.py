@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
 import re
 import sys
@@ -14,12 +17,17 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.printable import printable
 
 _BLANKS = re.compile(r"[ \t]+$", re.MULTILINE)
 _UNLIMITED = 4096
 """Characters of a line in a pipe: other programs read it, and wrap it if they want to."""
+_SIMPLER = {"·": "-", "→": "->", "…": "...", "—": "-"}
+"""What stands for our own characters in an encoding that lacks them."""
+_SIMPLIFY = "mkernel.simplify"
+MATPLOTLIB = "pip install matplotlib"
+"""How one gets what draws."""
 
 
 class Terminal(Console):
@@ -71,27 +79,93 @@ def progress(console: Console, waiting: str, total: int) -> Iterator[Callable[[s
 
 def write(text: str) -> None:
     """Plain text on stdout, as it is but for control characters, with one line break at its end."""
-    sys.stdout.write(_lines(text.rstrip("\n")) + "\n")
+    print(_lines(text.rstrip("\n")))
 
 
-def draw(option: str, file: Path, formats: str, write_picture: Callable[[], None]) -> None:
-    """Writes a picture that an option asks for.
+def write_json(text: str) -> None:
+    """Write JSON to stdout. It has escapes where the encoding lacks a character."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = re.sub("[^\0-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+    print(text)
+
+
+def _simplified(error: UnicodeError) -> tuple[str, int]:
+    """Replace what the encoding lacks, as a handler of ``codecs``."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_SIMPLER.get(one) or _escaped(one) for one in missing), error.end
+
+
+def _escaped(character: str) -> str:
+    is_spinner = "\u2800" <= character <= "\u28ff"  # rich's, in braille
+    return "*" if is_spinner else character.encode("ascii", "backslashreplace").decode()
+
+
+codecs.register_error(_SIMPLIFY, _simplified)
+
+
+class LostOutput(OSError):
+    """stdout or stderr takes no more text."""
+
+
+class _Output(io.TextIOWrapper):
+    """A standard stream that takes every character, and names itself where it cannot be written."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        buffer, encoding = stream.buffer, stream.encoding
+        super().__init__(buffer, encoding, errors=_SIMPLIFY, line_buffering=stream.line_buffering)
+
+    def write(self, text: str, /) -> int:
+        with self._named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            super().flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            which = "stdout" if self is sys.stdout else "stderr"
+            # Python writes what is left as it ends, and would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            raise LostOutput(
+                error.errno, f"{which} cannot be written: {os.strerror(error.errno or 0)}"
+            ) from error
+
+
+def take_over_streams() -> None:
+    """Let stdout and stderr take all characters, and raise :class:`LostOutput`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            stream.flush()
+            setattr(sys, name, _Output(stream))
+
+
+@contextmanager
+def writing(option: str, file: Path, formats: str = "") -> Iterator[None]:
+    """Name the option and the file in errors of a block that writes the file.
 
     Raises:
-        Unsupported: matplotlib is missing. ArgumentError: the file cannot be written.
+        Unsupported: the file is a picture, and matplotlib is missing. ArgumentError: the file cannot be
+            written.
     """
     try:
-        write_picture()
+        yield
     except ImportError as error:
-        raise Unsupported(f"{option} needs matplotlib: pip install matplotlib ({error})") from error
+        raise Unsupported(f"{option} needs matplotlib: {MATPLOTLIB} ({error})") from error
     except (OSError, ValueError) as error:
-        raise unwritable(option, file, error, formats) from error
-
-
-def unwritable(option: str, file: Path, error: Exception, formats: str = "") -> ArgumentError:
-    """The file that an option names cannot be written."""
-    why = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ArgumentError(option, file, f"a file that can be written{formats}", why=why)
+        if isinstance(error, MkernelError):
+            raise
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        legal = f"a file that can be written{formats}"
+        raise ArgumentError(option, file, legal, why=why) from error
 
 
 def _lines(text: str) -> str:

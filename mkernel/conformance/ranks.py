@@ -20,6 +20,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
 from mkernel.conformance.overdue import goes_on
+from mkernel.host_limits import check_loopback
 
 _ROUNDING: dict[str, float] = {
     "float64": 1e-13,
@@ -43,6 +44,7 @@ def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
 @contextmanager
 def meeting_place() -> Iterator[int]:
     """The port of a store of the kit's process, where ranks meet beside their world."""
+    check_loopback()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield int(store.port)
     del store

@@ -11,6 +11,7 @@ from rich.text import Text
 from mkernel.conformance.check import Report, Result
 from mkernel.errors import InputFileError
 from mkernel.tabular import Column, Sheet
+from mkernel.user_files import write_file
 
 _COLOURS = {"passed": "green", "failed": "red", "skipped": "yellow"}
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -81,7 +82,8 @@ def junit(report: Report) -> str:
         elif result.outcome == "skipped":
             ElementTree.SubElement(case, "skipped", message=_xml(result.message))
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    text: bytes = ElementTree.tostring(root, "us-ascii", xml_declaration=True)  # fits any terminal
+    return text.decode() + "\n"
 
 
 def as_json(report: Report) -> str:
@@ -95,7 +97,7 @@ def as_json(report: Report) -> str:
 def write(path: Path, text: str) -> None:
     """Write a report file. InputFileError where it cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_file(path, text)
     except OSError as error:
         raise InputFileError(f"{path}: cannot be written: {error.strerror}") from error
 

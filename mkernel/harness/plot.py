@@ -7,6 +7,7 @@ from typing import Any
 
 from mkernel.harness.bench_report import SHORT, contenders, title
 from mkernel.harness.results import Report
+from mkernel.user_files import save_picture
 
 _COLOURS = {
     "mkernel": "#d1495b",
@@ -43,7 +44,7 @@ def write(report: Report, path: Path) -> None:
         _bars(axes[0][column], report, op, names, colours)
         _roofline(axes[1][column], report, op, names, colours)
     figure.suptitle(f"{title(report)}, commit {report.provenance['commit'][:10]}")
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path)
     pyplot.close(figure)
 
 

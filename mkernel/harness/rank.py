@@ -29,6 +29,7 @@ from mkernel.harness.spec import Benched, Job, Mode, size_text, sized_like
 from mkernel.harness.turns import Row, Turns
 from mkernel.harness.wire import crosses_emulated, wire_us
 from mkernel.harness.work import Unseen, clock
+from mkernel.host_limits import check_gloo_interfaces
 from mkernel.launch import report
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.lifecycle import current
@@ -215,6 +216,8 @@ def _join(world: World, device: torch.device, timeout_s: float) -> None:
     # Else a thread of NCCL's group polls the store, which is Python code, until the process ends.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     nccl = device.type == "cuda" and _barred(world, device) is None
+    if not nccl:
+        check_gloo_interfaces()
     distributed.init_process_group(
         "nccl" if nccl else "gloo",
         store=world.group_store,

@@ -15,7 +15,7 @@ from mkernel.harness.problem import Kind
 from mkernel.harness.spec import BenchSpec, Mode, Shape
 from mkernel.schema_version import SchemaVersion
 from mkernel.topology.model import Model, first_error
-from mkernel.user_files import parse_json, read_file
+from mkernel.user_files import parse_json, read_file, write_file
 
 _FAMILY = "mkernel-bench-"
 FORMAT: Literal["mkernel-bench-1"] = "mkernel-bench-1"
@@ -189,7 +189,7 @@ def write(report: Model, path: Path) -> None:
     """Write a report as JSON. InputFileError where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(report.model_dump_json(indent=1) + "\n")
+        write_file(path, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise InputFileError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -18,6 +18,7 @@ from mkernel.backends.contracts.instrumented import ModelledRun, Span, Track
 from mkernel.harness.spec import VIEWS
 from mkernel.harness.turns import Turns
 from mkernel.plan.simulate import Traced
+from mkernel.user_files import write_file
 
 _GAP = 1.05  # between views, in lengths of the one before
 
@@ -136,7 +137,7 @@ def write_trace(run: Timeline, path: Path) -> None:
         "otherData": {"clock": run.clock},
         "traceEvents": list(_events(run)),
     }
-    path.write_text(json.dumps(content))
+    write_file(path, json.dumps(content))
 
 
 def _events(run: Timeline) -> Iterator[dict[str, Any]]:

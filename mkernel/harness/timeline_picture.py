@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mkernel.backends.contracts.instrumented import Span, Track
 from mkernel.harness.timeline import Timeline
+from mkernel.user_files import save_picture
 
 _KINDS = {"compute": ("compute", "#2a6fbb"), "comm": ("communication", "#d9822b")}
 _WAITING = "#dde2e8"
@@ -68,7 +69,7 @@ def write_timeline(run: Timeline, path: Path) -> None:
     axes.set_title(run.title, pad=26 if run.sections else 6)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path)
     pyplot.close(figure)
 
 

@@ -11,6 +11,7 @@ from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Model
+from mkernel.user_files import save_picture
 
 
 class Point(Model):
@@ -75,5 +76,5 @@ def write(found: list[Point], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path)
     pyplot.close(figure)

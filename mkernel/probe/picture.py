@@ -9,6 +9,7 @@ from typing import Any
 
 from mkernel.probe.layout import Branch, Leaf, layout
 from mkernel.topology.model import FABRIC_HOST, FABRIC_SWITCH, Accelerator, Node
+from mkernel.user_files import save_picture
 
 _FILLS = {"accelerator": "#dcecd9", "nic": "#dbe7f3", "down": "#f3dbdb", "bridge": "#f2f2f2"}
 _UNKNOWN = "#b0b0b0"
@@ -36,7 +37,7 @@ def write(node: Node, path: Path) -> None:
     )
     try:
         picture.draw(figure, axes)
-        figure.savefig(path)
+        save_picture(figure, path)
     finally:
         pyplot.close(figure)
 

@@ -8,9 +8,7 @@ other world gets a group beside the default one, the user's or ours, by the worl
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import resource
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,12 +18,13 @@ from torch import distributed
 from torch.distributed import GroupMember, PrefixStore, ProcessGroup, Store, distributed_c10d
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
+from mkernel.host_limits import check_descriptors, check_gloo_interfaces
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 
 _DESCRIPTORS = 6
 """What a group of gloo has open beside a connection to each rank: three that stay, and some more while
-ranks connect."""
+ranks connect. Where none is left its thread that accepts connections would end the process."""
 _GLOO_CONNECTS = 5
 """How many times its timeout gloo waits for a rank that is to connect to this one (``waitUntil`` in its
 ``transport/tcp/pair.h``): where that rank is dead, all the others do."""
@@ -162,10 +161,13 @@ def open_group(
         undo: gets what destroys the group.
 
     Raises:
-        OSError: the process may not open as many descriptors as that takes.
+        OSError: the process may not open as many descriptors as that takes. ArgumentError:
+            GLOO_SOCKET_IFNAME names no interface of this host.
     """
-    _check_descriptors(size)
+    check_descriptors(size + _DESCRIPTORS, f"a process group of {size} ranks")
     gloo = accelerator.collectives == "gloo"
+    if gloo:
+        check_gloo_interfaces()
     wait = timedelta(seconds=timeout_s)
     if not gloo:
         # Calls end by the backend's own deadline. A library that runs messages as kernels must
@@ -189,21 +191,6 @@ def open_group(
     if gloo:
         distributed_c10d._set_pg_timeout(wait, group)
     return group
-
-
-def _check_descriptors(size: int) -> None:
-    """Where none is left gloo's thread that accepts connections would end the process."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return
-    left = limit - sum(int(each) < limit for each in os.listdir("/proc/self/fd"))
-    wanted = size + _DESCRIPTORS
-    if left < wanted:
-        raise OSError(
-            errno.EMFILE,
-            f"a process group of {size} ranks opens {wanted} descriptors, and this process may open "
-            f"{left} more: close some, or raise the limit of {limit} (`ulimit -n`)",
-        )
 
 
 @contextlib.contextmanager

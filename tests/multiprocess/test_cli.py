@@ -331,6 +331,31 @@ def test_ctrl_c_ends_everything() -> None:
     assert ends(process.pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """Also to the launcher alone. Where that is killed its fork server cleans up behind it."""
+    process = subprocess.Popen(
+        [MKERNEL, "run", "ag_gemm", *STREAMS, "--iterations", "100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while len(group_of(process.pid)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)  # launcher, resource tracker, fork server, two ranks
+    assert process.poll() is None
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        assert stderr == f"stopped by {number.name}\n"
+        assert not list(tmp_path.glob("pymp-*"))
+    assert ends(process.pid)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("nodes", "said"), [(1, None), (2, None), (3, "nodes x ranks_per_node = WORLD_SIZE = 4")]
 )

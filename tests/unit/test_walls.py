@@ -28,6 +28,7 @@ FOLDERS = {
 LEAVES = {
     "mkernel.errors",
     "mkernel.failure_record",
+    "mkernel.host_limits",
     "mkernel.installed",
     "mkernel.printable",
     "mkernel.schema_version",
@@ -63,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.version": set(),
     "mkernel.user_files": LEAVES,
     "mkernel.failure_record": LEAVES,
+    "mkernel.host_limits": LEAVES,
     "mkernel.headers": LEAVES,
     "mkernel.unbuilt": {"mkernel.errors"},
     "mkernel.topology": LEAVES,
