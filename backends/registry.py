@@ -63,7 +63,12 @@ def _load(group: str, argument: str, name: str, base: type[_Backend]) -> _Backen
         raise BackendUnavailable(
             f"{argument} {name!r} is {what}, not a whole class that derives from {base.__name__}"
         )
-    return found()
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise BackendUnavailable(
+            f"{argument} {name!r} raises {type(error).__name__} as it is made: {error}"
+        ) from error
 
 
 @cache

@@ -9,7 +9,7 @@ from contextlib import suppress
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicBackend
-from mkernel.errors import BackendUnavailable, MkernelError
+from mkernel.errors import BackendUnavailable
 from mkernel.settings import Settings
 from mkernel.topology.discover import discover
 from mkernel.topology.model import Accelerator, Nic, Topology
@@ -40,7 +40,7 @@ def _visibility() -> dict[str, str]:
     """What the installed backends know of variables that hide devices."""
     found: dict[str, str] = {}
     for name in registry.names(registry.ACCELERATORS):
-        with suppress(MkernelError):  # a backend that does not import knows nothing
+        with suppress(Exception):  # a backend that breaks knows nothing
             found |= registry.accelerator(name).visibility
     return found
 

@@ -7,6 +7,7 @@ so when they meet (:class:`mkernel.World`). A launcher chooses once, for all of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from mkernel.backends import registry
@@ -352,19 +353,20 @@ def nic_use(nic: str | None, settings: Settings) -> NicUse:
 def chosen_nic(verbs: str = AUTO) -> str:
     """The NIC backend that ``auto`` stands for: the one that drives this machine's RDMA ports, or most
     of them; where there are none, the first that is preferred. BackendUnavailable."""
-    names = registry.names(registry.NICS)
+    nics = _working_nics()
     if verbs != SOFT:
         provider = SYSTEM if verbs == AUTO else verbs
-        ports = {nic.id: nic for name in names for nic in _ports(registry.nic(name), provider)}
+        ports = {nic.id: nic for backend in nics.values() for nic in _ports(backend, provider)}
         found = nic_of(tuple(ports.values()))
         if found is not None:
             return found
     why = []
-    for name in names:
-        backend = registry.nic(name)
-        if "soft" in backend.kinds and (verbs != AUTO or _usable(backend, SOFT)):
+    for name, backend in nics.items():
+        if "soft" in backend.kinds and verbs != AUTO:
             return name
-        status = backend.status(SOFT)
+        status = _nic_status(backend)
+        if "soft" in backend.kinds and status.usable:
+            return name
         why.append(f"{name} on {SOFT}: {status.detail}; {status.remedy}")
     raise BackendUnavailable(
         "nic 'auto' finds no RDMA port that an installed NIC backend drives, and no software device "
@@ -374,18 +376,36 @@ def chosen_nic(verbs: str = AUTO) -> str:
 
 def nic_of(ports: Sequence[Nic]) -> str | None:
     """The installed NIC backend that drives the rails among these ports; None: there is none."""
-    names = registry.names(registry.NICS)
-    return most_served(ports, {name: registry.nic(name).kinds for name in names})
+    return most_served(ports, {name: each.kinds for name, each in _working_nics().items()})
+
+
+def _working_nics() -> dict[str, NicBackend]:
+    """Return the installed NIC backends, without those that break as they are loaded: a stranger's must
+    not keep others from being chosen."""
+    found = {}
+    for name in registry.names(registry.NICS):
+        with suppress(Exception):
+            found[name] = registry.nic(name)
+    return found
 
 
 def _ports(backend: NicBackend, verbs: str) -> tuple[Nic, ...]:
     if verbs not in backend.providers and "/" not in verbs:
         return ()
-    return tuple(nic for nic in backend.probe(verbs) if nic.active and not nic.emulated)
+    try:
+        return tuple(nic for nic in backend.probe(verbs) if nic.active and not nic.emulated)
+    except Exception:  # such a backend has no port that could be chosen
+        return ()
 
 
-def _usable(backend: NicBackend, verbs: str) -> bool:
-    return verbs in backend.providers and backend.status(verbs).usable
+def _nic_status(backend: NicBackend) -> Status:
+    """Return how a backend's software device is."""
+    if SOFT not in backend.providers:
+        return Status(False, "no such provider")
+    try:
+        return backend.status(SOFT)
+    except Exception as error:
+        return Status(False, one_line(error))
 
 
 def chosen_verbs(nic: str) -> str:
