@@ -3,8 +3,9 @@
     python bench/figures_in_prose.py            # names those that differ from their source
     python bench/figures_in_prose.py --write    # and writes them into the pages
 
-SENTENCES holds text as it stands on a page, with {} where figures are, and what computes these from
-files under ``bench/results``, or from the model of the ascend machine. Line breaks are free.
+SENTENCES holds text as it stands on a page, with {} where a figure is and {...} where there are several
+words, and what computes these from files under ``bench/results``, or from the model of the ascend
+machine. Line breaks are free. What is said of gains comes from the newest file of its kind.
 ELSEWHERE holds figures that neither has, and says whose they are. A figure is a number with a unit
 or a ratio; ``tests/unit/test_figures_in_prose.py`` fails where one is in neither list.
 """
@@ -12,25 +13,24 @@ or a ratio; ``tests/unit/test_figures_in_prose.py`` fails where one is in neithe
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import results_file
-from results_chart import speed_ups
+from results_chart import newest, results
 
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.reference import published, trace
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.harness import modelled
+from mkernel.harness import gains, modelled
+from mkernel.harness.gains import Series
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(
@@ -41,7 +41,7 @@ FIGURE = re.compile(
 
 @dataclass(frozen=True)
 class Sentence:
-    """``figures`` returns as many strings as ``text`` has {}."""
+    """``figures`` returns as many strings as ``text`` has {} and {...}."""
 
     page: str
     text: str
@@ -57,7 +57,8 @@ class Sentence:
 
 def _pattern(text: str) -> re.Pattern[str]:
     words = r"\s+".join(re.escape(word) for word in text.split())
-    return re.compile(words.replace(re.escape("{}"), r"([^\s|]+?)"))
+    several = words.replace(re.escape("{...}"), r"([^|]+?)")
+    return re.compile(several.replace(re.escape("{}"), r"([^\s|]+?)"))
 
 
 def result(name: str) -> Any:
@@ -81,24 +82,31 @@ def _launches_hidden(name: str) -> list[Any]:
     return [row for row in content["rows"] if row.get("mode", "kernel") == "kernel"]
 
 
-def _commits(*names: str) -> list[str]:
-    return [result(name)["provenance"]["commit"][:7] for name in names]
+def _told(one: Series) -> list[str]:
+    """Its geometric mean, its least, and where it was measured."""
+    where = f"`{one.file}.json`, commit {one.commit[:7]}, {one.on}"
+    return [f"{gains.mean(one.ratios):.2f}", f"{min(one.ratios):.2f}", where]
 
 
-def _mean_speed_up(name: str, mode: str) -> str:
-    """Geometric mean over shapes of the best peer's time over mkernel's."""
-    return f"{geometric_mean(speed_ups(name, mode, None)):.2f}"
-
-
-def _as_users_meet_it() -> list[str]:
-    drawn = {"graph": "hopper_random_7_h100_2", "eager": "hopper_random_7_eager_h100_2"}
-    shapes = {json.dumps(row["shape"]) for row in result(drawn["graph"])["rows"]}
-    means = {mode: _mean_speed_up(name, mode) for mode, name in drawn.items()}
-    least = {mode: f"{min(speed_ups(name, mode, None)):.2f}" for mode, name in drawn.items()}
-    first = _mean_speed_up("hopper_layers_2_first", "first")
+def _drawn(mode: str, card: str) -> list[str]:
+    """The newest draw on a card: its seed, how many rows have a ratio, and its gains."""
+    one = newest("random", mode, card=card)
+    rows, ratios = len(one.rows), len(one.ratios)
+    count = str(rows) if rows == ratios else f"{ratios} of {rows}"
+    mean, least, where = _told(one)
     return [
-        str(len(shapes)), means["graph"], least["graph"], means["eager"], least["eager"], first,
-    ]  # fmt: skip
+        one.shapes.removeprefix("drawn, "),
+        count,
+        mean,
+        least,
+        where.removesuffix(f", {one.on}"),
+    ]
+
+
+def _whole_layers(mode: str) -> list[str]:
+    """Whole layers in a mode and direction."""
+    (one,) = (one for one in results() if (one.source, one.mode) == (gains.WHOLE_LAYERS, mode))
+    return _told(one)
 
 
 def _speed() -> Any:
@@ -273,18 +281,34 @@ def _machine(*names: str) -> Callable[[], list[str]]:
 
 ASCEND = "docs/ascend.md"
 SENTENCES = (
-    Sentence(
-        "README.md",
-        "(`hopper_layers_2.json` of commit {}, `hopper_layers_4.json` of {} and others",
-        lambda: _commits("hopper_layers_2", "hopper_layers_4"),
+    *(
+        Sentence(
+            "README.md",
+            f"| drawn, {{...}}, {words}, {{...}} rows | {{}}x | {{}}x | {{...}}, 2 x {card} |",
+            partial(_drawn, mode, card),
+        )
+        for mode, words in (("graph", "CUDA graph"), ("eager", "eager loop"))
+        for card in ("H100", "H200")
     ),
-    Sentence(
-        "README.md",
-        "Over {} drawn shapes on two H100 the geometric mean is {}x in CUDA graphs (the least {}x) and "
-        "{}x in an eager loop (the least {}x), where small calls wait for their host, the peers' "
-        "longer than ours on that machine's slow CPU; a first call of a layer's shape runs at {}x of "
-        "the peers' speed",
-        _as_users_meet_it,
+    *(
+        Sentence(
+            "README.md",
+            f"| layers, {words} | {{}}x | {{}}x | {{...}} |",
+            lambda mode=mode: _told(newest("layers", mode)),
+        )
+        for mode, words in (
+            ("graph", "which constants were fitted to, CUDA graph"),
+            ("eager", "eager loop"),
+            ("first", "first call of a shape"),
+        )
+    ),
+    *(
+        Sentence(
+            "README.md",
+            f"| whole layers, {mode} | {{}}x | {{}}x | {{...}} |",
+            partial(_whole_layers, mode),
+        )
+        for mode in ("compiled, forward", "compiled, with backward", "eager, with backward")
     ),
     Sentence("docs/softverbs.md", "carried at {} GB/s, {} of what memcpy reaches", _nic),
     Sentence("docs/architecture.md", "costs no SM and moves {} GB/s (256 MiB,", _copy_engine),
@@ -422,7 +446,8 @@ ELSEWHERE: dict[str, tuple[tuple[str, str], ...]] = {
 
 def difference(sentence: Sentence, page: str) -> str | None:
     """Says what the page has and what the source has; None where it is the same."""
-    stands, source = sentence.found(page).groups(), tuple(sentence.figures())
+    stands = tuple(" ".join(each.split()) for each in sentence.found(page).groups())
+    source = tuple(sentence.figures())
     if stands == source:
         return None
     return (

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mkernel.errors import InputFileError
 from mkernel.harness import gpu_tests, modelled, results
-from mkernel.harness.provenance import provenance
+from mkernel.harness.provenance import devices, provenance
 from mkernel.schema_version import refusal
 
 ROOT = Path(__file__).parents[1]
@@ -27,15 +29,12 @@ _READ = (
 
 
 def described(benchmark: str, figures: dict[str, Any]) -> dict[str, Any]:
-    """A result: ``figures`` and what they were measured on. MKERNEL_COMMIT says which commit the tree
-    is of where there is no git to ask."""
-    commit = os.environ.get("MKERNEL_COMMIT")
-    return {
-        "format": FORMAT,
-        "benchmark": benchmark,
-        **provenance(ROOT, commit),
-        "figures": figures,
-    }
+    """A result: ``figures`` and what they were measured on, GPUs too. MKERNEL_COMMIT says which commit
+    the tree is of where there is no git to ask."""
+    found = provenance(ROOT, os.environ.get("MKERNEL_COMMIT"))
+    if torch.cuda.is_available():
+        found["hardware"] |= devices(torch.device("cuda"))
+    return {"format": FORMAT, "benchmark": benchmark, **found, "figures": figures}
 
 
 def write(name: str, figures: dict[str, Any]) -> None:

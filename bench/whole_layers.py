@@ -468,7 +468,8 @@ def main() -> int:
     rows = slowest(ranks)
     print("\n".join(map(shown, rows)))
     if given.write:
-        results_file.write("whole_layers", {"rows": rows})
+        figures = {"accelerator": given.accelerator, "ranks": given.ranks, "rows": rows}
+        results_file.write("whole_layers", figures)
     wrong = [row for row in rows if isinstance(row["us"]["mkernel"], str)]
     behind = [
         row

@@ -10,6 +10,7 @@ from mkernel.backends import registry
 from mkernel.errors import ArgumentError
 from mkernel.harness import figures, rank, wire
 from mkernel.harness.contenders import named
+from mkernel.harness.draws import SPENT
 from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
 from mkernel.harness.provenance import provenance
@@ -127,7 +128,10 @@ def conditions(accelerator: str) -> Conditions:
     if not claims.library_ops or constants is None:
         return Conditions(environment=dict(ENVIRONMENT))
     return Conditions(
-        environment=dict(ENVIRONMENT), planner=constants.source, fitted_to=constants.fitted_to
+        environment=dict(ENVIRONMENT),
+        planner=constants.source,
+        fitted_to=constants.fitted_to,
+        spent_seeds=tuple(SPENT),
     )
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from mkernel.harness import draws
+from mkernel.harness.draws import SPENT
 from mkernel.harness.results import Report, Route, Timing
-from mkernel.harness.spec import MODE_TEXT, Mode
+from mkernel.harness.shapes import FP8, SHIPPED, listed
+from mkernel.harness.spec import MODE_TEXT, Mode, Shape
 from mkernel.tabular import duration
 
 _ROUTES: dict[Route, str] = {
@@ -98,12 +103,85 @@ def _multicast(report: Report) -> str:
     return f"NCCL and symm_mem run without multicast, as these machines require ({settings})."
 
 
-def _planner(report: Report) -> str:
+def shapes(report: Report) -> str:
+    """Name where the shapes come from, and how many of them the planner was fitted to or chosen by."""
+    source, seed = report.spec.source, report.spec.seed
+    count, known = len(_distinct(report)), sum(fitted(report).values())
+    if source == "random":
+        return f"drawn, seed {seed} ({'spent' if known else 'held out'})"
+    name = listed_as(report)
+    named = "sizes as given" if name is None else f"`{name}`"
+    if not known:
+        return named
+    return f"{named} ({'fitted to' if known == count else f'{known} of {count} fitted to'})"
+
+
+def listed_as(report: Report) -> str | None:
+    """The shipped list that the shapes are of, also where the file does not name it."""
+    if report.spec.source in SHIPPED:
+        return report.spec.source
+    sizes = {(shape.op, shape.size) for shape in _distinct(report)}
+    whole = (name for name in SHIPPED if sizes <= {(each.op, each.size) for each in listed(name)})
+    return next(whole, None)
+
+
+def fitted(report: Report) -> dict[str, int]:
+    """Count the shapes that the planner's constants were fitted to or choices were made by, by the
+    list or the spent seed that has them; however a run named its shapes. A draw of a spent seed counts
+    whole."""
+    lists, seeds = _fitted_to(report)
+    if report.spec.source == "random" and report.spec.seed in seeds:
+        return {f"seed {report.spec.seed}": len(_distinct(report))}
+    sizes = {size: f"seed {seed}" for size, seed in draws.spent_sizes(report.ranks).items()}
+    for name in lists:
+        sizes |= {shape.size: name for shape in listed(name)}
+    found = [sizes[shape.size] for shape in _distinct(report) if shape.size in sizes]
+    return {name: found.count(name) for name in dict.fromkeys(found)}
+
+
+def _fitted_to(report: Report) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Shape lists, and seeds: those that the file recorded and those that are known by now."""
     if report.conditions is None:
-        return "What the planner's constants were fitted to: not recorded."
-    if not report.conditions.planner:
+        return (), tuple(SPENT)
+    return report.conditions.fitted_to, (*SPENT, *report.conditions.spent_seeds)
+
+
+def _planner(report: Report) -> str:
+    lists, _ = _fitted_to(report)
+    used = fitted(report)
+    if report.conditions is not None and not report.conditions.planner:
         return "The backend has one path: no constants choose."
-    here = report.spec.source in report.conditions.fitted_to
-    shapes = "these shapes" if here else "other shapes"
-    lists = f" ({', '.join(report.conditions.fitted_to)})" if report.conditions.fitted_to else ""
-    return f"The constants by which the planner chooses a path were fitted to {shapes}{lists}."
+    count = len(_distinct(report))
+    if not used:
+        unknown = report.conditions is None or not any(map(partial(_like, report), lists))
+        if unknown and report.spec.source != "random":
+            return "What the planner's constants for these ops were fitted to: not recorded."
+        drawn = report.spec.source == "random"
+        fresh = ", and no choice was made by this seed: they are held out" if drawn else ""
+        return (
+            "The constants by which the planner chooses a path were fitted to other shapes "
+            f"({', '.join(lists)}){fresh}."
+        )
+    many = f"{sum(used.values())} of these {count}" if sum(used.values()) < count else "these"
+    return (
+        "**Not held out**: the constants by which the planner chooses a path were fitted to "
+        f"{many} shapes, or choices were made by them ({'; '.join(map(_named, used))})."
+    )
+
+
+def _named(used: str) -> str:
+    """A list, or a seed and why it is spent."""
+    _, seed, number = used.partition("seed ")
+    return f"{used}: {SPENT.get(int(number), 'spent when this was measured')}" if seed else used
+
+
+def _like(report: Report, name: str) -> bool:
+    """Whether a shape list has rows of the report's ops and kind of operands."""
+    scaled = report.spec.scales is not None
+    ops = {row.shape.op for row in report.rows}
+    return (name == FP8) == scaled and any(shape.op in ops for shape in listed(name))
+
+
+def _distinct(report: Report) -> list[Shape]:
+    """The shapes of all rows, each once though several modes have it."""
+    return list({repr(row.shape): row.shape for row in report.rows}.values())

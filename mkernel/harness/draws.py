@@ -1,4 +1,8 @@
-"""Random shapes that nobody tuned for, the same ones for a seed wherever they are drawn.
+"""Random shapes, the same ones for a seed wherever they are drawn, and the seeds that are spent.
+
+A draw is held out only while its seed is not in :data:`SPENT`. A seed is spent once a constant was
+fitted to its shapes or a choice was made by them; a seed that was measured before the last fit counts
+as spent, because whoever fitted could have looked at it.
 
 M is log-uniform from 4 to 32,944, a multiple of the number of ranks. N and K are log-uniform from 256
 to 16,384: half of the draws are odd multiples of 8 (rows must start aligned), half multiples of 64. The
@@ -9,7 +13,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 from mkernel.harness.spec import Benched, Shape
@@ -22,12 +28,36 @@ MOST_ELEMENTS = 1 << 29
 bfloat16."""
 MOST_PRODUCTS = 1 << 41
 """M x N x K: a few milliseconds of a large GPU."""
+SPENT: Mapping[int, str] = MappingProxyType(
+    {
+        0: "the default of `mkernel bench`, which everybody draws who names no seed",
+        1: "measured before the constants were fitted anew",
+        7: "`library.streamed` was fitted to it, and ways and last waves were chosen by it",
+        11: "`few_rows.wave_us` was fitted to it",
+        13: "measured before the constants were fitted anew",
+        17: "`library.mail` was fitted to it",
+        31: "`fused` and `library.streamed` were fitted to it",
+        32: "`fused` and `library.streamed` were fitted to it",
+        41: "`fused` was fitted to it",
+    }
+)
+"""Seeds that a planner's constants were fitted to or choices were made by, and how. A seed that was
+measured belongs here as soon as constants or ways change by what was seen of it."""
+MOST_SPENT = 200
+"""The largest number of shapes that was drawn of a spent seed."""
 
 
 def drawn(count: int, seed: int, ops: Sequence[Benched], ranks: int) -> tuple[Shape, ...]:
     """``count`` shapes for a world of ``ranks``; the first ones do not depend on how many there are."""
     chance = random.Random(seed)  # only its random() gives the same in all versions of Python
     return tuple(_shape(chance, ops[index % len(ops)], ranks) for index in range(count))
+
+
+@cache
+def spent_sizes(ranks: int) -> Mapping[str, int]:
+    """The M x N x K that spent seeds draw for ``ranks``, each with its seed."""
+    ops: tuple[Benched, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+    return {shape.size: seed for seed in SPENT for shape in drawn(MOST_SPENT, seed, ops, ranks)}
 
 
 def _shape(chance: random.Random, op: Benched, ranks: int) -> Shape:

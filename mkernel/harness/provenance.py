@@ -21,12 +21,14 @@ def provenance(root: Path, commit: str | None = None) -> dict[str, Any]:
     Args:
         root: a folder of the source tree. commit: said instead of asked, where there is no git.
     """
+    now = datetime.datetime.now(datetime.timezone.utc)
     changes = _git(root, "status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)bench/results")
     return {
         "commit": commit or _git(root, "rev-parse", "HEAD") or "unknown",
         "commit_from": "git" if commit is None else "asserted",
         "dirty": bool(changes) if commit is None else None,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": now.date().isoformat(),
+        "time": now.time().isoformat("seconds"),
         "hardware": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0))},
         "software": {"python": platform.python_version(), "torch": torch.__version__},
     }

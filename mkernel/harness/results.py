@@ -140,11 +140,14 @@ class Conditions(Model):
         environment: variables that the ranks were given, whatever the user's said.
         planner: where the constants come from by which the planner chooses a path; empty: there is one.
         fitted_to: shape lists that these constants were fitted to.
+        spent_seeds: of drawn shapes that constants had been fitted to or choices made by when this was
+            measured; empty in files from before it was recorded.
     """
 
     environment: dict[str, str]
     planner: str = ""
     fitted_to: tuple[str, ...] = ()
+    spent_seeds: tuple[int, ...] = ()
 
 
 class Report(Model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -67,10 +68,16 @@ def shapes(
     return _checked(tuple(_shape(op, each) for op in ops for each in sizes), ranks)
 
 
+@cache
+def listed(name: str) -> tuple[Shape, ...]:
+    """All rows of a shipped list; none where no list is called so."""
+    return _read(name) if name in SHIPPED else ()
+
+
 def _from_list(text: str, ops: Sequence[Benched], ranks: int) -> tuple[Shape, ...]:
-    listed = _read(text)
+    rows = _read(text)
     chosen = tuple(
-        each for op in ops for each in listed if each.op == op and each.ranks in (None, ranks)
+        each for op in ops for each in rows if each.op == op and each.ranks in (None, ranks)
     )
     if not chosen:
         raise ArgumentError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from published_table import published_table
+
+from mkernel.harness import gains
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -42,6 +45,15 @@ def test_another_figure_is_a_difference_and_is_mended(page: str) -> None:
     assert found is not None
     assert "the source has 1.5, 2" in found
     assert prose.written(SENTENCE, page) == "it takes 1.5 s, 2 times as long"
+
+
+WORDS = prose.Sentence("page", "| {...} | {}x |", lambda: ("seed 7 (spent)", "1.31"))
+
+
+def test_words_may_stand_where_a_figure_may() -> None:
+    assert prose.difference(WORDS, "| seed 7\n(spent) | 1.31x |") is None
+    page = "| drawn | | seed 11 (held out) | 1.3x |"
+    assert prose.written(WORDS, page) == "| drawn | | seed 7 (spent) | 1.31x |"
 
 
 def test_lines_may_break_anywhere() -> None:
@@ -85,5 +97,38 @@ def test_a_dot_lies_where_its_ratio_is() -> None:
 
 
 def test_a_row_of_the_chart_needs_results() -> None:
-    with pytest.raises(ValueError, match=r"hopper_random_2\.json has no first of any op"):
-        results_chart.speed_ups("hopper_random_2", "first", None)
+    with pytest.raises(ValueError, match=r"has no first of any op with a peer, random, 2 ranks"):
+        results_chart.newest("random", "first")
+
+
+def test_what_is_beyond_the_axis_is_an_arrow_with_a_number() -> None:
+    drawn = "".join(results_chart.marks(0, [0.1, 0.2, 0.5, 1.0, 2.0, 9.0]))
+    assert drawn.count("<circle") == 2  # 1 and 2
+    assert drawn.count("<polygon") == 1 + 2  # 0.5, and the two arrows
+    assert re.findall(r">(\d+)</text>", drawn) == ["2", "1"]
+    left, right = re.findall(r'font-size="11" text-anchor="(\w+)"', drawn)
+    assert (left, right) == ("end", "start")
+
+
+def luminance(colour: str) -> float:
+    return sum(weight * int(colour[at : at + 2], 16)
+               for weight, at in ((0.3, 1), (0.59, 3), (0.11, 5)))  # fmt: skip
+
+
+def test_who_is_ahead_is_told_without_red_and_green() -> None:
+    ahead, behind = results_chart.mark(0, 0, ahead=True), results_chart.mark(0, 0, ahead=False)
+    assert ahead.split()[0] != behind.split()[0]  # a disc and a diamond
+    blue = [int(colour[5:], 16) for colour in (results_chart.AHEAD, results_chart.BEHIND)]
+    assert abs(blue[0] - blue[1]) > 100  # red-green blindness leaves blue
+    assert abs(luminance(results_chart.AHEAD) - luminance(results_chart.BEHIND)) > 25
+
+
+def test_the_chart_shows_the_newest_files_and_the_unfavourable_rows() -> None:
+    shown = [line.shown for group in results_chart.groups() for line in group.lines]
+    everything = results_chart.results()
+    for one in shown:
+        assert gains.newer(one, everything) is None, f"{one.file}, {one.mode}"
+    sources = {(one.source, one.mode) for one in shown}
+    assert {("layers", "eager"), ("layers", "first"), ("random", "eager")} <= sources
+    whole = {one.mode for one in everything if one.source == gains.WHOLE_LAYERS}
+    assert whole == {one.mode for one in shown if one.source == gains.WHOLE_LAYERS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,14 +13,16 @@ from rich.console import Console
 from mkernel.cases import Comparison
 from mkernel.errors import InputFileError
 from mkernel.harness import bench_report as report
-from mkernel.harness import figures, gpu_tests, numbers, plot, results
+from mkernel.harness import draws, figures, gains, gpu_tests, numbers, plot, results
 from mkernel.harness.gpu_tests import TestRun
 from mkernel.harness.problem import Kind
-from mkernel.harness.results import Conditions, Report, Route, Timing
+from mkernel.harness.results import Conditions, Report, Route, Row, Timing
 from mkernel.harness.spec import BenchSpec, Shape
 from mkernel.harness.turns import Turns
 
 ROOT = Path(__file__).parents[3]
+FRESH = 987_654_321
+"""A seed that nothing was fitted to."""
 
 KINDS: dict[str, Kind] = {
     "mkernel": "op",
@@ -106,20 +109,120 @@ def test_misses_come_before_the_tables(tmp_path: Path, report: Report, says: str
 def test_gains_open_the_page(tmp_path: Path) -> None:
     text = page(tmp_path, made(100), made(160))
     assert text.index("## What a user gains") < text.index("## What misses its target")
-    assert "| run0 | 2 | kernel | gemm_ar | 1 | 2.00 | 2.00 | 2.00 | 1 of 1 |" in text
-    assert "| run1 | 2 | kernel | gemm_ar | 1 | 1.25 | 1.25 | 1.25 | 1 of 1 |" in text
+    for run, gain in (("run0", "2.00"), ("run1", "1.25")):
+        row = next(line for line in text.splitlines() if line.startswith(f"| {run} |"))
+        cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        assert cells == [
+            run, "sizes as given", "2 x a GPU", "kernel", "nccl+cublas",
+            "gemm_ar", "1", gain, gain, gain, "1 of 1", "", "", f"{gain} (1)", gain,
+            "`01234567`, 2026-01-01",
+        ]  # fmt: skip
 
 
-def test_results_of_another_commit_than_the_newest_are_marked(tmp_path: Path) -> None:
-    source = {**made(120).provenance, "date": "2026-02-02", "commit": "fedcba9876543210"}
-    newer = made(120).model_copy(update={"provenance": source})
-    text = page(tmp_path, made(120), newer)
-    old, new = text.split("## run0")[1].split("## run1")
-    assert "**Not repeated** at `fedcba987654`, the commit of other results" in old
-    assert "0123456789ab" in old
+def later(report: Report, **changes: object) -> Report:
+    """The same, measured a month later at another commit."""
+    source = {**report.provenance, "date": "2026-02-02", "commit": "fedcba9876543210"}
+    return report.model_copy(update={"provenance": source, **changes})
+
+
+def test_the_newest_file_of_a_kind_stands_for_it(tmp_path: Path) -> None:
+    text = page(tmp_path, made(120), later(made(125)))
+    assert "## run0" not in text
+    assert "## run1" in text
+    old = next(line for line in text.splitlines() if line.startswith("| run0 |"))
+    assert text.index("## Older results") < text.index(old)
+    assert old.endswith("| run1 |")
+    assert "`01234567`, 2026-01-01" in old
+
+
+def without_its_peer(row: Row, state: str = "absent", why: str = "") -> Row:
+    peer = row.entries["nccl+cublas"].model_copy(
+        update={"state": state, "why": why, "figures": None}
+    )
+    entries = {**row.entries, "nccl+cublas": peer}
+    return row.model_copy(update={"entries": entries, "best_peer": None, "to_best": None})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": 4},
+        {"nodes": 2},
+        {"accelerator": "streams"},
+        {"spec": made(120).spec.model_copy(update={"launches": True})},
+        {"spec": made(120).spec.model_copy(update={"dtype": "float16"})},
+        {"rows": (without_its_peer(made(120).rows[0]),)},
+    ],
+    ids=["ranks", "nodes", "accelerator", "launches", "dtype", "a peer less"],
+)  # fmt: skip
+def test_a_later_file_of_another_kind_takes_no_place(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    text = page(tmp_path, made(120), later(made(120), **changes))
+    old, new = text.split("## run0")[1], text.split("## run1")[1]
+    assert "**Not repeated** at `fedcba987654`, the newest commit of other results" in old
     assert "Not repeated" not in new
-    assert "| run0 (not repeated) |" in text
-    assert "| run1 |" in text
+
+
+def drawn(seed: int, *times: float) -> Report:
+    """Draws of one op, by mkernel's times beside a peer's 200 us."""
+    base = told()
+    rows = tuple(
+        made(time).rows[0].model_copy(
+            update={"shape": Shape(op="gemm_all_reduce", m=2 * place + 2, n=8, k=8, layout="row")}
+        )
+        for place, time in enumerate(times)
+    )  # fmt: skip
+    shapes = tuple(row.shape for row in rows)
+    spec = base.spec.model_copy(update={"source": "random", "seed": seed, "shapes": shapes})
+    return base.model_copy(update={"spec": spec, "rows": rows})
+
+
+def test_a_new_draw_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    text = page(tmp_path, drawn(7, 100, 100, 100), later(drawn(FRESH, 160)))
+    assert f"| run1 | drawn, seed {FRESH} (held out) |" in text
+    old = next(line for line in text.splitlines() if line.startswith("| run0 |"))
+    assert "drawn, seed 7 (spent)" in old
+    assert old.endswith("| run1 |")
+
+
+def test_on_one_day_a_held_out_draw_is_the_newest(tmp_path: Path) -> None:
+    text = page(tmp_path, drawn(FRESH, 160), drawn(7, 100))
+    assert "## run0" in text
+    assert "## run1" not in text
+
+
+def test_rows_without_a_ratio_are_counted_and_named(tmp_path: Path) -> None:
+    one = drawn(FRESH, 100, 160, 100)
+    lost = without_its_peer(one.rows[1], "wrong", "wrong: 3e-02")
+    text = page(tmp_path, one.model_copy(update={"rows": (one.rows[0], lost, one.rows[2])}))
+    assert "| nccl+cublas (2) | gemm_ar | 2 of 3 | 2.00 |" in text
+    assert "- run0, kernel: gemm_ar 4 x 8 x 8: nccl+cublas wrong: wrong: 3e-02" in text
+
+
+def test_means_are_told_by_how_long_calls_take() -> None:
+    peers = ((10.0, 5.0), (100.0, 100.0), (100.0, 50.0), (1000.0, 2000.0))
+    rows = [gains.Gain(None, "x", "", mine, {"peer": best}) for best, mine in peers]
+    bands = gains.bands(rows)
+    assert [len(band) for band in bands] == [1, 2, 1]
+    assert [gains.mean(band) for band in bands] == pytest.approx([2.0, 2**0.5, 0.5])
+    assert gains.by_time(rows) == pytest.approx(1210 / 2155)
+
+
+def test_whole_layers_are_on_the_page(tmp_path: Path) -> None:
+    times = {"library": 100.0, "symm_mem": "RuntimeError: no", "mkernel": 125.0}
+    row = {"layer": "mlp", "tokens": 128, "backward": True, "mode": "compiled", "us": times}
+    content = {
+        "format": "mkernel-figures-1", "commit": "abcdef0123456789", "date": "2026-01-01",
+        "hardware": {"cpu": "a CPU"}, "figures": {"rows": [row]},
+    }  # fmt: skip
+    (tmp_path / "whole_layers.json").write_text(json.dumps(content))
+    text = page(tmp_path, made(120))
+    assert (
+        "| whole_layers | whole layers | 2 x GPU | compiled, with backward | library | mlp" in text
+    )
+    assert "| mlp | 128 tokens | compiled, with backward | 100.0 | 125.0 | 0.80 |" in text
+    assert "- whole_layers: mlp 128 tokens, compiled, with backward: 1.250 of the best" in text
 
 
 def test_an_old_file_says_what_was_not_recorded(tmp_path: Path) -> None:
@@ -148,6 +251,23 @@ def told(**changes: object) -> Report:
     return made(120).model_copy(update={**base, **changes})
 
 
+def sized(m: int, n: int, k: int) -> Report:
+    """The same of one shape, whose sizes were given."""
+    row = told().rows[0]
+    shape = Shape(op="gemm_all_reduce", m=m, n=n, k=k)
+    spec = told().spec.model_copy(update={"source": f"{m}x{n}x{k}"})
+    return told(rows=(row.model_copy(update={"shape": shape}),), spec=spec)
+
+
+def recorded_as_spent(seed: int) -> Report:
+    """A draw whose file says that its seed was spent."""
+    conditions = told().conditions
+    assert conditions is not None
+    return drawn(seed, 120).model_copy(
+        update={"conditions": conditions.model_copy(update={"spent_seeds": (seed,)})}
+    )
+
+
 def over_a_nic(*routes: Route) -> Report:
     """The same of two nodes."""
     hardware = {**made(120).provenance["hardware"], "emulated_nic": {"MKERNEL_SOFTVERBS_SEED": "1"}}
@@ -174,9 +294,18 @@ HIDDEN = told().timing["kernel"]
          "25.0 ms"),
         (told(), "without multicast, as these machines require (NCCL_NVLS_ENABLE=0, "
          "TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"),
-        (told(), "fitted to these shapes (layers, targets)"),
-        (told(spec=made(120).spec.model_copy(update={"source": "random"})),
-         "fitted to other shapes (layers, targets)"),
+        (told(), "fitted to other shapes (layers, targets)"),
+        (sized(8192, 7168, 8192), "**Not held out**: the constants by which the planner chooses a path "
+         "were fitted to these shapes, or choices were made by them (targets)."),
+        (drawn(FRESH, 120), "fitted to other shapes (layers, targets), and no choice was made by this "
+         "seed: they are held out."),
+        (drawn(7, 120), "**Not held out**"),
+        (drawn(7, 120), "(seed 7: `library.streamed` was fitted to it"),
+        (recorded_as_spent(FRESH), f"(seed {FRESH}: spent when this was measured)"),
+        (sized(*draws.drawn(1, 31, ("gemm_all_reduce",), 2)[0].named_sizes.values()), "(seed 31: "),
+        (told(spec=made(120).spec.model_copy(update={"scales": "row"})),
+         "What the planner's constants for these ops were fitted to: not recorded."),
+        (told(conditions=Conditions(environment={})), "The backend has one path"),
         (told(), "Commit `0123456789ab`, read from git, no changes."),
         (told(provenance={**told().provenance, "commit_from": "asserted", "dirty": None}),
          "Commit `0123456789ab`, asserted, not read from git, changes unknown."),
@@ -208,7 +337,7 @@ def test_rows_of_several_modes_say_theirs(tmp_path: Path) -> None:
     text = page(tmp_path, both)
     assert "| tiny | kernel |" in text
     assert "| tiny | eager |" in text
-    assert "| run0 | 2 | eager | gemm_ar |" in text
+    assert "| 2 x a GPU | eager | nccl+cublas | gemm_ar |" in text
     console = Console(width=200)
     with console.capture() as capture:
         console.print(report.table(both))

@@ -1,0 +1,260 @@
+"""Gains over peers in result files, and which results are the newest of their kind.
+
+Two results are of one kind where the same op was timed in the same mode at the same size, with the same
+operands, on as many ranks and nodes of the same card. All drawn shapes of an op are of one kind: a draw
+of another seed takes the place of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mkernel.harness import conditions
+from mkernel.harness.bench_report import inputs
+from mkernel.harness.contenders import OURS
+from mkernel.harness.results import Entry, Report, Row, read
+
+WHOLE_LAYERS = "whole_layers"
+"""The file of layers of several ops, which ``bench/whole_layers.py`` writes."""
+LIMITS_US = (20.0, 200.0)
+"""Of a best peer's time: between calls that their launch bounds, those in between, and long ones."""
+
+
+class Gain(NamedTuple):
+    """One row: mkernel beside the fastest right peer, or why the two cannot be compared."""
+
+    kind: Hashable
+    op: str
+    size: str
+    mine_us: float | None
+    peers_us: dict[str, float]
+    why: str = ""
+
+    @property
+    def best_us(self) -> float | None:
+        """The fastest peer's time."""
+        return min(self.peers_us.values(), default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """That time over mkernel's: above 1, mkernel is faster."""
+        best = self.best_us
+        return best / self.mine_us if best is not None and self.mine_us is not None else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The rows of one file in one mode.
+
+    Attributes:
+        shapes: where they come from, and whether they are held out. held_out: a draw whose seed was
+            used for nothing before. source: ``random``, a shipped list's name, :data:`WHOLE_LAYERS`, or
+            empty: sizes as given.
+        inputs: their dtype, and how they are scaled. card: empty where it was not recorded.
+        when: date and time of day; an older file has no time.
+    """
+
+    file: str
+    mode: str
+    shapes: str
+    held_out: bool
+    source: str
+    inputs: str
+    card: str
+    accelerator: str
+    ranks: int
+    nodes: int
+    commit: str
+    when: str
+    rows: tuple[Gain, ...]
+
+    @property
+    def date(self) -> str:
+        """The day on which it was measured."""
+        return self.when[:10]
+
+    @property
+    def on(self) -> str:
+        """How many ranks on which card."""
+        return f"{self.ranks} x {self.card or 'GPU'}"
+
+    @property
+    def ops(self) -> list[str]:
+        """Whose rows these are, in their order."""
+        return list(dict.fromkeys(row.op for row in self.rows))
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of the rows that have one."""
+        return [row.ratio for row in self.rows if row.ratio is not None]
+
+    @property
+    def peers(self) -> dict[str, int]:
+        """Peers with a time, and in how many rows."""
+        names = [name for row in self.rows for name in row.peers_us]
+        return {name: names.count(name) for name in dict.fromkeys(names)}
+
+    def of(self, op: str) -> Series:
+        """The rows of one op."""
+        rows = tuple(row for row in self.rows if row.op == op)
+        return replace(self, rows=rows)
+
+
+def mean(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(ratios)
+
+
+def by_time(rows: Iterable[Gain]) -> float:
+    """The peers' summed time over mkernel's: each row weighs what it takes."""
+    both = [(row.best_us, row.mine_us) for row in rows if row.ratio is not None]
+    return sum(best or 0.0 for best, _ in both) / sum(mine or 0.0 for _, mine in both)
+
+
+def bands(rows: Iterable[Gain]) -> list[list[float]]:
+    """The ratios by the best peer's time: below, between and above :data:`LIMITS_US`."""
+    found: list[list[float]] = [[] for _ in range(len(LIMITS_US) + 1)]
+    for row in rows:
+        if row.ratio is not None and row.best_us is not None:
+            found[sum(row.best_us >= limit for limit in LIMITS_US)].append(row.ratio)
+    return found
+
+
+def all_series(folder: Path) -> list[Series]:
+    """Every file's, the newest first."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        report = read(path)
+        if report is not None:
+            found += of_report(path.stem, report)
+        elif path.stem == WHOLE_LAYERS:
+            found += _of_whole_layers(json.loads(path.read_text()))
+    return sorted(found, key=lambda each: (each.when, each.held_out), reverse=True)
+
+
+def newest(series: Sequence[Series]) -> list[Series]:
+    """Those of which a later one does not have every row."""
+    return [each for each in series if newer(each, series) is None]
+
+
+def newer(one: Series, series: Iterable[Series]) -> Series | None:
+    """The later results that have every row of this one, and every peer."""
+    kinds = {row.kind for row in one.rows}
+    for each in series:
+        later = (each.when, each.held_out) > (one.when, one.held_out)
+        peers = one.peers.keys() <= each.peers.keys()
+        if later and peers and kinds <= {row.kind for row in each.rows}:
+            return each
+    return None
+
+
+def of_report(file: str, report: Report) -> list[Series]:
+    """A series for each mode of a benchmark's report."""
+    drawn = report.spec.source == "random"
+    found = []
+    for mode in report.spec.modes:
+        rows = tuple(_gain(report, row, drawn) for row in report.rows if row.mode == mode)
+        counted = mode == "kernel" and report.spec.launches
+        found.append(
+            Series(
+                file=file,
+                mode=f"{mode}, launches counted" if counted else mode,
+                shapes=conditions.shapes(report),
+                held_out=drawn and not conditions.fitted(report),
+                source="random" if drawn else conditions.listed_as(report) or "",
+                inputs=inputs(report),
+                card=card(report.provenance["hardware"]),
+                accelerator=report.accelerator,
+                ranks=report.ranks,
+                nodes=report.nodes,
+                rows=rows,
+                **_when(report.provenance),
+            )
+        )
+    return found
+
+
+def card(hardware: dict[str, Any]) -> str:
+    """The accelerators' name without vendor and memory; empty: not recorded."""
+    name = str(next(iter(hardware.get("gpus") or ()), ""))
+    words = [word for word in name.split() if any(map(str.isdigit, word))]
+    shared = " (shared)" if hardware.get("shared") else ""
+    return (words[0] if words else name) + shared
+
+
+def _when(provenance: dict[str, Any]) -> dict[str, str]:
+    when = f"{provenance['date']} {provenance.get('time', '')}".strip()
+    return {"commit": provenance["commit"], "when": when}
+
+
+def _gain(report: Report, row: Row, drawn: bool) -> Gain:
+    spec, shape = report.spec, row.shape
+    problem = "drawn" if drawn else (shape.size, shape.layout)
+    kind = (
+        shape.op, row.mode, spec.launches and row.mode == "kernel", problem, report.accelerator,
+        card(report.provenance["hardware"]), report.ranks, report.nodes, report.carrier, spec.dtype,
+        spec.scales, spec.fast_accum, spec.norm, spec.routing,
+    )  # fmt: skip
+    mine = row.entries.get("mkernel")
+    peers = {
+        name: entry.figures.median_us
+        for name, entry in row.entries.items()
+        if entry.kind == "op" and name not in OURS and entry.figures is not None
+    }
+    mine_us = mine.figures.median_us if mine is not None and mine.figures is not None else None
+    return Gain(kind, shape.op, shape.size, mine_us, peers, _why(row, mine))
+
+
+def _why(row: Row, mine: Entry | None) -> str:
+    """Why there is no ratio; empty where there is one."""
+    if mine is None or mine.figures is None:
+        return "mkernel was not timed" if mine is None else f"mkernel {mine.state}: {mine.why}"
+    if row.best_peer is not None:
+        return ""
+    lost = [
+        f"{name} {entry.state}: {entry.why}"
+        for name, entry in row.entries.items()
+        if entry.kind == "op" and name not in OURS and entry.state in ("wrong", "failed")
+    ]
+    return "; ".join(lost) or "no peer ran"
+
+
+def _of_whole_layers(content: dict[str, Any]) -> list[Series]:
+    """A series for each mode and direction; a row is a layer at a number of tokens."""
+    rows = content["figures"]["rows"]
+    found = []
+    for mode, backward in dict.fromkeys((row["mode"], row["backward"]) for row in rows):
+        direction = "with backward" if backward else "forward"
+        gains = []
+        for row in rows:
+            if (row["mode"], row["backward"]) != (mode, backward):
+                continue
+            times = {name: us for name, us in row["us"].items() if not isinstance(us, str)}
+            mine = times.pop("mkernel", None)
+            lost = {name: us for name, us in row["us"].items() if isinstance(us, str)}
+            size = f"{row['tokens']} tokens"
+            kind = (WHOLE_LAYERS, mode, backward, row["layer"], row["tokens"])
+            why = "; ".join(f"{name}: {said}" for name, said in lost.items())
+            gains.append(Gain(kind, row["layer"], size, mine, times, why))
+        found.append(
+            Series(
+                file=WHOLE_LAYERS,
+                mode=f"{mode}, {direction}",
+                shapes="whole layers",
+                held_out=False,
+                source=WHOLE_LAYERS,
+                inputs="bfloat16",
+                card=card(content["hardware"]),
+                accelerator=content["figures"].get("accelerator", ""),
+                ranks=content["figures"].get("ranks", 2),
+                nodes=1,
+                rows=tuple(gains),
+                **_when(content),
+            )
+        )
+    return found
