@@ -109,6 +109,13 @@ def _whole_layers(mode: str) -> list[str]:
     return _told(one)
 
 
+def _tested_on() -> list[str]:
+    """The most GPUs that `tests/gpu` ran on, and their card."""
+    runs = [run["provenance"]["hardware"]["gpus"] for run in result("gpu_tests")["runs"]]
+    most = max(runs, key=len)
+    return [{1: "one", 2: "two", 4: "four", 8: "eight"}[len(most)], gains.card({"gpus": most})]
+
+
 def _speed() -> Any:
     return result("ascend_speed")["figures"]
 
@@ -310,6 +317,7 @@ SENTENCES = (
         )
         for mode in ("compiled, forward", "compiled, with backward", "eager, with backward")
     ),
+    Sentence("README.md", "the GEMM ops tested on up to {} {}, the rest on two", _tested_on),
     Sentence("docs/softverbs.md", "carried at {} GB/s, {} of what memcpy reaches", _nic),
     Sentence("docs/architecture.md", "costs no SM and moves {} GB/s (256 MiB,", _copy_engine),
     Sentence("docs/architecture.md", "The product alone takes {} to {} of cuBLAS' time", _product),

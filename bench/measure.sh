@@ -7,9 +7,9 @@
 #   layers   layers of models                                hopper_layers_2.json
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
-#   random   drawn shapes, eager and as CUDA graphs          hopper_random_2.json
-#   seed     the 200 shapes of seed 7, as CUDA graphs, then eager, then flushed beside their parts alone
-#                                                            hopper_random_7_{,eager_,kernel_}2.json
+#   seed     COUNT [200] shapes of SEED [20261128], which nothing was fitted to or chosen by, as CUDA graphs,
+#            then eager                                      hopper_random_SEED_{,eager_}2.json
+#   floor    the same, flushed, beside their parts alone     hopper_random_SEED_kernel_2.json
 #   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
 #                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
@@ -35,7 +35,8 @@
 #   calls    10^6 calls of a small op, alone, eager and then by a graph  the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
-# CARD: of which files of `seed`, `bars`, `ways` and `experts` speak ahead of the number of GPUs (h100).
+# CARD: stands in the names of files of `loops`, `first`, `seed`, `floor`, `bars`, `ways` and `experts` ahead of
+# the number of GPUs (h100).
 # RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
 # no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
 set -uo pipefail
@@ -136,20 +137,20 @@ for part in "$@"; do
             --peers mkernel-fused,mkernel-library,nccl+cublas,symm_mem
         ;;
     loops)
-        bench hopper_layers_2_loops "${layers[@]}" "${peers[@]}" --mode eager,graph --iterations 3 --warmup 1
+        bench "hopper_layers_${card}2_loops" "${layers[@]}" "${peers[@]}" --mode eager,graph --iterations 3 --warmup 1
         ;;
     first)
-        bench hopper_layers_2_first "${layers[@]}" "${peers[@]}" --mode first --iterations 5 --warmup 1
+        bench "hopper_layers_${card}2_first" "${layers[@]}" "${peers[@]}" --mode first --iterations 5 --warmup 1
         ;;
-    random)
-        bench hopper_random_2 --ranks 2 --accelerator hopper --random 42 --seed 1 "${peers[@]}" \
-            --mode eager,graph --iterations 5 --warmup 1
-        ;;
-    seed)
-        bench "hopper_random_7_${card}2" "${drawn[@]}" --random 200 --seed 7 "${peers[@]}" --mode graph
-        bench "hopper_random_7_eager_${card}2" "${drawn[@]}" --random 200 --seed 7 "${peers[@]}" --mode eager
-        bench "hopper_random_7_kernel_${card}2" "${drawn[@]}" --random 200 --seed 7 --peers nccl+cublas \
-            --mode kernel
+    seed | floor)
+        seed=${SEED:-20261128}
+        draw=("${drawn[@]}" --random "${COUNT:-200}" --seed "$seed")
+        if [ "$part" = seed ]; then
+            bench "hopper_random_${seed}_${card}2" "${draw[@]}" "${peers[@]}" --mode graph
+            bench "hopper_random_${seed}_eager_${card}2" "${draw[@]}" "${peers[@]}" --mode eager
+        else
+            bench "hopper_random_${seed}_kernel_${card}2" "${draw[@]}" --peers nccl+cublas --mode kernel
+        fi
         ;;
     bars)
         named=(--ranks 2 --accelerator hopper --mode graph --iterations 6 --warmup 1)
@@ -272,7 +273,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, random, seed, bars, ways, experts, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, ways, experts, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

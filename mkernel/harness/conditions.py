@@ -38,9 +38,11 @@ def commit(report: Report) -> str:
     """Which commit, how that is known, and whether the tree was that commit's."""
     source = report.provenance
     name = f"Commit `{source['commit'][:12]}`"
-    asserted = {"git": ", read from git", "asserted": ", asserted, not read from git"}.get(
-        source.get("commit_from", ""), ", how it is known was not recorded"
-    )
+    asserted = {
+        "git": ", read from git",
+        "asserted": ", asserted, not read from git",
+        "lost": ", asserted, **not in this history**: it was rewritten afterwards",
+    }.get(source.get("commit_from", ""), ", how it is known was not recorded")
     if source["dirty"]:
         return f"{name}{asserted}, with uncommitted changes: do not quote."
     clean = "" if source["dirty"] is None or "commit_from" not in source else ", no changes"

@@ -56,6 +56,7 @@ class Series:
             used for nothing before. source: ``random``, a shipped list's name, :data:`WHOLE_LAYERS`, or
             empty: sizes as given.
         inputs: their dtype, and how they are scaled. card: empty where it was not recorded.
+        lost: the commit is not in the repository's history.
         when: date and time of day; an older file has no time.
     """
 
@@ -70,6 +71,7 @@ class Series:
     ranks: int
     nodes: int
     commit: str
+    lost: bool
     when: str
     rows: tuple[Gain, ...]
 
@@ -82,6 +84,11 @@ class Series:
     def on(self) -> str:
         """How many ranks on which card."""
         return f"{self.ranks} x {self.card or 'GPU'}"
+
+    @property
+    def measured(self) -> str:
+        """Of which commit, and on which day."""
+        return f"`{self.commit[:8]}`{' (lost)' if self.lost else ''}, {self.date}"
 
     @property
     def ops(self) -> list[str]:
@@ -187,9 +194,12 @@ def card(hardware: dict[str, Any]) -> str:
     return (words[0] if words else name) + shared
 
 
-def _when(provenance: dict[str, Any]) -> dict[str, str]:
-    when = f"{provenance['date']} {provenance.get('time', '')}".strip()
-    return {"commit": provenance["commit"], "when": when}
+def _when(provenance: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "commit": provenance["commit"],
+        "lost": provenance.get("commit_from") == "lost",
+        "when": f"{provenance['date']} {provenance.get('time', '')}".strip(),
+    }
 
 
 def _gain(report: Report, row: Row, drawn: bool) -> Gain:

@@ -32,7 +32,8 @@ rows where that is not all. *Mean* is the geometric one over the rows that have 
 none are named below. It is told again for rows whose best peer takes less than {low:g} us, up to
 {high:g} us, and longer; *by time* is the peers' summed time over mkernel's. *Spent*: constants were
 fitted to the seed of these shapes or choices were made by it; *held out*: it was used for nothing
-before; *fitted to*: constants were fitted to these sizes or choices were made by them.
+before; *fitted to*: constants were fitted to these sizes or choices were made by them. *Lost*: the
+commit is not in this history, which was rewritten afterwards.
 """
 
 
@@ -109,7 +110,7 @@ def _gain(op: str, one: Series) -> str:
         f"{gains.mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}",
         f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}",
         *(f"{gains.mean(band):.2f} ({len(band)})" if band else "" for band in gains.bands(one.rows)),
-        f"{gains.by_time(one.rows):.2f}", f"`{one.commit[:8]}`, {one.date}",
+        f"{gains.by_time(one.rows):.2f}", one.measured,
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
@@ -144,7 +145,7 @@ def _older(series: Sequence[Series]) -> list[str]:
         mean = f"{gains.mean(ratios):.2f} | {min(ratios):.2f}" if ratios else "- | -"
         found.append(
             f"| {each.file} | {each.shapes} | {each.on} | {each.mode} "
-            f"| {len(each.rows)} | {mean} | `{each.commit[:8]}`, {each.date} | {later.file} |"
+            f"| {len(each.rows)} | {mean} | {each.measured} | {later.file} |"
         )
     return [*lines, *found] if found else [*lines[:2], "None."]
 

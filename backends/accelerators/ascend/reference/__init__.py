@@ -30,9 +30,10 @@ class PublishedRow(Model):
 
 
 class PublishedTable(Model):
-    """Rows as published, smallest world first."""
+    """Rows as published, smallest world first. ``credit``: who published them."""
 
     title: str
+    credit: str
     rows: tuple[PublishedRow, ...]
 
 
