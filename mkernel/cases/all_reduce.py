@@ -15,6 +15,7 @@ from mkernel.cases.base import (
     TOLERANCE,
     Case,
     Memory,
+    Onto,
     Outcome,
     Rows,
     Tensors,
@@ -65,6 +66,14 @@ class AllReduceCase(Case):
         if "residual" in given:
             total = total + given["residual"][at].double()
         return {"out": total / _size(total) * given["norm_weight"].double(), "residual_out": total}
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """The same times columns: there is no product, so the reference itself costs little."""
+        columns = onto(self.sizes["n"])
+        found = self.reference(rank, world_size, iteration)
+        return {name: each @ columns for name, each in found.items()}
 
     @property
     def rounds_partials(self) -> bool:

@@ -22,7 +22,12 @@ import torch
 from typing_extensions import Unpack
 
 from mkernel.cases import poison
-from mkernel.cases.comparison import Comparison, compare_exact, compare_rows
+from mkernel.cases.comparison import (
+    Comparison,
+    compare_exact,
+    compare_projected,
+    compare_rows,
+)
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.ops.common import Execution
 from mkernel.plan.model import DtypeName, LaunchPlan
@@ -42,6 +47,8 @@ Memory = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of an output."""
 Rows = Callable[[int], "torch.Tensor | slice"]
 """Given how many rows an output has, says which of them are compared: ascending indices, or a slice."""
+Onto = Callable[[int], torch.Tensor]
+"""Given how many columns an output has, returns a few random columns [columns, few] in float64."""
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 NOWHERE: Tensors = MappingProxyType({})
@@ -141,6 +148,41 @@ class Oracle(ABC):
             if name in tolerances
             else compare_exact(outputs[name].to(wanted.device), wanted)
             for name, wanted in self.truths(rank, world_size, iteration, promised, rows).items()
+        }
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the reference times random columns, of outputs that have a tolerance; exact outputs
+        as they are. None: it takes as long as the whole reference does.
+
+        An output whose last step is linear costs little that way: the columns multiply its last factor.
+        """
+        return None
+
+    def compared_whole(
+        self,
+        outputs: Tensors,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        promised: Collection[str] | None,
+        onto: Onto,
+    ) -> dict[str, Comparison] | None:
+        """Compare every row of the outputs that are promised, or of all, by :meth:`projected`; None
+        where one of them has none."""
+        truths = self.projected(rank, world_size, iteration, onto)
+        if truths is None or not truths.keys() >= set(outputs if promised is None else promised):
+            return None
+        tolerances, memory = self.tolerances(), self.results(world_size)
+        return {
+            name: compare_projected(
+                outputs[name].to(wanted.device), wanted, onto(memory[name][0][-1])
+            )
+            if name in tolerances
+            else compare_exact(outputs[name].to(wanted.device), wanted)
+            for name, wanted in truths.items()
+            if promised is None or name in promised
         }
 
     def truths(

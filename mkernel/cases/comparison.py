@@ -13,6 +13,10 @@ In this order:
 
 Limits of errors are of norms of many elements, whose roundings differ. Of few, all may be rounded by
 nearly half a step; an error of so much is right there, whatever the limit.
+
+A large result of a product is compared as a whole without its whole reference: both are multiplied by a
+few columns of random numbers (Freivalds). The norm of a row's difference is that of the row's error, in
+the mean, and a row that is wrong is off in all of them (:func:`compare_projected`).
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ from mkernel.cases import poison
 
 FEW = 256
 """Elements, whose roundings' norm says little."""
+ROW_SHARE = 3.0
+"""A single row may be off by so many times the limit, because few numbers show its error. Of right
+rows, off by the limit itself, less than one in 10^11 seems farther off; of rows with other data one in
+10^12 seems nearer."""
+_STRIP = 1 << 24
+"""Elements that are widened at a time: 128 MiB."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,66 @@ def compare_rows(
         bits = result.view(torch.int8).index_select(axis, at)
         return compare(bits.view(result.dtype), reference)
     return compare(result.index_select(axis, at), reference)
+
+
+def narrowed(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return ``matrix @ columns`` in float64, of which only a strip is widened at a time."""
+    step = max(1, _STRIP // max(1, matrix.shape[1]))
+    strips = torch.split(matrix, step)
+    return torch.cat([strip.to(torch.float64) @ columns for strip in strips])
+
+
+def compare_projected(
+    result: torch.Tensor, reference: torch.Tensor, columns: torch.Tensor
+) -> Comparison:
+    """Compare all rows of a result with their float64 reference times ``columns`` [N, few], which are
+    normally distributed.
+
+    The error is the relative Frobenius error as these show it, or the worst row's over
+    :data:`ROW_SHARE` where that is more. Elements must be finite.
+    """
+    shape = (len(reference), len(columns))
+    if result.shape != shape:
+        return _wrong(f"has shape {tuple(result.shape)}, not {shape}")
+    gaps, sizes = [], []
+    for rows in range(0, len(result), step := max(1, _STRIP // shape[1])):
+        wide = result[rows : rows + step].to(torch.float64)
+        gaps.append((wide @ columns - reference[rows : rows + step]).square().mean(1))
+        sizes.append(wide.square().sum(1))
+    gap, size = torch.cat(gaps), torch.cat(sizes)
+    if not bool(torch.isfinite(gap).all()):
+        unwritten = poison.count(result)
+        if unwritten:
+            return _wrong(f"has {unwritten} of {result.numel()} elements that were never written")
+        return _wrong("has elements that are not finite")
+    return Comparison(_worst(gap, size, reference.square().mean(1).sum()), result.numel())
+
+
+def compare_alike(result: torch.Tensor, other: torch.Tensor) -> Comparison:
+    """Compare two results of the same inputs, which differ by at most twice what either may be off. The
+    error is half of theirs, or of the worst row's over :data:`ROW_SHARE` where that is more."""
+    if result.shape != other.shape:
+        return _wrong(f"has shape {tuple(result.shape)}, and {tuple(other.shape)} in another call")
+    if not result.numel():
+        return Comparison(0.0, 0)
+    one, two = (each.to(torch.float64).flatten(end_dim=-2) for each in (result, other))
+    same = (one == two) | (one.isnan() & two.isnan())
+    gap = torch.where(same, 0.0, one - two).square().sum(1)
+    if not bool(torch.isfinite(gap).all()):
+        return _wrong("has elements that are finite in one call and not in another")
+    size = torch.where(torch.isfinite(two), two, 0.0).square().sum(1)
+    return Comparison(_worst(gap, size, size.sum()) / 2, result.numel())
+
+
+def _worst(gap: torch.Tensor, size: torch.Tensor, least: torch.Tensor) -> float:
+    """The relative error of all rows, or the worst one's over :data:`ROW_SHARE`, given the squared
+    norms of their differences and of themselves; all together are as large as ``least``."""
+    total = float(torch.maximum(size.sum(), least))
+    if not total:
+        return math.sqrt(float(gap.sum()))
+    floor = total / len(size) * 1e-6  # of a row that cancels, as a share of the others
+    row = float((gap / size.clamp(min=floor)).max())
+    return max(math.sqrt(float(gap.sum()) / total), math.sqrt(row) / ROW_SHARE)
 
 
 def _relative(gap: torch.Tensor, reference: torch.Tensor) -> float:

@@ -23,6 +23,7 @@ from mkernel.cases.base import (
     TOLERANCE,
     Case,
     Memory,
+    Onto,
     Outcome,
     Rows,
     Tensors,
@@ -261,10 +262,14 @@ class GemmCase(Case):
         """Whether every rank has the same B."""
         return self.gemm.gathers and bool(self.options.get("replicate_b", True))
 
-    def biased(self, c: torch.Tensor, rank: int, iteration: int) -> torch.Tensor:
-        """A result with what the call adds."""
+    def biased(
+        self, c: torch.Tensor, rank: int, iteration: int, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A result, times columns where there are some, with what the call adds."""
         bias = self._bias(rank, iteration)
-        return c if bias is None else c + bias.double()
+        if bias is None:
+            return c
+        return c + (bias.double() if columns is None else bias.double() @ columns)
 
     def _b(
         self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
@@ -302,6 +307,15 @@ class AllGatherGemmCase(GemmCase):
         keeps = self.keeps(self.sizes["m"] * self.sizes["n"], rows)
         (c,) = self.kept(whole, (whose, world_size, iteration)) if keeps else whole()
         return {"out": self.biased(c.clone() if keeps else c, rank, iteration)}
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """C [M, few]."""
+        columns, sources = onto(self.sizes["n"]), range(world_size)
+        b = self.wide_b(rank, world_size, iteration) @ columns
+        c = torch.cat([self.wide_a(source, world_size, iteration) @ b for source in sources])
+        return {"out": self.biased(c, rank, iteration, columns)}
 
     def _parts(
         self, rank: int, world_size: int, iteration: int, rows: Rows
@@ -373,6 +387,20 @@ class _SumCase(GemmCase):
             return sum((term.abs() if sizes else term for term in terms()), torch.zeros(()))
         whose = rank if self.gemm.scatters else EVERY_RANK
         return self.kept(both, (whose, world_size, iteration))[sizes].clone()
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor] | None:
+        """The same rows times columns; a norm is not linear."""
+        if "norm" in self.options:
+            return None
+        columns = onto(self.sizes["n"])
+        at = own_rows(self.sizes["m"], rank, world_size, self.gemm.scatters, every_row)
+        total = torch.zeros((), device=self.device)
+        for source in range(world_size):
+            a = self.wide_a(source, world_size, iteration)[int(at[0]) : int(at[-1]) + 1]
+            total = total + a @ (self.wide_b(source, world_size, iteration) @ columns)
+        return {"out": self.biased(total, rank, iteration, columns)}
 
     def _terms(
         self, rank: int, world_size: int, iteration: int, rows: Rows

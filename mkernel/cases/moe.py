@@ -28,6 +28,7 @@ from mkernel.cases.base import (
     TOLERANCE,
     Case,
     Memory,
+    Onto,
     Outcome,
     Rows,
     Tensors,
@@ -233,21 +234,34 @@ class MoeDispatchCase(MoeCase):
         found = self._grouped(rank, world_size, iteration, rows)
         return {name: each for name, each in found.items() if name in promised}
 
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor] | None:
+        """Of a dispatch without an activation, whose outputs alone are promised then."""
+        if self._activated:
+            return None
+        return self._grouped(rank, world_size, iteration, every_row, onto(self._features()))
+
     def _grouped(
-        self, rank: int, world_size: int, iteration: int, rows: Rows
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        rows: Rows,
+        columns: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """outputs and counts."""
+        """outputs, times columns where there are some, and counts."""
         source, token, _, counts = self._rows(rank, world_size, iteration)
         at = rows(len(source))
         expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)[at]
         source, token = source[at], token[at]
         x = torch.stack([self._x(each, iteration) for each in range(world_size)])
-        outputs = torch.empty(
-            len(expert), self._features(), device=self.device, dtype=torch.float64
-        )
+        width = self._features() if columns is None else columns.shape[1]
+        outputs = torch.empty(len(expert), width, device=self.device, dtype=torch.float64)
         for number, w in enumerate(self._w(rank, world_size, iteration)):
-            here = expert == number
-            outputs[here] = self._activate(x[source[here], token[here]].double() @ w.double())
+            here, wide = expert == number, w.double()
+            wide = wide if columns is None else wide @ columns
+            outputs[here] = self._activate(x[source[here], token[here]].double() @ wide)
         return {"outputs": outputs, "counts": counts}
 
     def _combined(self, rank: int, world_size: int, iteration: int, rows: Rows) -> torch.Tensor:
@@ -350,12 +364,26 @@ class MoeCombineCase(MoeCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """out [T, I]."""
+        out = self._added(rank, world_size, iteration, None)
+        return {"out": out[rows(len(out))]}
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """out [T, few]."""
+        return {"out": self._added(rank, world_size, iteration, onto(self._features()))}
+
+    def _added(
+        self, rank: int, world_size: int, iteration: int, columns: torch.Tensor | None
+    ) -> torch.Tensor:
         weights = self._weights(rank, iteration).float().double()
-        out = torch.zeros(self.sizes["tokens"], self._features(), device=self.device).double()
+        width = self._features() if columns is None else columns.shape[1]
+        out = torch.zeros(self.sizes["tokens"], width, device=self.device).double()
         for owner in range(world_size):
             source, token, slot, _ = self._rows(owner, world_size, iteration)
             mine = source == rank
             y = self._y(owner, world_size, iteration)[mine].double()
+            y = y if columns is None else y @ columns
             token, slot = token[mine], slot[mine]
             out.index_add_(0, token, weights[token, slot, None] * y)
-        return {"out": out[rows(len(out))]}
+        return out

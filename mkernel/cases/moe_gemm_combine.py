@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mkernel.cases.base import NOWHERE, Memory, Outcome, Rows, Tensors, every_row
+from mkernel.cases.base import NOWHERE, Memory, Onto, Outcome, Rows, Tensors, every_row
 from mkernel.cases.moe import MoeCase
 from mkernel.ops import moe, moe_gemm_combine
 from mkernel.ops.common import Execution
@@ -74,6 +74,12 @@ class MoeGemmCombineCase(MoeCase):
         """out [T, H]."""
         return {"out": self._summed(rank, world_size, iteration, rows)}
 
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """out [T, few]."""
+        return {"out": self._summed(rank, world_size, iteration, columns=onto(self._hidden()))}
+
     @property
     def rounds_partials(self) -> bool:
         """Whether ``partial_dtype`` is narrower than sums."""
@@ -93,20 +99,22 @@ class MoeGemmCombineCase(MoeCase):
         rows: Rows = every_row,
         *,
         sizes_only: bool = False,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weights = self._weights(rank, iteration).float().double()
         place = torch.full((len(weights),), -1, device=self.device)  # in out, of each token there
         at = rows(len(weights))
         place[at] = torch.arange(len(place[at]), device=self.device)
-        out = torch.zeros(len(place[at]), self._hidden(), device=self.device).double()
+        width = self._hidden() if columns is None else columns.shape[1]
+        out = torch.zeros(len(place[at]), width, device=self.device).double()
         for owner in range(world_size):
             source, token, slot, counts = self._rows(owner, world_size, iteration)
             h = self._h(owner, world_size, iteration)
             expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)
             mine = (source == rank) & (place[token] >= 0)
             for number, w2 in enumerate(self._w2(owner, world_size, iteration)):
-                here = mine & (expert == number)
-                y = h[here].double() @ w2.double()
+                here, wide = mine & (expert == number), w2.double()
+                y = h[here].double() @ (wide if columns is None else wide @ columns)
                 y *= weights[token[here], slot[here], None]
                 out.index_add_(0, place[token[here]], y.abs() if sizes_only else y)
         return out

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn.functional import silu
 
-from mkernel.cases.base import NOWHERE, TOLERANCE, Memory, Outcome, Rows, Tensors, every_row
+from mkernel.cases.base import NOWHERE, TOLERANCE, Memory, Onto, Outcome, Rows, Tensors, every_row
 from mkernel.cases.moe import MoeCase
 from mkernel.ops import moe, moe_gemm_combine
 from mkernel.ops.common import Execution
@@ -100,10 +100,28 @@ class MoeLayerCase(MoeCase):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """out [T, H]."""
+        return {"out": self._made(rank, world_size, iteration, rows)}
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """out [T, few]: the first products take their time, the second ones none."""
+        columns = onto(self._hidden())
+        return {"out": self._made(rank, world_size, iteration, every_row, columns)}
+
+    def _made(
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        rows: Rows,
+        columns: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         at = rows(self.sizes["tokens"])
         x, ids = self._x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
         weights = self._weights(rank, iteration)[at].float().double()
-        out = torch.zeros(len(x), self._hidden(), device=self.device).double()
+        width = self._hidden() if columns is None else columns.shape[1]
+        out = torch.zeros(len(x), width, device=self.device).double()
         own = self.sizes["experts"] // world_size
         for owner in range(world_size):
             first = self._gate_up(owner, world_size, iteration)
@@ -111,9 +129,10 @@ class MoeLayerCase(MoeCase):
             for expert in range(own):
                 token, slot = (ids == owner * own + expert).nonzero(as_tuple=True)
                 gate, up = (x[token] @ first[expert].double()).chunk(2, dim=-1)
-                y = (silu(gate) * up) @ second[expert].double()
+                down = second[expert].double()
+                y = (silu(gate) * up) @ (down if columns is None else down @ columns)
                 out.index_add_(0, token, weights[token, slot, None] * y)
-        return {"out": out}
+        return out
 
     def tolerances(self) -> dict[str, float]:
         """Of so many roundings."""

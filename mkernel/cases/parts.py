@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from mkernel.backends.contracts.scaled import dequantised
-from mkernel.cases.base import NOWHERE, Memory, Oracle, Rows, Tensors, every_row
+from mkernel.cases.base import NOWHERE, Memory, Onto, Oracle, Rows, Tensors, every_row
+from mkernel.cases.comparison import narrowed
 from mkernel.cases.gemm import GemmCase, own_rows, shares_of_rows
 from mkernel.plan.model import E4M3
 
@@ -67,12 +68,26 @@ class Product(Part):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """out [M, N]."""
+        a, b = self._wide(rank, world_size, iteration)
+        return {"out": a[rows(len(a))] @ b}
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """out [M, few]."""
+        a, b = self._wide(rank, world_size, iteration)
+        return {"out": a @ (b @ onto(b.shape[1]))}
+
+    def _wide(
+        self, rank: int, world_size: int, iteration: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """a and b in float64, times their scales."""
         given = self.inputs(rank, world_size, iteration)
         a, b = given["a"].double(), given["b"].double()
         if "a_scale" in given:
             a = dequantised(a, given["a_scale"], a.dtype)
             b = dequantised(b, given["b_scale"], b.dtype)
-        return {"out": a[rows(len(a))] @ b}
+        return a, b
 
 
 class Collective(Part):
@@ -109,6 +124,19 @@ class Collective(Part):
         at = own_rows(m, rank, world_size, gemm.scatters, rows).to(device)
         return {"out": sum((x[at].double() for x in xs), torch.zeros(()))}
 
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """The same times columns."""
+        xs = [self.inputs(each, world_size, iteration)["x"] for each in range(world_size)]
+        columns, gemm = onto(xs[0].shape[1]), self.case.gemm
+        if gemm.gathers:
+            return {"out": torch.cat([narrowed(x, columns) for x in xs])}
+        own = self.case.sizes["m"] // world_size if gemm.scatters else self.case.sizes["m"]
+        first = rank * own if gemm.scatters else 0
+        sums = (narrowed(x[first : first + own], columns) for x in xs)
+        return {"out": sum(sums, torch.zeros((), device=self.case.device))}
+
 
 class Transfer(Collective):
     """The bytes of the collective, from every rank to every rank.
@@ -141,10 +169,21 @@ class Transfer(Collective):
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
     ) -> dict[str, torch.Tensor]:
         """Those pieces."""
+        whole = self._whole(rank, world_size, iteration)
+        return {"out": whole[rows(len(whole))].double()}
+
+    def projected(
+        self, rank: int, world_size: int, iteration: int, onto: Onto
+    ) -> dict[str, torch.Tensor]:
+        """The same times columns."""
+        whole = self._whole(rank, world_size, iteration)
+        return {"out": narrowed(whole, onto(whole.shape[1]))}
+
+    def _whole(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         ((shape, dtype),) = self.results(world_size).values()
         whole = torch.empty(shape, dtype=dtype, device=self.case.device)
         for source in range(world_size):
             x = self.inputs(source, world_size, iteration)["x"]
             for target, origin in self.pieces(rank, world_size, source):
                 whole[target] = x[origin]
-        return {"out": whole[rows(len(whole))].double()}
+        return whole

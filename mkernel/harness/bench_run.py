@@ -126,8 +126,9 @@ def conditions(accelerator: str) -> Conditions:
     claims = registry.accelerator(accelerator).capabilities()
     constants = constants_for(claims.constants, load_settings().constants)
     if not claims.library_ops or constants is None:
-        return Conditions(environment=dict(ENVIRONMENT))
+        return Conditions(whole=True, environment=dict(ENVIRONMENT))
     return Conditions(
+        whole=True,
         environment=dict(ENVIRONMENT),
         planner=constants.source,
         fitted_to=constants.fitted_to,

@@ -6,15 +6,19 @@ from functools import partial
 
 from mkernel.harness import draws
 from mkernel.harness.draws import SPENT
+from mkernel.harness.problem import ROWS
 from mkernel.harness.results import Report, Route, Timing
 from mkernel.harness.shapes import FP8, SHIPPED, listed
-from mkernel.harness.spec import MODE_TEXT, Mode, Shape
+from mkernel.harness.spec import LOOP_CALLS, MODE_TEXT, Mode, Shape
+from mkernel.harness.work import SHARE
 from mkernel.tabular import duration
 
 _ROUTES: dict[Route, str] = {
     "direct": "direct, from accelerators' memory and into it",
     "staged": "staged, by host memory at both ends",
 }
+SAMPLED = {"ring_attention", "ring_attention_backward"}
+"""Ops whose large results no product with random columns compares as a whole."""
 _MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
@@ -29,6 +33,7 @@ def sentences(report: Report) -> list[str]:
         *timed(report),
         *_emulated_nic(report),
         _multicast(report),
+        *_compared(report),
         _planner(report),
         commit(report),
     ]
@@ -95,6 +100,29 @@ def _emulated_nic(report: Report) -> list[str]:
         "shows protocol and overlap, not GPUDirect. T_m, where no library takes the NIC, is bytes by "
         "that rate."
     ]
+
+
+def _compared(report: Report) -> list[str]:
+    """What was compared of results, in files that say so."""
+    if report.conditions is None or not report.conditions.whole:
+        return []
+    ops = {row.shape.op for row in report.rows}
+    sampled = sorted(ops & SAMPLED)
+    if ops <= SAMPLED:
+        rows = f"{ROWS} rows of the last result on each set of inputs, other ones in each turn"
+    else:
+        rows = "all rows of the last result on each set of inputs"
+        rows += f" ({ROWS} of them of {' and '.join(sampled)})" if sampled else ""
+    calls = (
+        ""
+        if report.spec.modes == ("kernel",)
+        else (
+            "; of a loop's other calls all elements were compared with that one's, but of those whose "
+            "memory later calls took (results of more than "
+            f"1/{LOOP_CALLS * round(1 / SHARE)} of a device's memory)"
+        )
+    )
+    return [f"Compared with float64: {rows}{calls}."]
 
 
 def _multicast(report: Report) -> str:

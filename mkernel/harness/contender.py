@@ -16,6 +16,11 @@ from mkernel.plan.ops import BACKWARD
 ATTENTION_BACKWARD = BACKWARD["ring_attention"]
 
 
+NO_ROUNDING = 1e-12
+"""Limit of what is only moved: below any wrong element, above what float64 loses where all rows are
+compared by their products with random columns."""
+
+
 class Contender(ABC):
     """One way to do a kind of work.
 
@@ -50,8 +55,8 @@ class Contender(ABC):
         return {}
 
     def outputs(self) -> Tensors:
-        """Memory for the outputs that the caller gives; asked for in every turn, and poisoned before
-        the call."""
+        """New memory for the outputs that the caller gives to a call; poisoned before every turn.
+        Collective."""
         return self.problem.empty(self.kind)
 
     def graph_pool(self) -> tuple[int, int] | None:

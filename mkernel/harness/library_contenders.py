@@ -19,6 +19,7 @@ from mkernel.harness import (
 from mkernel.harness.collectives import all_gather, collective
 from mkernel.harness.contender import (
     ATTENTION_BACKWARD,
+    NO_ROUNDING,
     Contender,
 )
 from mkernel.harness.library_moe import DISPATCHED, kept, padded
@@ -158,7 +159,7 @@ class Collective(PartAlone):
         return {"out": collective(self.op, inputs["x"], outputs["out"])}
 
     def limits(self) -> dict[str, float]:
-        return {"out": 0.0} if self.problem.gathers else super().limits()
+        return {"out": NO_ROUNDING} if self.problem.gathers else super().limits()
 
 
 class Sequential(Contender):

@@ -170,16 +170,12 @@ class MkernelSymmetric(Mkernel):
 
     name = "mkernel-symmetric"
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._out = mkernel.empty(*problem.memory(self.kind)["out"])
-
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         return None if problem.op == "gemm_all_reduce" else "peers write to no output of this op"
 
     def outputs(self) -> Tensors:
-        return {"out": self._out}
+        return {"out": mkernel.empty(*self.problem.memory(self.kind)["out"])}
 
 
 class MkernelAllocating(Mkernel):

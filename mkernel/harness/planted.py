@@ -18,7 +18,7 @@ from mkernel.harness.contender import ATTENTION_BACKWARD, Contender
 from mkernel.harness.library_contenders import GlooMatmul, NcclCublas
 from mkernel.harness.library_peers import GatheredExperts, Ring
 from mkernel.harness.problem import Inputs, Problem, Tensors
-from mkernel.harness.spec import GEMMS
+from mkernel.harness.spec import GEMMS, LOOP_CALLS
 
 LATE_S = 0.05
 
@@ -86,6 +86,20 @@ class SkipsHalf(_Broken):
         rows = len(out) // 2
         out[:rows] = self._honest.call(inputs, {"out": torch.empty_like(out)})["out"][:rows]
         return outputs
+
+
+class OneWrongRow(_Broken):
+    """In one call of a loop, which is none of the last, one row is another one."""
+
+    name = "one_wrong_row"
+    _calls = 0
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = self._honest.call(inputs, outputs)["out"]
+        if self._calls % LOOP_CALLS == 6:
+            out[len(out) // 3] = out[0].clone()
+        self._calls += 1
+        return {"out": out}
 
 
 class LeavesElement(_Broken):

@@ -27,7 +27,11 @@ Inputs = dict[str, Any]
 """Tensors by name, and what a contender made of them before the turn."""
 
 ROWS = 128
-"""Rows of a large result that are compared, one from each of as many equal strips, all columns."""
+"""Rows of a large result that are compared where its reference cannot be projected, one from each of as
+many equal strips, all columns."""
+COLUMNS = 8
+"""Random columns that a large result and its reference are multiplied by, which compares all rows."""
+_COLUMNS = 1 << 16  # which random numbers of a case; its tensors' come before
 
 _PARTS: dict[Kind, type[Part]] = {
     "compute": Product,
@@ -105,12 +109,30 @@ class Problem:
     ) -> dict[str, Comparison]:
         """Outputs of a turn compared with the truth: those promised, or all.
 
-        ``sampled``: of large outputs only some rows are compared, other ones in every turn.
+        ``sampled``: large outputs are compared by their products with random columns, all rows of them;
+        where the oracle has none (attention), by some rows, other ones in every turn.
         """
         if promised is not None and not promised:
             return {}
+        oracle = self.oracle(kind)
+        if sampled and self._large(outputs, promised):
+            onto = partial(self._random_columns, turn)
+            whole = oracle.compared_whole(outputs, self.rank, self.world, turn, promised, onto)
+            if whole is not None:
+                return whole
         rows = {"rows": partial(self.sampled_rows, turn)} if sampled else {}
-        return self.oracle(kind).compared(outputs, self.rank, self.world, turn, promised, **rows)
+        return oracle.compared(outputs, self.rank, self.world, turn, promised, **rows)
+
+    def _large(self, outputs: Mapping[str, torch.Tensor], promised: Collection[str] | None) -> bool:
+        """Whether an output has more rows than are compared one by one."""
+        judged = [each for name, each in outputs.items() if promised is None or name in promised]
+        return any(each.dim() == 2 and len(each) > ROWS for each in judged)
+
+    def _random_columns(self, turn: int, count: int) -> torch.Tensor:
+        """Of a turn, the same ones for all of its calls."""
+        chance, device = self.case.generator(turn, _COLUMNS, 0), self.case.device
+        shape = count, COLUMNS
+        return torch.randn(shape, generator=chance, dtype=torch.float64, device=device)
 
     def sampled_rows(self, turn: int, count: int) -> torch.Tensor | slice:
         """Which of so many rows a check of this turn compares: all where there are few."""

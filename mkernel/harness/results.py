@@ -137,6 +137,8 @@ class Conditions(Model):
     """What else the figures depend on.
 
     Attributes:
+        whole: whether all rows of all calls' results were compared, as ``conditions`` says; not so in
+            files from before it was recorded.
         environment: variables that the ranks were given, whatever the user's said.
         planner: where the constants come from by which the planner chooses a path; empty: there is one.
         fitted_to: shape lists that these constants were fitted to.
@@ -144,6 +146,7 @@ class Conditions(Model):
             measured; empty in files from before it was recorded.
     """
 
+    whole: bool = False
     environment: dict[str, str]
     planner: str = ""
     fitted_to: tuple[str, ...] = ()

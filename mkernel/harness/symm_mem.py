@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contender import Contender
+from mkernel.harness.contender import NO_ROUNDING, Contender
 from mkernel.harness.library_contenders import PartAlone, product, scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
@@ -80,11 +80,7 @@ class SymmMem(Contender):
         self._gathers = problem.gathers
         self._group = group_name()
         self._multicast = _sees_multicast(problem.device)
-        self._sum: torch.Tensor | None = None
-        if problem.op == "gemm_all_reduce":
-            shape, _ = problem.memory("op")["out"]
-            self._sum = symmetric(shape, problem)
-            self._handle = rendezvous(self._sum, self._group)
+        self._sums = problem.op == "gemm_all_reduce"
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -96,9 +92,18 @@ class SymmMem(Contender):
             return "takes no scales by blocks"
         return unusable(problem) or scales_without_product(problem)
 
+    def outputs(self) -> Tensors:
+        """Of AllReduce, in symmetric memory, where the product is written and summed."""
+        if not self._sums:
+            return {}
+        shape, _ = self.problem.memory("op")["out"]
+        made = symmetric(shape, self.problem)
+        rendezvous(made, self._group)
+        return {"out": made}
+
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
-        if "a_scale" in inputs and self._sum is None:
+        if "a_scale" in inputs and not self._sums:
             return {"out": self._scaled(inputs, outputs["out"].dtype)}
         if self._gathers:
             # Without the gathered A it would choose multicast for small shapes.
@@ -106,12 +111,13 @@ class SymmMem(Contender):
                 a, [b], 0, self._group, return_A=self._multicast
             )
             return {"out": result}
-        if self._sum is None:
+        if not self._sums:
             return {"out": ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)}
-        product(a, inputs, self._sum, fast=self.fast)
-        if self._sum.nbytes <= ONE_SHOT_BYTES:
-            return {"out": ops.one_shot_all_reduce(self._sum, "sum", self._group)}
-        return {"out": ops.two_shot_all_reduce_(self._sum, "sum", self._group)}
+        out = outputs["out"]
+        product(a, inputs, out, fast=self.fast)
+        if out.nbytes <= ONE_SHOT_BYTES:
+            return {"out": ops.one_shot_all_reduce(out, "sum", self._group)}
+        return {"out": ops.two_shot_all_reduce_(out, "sum", self._group)}
 
     def _scaled(self, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
         """Of e4m3 operands."""
@@ -174,7 +180,7 @@ class Copy(PartAlone):
         return outputs
 
     def limits(self) -> dict[str, float]:
-        return {"out": 0.0}
+        return {"out": NO_ROUNDING}
 
 
 def rendezvous(tensor: torch.Tensor, group: str) -> Any:

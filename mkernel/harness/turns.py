@@ -9,7 +9,7 @@ machine's mood hits all alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
@@ -24,7 +24,7 @@ from mkernel.harness.own_contenders import InView
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.harness.protocol import Stopwatch
 from mkernel.harness.spec import Job, Mode, size_text
-from mkernel.harness.work import PARTS, OneCall, Unseen, Wanted, Work, work
+from mkernel.harness.work import PARTS, OneCall, Unseen, Wanted, Work, checked, work
 from mkernel.launch import report
 from mkernel.world.lifecycle import current
 
@@ -120,7 +120,7 @@ class Row:
             (outputs,) = self._entered[name].run()
         self._note(name)
         self._found[name].traces = self._views[name].outcome.traces
-        self._check(name, wanted, outputs)
+        self._check(name, [wanted], [outputs])
         return outputs
 
     def _enter(self, name: str) -> None:
@@ -166,8 +166,7 @@ class Row:
             if name in self._views:
                 found.parts.append(self._views[name].outcome.seconds)
         with self._step(name, f"check of {what}"):
-            for each, outputs in zip(wanted[-len(timed.results) :], timed.results, strict=True):
-                self._check(name, each, outputs)
+            self._check(name, wanted, timed.results)
 
     def _note(self, name: str) -> None:
         """A view's turn has ended."""
@@ -182,13 +181,10 @@ class Row:
         fills = untimed and not self._problem.case.given_outputs
         return uninitialised_is_nan() if fills else nullcontext()
 
-    def _check(self, name: str, wanted: Wanted, outputs: Tensors) -> None:
-        """Compare a result with the truth; of a peer's large ones only some rows."""
-        judged = wanted.judged(outputs)
-        found = wanted.problem.compared(
-            wanted.kind, judged, wanted.turn, wanted.promised, sampled=not self._job.views
-        )
-        self._found[name].add(found)
+    def _check(self, name: str, wanted: Sequence[Wanted], results: Sequence[Tensors]) -> None:
+        """Compare every result with the truth (:func:`mkernel.harness.work.checked`)."""
+        for found in checked(wanted, results, sampled=not self._job.views):
+            self._found[name].add(found)
 
     def _failed(self, name: str, error: Exception) -> None:
         """What refuses a turn, before anything was started, is absent; a peer that raises leaves the

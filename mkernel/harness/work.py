@@ -1,14 +1,17 @@
 """What a contender does in one turn, by mode: its calls, the memory they work on, and what is checked.
 
-Calls of a loop alternate between two sets of inputs and outputs, so that a call that hands out its
-predecessor's result is wrong; the last two results are checked. In every mode a turn's inputs are drawn
-and its outputs poisoned just before it, also those that a captured graph reads and writes.
+Calls of a loop alternate between two sets of inputs, so that a call that hands out its predecessor's
+result is wrong, and each has outputs of its own, so that all results are there to be checked. In every
+mode a turn's inputs are drawn and its outputs poisoned just before it, also those that a captured graph
+reads and writes.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -16,11 +19,17 @@ from typing import Any
 
 import torch
 
-from mkernel.cases import poison
+from mkernel.cases import Comparison, poison
+from mkernel.cases.comparison import compare_alike
 from mkernel.harness.contender import Contender
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.protocol import Clock
 from mkernel.harness.spec import LOOP_CALLS, Mode
+
+SHARE = 1 / 24
+"""Of a device's memory, what the results of one contender's loop may take: 3.3 GiB of 80, which is 20
+results of 170 MiB."""
+_KEPT_ON_CPU = 256 << 20
 
 PARTS = ("communication", "bytes")
 """Kinds of work that only mode ``kernel`` times: what they give is T_m."""
@@ -46,6 +55,41 @@ class Wanted:
         return cls(contender.problem, contender.kind, turn, contender.promised(), judged)
 
 
+def checked(
+    wanted: Sequence[Wanted], results: Sequence[Tensors], *, sampled: bool
+) -> Iterator[dict[str, Comparison]]:
+    """Compare the results of a turn's calls, as :meth:`Work.run` returns them, with the truth.
+
+    The last one of each set of inputs is compared with the reference. An earlier one has the same bits,
+    or is compared with the reference too, and with all elements of that last one: of ops whose large
+    results are sampled that leaves no row out.
+    """
+    last: dict[int, tuple[Tensors, dict[str, Comparison]]] = {}
+    for back, result in enumerate(reversed(results)):
+        which = back % len(wanted)
+        truth = wanted[-1 - which]
+        judged = truth.judged(result)
+        other, found = last.get(which, ({}, {}))
+        if not other or not all(_same(judged[name], other[name]) for name in found):
+            found = truth.problem.compared(
+                truth.kind, judged, truth.turn, truth.promised, sampled=sampled
+            )
+            for name in found if other else ():
+                if judged[name].is_floating_point():
+                    found[name] += compare_alike(judged[name], other[name])
+        last.setdefault(which, (judged, found))
+        yield found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results have the same bits, or equal numbers."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.element_size() == 1:  # torch compares no e4m3
+        one, other = one.view(torch.int8), other.view(torch.int8)
+    return torch.equal(one, other)
+
+
 class Work(ABC):
     """One contender's turns at one problem."""
 
@@ -61,8 +105,9 @@ class Work(ABC):
 
     @abstractmethod
     def run(self) -> Sequence[Tensors]:
-        """The calls of a turn, queued on the current stream; the results that are the last of
-        :meth:`prepare`'s."""
+        """The calls of a turn, queued on the current stream; their results that are there to be
+        checked. The last is that of the last of :meth:`prepare`'s, the one before it that of the one
+        before, and so on by turns."""
 
     def limits(self) -> dict[str, float]:
         """The contender's limits."""
@@ -78,11 +123,10 @@ class OneCall(Work):
 
     def __init__(self, contender: Contender) -> None:
         super().__init__(contender)
-        self._inputs = contender.inputs()
-        self._outputs: Tensors = {}
+        self._inputs, self._outputs = contender.inputs(), contender.outputs()
 
     def prepare(self, turn: int) -> list[Wanted]:
-        self._outputs = poisoned(self._contender, self._inputs, self._contender.outputs(), turn)
+        poisoned(self._contender, self._inputs, [self._outputs], turn)
         return [Wanted.of(self._contender, turn, self._inputs)]
 
     def run(self) -> Sequence[Tensors]:
@@ -90,32 +134,62 @@ class OneCall(Work):
 
 
 class Loop(Work):
-    """Calls one behind another, without a wait of the host."""
+    """Calls one behind another, without a wait of the host: into memory of their own, as many as
+    :func:`kept` says, and by turns where there are more."""
 
     calls = LOOP_CALLS
 
     def __init__(self, contender: Contender) -> None:
         super().__init__(contender)
-        self._sets = [(contender.inputs(), contender.outputs()) for _ in range(2)]
+        self._kept = kept(contender, self.calls)
+        self._inputs = [contender.inputs() for _ in range(2)]
+        self._outputs = [contender.outputs() for _ in range(self._kept)]
+        self._arguments = [
+            (self._inputs[call % 2], self._outputs[call % self._kept]) for call in range(self.calls)
+        ]
 
     def prepare(self, turn: int) -> list[Wanted]:
-        for number, (inputs, outputs) in enumerate(self._sets):
-            poisoned(self._contender, inputs, outputs, turn + number)
+        for number, inputs in enumerate(self._inputs):
+            poisoned(self._contender, inputs, self._outputs[number::2], turn + number)
         return [
             Wanted.of(self._contender, turn + number, inputs)
-            for number, (inputs, _) in enumerate(self._sets)
+            for number, inputs in enumerate(self._inputs)
         ]
 
     def run(self) -> Sequence[Tensors]:
-        before = last = None
-        call = self._contender.call  # what Python does here is timed
-        for inputs, outputs in self._sets * (self.calls // 2):
-            before, last = last, call(inputs, outputs)
-        assert before is not None
-        assert last is not None
-        # A contender with one result memory has overwritten the result before the last.
-        one, other = (next(iter(result.values())).data_ptr() for result in (before, last))
-        return (last,) if one == other else (before, last)
+        results: deque[Tensors] = deque(maxlen=self._kept)
+        call, keep = self._contender.call, results.append  # what Python does here is timed
+        for inputs, outputs in self._arguments:
+            keep(call(inputs, outputs))
+        return _apart(results)
+
+
+def kept(contender: Contender, calls: int) -> int:
+    """How many of a loop's last results are kept, which is an even number: all of them unless they
+    take more than a :data:`SHARE` of the memory of a device."""
+    problem = contender.problem
+    memory = problem.memory(contender.kind).values()
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in memory)
+    return min(calls, max(2, _most_kept_bytes(problem.device) // max(1, nbytes) // 2 * 2))
+
+
+def _most_kept_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _KEPT_ON_CPU
+    module: Any = torch.get_device_module(device)
+    return int(SHARE * module.get_device_properties(device).total_memory)
+
+
+def _apart(results: Sequence[Tensors]) -> Sequence[Tensors]:
+    """The last results that have memory of their own: a contender with less memory has overwritten
+    those before them."""
+    found: dict[int, Tensors] = {}
+    for result in reversed(results):
+        address = next(iter(result.values())).data_ptr()
+        if address in found:
+            break
+        found[address] = result
+    return tuple(reversed(found.values()))
 
 
 class Replay(Loop):
@@ -215,17 +289,17 @@ def _key(op: str, sizes: Mapping[str, int]) -> tuple[str, tuple[tuple[str, int],
     return op, tuple(sorted(sizes.items()))
 
 
-def poisoned(contender: Contender, inputs: Inputs, outputs: Tensors, turn: int) -> Tensors:
-    """Draw a turn's inputs; poison ``outputs`` and memory that the call may allocate."""
+def poisoned(contender: Contender, inputs: Inputs, outputs: Sequence[Tensors], turn: int) -> None:
+    """Draw a turn's inputs; poison each call's outputs and memory that calls may allocate."""
     problem = contender.problem
     problem.fill(contender.kind, inputs, turn)
     contender.before(inputs)
     memory = {**problem.memory(contender.kind)}
-    memory |= {name: (tuple(each.shape), each.dtype) for name, each in outputs.items()}
+    memory |= {name: (tuple(each.shape), each.dtype) for name, each in outputs[0].items()}
     poison.freed(memory.values(), problem.device)
-    for each in outputs.values():
-        poison.fill(each)
-    return outputs
+    for of_call in outputs:
+        for each in of_call.values():
+            poison.fill(each)
 
 
 def work(mode: Mode, kind: type[Contender], problem: Problem, unseen: Unseen) -> Work:

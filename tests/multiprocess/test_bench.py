@@ -131,6 +131,17 @@ def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: s
     assert done.returncode == (1 if mode == "eager" else 0)
 
 
+def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(tmp_path: Path) -> None:
+    """Of results with more rows than are compared singly."""
+    file, name = tmp_path / "x.json", "mkernel.harness.planted:OneWrongRow"
+    done = bench(GEMMS_BY_ALIAS, *SMALL, "--shapes", "1024x128x64", "--accelerator", "streams",
+                 "--only-peers", "--peers", name, "--mode", "eager", "--json", str(file))  # fmt: skip
+    assert done.returncode == 1
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["entries"][name]["state"] for row in rows] == ["wrong"] * 3
+    assert [row["entries"]["gemm"]["state"] for row in rows] == ["right"] * 3
+
+
 @pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf", "LeavesElement"])
 def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "x.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from mkernel.cases import case_of, poison
 from mkernel.cases.parts import Transfer
+from mkernel.harness import conditions, results
+from mkernel.harness import work as module
 from mkernel.harness.contender import Contender
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Mode, Shape
 from mkernel.harness.symm_mem import Copy, pull_order
-from mkernel.harness.work import Loop, Replay, Unseen, Work, clock, work
+from mkernel.harness.work import Loop, Replay, Unseen, Work, checked, clock, kept, work
 from mkernel.plan.model import OpName
 
 Memory = tuple[tuple[int, ...], torch.dtype]
@@ -67,19 +70,29 @@ class OneMemory(Honest):
         return super().call(inputs, self._own)
 
 
+class OneWrongRow(Honest):
+    """In one call of all, one row is the one before it."""
+
+    call_number, row, calls = 0, 1, 0
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = super().call(inputs, outputs)["out"]
+        if self.calls % LOOP_CALLS == self.call_number:
+            out[self.row] = out[self.row - 1].clone()
+        self.calls += 1
+        return {"out": out}
+
+
 def errors(made: Work, turn: int) -> list[float]:
+    """Of the calls of a turn, from the last to the first that is checked."""
     wanted = made.prepare(turn)
-    results = made.run()
-    return [
-        each.problem.compared("op", result, each.turn)["out"].error
-        for each, result in zip(wanted[-len(results) :], results, strict=True)
-    ]
+    return [each["out"].error for each in checked(wanted, made.run(), sampled=True)]
 
 
-def test_a_loop_alternates_inputs_and_checks_its_last_two_results() -> None:
+def test_a_loop_alternates_inputs_and_checks_all_of_its_results() -> None:
     contender = Honest(problem())
     made = Loop(contender)
-    assert len(errors(made, 7)) == 2
+    assert len(errors(made, 7)) == LOOP_CALLS
     assert max(errors(made, 7)) < 1e-6
     assert len(contender.seen) == 2 * LOOP_CALLS
     assert contender.seen[0] == contender.seen[2] != contender.seen[1]
@@ -87,6 +100,56 @@ def test_a_loop_alternates_inputs_and_checks_its_last_two_results() -> None:
 
 def test_a_loop_finds_a_call_that_hands_out_its_predecessors_result() -> None:
     assert min(errors(Loop(Predecessor(problem())), 1)) > 0.1
+
+
+@pytest.mark.parametrize("rows", [96, 512])
+@pytest.mark.parametrize("row", [1, 77, 95])
+def test_one_wrong_row_in_one_call_of_a_loop_is_found(rows: int, row: int) -> None:
+    """Whichever call and row it is, also of results that have more rows than are compared singly."""
+    contender = OneWrongRow(problem(rows))
+    made = Loop(contender)
+    for number in range(LOOP_CALLS):
+        contender.call_number, contender.row = number, row
+        found = errors(made, 2 * number + 1)[::-1]
+        assert found[number] > 10 * max(contender.limits().values())
+        if number < LOOP_CALLS - 2:  # the last two are what the others are compared with
+            assert max(found[:number] + found[number + 1 :]) < 1e-6
+
+
+def test_results_that_take_too_much_memory_are_overwritten_by_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contender = Honest(problem())
+    for most, found in ((10**9, LOOP_CALLS), (32 * 16 * 4 * 7, 6), (1, 2)):
+        monkeypatch.setattr(module, "_KEPT_ON_CPU", most)
+        assert kept(contender, LOOP_CALLS) == found
+        assert len(errors(Loop(contender), 3)) == found
+
+
+class Attends(Contender):
+    """Attention of one rank; in one call of all a row is wrong that no sample need have."""
+
+    name, wrong, calls = "attends", -1, 0
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        scores = inputs["q"] @ inputs["k"].transpose(2, 3) * inputs["q"].shape[-1] ** -0.5
+        out = scores.softmax(3) @ inputs["v"]
+        if self.calls % LOOP_CALLS == self.wrong:
+            out[0, 1, 200] = out[0, 1, 201]
+        self.calls += 1
+        return {"out": out, "lse": scores.logsumexp(3)}
+
+
+def test_a_wrong_row_of_an_op_whose_results_are_sampled_differs_from_the_other_calls() -> None:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 512, "head_dim": 16}
+    case = case_of("ring_attention")(sizes, "float32", "float32", seed=3)
+    contender = Attends(Problem(case, 0, 1, torch.device("cpu")))
+    made = Loop(contender)
+    limit = contender.limits()["out"]
+    assert max(errors(made, 1)) < limit
+    for contender.wrong in (0, 11, 16):
+        found = errors(made, 3 + 2 * contender.wrong)[::-1]
+        assert found[contender.wrong] > 10 * limit
 
 
 def test_a_result_that_the_next_call_overwrites_is_not_checked() -> None:
@@ -280,3 +343,19 @@ def test_draws_are_legal_wide_and_bounded(ranks: int) -> None:
         assert min(sizes) >= 256
         assert sum(value // 8 % 2 for value in sizes) > 200  # odd multiples of 8
         assert sum(value % 64 == 0 for value in sizes) > 200
+
+
+def test_a_page_says_what_was_compared() -> None:
+    (file,) = Path("bench/results").glob("hopper_random_7_eager_h100_2.json")
+    old = results.read(file)
+    assert old is not None
+    assert old.conditions is not None
+    assert conditions._compared(old) == []
+    new = old.model_copy(update={"conditions": old.conditions.model_copy(update={"whole": True})})
+    (said,) = conditions._compared(new)
+    assert "all rows of the last result on each set of inputs" in said
+    assert "of a loop's other calls all elements" in said
+    attention = old.rows[0].shape.model_copy(update={"op": "ring_attention"})
+    rows = (old.rows[0].model_copy(update={"shape": attention}),)
+    (said,) = conditions._compared(new.model_copy(update={"rows": rows}))
+    assert "128 rows of the last result on each set" in said
