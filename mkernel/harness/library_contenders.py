@@ -176,12 +176,17 @@ class Sequential(Contender):
             shape = sizes["m"], sizes["k" if problem.gathers else "n"]
             case = problem.case
             dtype = getattr(torch, case.dtype if problem.gathers else case.out_dtype)
-            self._between = torch.empty(shape, dtype=dtype, device=problem.device)
+            if problem.op != "gemm_all_reduce":
+                self._between = self._memory(shape, dtype)
             mode: ScaleMode = case.options.get("scales") or "tensor"
             rows = problem.world if mode == "tensor" else sizes["m"]
             (_, columns), _ = scale_sizes(mode, rows, sizes["n"], sizes["k"])
             self._scales = torch.empty((rows, columns), device=problem.device)
             self._repeat = sizes["m"] // rows
+
+    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that a collective reads or writes."""
+        return torch.empty(shape, dtype=dtype, device=self.problem.device)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:

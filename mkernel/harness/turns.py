@@ -139,7 +139,7 @@ class Row:
             with self._step(name, "setting up"):
                 self._entered[name] = work(self._mode, kind, self._problem, self._unseen)
                 found.way = kind.way(self._problem)
-        except ContenderFailed as error:
+        except (ContenderFailed, Unsupported) as error:
             self._failed(name, error)
 
     def _take_turn(self, name: str, iteration: int) -> None:

@@ -132,6 +132,10 @@ class OneCall(Work):
     def run(self) -> Sequence[Tensors]:
         return (self._contender.call(self._inputs, self._outputs),)
 
+    def close(self) -> None:
+        super().close()
+        self._inputs, self._outputs = {}, {}  # before what the contender has them from
+
 
 class Loop(Work):
     """Calls one behind another, without a wait of the host: into memory of their own, as many as
@@ -162,6 +166,10 @@ class Loop(Work):
         for inputs, outputs in self._arguments:
             keep(call(inputs, outputs))
         return _apart(results)
+
+    def close(self) -> None:
+        super().close()
+        self._inputs, self._outputs, self._arguments = [], [], []
 
 
 def kept(contender: Contender, calls: int) -> int:

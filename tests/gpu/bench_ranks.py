@@ -13,13 +13,29 @@ from torch import distributed
 from torch.distributed import HashStore
 
 from mkernel.harness.clock import Meeting, calibrated
-from mkernel.harness.problem import Tensors
+from mkernel.harness.nccl_windows import NcclWindows
+from mkernel.harness.problem import Inputs, Tensors
 from mkernel.harness.protocol import Clock, stopwatch
 from mkernel.harness.queue import CudaQueue
 
 MIB = 1 << 20
 HOST_S = 3e-3
 """What the host does in a call, where its part is looked for."""
+
+
+class WatchedWindows(NcclWindows):
+    """Fails where no symmetric kernel of NCCL's runs in a call."""
+
+    name = "watched_windows"
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as watched:
+            found = super().call(inputs, outputs)
+            torch.cuda.synchronize()
+        names = [each.key for each in watched.key_averages()]
+        assert any("ncclSym" in name for name in names), names
+        return found
 
 
 def device() -> torch.device:

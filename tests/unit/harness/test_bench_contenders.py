@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mkernel.cases import case_of, compare
-from mkernel.harness import contenders
-from mkernel.harness.contender import Contender
+from mkernel.harness import contenders, symm_mem
+from mkernel.harness.contender import NO_ROUNDING, Contender
 from mkernel.harness.library_contenders import Collective, Gemm, GlooMatmul, NcclCublas
 from mkernel.harness.own_contenders import Mkernel
 from mkernel.harness.problem import Problem
@@ -41,13 +43,13 @@ def limit(kind: type[Contender], op: str, dtype: Any, world: int = 2) -> float:
 def test_limits(op: str, dtype: str, one: float) -> None:
     for name in contenders.OURS:
         assert limit(contenders.named(name), op, dtype) == one, name
-    assert limit(Copy, op, dtype) == 0.0
+    assert limit(Copy, op, dtype) == NO_ROUNDING
     assert limit(Gemm, op, dtype) == pytest.approx(one * math.sqrt(2))
     for world, times in TIMES.items():
         library = one * math.sqrt(2 if op == "all_gather_gemm" else max(2.0, times))
         for kind in (NcclCublas, GlooMatmul, SymmMem):
             assert limit(kind, op, dtype, world) == pytest.approx(library)
-        moves = 0.0 if op == "all_gather_gemm" else library
+        moves = NO_ROUNDING if op == "all_gather_gemm" else library
         assert limit(Collective, op, dtype, world) == pytest.approx(moves)
 
 
@@ -75,3 +77,52 @@ def test_legal_arithmetic_is_within_its_limit_and_not_far_below(dtype: str) -> N
     for world in (2, 4, 8):
         library = limit(NcclCublas, "gemm_reduce_scatter", dtype, world)
         assert library / 3 < found[world] < library, world
+
+
+def on_gpus(op: str, monkeypatch: pytest.MonkeyPatch, m: int = 64, **options: Any) -> Problem:
+    """A problem of two ranks as GPUs have it, to be asked for why nothing can take part."""
+    for name, value in symm_mem.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    case = case_of(op)({"m": m, "n": 32, "k": 48}, "bfloat16", "bfloat16", options=options)
+    return Problem(case, 0, 2, torch.device("cuda", 0))
+
+
+def test_why_windows_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = contenders.named("nccl-windows")
+    assert "nccl-windows" in contenders.PEERS
+    found = on_gpus("gemm_all_reduce", monkeypatch)
+    backend = SimpleNamespace(register_mem_pool=None)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", backend, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert kind.unusable(found) is None
+    assert "for GEMM ops" in str(
+        kind.unusable(replace(found, case=case_of("moe_combine")({}, "bfloat16", "bfloat16")))
+    )
+    assert (
+        kind.unusable(replace(found, bars_libraries="would go past the NIC"))
+        == "would go past the NIC"
+    )
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 2))
+    assert kind.unusable(found) == "NCCL 2.26.2 has no symmetric kernels: 2.27 or later"
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", object(), raising=False)
+    assert kind.unusable(found) == "this torch registers no memory with NCCL"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # multicast, which these machines must not use
+    assert kind.unusable(found) == "needs NCCL_NVLS_ENABLE=0"
+
+
+def test_why_the_native_gather_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = contenders.named("symm_mem-native")
+    module = symm_mem._module()
+    monkeypatch.setattr(module, symm_mem._NATIVE, None, raising=False)
+    assert kind.unusable(on_gpus("all_gather_gemm", monkeypatch)) is None
+    assert "multiple of the ranks' number" in str(
+        kind.unusable(on_gpus("all_gather_gemm", monkeypatch, m=66))
+    )
+    for problem in (
+        on_gpus("gemm_all_reduce", monkeypatch),
+        on_gpus("all_gather_gemm", monkeypatch, scales="row"),
+    ):
+        assert kind.unusable(problem) == "for AllGather of operands without scales"
+    monkeypatch.delattr(module, symm_mem._NATIVE)
+    found = kind.unusable(on_gpus("all_gather_gemm", monkeypatch))
+    assert found == "this torch has no such product"
