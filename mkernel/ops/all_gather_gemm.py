@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.errors import ArgumentError
-from mkernel.ops import around, derivatives, validate
+from mkernel.ops import around, derivatives, flops, validate
 from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
@@ -345,6 +345,17 @@ def _gathered_fake(
     return OP.fake(a, b, gather_dim, out_dtype, ranks), OP.fake_gathered(a, gather_dim, ranks)
 
 
+def _rows_kernel(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    """A alone, of a call whose product, with as few columns of b as it takes, is thrown away."""
+    return _gathered(a, b, **options)[1]
+
+
+def _rows_fake(
+    a: Tensor, b: Tensor, *, gather_dim: int = 0, chunk: int | None = None, group: str
+) -> Tensor:
+    return OP.fake_gathered(a, gather_dim, current(group).size)
+
+
 # ---- several b -----------------------------------------------------------------------------------
 
 
@@ -573,6 +584,7 @@ register(
     f"*, int gather_dim=0, {SCALED_OPTIONS}) -> (Tensor[], Tensor)",
     _several_scaled_kernel,
     _several_scaled_fake,
+    flops=flops.gather_many,
 )
 register(
     f"all_gather_gemm_gathered({OP.arguments}) -> (Tensor, Tensor)",
@@ -580,6 +592,14 @@ register(
     _gathered_fake,
     derivatives.save_gather,
     derivatives.gather_backward,
+    flops=flops.gather_and_keep,
+)
+register(
+    "all_gather_rows(Tensor a, Tensor b, *, int gather_dim=0, int? chunk=None, str group) -> Tensor",
+    _rows_kernel,
+    _rows_fake,
+    derivatives.save_rows,
+    derivatives.rows_backward,
 )
 register(
     "all_gather_gemms(Tensor a, Tensor[] b, Tensor[] bias, *, int gather_dim=0, ScalarType? "
@@ -588,4 +608,5 @@ register(
     _several_fake,
     derivatives.save_gather_many,
     derivatives.gather_many_backward,
+    flops=flops.gather_many,
 )

@@ -33,7 +33,7 @@ _FEWEST_COLUMNS = 8
 def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor:
     """AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
     some = b[:, :_FEWEST_COLUMNS].contiguous()
-    gathered: Tensor = ops.all_gather_gemm_gathered(a, some, gather_dim=dim, **options)[1]
+    gathered: Tensor = ops.all_gather_rows(a, some, gather_dim=dim, **options)
     return gathered
 
 
@@ -76,6 +76,19 @@ def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = 
     a, b, *kept = ctx.saved_tensors
     of_a, (of_b,), (of_bias,) = _of_gather(ctx, a, [b], kept, [of_c], of_gathered, *_needs(ctx))
     return _given(ctx, of_a, of_b, of_bias)
+
+
+def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    """Keeps a and b."""
+    _keep(ctx, keyword_only_inputs, "gather_dim")
+    ctx.save_for_backward(*inputs)
+
+
+def rows_backward(ctx: Any, of_gathered: Tensor) -> Any:
+    """Of AG(a) alone; nothing depends on b."""
+    a, b = ctx.saved_tensors
+    needs_a = ctx.needs_input_grad[0]
+    return _of_gather(ctx, a, [b], [], [None], of_gathered, needs_a, False, False)[0], None
 
 
 def save_gather_many(

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
 from mkernel.errors import DtypeError, ShapeError
-from mkernel.ops import around, validate
+from mkernel.ops import around, flops, validate
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
@@ -29,6 +29,7 @@ from mkernel.plan.strides import Stored, Strides, copied, rows_of, stored
 from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.torch_state import dispatch_modes
 from mkernel.world.world import World
 
 _ARGUMENTS = (
@@ -420,7 +421,15 @@ class GemmOp:
         ) -> Tensor:
             return self.fake(a, b, self.dim_of(dims), out_dtype, current(group).size)
 
-        register(f"{self.name}({self.arguments}) -> Tensor", kernel, fake, save, backward)
+        register(
+            f"{self.name}({self.arguments}) -> Tensor", kernel, fake, save, backward,
+            flops=self.flops,
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> Callable[..., int]:
+        """What counts the operations of its product."""
+        return flops.gather if self.gathers else flops.own_rows
 
     def dim_of(self, options: dict[str, int]) -> int:
         """What a registered op was told; torch leaves out what is the default."""
@@ -447,10 +456,11 @@ class GemmOp:
 
 
 def traced_outputs(out: Tensor | None, *inputs: Tensor | None) -> bool:
-    """Whether a compiled function shall call the registered op and copy into an output of the
-    caller's: torch's effectful ops, whose order compilers keep, may not write to their arguments. Not
-    where a gradient would go into it, which the call refuses."""
-    if out is None or not torch.compiler.is_compiling():
+    """Return whether the registered op is to be called and its result copied into an output of the
+    caller's: in compiled functions and modes of torch, which see registered ops alone, and torch's
+    effectful ops, whose order compilers keep, may not write to their arguments. Not where a gradient
+    would go into it, which the call refuses."""
+    if out is None or not (torch.compiler.is_compiling() or dispatch_modes()):
         return False
     return not torch.is_grad_enabled() or not any(
         each is not None and each.requires_grad for each in inputs

@@ -297,4 +297,5 @@ register(
     _fake,
     derivatives.save_norm,
     derivatives.norm_backward,
+    flops=OP.flops,
 )

@@ -58,7 +58,8 @@ def gemm_reduce_scatter(
             the device is faster so, as in ``torch._scaled_mm``; the same on every rank. Not with scales
             by blocks.
         bias: [N], in the dtype of ``a`` (beside scales, of the result), the same on every rank; added
-            once. So is its gradient, the sum over all ranks' rows.
+            once. Its gradient is already summed over all ranks' rows, and the same on every rank: it
+            must not be added up over ranks again.
         scatter_dim: dimension of ``a`` along which ranks get parts of the result; any but the last. W
             divides it.
         out: [M/W, N] to write to, contiguous, in memory of its own; allocated where None.

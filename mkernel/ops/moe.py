@@ -20,8 +20,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
+from mkernel.ops import flops, moe_marks, validate
 from mkernel.ops import moe_backward as gradients
-from mkernel.ops import moe_marks, validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
@@ -418,6 +418,7 @@ register(
     _dispatch_fake,
     gradients.save_dispatch,
     gradients.dispatch_backward,
+    flops=flops.dispatch,
 )
 register(
     "moe_combine(Tensor y, Tensor counts, Tensor routing, Tensor topk_weights, *, "

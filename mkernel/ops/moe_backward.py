@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkernel.ops import validate
+from mkernel.ops import flops, validate
 from mkernel.ops.common import plan_for
 from mkernel.ops.plain import plain
 from mkernel.ops.registration import ops, register
@@ -118,6 +118,7 @@ register(
     "int? capacity=None, int? chunk=None, str group) -> (Tensor, Tensor)",
     _dispatch,
     _dispatch_fake,
+    flops=flops.dispatch_backward,
 )
 register(
     "moe_combine_backward(Tensor grad_out, Tensor y, Tensor counts, Tensor routing, "

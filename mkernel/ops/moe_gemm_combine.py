@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mkernel.errors import ShapeError
-from mkernel.ops import validate
+from mkernel.ops import flops, validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
 from mkernel.ops.plain import plain, seen_by_torch
@@ -276,10 +276,12 @@ register(
     _fake,
     _save,
     _derivatives,
+    flops=flops.combine,
 )
 register(
     "moe_gemm_combine_backward(Tensor grad_out, Tensor h, Tensor w2, Tensor counts, Tensor routing, "
     "Tensor topk_weights, *, str group) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
+    flops=flops.combine_backward,
 )

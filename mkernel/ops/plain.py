@@ -107,6 +107,13 @@ def _usual(values: tuple[Any, ...]) -> bool:
 def _examined(name: str, value: Tensor) -> Tensor:
     """``value``, if it is one that an op takes; else what is wrong with it, and what to do."""
     kind = type(value)
+    if _is_batch(value):
+        raise ArgumentError(
+            name,
+            "a batch of gradients (is_grads_batched=True, or a vectorized Jacobian)",
+            "one gradient: call torch.autograd.grad for each by itself",
+            why="an op is one call on every rank, and knows no batches of calls",
+        )
     if value.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             name,
@@ -171,6 +178,10 @@ def _has_tangent(value: Tensor) -> bool:
         torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS),
     ):
         return forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
+
+
+_is_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda value: False)
+"""Whether a tensor is what torch differentiates a batch of gradients with."""
 
 
 def _has_own_behaviour(kind: type[Tensor]) -> bool:

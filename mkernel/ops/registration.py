@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
+from torch.utils.flop_counter import register_flop_formula
 
 from mkernel.backends.contracts.output_memory import in_torchs
 from mkernel.ops import checkpointing, inductor
@@ -38,6 +39,7 @@ def register(
     save: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     *,
+    flops: Callable[..., int] | None = None,
     communicates: bool = True,
 ) -> None:
     """Define an op.
@@ -47,6 +49,7 @@ def register(
         kernel: runs the op, on plain tensors. fake: gives its outputs' shapes and dtypes.
         save, backward: as :func:`torch.library.register_autograd` takes them; without them a tensor
             that requires grad is an error of torch's.
+        flops: of its products on one rank (:mod:`mkernel.ops.flops`); None: it multiplies nothing.
         communicates: whether peers wait for its kernel.
     """
     name = schema.partition("(")[0]
@@ -62,6 +65,8 @@ def register(
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)
     registered = getattr(torch.ops.mkernel, name)
+    if flops is not None:
+        register_flop_formula(registered)(flops)
     op = registered.default
     takes_lists = any("List" in str(each.type) for each in op._schema.arguments)
     quick = registered if takes_lists else EagerOp(registered, kernel, save, backward)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mkernel.ops import flops
 from mkernel.ops.plain import plain
 from mkernel.ops.registration import ops, register
 from mkernel.ops.untraced import untraced
@@ -51,5 +52,6 @@ register(
     _fake,
     _save_product,
     _product_backward,
+    flops=flops.own_rows,
     communicates=False,
 )

@@ -17,7 +17,7 @@ import torch
 from typing_extensions import Unpack
 
 from mkernel.errors import ArgumentError, ShapeError
-from mkernel.ops import documents, validate
+from mkernel.ops import documents, flops, validate
 from mkernel.ops import ring_attention_backward as gradients
 from mkernel.ops.attention_layout import common_layout
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
@@ -241,4 +241,5 @@ register(
     _fake,
     gradients.save,
     gradients.backward,
+    flops=flops.attention,
 )

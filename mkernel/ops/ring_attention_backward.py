@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mkernel.ops import documents, validate
+from mkernel.ops import documents, flops, validate
 from mkernel.ops.attention_layout import common_layout, lying
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain
@@ -130,6 +130,7 @@ register(
     "int? chunk=None, str group) -> (Tensor, Tensor, Tensor)",
     _kernel,
     _fake,
+    flops=flops.attention_backward,
 )
 
 

@@ -138,4 +138,5 @@ def register_scaled(op: GemmOp) -> None:
         f"{dim}{SCALED_OPTIONS}) -> Tensor",
         kernel,
         fake,
+        flops=op.flops,
     )

@@ -174,7 +174,7 @@ def test_an_output_of_the_callers_has_no_gradient(op: str) -> None:
 
 # ---- what compilers see --------------------------------------------------------------------------
 
-REGISTERED = [*OPTIONS, "all_gather_gemm_gathered", "replicated_gemm"]
+REGISTERED = [*OPTIONS, "all_gather_gemm_gathered", "all_gather_rows", "replicated_gemm"]
 
 
 def checks(op: str, world: World) -> dict[str, str]:

@@ -242,3 +242,20 @@ def test_what_was_refused_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(ShapeError, match="a has 8, b has 7"):
             gather(A, ones(7, 8))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a: gather(a, B),
+        lambda a: scatter(a, B),
+        lambda a: attend(a.view(1, 1, 4, 8), *(ones(1, 1, 4, 8),) * 2),
+        lambda a: dispatch(a, torch.zeros(4, 1, dtype=torch.int64), ones(2, 8, 8)).outputs,
+    ],
+)
+def test_a_batch_of_gradients_is_refused_as_what_it_is(call: Callable[[Tensor], Tensor]) -> None:
+    a = ones(4, 8).requires_grad_()
+    result = call(a)
+    batch = ones(3, *result.shape)
+    with pytest.raises(ArgumentError, match=r"a batch of gradients .* for each by itself"):
+        torch.autograd.grad(result, a, batch, is_grads_batched=True)
