@@ -2,7 +2,8 @@
 
 Two clocks, never mixed: *wall* is this machine's time, *modelled* is what the accelerator's machine
 model predicts. Formulae (docs/architecture.md): speed-up = sequential / pipelined; overlap
-efficiency = (T_comm + T_compute - T_pipelined) / min(T_comm, T_compute).
+efficiency = (T_comm + T_compute - T_pipelined) / min(T_comm, T_compute), of times without a launch
+where it is known: each part alone has one, and so has the whole.
 """
 
 from __future__ import annotations
@@ -56,11 +57,17 @@ class RunReport(Model):
 
 
 def clock(
-    compute: float, comm: float, sequential: float, pipelined: float, noise: float = 0.0
+    compute: float,
+    comm: float,
+    sequential: float,
+    pipelined: float,
+    noise: float = 0.0,
+    launch: float = 0.0,
 ) -> Clock:
-    """A :class:`Clock` from times in milliseconds."""
-    hidden = compute + comm - pipelined
-    least = min(compute, comm)
+    """Return a :class:`Clock` of times in milliseconds. ``launch``: of these, what each part alone and
+    the pipelined call begin with; 0 where it is not known."""
+    hidden = compute + comm - pipelined - launch
+    least = max(0.0, min(compute, comm) - launch)
     return Clock(
         compute_only_ms=compute,
         comm_only_ms=comm,
@@ -78,7 +85,8 @@ Views = Mapping[View, ModelledRun]
 
 def modelled_clock(calls: Sequence[Views], comm_us: float | None = None) -> Clock:
     """The three views in modelled time, of calls that follow each other. ``comm_us``: communication
-    alone, where it was modelled by itself; else what is sequential and not compute."""
+    alone, where it was modelled by itself; else what is sequential and not compute. Kernels of a call
+    start when it is launched."""
 
     def total_ms(view: View) -> float:
         return sum(call[view].total_us for call in calls) / 1e3
@@ -88,7 +96,12 @@ def modelled_clock(calls: Sequence[Views], comm_us: float | None = None) -> Cloc
         (sum(_comm_us(call["sequential"]) for call in calls) if comm_us is None else comm_us) / 1e3,
         total_ms("sequential"),
         total_ms("pipelined"),
+        launch=sum(_launch_us(call["pipelined"]) for call in calls) / 1e3,
     )
+
+
+def _launch_us(run: ModelledRun) -> float:
+    return min((kernel.start_us for kernel in run.kernels), default=0.0)
 
 
 def _comm_us(sequential: ModelledRun) -> float:
@@ -235,11 +248,14 @@ def _predicted_clock(report: RunReport, *, measured: bool) -> Clock | None:
     emulated = all(one.emulated for node in report.topology.nodes for one in node.accelerators)
     if times is None or not (report.modelled is not None or measured or not emulated):
         return None
+    launch = times.sequential_us - times.compute_us - times.comm_us
+    alone = times.comm_us + launch if times.comm_us else 0.0
     return clock(
-        times.compute_us / 1e3,
-        times.comm_us / 1e3,
+        (times.compute_us + launch) / 1e3,
+        alone / 1e3,
         times.sequential_us / 1e3,
         times.pipelined_us / 1e3,
+        launch=launch / 1e3,
     )
 
 

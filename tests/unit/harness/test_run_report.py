@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +15,7 @@ from mkernel.harness import run_report as report
 from mkernel.harness import timeline
 from mkernel.harness.turns import Turns
 from mkernel.harness.verdict import verify
+from mkernel.plan.model import Prediction
 
 
 def test_formulae() -> None:
@@ -24,6 +27,40 @@ def test_formulae() -> None:
 def test_one_rank_has_nothing_to_overlap() -> None:
     each = report.clock(compute=6.0, comm=0.0, sequential=6.0, pipelined=6.0)
     assert (each.speedup, each.overlap_efficiency) == (1.0, 0.0)
+    each = report.clock(compute=6.0, comm=0.0, sequential=6.0, pipelined=6.0, launch=2.0)
+    assert (each.speedup, each.overlap_efficiency) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("launch", [0.0, 5.0, 200.0])
+@pytest.mark.parametrize(("pipelined", "overlap"), [(11.0, 0.0), (9.0, 0.5), (7.0, 1.0)])
+def test_a_launch_is_in_each_part_and_in_the_whole(
+    launch: float, pipelined: float, overlap: float
+) -> None:
+    """A long one makes overlap neither better nor worse, in no clock."""
+    each = report.clock(
+        7.0 + launch, 4.0 + launch, 11.0 + launch, pipelined + launch, launch=launch
+    )
+    assert each.overlap_efficiency == pytest.approx(overlap)
+    times = Prediction(
+        compute_us=7.0, comm_us=4.0, sequential_us=11.0 + launch, pipelined_us=pipelined + launch,
+        constants="known",
+    )  # fmt: skip
+    made = SimpleNamespace(
+        plan=SimpleNamespace(prediction=times), topology=SimpleNamespace(nodes=()), modelled=each
+    )
+    predicted = report._predicted_clock(cast(Any, made), measured=True)
+    assert predicted is not None
+    assert predicted.overlap_efficiency == pytest.approx(overlap)
+    assert predicted.compute_only_ms == pytest.approx((7.0 + launch) / 1e3)
+    assert predicted.comm_only_ms == pytest.approx((4.0 + launch) / 1e3)
+    runs: report.Views = {
+        view: ModelledRun(
+            "a machine", view, total + launch, (KernelSpan(0, "comm", launch, total + launch),), ()
+        )
+        for view, total in (("compute_only", 7.0), ("sequential", 11.0), ("pipelined", pipelined))
+    }
+    modelled = report.modelled_clock([runs], 4.0 + launch)
+    assert modelled.overlap_efficiency == pytest.approx(overlap)
 
 
 def test_the_slowest_rank_of_the_median_iteration_counts() -> None:
