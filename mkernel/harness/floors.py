@@ -10,7 +10,6 @@ from mkernel.plan.model import (
     AttentionShape,
     CombineShape,
     DtypeName,
-    MoeShape,
     OpName,
     Shape,
     SumShape,
@@ -62,8 +61,6 @@ def floors(
         us = flop / rates.matrix_tflops / 1e6
         compute = Floor(resource="products", amount=flop, unit="flop", us=us)
     pair = sum(payloads(op, shape, dtype, world)) if world > 1 else 0.0
-    if op == "moe_dispatch_gemm" and isinstance(shape, MoeShape):
-        pair *= min(1.0, world / shape.top_k)
     every = pair * (world - 1)
     meetings: tuple[Floor, ...] = ()
     if isinstance(shape, AttentionShape) and rates.between_units_gbs is not None:

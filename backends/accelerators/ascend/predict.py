@@ -16,7 +16,7 @@ from mkernel.plan.predict import messages_us, payloads, prediction, work
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.shared_links import SharedLinks
 
-L1, L0C = 512 << 10, 128 << 10
+L1, L0AB, L0C = 512 << 10, 64 << 10, 128 << 10
 """Bytes of a cube core's buffers (``isa/tile.hpp``)."""
 VECTORS_PER_CUBE = 2
 """Vector cores of the compute kernel beside each of its cube cores, where it has any."""

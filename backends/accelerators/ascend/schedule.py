@@ -13,6 +13,9 @@ from pydantic import Field
 
 from mkernel.backends.accelerators.ascend.machine import machine
 from mkernel.backends.accelerators.ascend.predict import (
+    L0AB,
+    L0C,
+    L1,
     VECTORS_PER_CUBE,
     attended,
     gathered,
@@ -20,6 +23,7 @@ from mkernel.backends.accelerators.ascend.predict import (
 )
 from mkernel.backends.accelerators.ascend.predict_moe import combined, dispatched
 from mkernel.backends.accelerators.ascend.settings import AscendSettings
+from mkernel.errors import ArgumentError
 from mkernel.plan.chunking import MAX_CHUNKS, comm_blocks, cut, tiling
 from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
@@ -36,7 +40,9 @@ from mkernel.plan.pipeline import Chunking, GemmTile, Pipeline, Tiling
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows, by_tiles
-from mkernel.settings import load_as
+from mkernel.settings import load_as, variable
+
+_PREFIX = str(AscendSettings.model_config["env_prefix"])
 
 MOE_CHUNKS: dict[OpName, int] = {"moe_dispatch_gemm": 32, "moe_combine": 64}
 MOE_TOKENS = 64
@@ -179,27 +185,48 @@ def _gemm(request: ScheduleRequest) -> Scheduled:
     how, claims = load_as(AscendSettings), request.capabilities
     request = replace(
         request,
-        compute_blocks=request.compute_blocks or _at_most(how.cube_cores, claims.compute_cores),
-        comm_blocks=request.comm_blocks or _at_most(how.comm_cores, claims.comm_cores),
+        compute_blocks=request.compute_blocks or how.cube_cores,
+        comm_blocks=request.comm_blocks or how.comm_cores,
     )
+    for name, most, kind in (
+        ("cube_cores", claims.compute_cores, "cube"),
+        ("comm_cores", claims.comm_cores, "vector"),
+    ):
+        wish = getattr(how, name)
+        if wish is not None and wish > most:
+            legal = f"at most {most}, the {kind} cores of the chip (MKERNEL_ASCEND_MACHINE)"
+            raise ArgumentError(variable((name,), _PREFIX), wish, legal)
     if request.plan.op == "all_gather_gemm":
         return _gather(request, how)
     return _reduce(request, how)
 
 
-def _at_most(wish: int | None, most: int) -> int | None:
-    return None if wish is None else min(wish, most)
-
-
 def _tile(usual: GemmTile, how: AscendSettings, dtype: DtypeName) -> GemmTile:
+    """Return the usual tile, or what the settings make of it. ArgumentError, by the settings' names:
+    the buffers of a cube core do not hold it."""
     depth = usual.depth_bytes if how.tile_k is None else how.tile_k * DTYPE_BYTES[dtype]
     step = next(step for step in range(usual.step_bytes, 0, -1) if depth % step == 0)
-    return GemmTile(
+    tile = GemmTile(
         rows=how.tile_m or usual.rows,
         columns=how.tile_n or usual.columns,
         depth_bytes=depth,
         step_bytes=step,
     )
+    set_ = [name for name in ("tile_m", "tile_n", "tile_k") if getattr(how, name) is not None]
+    for buffer, needed, most in (
+        ("L1", 2 * depth * (tile.rows + tile.columns), L1),
+        ("L0A", 2 * step * tile.rows, L0AB),
+        ("L0B", 2 * step * tile.columns, L0AB),
+        ("L0C", 4 * tile.rows * tile.columns, L0C),
+    ):
+        if set_ and needed > most:
+            raise ArgumentError(
+                ", ".join(variable((name,), _PREFIX) for name in set_),
+                ", ".join(str(getattr(how, name)) for name in set_),
+                f"a tile that takes at most {most} bytes of {buffer}",
+                why=f"{tile.rows} x {tile.columns}, K {depth // DTYPE_BYTES[dtype]}, takes {needed}",
+            )
+    return tile
 
 
 def _gather(request: ScheduleRequest, how: AscendSettings) -> Scheduled:

@@ -27,8 +27,12 @@ class AscendSettings(BackendSettings):
     tile_k: int | None = Field(
         None, ge=16, le=1024, multiple_of=16, description="K of what is loaded at once for it"
     )
-    cube_cores: int | None = Field(None, ge=1, description="cube cores that compute a GEMM op")
-    comm_cores: int | None = Field(None, ge=1, description="vector cores that communicate for it")
+    cube_cores: int | None = Field(
+        None, ge=1, description="cube cores that compute a GEMM op, at most the chip's"
+    )
+    comm_cores: int | None = Field(
+        None, ge=1, description="vector cores that communicate for it, at most the chip's"
+    )
     most_chunks: int = Field(
         256, ge=1, description="chunks a rank (an owner) that plans of GEMM ops stay within"
     )

@@ -83,6 +83,28 @@ def test_plans_follow_the_settings(op: OpName, monkeypatch: pytest.MonkeyPatch) 
         planned(op, 2, 1024, 512, 256)
 
 
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_all_reduce"])
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"CUBE_CORES": 25}, "MKERNEL_ASCEND_CUBE_CORES = 25 .* at most 24, the cube cores"),
+        ({"COMM_CORES": 49}, "MKERNEL_ASCEND_COMM_CORES = 49 .* at most 48, the vector cores"),
+        ({"CUBE_CORES": 21, "MACHINE": "a2-20"}, "MKERNEL_ASCEND_CUBE_CORES = 21 .* at most 20"),
+        ({"TILE_M": 256, "TILE_N": 256}, "TILE_M, MKERNEL_ASCEND_TILE_N = 256, 256 .* of L0C"),
+        ({"TILE_N": 512, "TILE_M": 16}, "MKERNEL_ASCEND_TILE_N = 16, 512 .* of L0B"),
+        ({"TILE_K": 1024}, "MKERNEL_ASCEND_TILE_K = 1024 .* of L1"),
+    ],
+    ids=str,
+)
+def test_settings_beyond_the_chip_are_refused_by_name(
+    op: OpName, wanted: dict[str, int | str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in wanted.items():
+        monkeypatch.setenv(f"MKERNEL_ASCEND_{name}", str(value))
+    with pytest.raises(ArgumentError, match=said):
+        planned(op, 2, 1024, 512, 256)
+
+
 def test_chips_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cube in (("a3", 24), ("a2-24", 24), ("a2-20", 20)):
         monkeypatch.setenv("MKERNEL_ASCEND_MACHINE", name)
