@@ -36,6 +36,11 @@ START_TIMEOUT_S = 120.0
 """Deadline of the waits while a world is made: how long a busy machine takes to start processes says
 nothing of a backend."""
 
+_MOST_RANKS = 16
+"""Of the largest world that is tried, where a backend does not claim how many ranks it runs."""
+_MOST_PROCESSES = 32
+"""The most ranks that the kit starts on one machine, whatever a backend claims."""
+
 _OVERDUE_S = 60.0
 """A rank that is busy with one case for this long beyond its deadlines is ended, so that a backend that
 hangs cannot stop the kit."""
@@ -167,6 +172,18 @@ class AcceleratorSubject:
             if self._fits(world):
                 return world
         raise CheckSkipped(f"needs 2 devices of accelerator {self.name!r}; this machine has 1")
+
+    def crowd(self) -> tuple[int, int]:
+        """One node of as many ranks as the backend claims to run, or of 16. CheckSkipped: this machine
+        has no devices for more than other checks use."""
+        claimed = min(self.capabilities.most_ranks or _MOST_RANKS, _MOST_PROCESSES)
+        ranks = claimed if self.room is None else min(claimed, self.room)
+        if ranks <= self.largest()[0] * self.largest()[1]:
+            raise CheckSkipped(
+                f"a world of {claimed} ranks would be tried, and other checks have worlds of {ranks}, "
+                "the most that the backend claims or this machine has devices for"
+            )
+        return 1, ranks
 
     def _fits(self, world: tuple[int, int]) -> bool:
         return self.room is None or world[0] * world[1] <= self.room

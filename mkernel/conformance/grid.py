@@ -25,6 +25,13 @@ MOE = ("moe_dispatch_gemm", *COMPANIONS)
 WITHOUT_B = ("all_reduce", "moe_combine", "ring_attention")
 """Ops whose operands have one layout."""
 
+_CLASSES = {
+    "gather": ("all_gather_gemm",),
+    "sum": ("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce"),
+    "experts": COMPANIONS,
+    "attention": ("ring_attention",),
+}
+"""Ops that move bytes alike; a combine has a dispatch before it."""
 _Sizes = Mapping[str, Any]
 
 
@@ -72,6 +79,29 @@ def typical(
     if op == "ring_attention":
         wanted = attended(subject, wanted, world_size)
     return _case(subject, op, wanted, given, result, layout, chunk=chunk, options=options)
+
+
+def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
+    """A small case of every op that is claimed in a world; quickly of one op of each class."""
+    claimed = subject.claimed_in(world)
+    ops = {cls: op for op in reversed(claimed) for cls, each in _CLASSES.items() if op in each}
+    chosen = tuple(ops.values()) if subject.quick else claimed
+    return [_small(subject, op, world[0] * world[1]) for op in chosen]
+
+
+def _small(subject: AcceleratorSubject, op: str, world_size: int) -> Case:
+    """A case of two rows, tokens or positions a rank."""
+    step, rows = subject.step(), 2 * world_size
+    sizes: dict[str, int]
+    if op in GEMMS:
+        sizes = {"m": rows, "n": step, "k": 2 * step}
+    elif op == "all_reduce":
+        sizes = {"m": rows, "n": step}
+    elif op == "ring_attention":
+        sizes = {"batch": 1, "sequence": rows}
+    else:
+        sizes = {"tokens": 2, "features": step, "experts": world_size, "top_k": 2}
+    return typical(subject, op, world_size, sizes)
 
 
 def attended(subject: AcceleratorSubject, sizes: _Sizes, world_size: int) -> dict[str, Any]:

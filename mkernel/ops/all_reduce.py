@@ -198,7 +198,8 @@ def all_reduce(
     """The sum over ranks of x, on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. What ranks
-    have is added in a fixed order, in float32 (of float64, float64), and rounded once.
+    have is added in float32 (of float64, float64), in rank order (on `hopper` in a fixed order that
+    depends on the plan), and rounded once.
 
     With ``norm_weight`` the rows of the sum are normalised, as blocks of a transformer do next:
     r = sum + residual, out = r / sqrt(mean(r^2) + eps) * norm_weight, in float32 (of float64,

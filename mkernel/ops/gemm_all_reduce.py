@@ -133,8 +133,8 @@ def gemm_all_reduce(
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b. Products accumulate in float32; partial results are added in
-    rank order, in float32, and rounded once. A bias is added to the rounded sum, which is then rounded
-    again.
+    float32, in rank order (on `hopper` in a fixed order that depends on the plan), and rounded once. A
+    bias is added to the rounded sum, which is then rounded again.
 
     With ``norm_weight`` the rows of the sum are normalised, as blocks of a transformer do next:
     r = sum + residual, out = r / sqrt(mean(r^2) + eps) * norm_weight, in float32 (of float64,

@@ -38,8 +38,8 @@ def gemm_reduce_scatter(
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b. Products accumulate in float32; partial results are added in
-    rank order, in float32, and rounded once. A bias is added to the rounded sum, which is then rounded
-    again.
+    float32, in rank order (on `hopper` in a fixed order that depends on the plan), and rounded once. A
+    bias is added to the rounded sum, which is then rounded again.
 
     Args:
         a: [M, K_r], this rank's columns of A, M a multiple of W; or an activation such as [B, S, K_r],

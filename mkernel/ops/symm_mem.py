@@ -76,8 +76,8 @@ def fused_matmul_reduce_scatter(
     """``reduce_scatter(A @ B, reduce_op, scatter_dim)``, as
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
-    Sums are taken in float32 and in rank order, and rounded once to the dtype of A; means once too,
-    where the accelerator gives float32.
+    Sums are taken in float32, in the order of :func:`mkernel.gemm_reduce_scatter`, and rounded once to
+    the dtype of A; means once too, where the accelerator gives float32.
 
     Args:
         A: [..., K], two dimensions at least. Not copied where ``A.movedim(scatter_dim, 0)`` is

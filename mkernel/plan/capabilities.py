@@ -59,6 +59,9 @@ class AcceleratorCapabilities(Model):
     """The most of a chip's that they take, whatever it has; None: all."""
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
+    sums_in_rank_order: bool = True
+    """Whether what ranks add to a sum is added in rank order, in float32; else in another order, which
+    is fixed too."""
     most_ranks: int | None = None
     """Of a world; None: any number."""
     stream_ordered: bool = False

@@ -30,7 +30,7 @@ NOT_CLAIMED_BY_TINY = {
     "chunk-invariance", "split-invariance", "replicas", "routing", "activations",
     "expert-order",
     "combine-weights", "combine-order", "drawn-routings", "handles", "causal", "gqa", "lse",
-    "extreme-scores", "documents", "drawn-attention", "queued-calls", "scales",
+    "extreme-scores", "documents", "drawn-attention", "queued-calls", "scales", "sum-order",
     "norms",
 }  # fmt: skip
 

@@ -169,6 +169,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 compute_cores=processors,
                 comm_cores=processors,
                 most_cores=most,
+                sums_in_rank_order=False,
                 most_ranks=MOST_RANKS,
                 stream_ordered=True,
                 settles_puts=True,

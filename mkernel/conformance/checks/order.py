@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, permutations
 
 import torch
 
@@ -12,6 +13,8 @@ from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import GEMMS, typical, whole_mnk, with_tensors
 from mkernel.conformance.ranks import Judge, describe, each_case, where
+from mkernel.harness.outcome import CheckSkipped
+from mkernel.plan.model import DtypeName
 
 _BASE = 100
 """Row numbers are written in two digits of this base, which every dtype holds exactly."""
@@ -75,7 +78,73 @@ def rank_gathered(case: Case) -> list[str]:
     return found
 
 
+def sum_order(subject: AcceleratorSubject) -> None:
+    """Sums over ranks of which every order of three terms has other bits."""
+    if not subject.capabilities.sums_in_rank_order:
+        raise CheckSkipped("sums_in_rank_order is not claimed")
+    ops = subject.claimed("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
+    pairs = [pair for pair in subject.capabilities.dtype_pairs() if "float64" not in pair]
+    for world in subject.worlds((1, 3), *([] if subject.quick else [(1, 4)])):
+        if world[1] < 3:
+            raise CheckSkipped("needs 3 devices: two terms have the same sum in either order")
+        cases = [
+            _cancelling_between_ranks(subject, op, world[1], dtype, out_dtype)
+            for op in ops
+            for dtype, out_dtype in pairs
+        ]
+        subject.judge(each_case, rank_sums, cases, world=world)
+
+
+_LARGE = 2.0**15
+_SMALL = 2.0**-12
+"""Multiples of it below 32 are lost beside ``_LARGE`` in float32; all dtypes hold both."""
+
+
+def _cancelling_between_ranks(
+    subject: AcceleratorSubject, op: str, ranks: int, dtype: DtypeName, out_dtype: DtypeName
+) -> Case:
+    """Each row has a large term on one rank, its negative on another, and small ones on the others."""
+    sizes = {"n": subject.aligned(8), **({} if op == "all_reduce" else {"k": subject.aligned(8)})}
+    case = typical(subject, op, ranks, sizes, dtype=dtype, out_dtype=out_dtype)
+    m, n = case.sizes["m"], case.sizes["n"]
+    random = torch.Generator().manual_seed(subject.seed)
+    terms = _SMALL * (2 * torch.randint(4, 16, (ranks, m), generator=random) + 1)
+    for row, (first, second) in zip(range(m), cycle(permutations(range(ranks), 2)), strict=False):
+        terms[first, row], terms[second, row] = _LARGE, -_LARGE
+    signs = 1.0 - 2 * (torch.arange(n) % 2)
+    if op == "all_reduce":
+        return with_tensors(case, x=(terms[:, :, None] * signs).flatten(0, 1))
+    k = case.sizes["k"]
+    a, b = torch.zeros(m, ranks * k), torch.zeros(ranks * k, n)
+    a[:, ::k], b[::k] = terms.T, signs
+    return with_tensors(case, a=a, b=b)
+
+
+def rank_sums(case: Case) -> Iterator[str]:
+    """Compare bits with those of the float32 sum in the order of ranks."""
+    world = mkernel.world()
+    whole = case.options["tensors"]
+    got = case.run(Judge(case).inputs(0)).outputs["out"].cpu()
+    if case.op == "all_reduce":
+        terms = whole["x"].float().chunk(world.size)
+    else:
+        parts = zip(whole["a"].chunk(world.size, 1), whole["b"].chunk(world.size), strict=True)
+        terms = tuple(a.float() @ b.float() for a, b in parts)
+    wanted = terms[0].clone()
+    for term in terms[1:]:
+        wanted += term
+    if case.op == "gemm_reduce_scatter":
+        wanted = wanted.chunk(world.size)[world.rank]
+    wrong = int((got != wanted.to(got.dtype)).sum())
+    if wrong:
+        yield (
+            f"{describe(case)}, {where()}: {wrong} of {got.numel()} elements are not the float32 sum "
+            "in the order of ranks: something else is added first, or narrower"
+        )
+
+
 CHECKS = (
     Check("rank-order", "rows of every rank come out in their place", rank_order),
+    Check("sum-order", "sums are those of float32 in the order of ranks, bit for bit", sum_order),
     Check("gathered", "the gathered A is exact", gathered),
 )

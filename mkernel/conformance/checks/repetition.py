@@ -13,9 +13,14 @@ from mkernel.cases import Case
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import judge_typical, typical_of_each, wider
-from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+from mkernel.conformance.grid import judge_typical, small_ones, typical_of_each, wider
+from mkernel.conformance.overdue import goes_on
+from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
+
+_LONG_RUN = 310
+_LOOK_EVERY = 50
+_INPUTS = 3
 
 
 def repeated_calls(subject: AcceleratorSubject) -> None:
@@ -44,6 +49,25 @@ def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]
         for judge in order.sample(every, len(every)):
             found += judge(iteration)
     return found
+
+
+def long_runs(subject: AcceleratorSubject) -> None:
+    """Small plans for so long that counters, rings and caches of a few hundred come
+    round."""
+    world = subject.worlds((1, 2))[0]
+    subject.judge(each_case, rank_runs_long, small_ones(subject, world), world=world)
+
+
+def rank_runs_long(case: Case) -> Iterator[str]:
+    """Call with a few inputs in turn; judge at intervals, and the last calls all."""
+    judge = Judge(case)
+    inputs = [judge.inputs(iteration) for iteration in range(_INPUTS)]
+    for number in range(_LONG_RUN):
+        goes_on()
+        outcome = case.run(inputs[number % _INPUTS])
+        if number % _LOOK_EVERY == 0 or number >= _LONG_RUN - _INPUTS:
+            found = judge.problems(outcome, number % _INPUTS)
+            yield from (f"{text}, in call {number} of a long run" for text in found)
 
 
 def stale_data(subject: AcceleratorSubject) -> None:
@@ -148,6 +172,7 @@ CHECKS = (
         "many calls of two plans in turn, with fresh inputs, all give the truth",
         repeated_calls,
     ),
+    Check("long-runs", "hundreds of calls of one plan all give the truth", long_runs),
     Check("stale-data", "no result holds rows of an earlier call", stale_data),
     Check("poison", "every element of every output is written, whatever was there", poison),
     Check("queued-calls", "calls that are not waited for give the truth too", queued_calls),

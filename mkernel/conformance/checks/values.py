@@ -20,6 +20,7 @@ from mkernel.conformance.grid import (
     draws,
     grid,
     judge_typical,
+    small_ones,
     typical,
     whole_mnk,
     with_tensors,
@@ -159,6 +160,12 @@ def worlds(subject: AcceleratorSubject) -> None:
     judge_typical(subject, judge_calls, 2, worlds=subject.worlds(*wanted))
 
 
+def most_ranks(subject: AcceleratorSubject) -> None:
+    """In the largest world that is claimed: what a backend keeps of each rank it keeps of all."""
+    world = subject.crowd()
+    subject.judge(each_case, judge_calls, small_ones(subject, world), 1, world=world)
+
+
 def many_chunks(subject: AcceleratorSubject) -> None:
     """Chunks of one tile or row, more of them than any ring of buffers should hold."""
     rows, k = (400, 600) if subject.quick else (1500, 2100)
@@ -193,6 +200,13 @@ def accumulation(subject: AcceleratorSubject) -> None:
             for op in gemms
             for dtype, out_dtype in claims.dtype_pairs()
         ]
+        # A backend may have another way for wide results.
+        wide = {"m": 2 * size, "n": subject.aligned(4104), "k": subject.aligned(132)}
+        cases += [
+            _cancelling(subject, op, size, dtype, out_dtype, wide)
+            for op in gemms
+            for dtype, out_dtype in claims.dtype_pairs()
+        ]
         homes = [op for op in COMPANIONS if op in claims.ops]
         subject.judge(rank_accumulation, cases, homes, claims.dtypes, world=world)
         if "ring_attention" in claims.ops:
@@ -201,14 +215,19 @@ def accumulation(subject: AcceleratorSubject) -> None:
 
 
 def _cancelling(
-    subject: AcceleratorSubject, op: str, world_size: int, dtype: DtypeName, out_dtype: DtypeName
+    subject: AcceleratorSubject,
+    op: str,
+    world_size: int,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Case:
     """A = [P, Q, -P], B = [R; S; R]: C = Q S, whole numbers below 128, while P R passes 10,000.
 
     Where the op cuts K, the large terms lie on the first and last ranks; but where what a rank adds
     may be rounded, they cancel on each rank, so that what is rounded are whole numbers below 128.
     """
-    case = typical(subject, op, world_size, dtype=dtype, out_dtype=out_dtype)
+    case = typical(subject, op, world_size, sizes, dtype=dtype, out_dtype=out_dtype)
     m, n, k = (case.sizes[name] for name in "mnk")
     ranks = 1 if op == "all_gather_gemm" else world_size
     apart = subject.capabilities.rounded_partials
@@ -328,6 +347,7 @@ CHECKS = (
     Check("scales", "e4m3 operands count times their scales, which go with their rows", scales),
     Check("norms", "a residual and RMSNorm behind a sum give the truth", norms),
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
+    Check("most-ranks", "as many ranks as are claimed, or 16, get the truth", most_ranks),
     Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),
     Check("nonfinite", "NaN and infinity pass through products, sums and attention", nonfinite),

@@ -187,13 +187,16 @@ def _swap_nodes(ended: Ended) -> None:
 
 
 def _sum_in_bf16(ended: Ended) -> None:
+    if "a" in ended.call.tensors:
+        _round_halves(ended, torch.bfloat16)
+
+
+def _round_halves(ended: Ended, narrow: torch.dtype) -> None:
     call = ended.call
-    if "a" not in call.tensors:
-        return
     a, b, out = call.tensors["a"].float(), call.tensors["b"].float(), ended.outputs["out"]
     half = a.shape[1] // 2
     partials = (a[:, :half] @ b[:half], a[:, half:] @ b[half:])
-    error = sum((p.bfloat16().float() - p for p in partials), torch.zeros(()))
+    error = sum((p.to(narrow).float() - p for p in partials), torch.zeros(()))
     rows, first = len(out), 0
     if call.plan.op == "all_gather_gemm":
         rows, first = len(a), call.rank * len(a)
@@ -211,18 +214,41 @@ def _round_partials(ended: Ended) -> None:
     out += error.to(out.dtype)
 
 
+def _half_partials_where_wide(ended: Ended) -> None:
+    """A rank's own partial sums of wide results are rounded to float16 on their way."""
+    if "a" in ended.call.tensors and ended.outputs["out"].shape[1] > 1024:
+        _round_halves(ended, torch.float16)
+
+
+def _sum_from_the_last_rank(ended: Ended) -> None:
+    """What ranks add is added once more, in another order."""
+    call, out = ended.call, ended.outputs["out"]
+    own = call.tensors["a"].float() @ call.tensors["b"].float()
+    terms = [torch.empty_like(own) for _ in range(call.plan.world_size)]
+    torch.distributed.all_gather(terms, own, group=call.group)
+    total = terms.pop()
+    while terms:
+        total = total + terms.pop()
+    if call.plan.op == "gemm_reduce_scatter":
+        total = total[call.rank * len(out) :][: len(out)]
+    out.copy_(total)
+
+
+def _take_ranks_modulo_8(ended: Ended) -> None:
+    """Rows of ranks from 8 on are those of the ranks that have their slots."""
+    parts = ended.outputs["out"].chunk(ended.call.plan.world_size)
+    for rank, part in enumerate(parts):
+        part.copy_(parts[rank % 8])
+
+
 # ---- repetition ----------------------------------------------------------------------------------
 
 
-def _every(number: int) -> Callable[[Ended], bool]:
-    """Every so-many-th call of a plan."""
-
-    def is_one(ended: Ended) -> bool:
-        key = "calls", ended.call.plan.digest()
-        ended.kept[key] = ended.kept.get(key, 0) + 1
-        return bool(ended.kept[key] % number == 0)
-
-    return is_one
+def _calls(ended: Ended) -> int:
+    """How many calls of its plan there were, this one included."""
+    key = "calls", ended.call.plan.digest()
+    ended.kept[key] = ended.kept.get(key, 0) + 1
+    return int(ended.kept[key])
 
 
 def _keep_result(tensor: torch.Tensor, older: torch.Tensor) -> None:
@@ -496,12 +522,17 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "SwapsNodes",
             "Rows of the first and the last node change places where there are several nodes.",
             "worlds", ended(_swap_nodes), ops=("all_gather_gemm",)),
+    planted(Altered, "SlotsModuloEight", "Data of ranks from 8 on lies where that of others does.",
+            "most-ranks", ended(_take_ranks_modulo_8), ops=("all_gather_gemm",)),
     planted(Altered, "FewChunksOnly",
             "Half of each rank's rows is zero where there are more than 8 chunks.", "many-chunks",
             ended(_do_few_chunks), wraps="ascend"),
     planted(Altered, "SumsInBf16",
             "A rank's own partial sums are rounded to bfloat16 on their way.", "accumulation",
             ended(_sum_in_bf16)),
+    planted(Altered, "HalfPartialsWhereWide",
+            "Partial sums are rounded to float16 where results have more than 1024 columns.",
+            "accumulation", ended(_half_partials_where_wide)),
     planted(Altered, "SumsInBf16WithinRanks",
             "What ranks add may be rounded once, but a rank's own partial sums are rounded too.",
             "accumulation", ended(_sum_in_bf16), _AS_CLAIMED),
@@ -513,7 +544,9 @@ TABLE: tuple[Row, ...] = (
             inputs("x", change=lambda call, x: torch.nan_to_num(x)), ops=("all_reduce",)),
     planted(Altered, "WrongEveryFifth",
             "Every fifth call of a plan returns the previous call's result.", "repeated-calls",
-            from_previous(_keep_result, when=_every(5))),
+            from_previous(_keep_result, when=lambda ended: _calls(ended) % 5 == 0)),
+    planted(Altered, "WrongFromCall300", "Returns zeros from a plan's 300th call on.", "long-runs",
+            results(torch.Tensor.zero_, when=lambda ended: _calls(ended) >= 300)),
     planted(Altered, "OnePlanOnly",
             "Plans of one op share what a workspace holds: a change of plan returns zeros.",
             "repeated-calls", results(torch.Tensor.zero_, when=_after_another_plan)),
@@ -556,6 +589,9 @@ TABLE: tuple[Row, ...] = (
             "replicas", results(_nudge, when=lambda ended: ended.call.rank == 1)),
     planted(Altered, "SwapsRanks", "Rows of ranks 0 and 1 change places.", "rank-order",
             ended(_swap_ranks)),
+    planted(Altered, "SumsFromTheLastRank", "Adds partial sums from the last rank to the first.",
+            "sum-order", ended(_sum_from_the_last_rank),
+            ops=("gemm_reduce_scatter", "gemm_all_reduce")),
     planted(Altered, "ReversesRows", "A rank's scattered rows come out backwards.", "rank-order",
             results(lambda tensor: tensor.copy_(tensor.flip(0))), ops=("gemm_reduce_scatter",)),
     planted(Altered, "GathersByArrival",
