@@ -44,8 +44,9 @@ READERS = {
     ),
     "topology": (
         "topology/discover.py", "topology/bounds.py", "topology/merge.py", "topology/model.py",
-        "topology/sources/formats.py", "topology/sources/hwloc.py", "topology/sources/hwloc_links.py", "topology/sources/nccl.py",
-        "topology/sources/npu.py", "topology/sources/xml.py",
+        "topology/sources/formats.py", "topology/sources/hwloc.py",
+        "topology/sources/hwloc_links.py", "topology/sources/nccl.py", "topology/sources/npu.py",
+        "topology/sources/xml.py",
     ),
     "arguments": (
         "mkernel/cli/bench.py", "mkernel/cli/main.py", "mkernel/cli/plan.py", "mkernel/cli/probe.py",
