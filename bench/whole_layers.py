@@ -35,7 +35,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.functional import silu
 
 import mkernel
-from mkernel.harness.symm_mem import ENVIRONMENT
+from mkernel.harness import collectives
+from mkernel.harness.symm_mem import ENVIRONMENT, group_name
 
 CALLS = 20
 DECODER_TOKENS = 128
@@ -82,7 +83,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         whole = x.new_empty(x.shape[0] * distributed.get_world_size(), x.shape[1])
-        distributed.all_gather_into_tensor(whole, x.contiguous())
+        collectives.all_gather(whole, x.contiguous())
         return whole
 
     @staticmethod
@@ -100,13 +101,13 @@ class _ReduceScatter(torch.autograd.Function):
         whole = gradient.new_empty(
             gradient.shape[0] * distributed.get_world_size(), gradient.shape[1]
         )
-        distributed.all_gather_into_tensor(whole, gradient.contiguous())
+        collectives.all_gather(whole, gradient.contiguous())
         return whole
 
 
 def _scattered(x: Tensor) -> Tensor:
     part = x.new_empty(x.shape[0] // distributed.get_world_size(), x.shape[1])
-    distributed.reduce_scatter_tensor(part, x.contiguous())
+    collectives.reduce_scatter(part, x.contiguous())
     return part
 
 
@@ -117,15 +118,13 @@ class Library(Way):
 
     def gather(self, x: Tensor, w: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return functional.all_gather_tensor_autograd(x, 0, distributed.group.WORLD) @ w
+            return collectives.traced_all_gather(x, 0, distributed.group.WORLD) @ w
         whole: Tensor = _AllGather.apply(x)
         return whole @ w
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return functional.reduce_scatter_tensor_autograd(
-                x @ w, "sum", 0, distributed.group.WORLD
-            )
+            return collectives.traced_reduce_scatter(x @ w, "sum", 0, distributed.group.WORLD)
         part: Tensor = _ReduceScatter.apply(x @ w)
         return part
 
@@ -174,12 +173,7 @@ class SymmMem(Way):
     name = "symm_mem"
 
     def __init__(self) -> None:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        world = distributed.group.WORLD
-        assert world is not None
-        self._group = world.group_name
-        enable_symm_mem_for_group(self._group)
+        self._group = group_name()
 
     def gather(self, x: Tensor, w: Tensor) -> Tensor:
         y: Tensor = _FusedGather.apply(x, w, self._group)

@@ -54,6 +54,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # kernels. Older torch starts them as it is imported, from the process that ranks are forked from.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# What a later torch takes away, or changes, is an error of programs that warn of it: also of those that
+# tests start.
+os.environ.setdefault("PYTHONWARNINGS", "error::FutureWarning")
+
 # What is imported and collected stays; each worker would look through it for garbage again and again.
 gc.disable()
 

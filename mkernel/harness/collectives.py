@@ -7,18 +7,25 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import _functional_collectives as functional
 
 
-def _newest(*names: str) -> Callable[..., Any]:
-    """torch.distributed's function under the first of its names that this torch knows."""
+def _newest(module: Any, *names: str) -> Callable[..., Any]:
+    """Return a module's function under the first of its names that this torch knows."""
     found: Callable[..., Any] = next(
-        getattr(distributed, name) for name in names if hasattr(distributed, name)
+        getattr(module, name) for name in names if hasattr(module, name)
     )
     return found
 
 
-all_gather = _newest("all_gather_single", "all_gather_into_tensor")
-reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+all_gather = _newest(distributed, "all_gather_single", "all_gather_into_tensor")
+reduce_scatter = _newest(distributed, "reduce_scatter_single", "reduce_scatter_tensor")
+
+# In compiled programs, with derivatives.
+traced_all_gather = _newest(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
+traced_reduce_scatter = _newest(
+    functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd"
+)
 
 
 def collective(op: str, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

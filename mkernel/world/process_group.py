@@ -189,8 +189,14 @@ def open_group(
         )
     undo.callback(_groups.close, group)
     if gloo:
-        distributed_c10d._set_pg_timeout(wait, group)
+        _set_timeout(wait, group)
     return group
+
+
+def _set_timeout(timeout: timedelta, group: ProcessGroup) -> None:
+    """Set a group's timeout by the function that torch has since 2.14, or by the private one before."""
+    function: Any = getattr(distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    function(timeout, group)
 
 
 @contextlib.contextmanager

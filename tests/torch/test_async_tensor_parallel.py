@@ -39,6 +39,10 @@ from mkernel.async_tensor_parallel import Report, patterns, rewrite
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
+all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+"""As torch calls them since 2.13, and before."""
+
 RANKS = 2
 B, S, H, N = 3, 8, 12, 20
 """A batch of sequences, of all ranks; features, and those of a product on one rank."""
@@ -95,7 +99,7 @@ class Case(NamedTuple):
 
 def gathers(dim: int, use: Callable[..., Any]) -> Callable[..., Any]:
     def program(x: Tensor, *weights: Tensor) -> Any:
-        return use(funcol.all_gather_tensor(x, dim, distributed.group.WORLD), *weights)
+        return use(all_gather(x, dim, distributed.group.WORLD), *weights)
 
     return program
 
@@ -103,7 +107,7 @@ def gathers(dim: int, use: Callable[..., Any]) -> Callable[..., Any]:
 def scatters(dim: int, reduce_op: str, make: Callable[..., Tensor] = torch.matmul) -> Any:
     def program(*inputs: Tensor) -> Tensor:
         x = make(*inputs)
-        return funcol.reduce_scatter_tensor(x, reduce_op, dim, distributed.group.WORLD)
+        return reduce_scatter(x, reduce_op, dim, distributed.group.WORLD)
 
     return program
 
@@ -138,11 +142,11 @@ def scaled_gathers(
         x, w, of_x, of_w = quantised(*inputs)
         group = distributed.group.WORLD
         if of_x.numel() > 1 and gathers_scales:
-            of_x = funcol.all_gather_tensor(of_x, dim, group)
+            of_x = all_gather(of_x, dim, group)
         if torch.compiler.is_compiling():
-            whole = funcol.all_gather_tensor(x, dim, group)
+            whole = all_gather(x, dim, group)
         else:  # gloo knows bytes alone
-            whole = funcol.all_gather_tensor(x.view(torch.uint8), dim, group).view(x.dtype)
+            whole = all_gather(x.view(torch.uint8), dim, group).view(x.dtype)
         c = scaled_mm(whole, w, of_x, of_w)
         return c if also is None else (c, also(whole))
 
@@ -155,13 +159,13 @@ def scaled_sums(reduce: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def swapped(x: Tensor, w: Tensor) -> Tensor:
     """Gathers along dimension 1, but puts the ranks' parts together in the opposite order."""
-    whole = funcol.all_gather_tensor(x, 0, distributed.group.WORLD)
+    whole = all_gather(x, 0, distributed.group.WORLD)
     return torch.cat(whole.chunk(RANKS)[::-1], 1) @ w
 
 
 def scatters_swapped(x: Tensor, w: Tensor) -> Tensor:
     parts = (x @ w).chunk(RANKS, 1)
-    return funcol.reduce_scatter_tensor(torch.cat(parts[::-1]), "sum", 0, distributed.group.WORLD)
+    return reduce_scatter(torch.cat(parts[::-1]), "sum", 0, distributed.group.WORLD)
 
 
 def used_twice(x: Tensor, w: Tensor) -> Any:
@@ -273,12 +277,12 @@ CASES = {
         {"all_gather_gemms_scaled": 1},
     ),
     "sum of e4m3 rows": Case(
-        scaled_sums(lambda c: funcol.reduce_scatter_tensor(c, "sum", 0, distributed.group.WORLD)),
+        scaled_sums(lambda c: reduce_scatter(c, "sum", 0, distributed.group.WORLD)),
         ((B * S, E4M3_K), (E4M3_N, E4M3_K), (B * S, 1), (1, E4M3_N)),
         {"gemm_reduce_scatter_scaled": 1},
     ),
     "mean of e4m3 sequences": Case(
-        scaled_sums(lambda c: funcol.reduce_scatter_tensor(c, "avg", 1, distributed.group.WORLD)),
+        scaled_sums(lambda c: reduce_scatter(c, "avg", 1, distributed.group.WORLD)),
         ((B, S, E4M3_K), (E4M3_N, E4M3_K), (B, S, 1), (1, E4M3_N)),
         {"gemm_reduce_scatter_scaled": 1},
     ),

@@ -128,6 +128,19 @@ def test_calls_have_the_whole_time() -> None:
     opened(1, 20.0, look)
 
 
+def test_the_time_is_set_by_the_function_that_this_torch_does_not_warn_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The private one warns since torch 2.14, which has a public one."""
+    chosen: list[timedelta] = []
+    monkeypatch.setattr(
+        torch.distributed, "set_timeout", lambda time, group: chosen.append(time), raising=False
+    )
+    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    opened(1, 20.0)
+    assert chosen == [timedelta(seconds=20)]
+
+
 def made(groups: _Groups, name: str) -> ProcessGroup:
     """A group of this process alone."""
     return groups.make("gloo", HashStore(), 0, 1, timedelta(seconds=60), None, name)
