@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, SecretStr
 
 from mkernel.backends.contracts.status import Status
+from mkernel.errors import INSTALL_AGAIN
 from mkernel.printable import one_line
 from mkernel.settings import AUTO, MASK, PREFIX, Settings, load, load_as, variable
 from mkernel.topology.model import Model
@@ -192,11 +193,11 @@ def _backend_rows(
         names = registry.names(getattr(registry, group))
     except Exception as error:
         detail = f"backends cannot be listed: {one_line(error)}"
-        yield _row(kind, "-", Status(False, detail, "reinstall mkernel"))
+        yield _row(kind, "-", Status(False, detail, INSTALL_AGAIN))
         return
     if not names:
         detail = f"no {kind} backend is installed"
-        yield _row(kind, "-", Status(False, detail, "reinstall mkernel"))
+        yield _row(kind, "-", Status(False, detail, INSTALL_AGAIN))
     for name in names:
         try:
             yield from ask(getattr(registry, kind)(name), name)

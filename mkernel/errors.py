@@ -13,6 +13,8 @@ from typing import Any
 
 from mkernel.printable import printable
 
+INSTALL_AGAIN = "run `pip install .` in mkernel's repository again, with this Python"
+"""What to do about an installation that lacks a part."""
 _MOST_SHOWN = 400
 """Characters of a value in a message."""
 
@@ -50,7 +52,7 @@ class NotBuilt(MkernelError, ImportError):
                 "there with this Python"
             )
         else:
-            remedy = "install mkernel again with this Python"
+            remedy = INSTALL_AGAIN
         super().__init__(f"mkernel in {root} is not built for {python}: {remedy}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.nics import _nics
 from mkernel.backends.transport import mover
-from mkernel.errors import BackendUnavailable, MkernelError
+from mkernel.errors import INSTALL_AGAIN, BackendUnavailable, MkernelError
 from mkernel.settings import NicSettings
 from mkernel.settings import load as load_settings
 from mkernel.topology.model import KindName, Nic
@@ -88,7 +88,7 @@ def _remedy(verbs: str, library: str, detail: str) -> str:
     if verbs == SYSTEM:
         return _INSTALL
     if verbs == SOFT:
-        return "install mkernel again: its software RDMA library is missing"
+        return INSTALL_AGAIN
     return "name an existing library, `soft` or `system`"
 
 

@@ -151,7 +151,8 @@ def test_what_depends_on_mkernel_names_this_project() -> None:
 
 
 FROM_AN_INDEX = re.compile(
-    r"pip3? install\b[^\n`]*[ '\"]mkernel([-_]fused)?(?=[\[\s'\"`;,)=<>~]|\.\W|$)", re.MULTILINE
+    r"pip3? install\b[^\n`]*[ '\"]mkernel([-_]fused)?(?=[\[\s'\"`;,)=<>~]|\.\W|$)|install[ ]mkernel(?![-\w])",
+    re.MULTILINE,
 )
 
 
@@ -159,6 +160,7 @@ def test_no_advice_takes_mkernel_from_an_index() -> None:
     """Ours is not there. What a file tells to install comes from its repository, or is another's."""
     for wrong in ("mkernel", "'mkernel-fused[bench]'", "-U mkernel-fused==0.2"):
         assert FROM_AN_INDEX.search(f"needs it: pip install {wrong}")
+    assert FROM_AN_INDEX.search("re{} mkernel".format("install"))
     for right in (
         ".",
         "matplotlib",

@@ -28,7 +28,13 @@ from mkernel.backends.contracts.instrumented import (
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
-from mkernel.errors import ArgumentError, BackendUnavailable, CapacityExceeded, Unsupported
+from mkernel.errors import (
+    INSTALL_AGAIN,
+    ArgumentError,
+    BackendUnavailable,
+    CapacityExceeded,
+    Unsupported,
+)
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
@@ -169,7 +175,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         try:
             unit = native().matrix_unit()
         except BackendUnavailable as error:
-            return Status(False, str(error), "reinstall mkernel with a C++20 compiler at hand")
+            return Status(False, str(error), INSTALL_AGAIN)
         npu = "torch_npu is installed" if _has_torch_npu() else "no torch_npu"
         return Status(True, f"simulator ({unit} matrix unit); real NPU: {npu}, not used")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mkernel.errors import BackendUnavailable
+from mkernel.errors import INSTALL_AGAIN, BackendUnavailable
 
 
 def native() -> Any:
@@ -13,6 +13,6 @@ def native() -> Any:
         from mkernel.backends.accelerators.ascend import _ascend
     except ImportError as error:
         raise BackendUnavailable(
-            f"the ascend simulator's native module does not import: {error}; reinstall mkernel"
+            f"the ascend simulator's native module does not import: {error}; {INSTALL_AGAIN}"
         ) from error
     return _ascend

@@ -54,7 +54,7 @@ def test_a_speed_of_0_is_not_known(gbps: int, told: int | None) -> None:
     ("verbs", "detail", "remedy"),
     [
         (SYSTEM, "libibverbs.so.1: No such file or directory", provider._INSTALL),
-        (SOFT, "x.so: No such file or directory", "install mkernel again"),
+        (SOFT, "x.so: No such file or directory", "run `pip install .`"),
         ("/x.so", "/x.so: No such file or directory", "name an existing library"),
         (SYSTEM, "x.so: wrong ELF class", "check that x.so is a verbs library of this machine's"),
         (SOFT, "mlx5_0 does not open: no memory can be locked", "`ulimit -n -l` prints the limits"),
