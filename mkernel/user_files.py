@@ -35,9 +35,9 @@ def open_file(path: Path, what: str) -> BinaryIO:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
             mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
+            advice = "" if stat.S_ISDIR(mode) else " (save what it gives to one)"
             raise InputFileError(
-                f"{what} {path} is a {_kind(mode)}; expected a regular file "
-                "(save what it gives to one)"
+                f"{what} {path} is a {_kind(mode)}; expected a regular file{advice}"
             )
         file, descriptor = os.fdopen(descriptor, "rb"), -1
         return file

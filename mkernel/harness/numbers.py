@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +42,12 @@ _VERDICTS = (" met", " **missed**")
 
 
 def page(folder: Path) -> str:
-    """Markdown of every benchmark result in a folder. InputFileError: none there."""
+    """Markdown of every benchmark result in a folder. InputFileError: none there, or no such folder."""
+    if not folder.is_dir():
+        state = "is no folder" if os.path.lexists(folder) else "no such folder"
+        raise InputFileError(
+            f"--render {folder}: {state}; name one with results of `mkernel bench`"
+        )
     series = gains.all_series(folder)
     newest = gains.newest(series)
     files = {each.file for each in newest}

@@ -124,17 +124,22 @@ def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
 def _read(text: str) -> tuple[Shape, ...]:
     if text in SHIPPED:
         content = files(__package__).joinpath("data", f"{text}.json").read_bytes()
-    elif not os.path.lexists(text):
+    elif not os.path.lexists(text) and not ("/" in text or Path(text).suffix):
         raise ArgumentError(
             "--shapes",
             repr(text),
             f"{', '.join(SHIPPED)}, a JSON file, M x N x K, or name=value name=value",
+            why="no such list, and no such file",
         )
     else:
         content = read_file(Path(text), "--shapes", _MOST_FILE_BYTES)
     try:
-        return _SHAPES.validate_python(parse_json(content)["shapes"])
+        found = parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"--shapes {text} is not JSON: {error}") from error
+    if not isinstance(found, dict) or "shapes" not in found:
+        raise InputFileError(f'--shapes {text}: expected an object {{"shapes": [...]}}')
+    try:
+        return _SHAPES.validate_python(found["shapes"])
     except ValidationError as error:
         raise InputFileError(f"--shapes {text}: {first_error(error)}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputFileError(f"--shapes {text}: {error}") from error

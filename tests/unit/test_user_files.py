@@ -13,7 +13,7 @@ from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.backends.nics.provider import list_nics, provider_status
 from mkernel.cli.main import app
 from mkernel.errors import ArgumentError, InputFileError, MkernelError
-from mkernel.harness import results
+from mkernel.harness import numbers, results
 from mkernel.harness.shapes import shapes
 from mkernel.printable import printable
 from mkernel.topology.cost import load_constants
@@ -46,6 +46,40 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
     "folder": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
 }
+
+
+@pytest.mark.parametrize("name", ["nofile.json", "folder/nofile", "no.such"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_is_not_there_is_said_to_be_missing(reader: str, name: str) -> None:
+    with pytest.raises(InputFileError, match=f"{name}: No such file or directory"):
+        READERS[reader](Path(name))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_json_is_said_to_be_none(tmp_path: Path, reader: str) -> None:
+    file = tmp_path / "half.json"
+    file.write_text('{"shapes": [')
+    with pytest.raises(InputFileError, match=r"half\.json is not JSON"):
+        READERS[reader](file)
+
+
+def test_a_folder_of_results_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path, said in (
+        (tmp_path / "nowhere", "no such folder"),
+        (file, "is no folder"),
+        (tmp_path, "no result of"),
+    ):
+        with pytest.raises(InputFileError, match=f"--render {path}: {said}"):
+            numbers.page(path)
+
+
+def test_a_word_that_is_neither_list_nor_file_is_said_to_be_none() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"--shapes = 'tragets'.*no such list, and no such file"
+    ):
+        shapes("tragets", ("all_gather_gemm",), 2)
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
