@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore
@@ -17,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mkernel import api
 from mkernel.cases import Case
 from mkernel.cases.gemm import GemmCase
-from mkernel.errors import ArgumentError, MkernelError
+from mkernel.errors import ArgumentError, InputFileError, MkernelError
 from mkernel.harness import provenance
 from mkernel.harness.clock import Meeting
 from mkernel.harness.guard import Guard, Progress
@@ -33,6 +34,7 @@ from mkernel.host_limits import check_gloo_interfaces
 from mkernel.launch import report
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.lifecycle import current
+from mkernel.user_files import whole_file
 from mkernel.world.world import World
 
 _GEMM_KEY = {"out": "c"}
@@ -146,7 +148,13 @@ def _save(outputs: Tensors, case: Case, job: Job, rank: int) -> None:
         keys.get(name, name): each.cpu().clone(memory_format=torch.contiguous_format)
         for name, each in outputs.items()
     }
-    save_file(packed, job.output / f"rank{rank}.safetensors")
+    file = job.output / f"rank{rank}.safetensors"
+    try:
+        with whole_file(file) as draft:
+            save_file(packed, draft)
+    except (OSError, SafetensorError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise InputFileError(f"--output {file}: cannot be written: {why}") from error
 
 
 def _device(world: World) -> torch.device:
