@@ -6,6 +6,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.console import Console
 from mkernel.cases import Comparison
 from mkernel.errors import InputFileError
 from mkernel.harness import bench_report as report
-from mkernel.harness import draws, figures, gains, gpu_tests, numbers, plot, results
+from mkernel.harness import bench_run, draws, figures, gains, gpu_tests, numbers, plot, results
 from mkernel.harness.gpu_tests import TestRun
 from mkernel.harness.problem import Kind
 from mkernel.harness.results import Conditions, Report, Route, Row, Timing
@@ -266,6 +267,15 @@ def recorded_as_spent(seed: int) -> Report:
     return drawn(seed, 120).model_copy(
         update={"conditions": conditions.model_copy(update={"spent_seeds": (seed,)})}
     )
+
+
+def test_results_record_which_seeds_were_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = SimpleNamespace(constants="x", library_ops=("gemm_all_reduce",))
+    backend = SimpleNamespace(capabilities=lambda: claims)
+    constants = SimpleNamespace(source="x", fitted_to=("layers",))
+    monkeypatch.setattr(bench_run.registry, "accelerator", lambda name: backend)
+    monkeypatch.setattr(bench_run, "constants_for", lambda *args: constants)
+    assert set(bench_run.conditions("any").spent_seeds) == draws.SPENT.keys()
 
 
 def over_a_nic(*routes: Route) -> Report:
