@@ -303,7 +303,7 @@ def _supervise(
     """Wait for all ranks; raise the first failure once the others had a chance to report theirs."""
     first: _Rank | None = None
     deadline = float("inf")
-    most_s = _JOIN_WAITS * settings.timeout_s + _BEGIN_S
+    most_s = min(_JOIN_WAITS * settings.timeout_s, settings.join_timeout_s) + _BEGIN_S
     all_joined_by = time.monotonic() + most_s
     while True:
         running = [rank for rank in ranks if rank.outcome is None]
@@ -452,7 +452,15 @@ def _die_with(launcher: int) -> None:
     fork server is no help: every rank holds the pipe that keeps it alive.)
     """
     with suppress(ProcessLookupError):
+        try:
+            process = os.pidfd_open(launcher)
+        except ProcessLookupError:
+            raise
+        except OSError:  # no descriptor is left, or a sandbox has no such call
+            while True:
+                os.kill(launcher, 0)
+                time.sleep(1.0)
         gone = select.poll()
-        gone.register(os.pidfd_open(launcher), select.POLLIN)
+        gone.register(process, select.POLLIN)
         gone.poll()
     os.kill(os.getpid(), signal.SIGKILL)

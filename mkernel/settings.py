@@ -95,6 +95,13 @@ class Settings(BaseSettings):
         le=MAX_TIMEOUT_S,
         description=f"deadline of every wait, in seconds: {_TIMEOUTS}",
     )
+    join_timeout_s: float = Field(
+        300.0,
+        ge=MIN_TIMEOUT_S,
+        le=MAX_TIMEOUT_S,
+        description="how long a rank takes at most to join a world, in seconds; waits for ranks that "
+        "the store has seen end by timeout_s too",
+    )
     heartbeat_s: float = Field(
         0.2, ge=0.001, le=3600, description="how often a rank reports that it lives, in seconds"
     )

@@ -12,11 +12,10 @@ import torch
 from torch.distributed import Store
 
 from mkernel.errors import ArgumentError, PeerFailure, Timeout
+from mkernel.settings import MAX_TIMEOUT_S
 from mkernel.world.bootstrap import STORES_HOST
+from mkernel.world.join_deadline import JoinDeadline
 
-_BEGIN_S = 300.0
-"""What processes and their imports may take longer on one host than on another, as torch has it for its
-stores."""
 _FIRST_PORT, _PORTS = 15000, 15000
 """Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
 
@@ -52,34 +51,46 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
     return Started(rank, size, per_host, None if alone else "env://")
 
 
-def rendezvous(job: Started, timeout_s: float) -> tuple[Store, Store]:
+def rendezvous(job: Started, deadline: JoinDeadline) -> tuple[Store, Store]:
     """Two clients of the job's store: requests of one client wait for each other, and the watchdog must
-    not. Waits for the other ranks for ``timeout_s`` beside what processes may take to begin.
+    not. Waits for the other ranks.
 
     Raises:
         ArgumentError: the environment does not say where it is. PeerFailure: there is none. Timeout: a
-            rank did not come.
+            rank did not come, or what listens there does not answer.
     """
     if job.url is None:
         store = torch.distributed.HashStore()
         return store, store
     if job.url == "env://":
         _check_store(os.environ)
-    limit = timedelta(seconds=_BEGIN_S + timeout_s)
+    url, limit_s = job.url, deadline.wait_s(MAX_TIMEOUT_S)
+
+    def clients() -> list[Store]:
+        found = []
+        for _ in range(2):
+            limit = timedelta(seconds=deadline.wait_s(MAX_TIMEOUT_S))
+            met = torch.distributed.rendezvous(url, job.rank, job.size, timeout=limit)
+            found.append(next(met)[0])
+        return found
+
+    silent = (
+        f"the store at {_shown(url)} did not answer rank {job.rank} (is it the job's, which rank 0 "
+        "hosts at MASTER_ADDR and MASTER_PORT, and does its process go on?)"
+    )
     try:
-        one, two = (
-            next(torch.distributed.rendezvous(job.url, job.rank, job.size, timeout=limit))[0]
-            for _ in range(2)
-        )
+        one, two = deadline.within(silent, clients)
+    except Timeout:
+        raise
     except torch.distributed.DistStoreError as error:
         raise Timeout(
-            f"not all {job.size} ranks came to the store at {_shown(job.url)} within "
-            f"{limit.total_seconds():g} s ({str(error).splitlines()[0]}); was each of them started, "
-            "with the same MASTER_ADDR and MASTER_PORT? (MKERNEL_TIMEOUT_S raises the limit)"
+            f"not all {job.size} ranks came to the store at {_shown(url)} within {limit_s:g} s "
+            f"({str(error).splitlines()[0]}); was each of them started, with the same MASTER_ADDR and "
+            "MASTER_PORT? (MKERNEL_JOIN_TIMEOUT_S raises the limit)"
         ) from error
     except RuntimeError as error:  # torch raises DistNetworkError and kin, all RuntimeErrors
         raise PeerFailure(
-            f"rank {job.rank} finds no store at {_shown(job.url)} ({str(error).splitlines()[0]}); "
+            f"rank {job.rank} finds no store at {_shown(url)} ({str(error).splitlines()[0]}); "
             "it is rank 0 that hosts it, at MASTER_ADDR and MASTER_PORT",
             STORES_HOST,
         ) from error

@@ -49,7 +49,7 @@ class Exchange:
         wanted = range(self.size) if ranks is None else ranks
         watch = check or self._failure.check_peers
         try:
-            return self._bootstrap.collect(key, wanted, self._failure.timeout_s, watch, late)
+            return self._bootstrap.collect(key, wanted, self._failure.wait_s(), watch, late)
         except Timeout as error:
             self._failure.raise_late(error)
 

@@ -22,6 +22,7 @@ from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.transport import _transport
 from mkernel.errors import Diagnosis, MkernelError, PeerFailure, Timeout, WorldError
 from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.join_deadline import JoinDeadline
 from mkernel.world.watchdog import Notice, Peer, Watchdog
 
 _ATTRIBUTION_S = 1.0
@@ -53,6 +54,7 @@ class FailureMonitor:
         running: calls that may still be under way, in their order. Empty once an error is raised that
             tells what broke them.
         about: of the world, for the record of its failure; JSON-safe.
+        joining: the deadline of the join while there is one.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class FailureMonitor:
         self.about: Mapping[str, Any] = {}
         self._keeping = threading.Lock()
         self._kept: str | None = None
+        self.joining: JoinDeadline | None = None
         self.accelerators: list[AcceleratorBackend] = []
         self.session: NicSession | None = None
         # The other world that this process is making or calling; empty: there is none.
@@ -83,6 +86,11 @@ class FailureMonitor:
         # (number of the latest call, its key), replaced as one so that a heartbeat never pairs one
         # call's number with another's plan.
         self.call: tuple[int, str] = (0, "")
+
+    def wait_s(self) -> float:
+        """Return how long a wait on the host may take that begins now."""
+        joining = self.joining
+        return self.timeout_s if joining is None else joining.wait_s(self.timeout_s)
 
     def watch(self, peers: Mapping[int, Peer], heartbeat_s: float) -> None:
         """Start the watchdog."""
@@ -212,11 +220,17 @@ class FailureMonitor:
         return next(filter(None, (each.failure() for each in self.accelerators)), None)
 
     def _own_notice(self) -> Notice | None:
-        """What this rank recorded as wrong before anybody told. The watchdog's thread."""
+        """What this rank recorded as wrong before anybody told, or that it joins for too long. The
+        watchdog's thread."""
         if self.notice is not None:
             return None
-        found = self._recorded()
-        return None if found is None else Notice.from_error(self.rank, self._local_error(*found))
+        found, joining = self._recorded(), self.joining
+        if found is not None:
+            return Notice.from_error(self.rank, self._local_error(*found))
+        if joining is not None and joining.passed():
+            late = joining.late(f"rank {self.rank} was not in the world")
+            return Notice.from_error(self.rank, late)
+        return None
 
     def _attribute(self, code: _transport.AbortCode, who: _transport.Diagnosis) -> WorldError:
         """The one error that every rank of a broken world raises."""

@@ -18,7 +18,7 @@ from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicCapabilities, NicSession
-from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Timeout, Unsupported
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
 from mkernel.selection import SOFT, SYSTEM
@@ -98,7 +98,8 @@ class Membership:
             self._open()
         except BaseException as error:
             self._failure.tell(error)
-            self.leave()
+            with contextlib.suppress(Timeout):  # a thread may not end; the first error counts
+                self.leave()
             self._failure.raise_first_cause(error)
             raise
 
@@ -142,17 +143,20 @@ class Membership:
             raise
 
     def leave(self) -> None:
-        """Close what is open; also after ``join`` has failed."""
-        self._failure.stop()
+        """Close what is open; also after ``join`` has failed. Timeout: a thread of it does not end."""
         newest_first = list(reversed(self.engines.values()))
-        quiet = [engine.close() for engine in newest_first]
-        closed = False
+        ended = closed = False
         try:
-            self._undo.close()  # the session before the memory that is registered with it
-            closed = True
-        finally:  # of a session that does not end a thread may still write there
-            for engine, still in zip(newest_first, quiet, strict=True):
-                engine.free(quiet=still and closed)
+            self._failure.stop()
+            ended = True
+        finally:
+            quiet = [engine.close() for engine in newest_first]
+            try:
+                self._undo.close()  # the session before the memory that is registered with it
+                closed = True
+            finally:  # of a thread that does not end: it may still write there
+                for engine, still in zip(newest_first, quiet, strict=True):
+                    engine.free(quiet=still and closed and ended)
 
     def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""

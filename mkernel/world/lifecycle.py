@@ -20,6 +20,7 @@ from mkernel.world.environment import Started
 from mkernel.world.groups import Group
 from mkernel.world.handshake import world_key
 from mkernel.world.identity import Backends, Identity
+from mkernel.world.join_deadline import JoinDeadline
 from mkernel.world.process_group import has_users_default
 from mkernel.world.registry import worlds
 from mkernel.world.statistics import Statistics
@@ -27,6 +28,8 @@ from mkernel.world.world import World
 
 STARTED = "mkernel:"
 """What names of worlds begin with that were made of the ranks that a launcher started."""
+
+_SILENT = "the ranks of a world did not meet in the store, which may not answer,"
 
 generations: Counter[str] = Counter()
 """How many worlds this process has made of a group, by its name: each gets a key prefix of its own."""
@@ -41,6 +44,7 @@ def init(
     nic: str | None = None,
     verbs: str | None = None,
     timeout_s: float | None = None,
+    join_timeout_s: float | None = None,
     settings: Settings | None = None,
     stores: tuple[Store, Store] | None = None,
 ) -> World:
@@ -65,6 +69,7 @@ def init(
             sequence, run each op on the first that provides it, and so does ``auto`` where the one it
             prefers lacks ops. Companions take part from the first call that one of them runs.
         timeout_s: deadline of every wait, in seconds.
+        join_timeout_s: how long this call takes at most, in seconds, however late or silent others are.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
 
     Raises:
@@ -74,7 +79,7 @@ def init(
             or hosts have different numbers of them; a job on several hosts has no MKERNEL_JOB_SECRET.
         UnknownBackend, BackendUnavailable: a backend is not installed, or cannot run here.
         PlanMismatch: ranks were started with different options.
-        Timeout: a rank did not come.
+        Timeout: a rank did not come, or the store did not answer.
         PeerFailure: a rank failed.
         Untrusted: a stranger wrote to the store, or ranks have different secrets.
     """
@@ -85,9 +90,10 @@ def init(
         )
     default = worlds.default
     settings = settings or (load_settings() if default is None else default.settings)
-    if timeout_s is not None:
-        check_timeout("timeout_s", timeout_s)
-        settings = settings.model_copy(update={"timeout_s": timeout_s})
+    for limit, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
+        if seconds is not None:
+            check_timeout(limit, seconds)
+            settings = settings.model_copy(update={limit: seconds})
     if default is not None:
         accelerator = accelerator or default.backends.accelerators
         nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs
@@ -125,16 +131,18 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
     identity = _identity(job, nodes, wanted.ranks_per_node)
     backends = wanted.backends(settings, identity.nodes, identity.size)
     name = f"{STARTED}{generations[STARTED]}"
+    deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
         prefix = _prefix(STARTED)
         world = _join(
             identity,
             backends,
             settings,
-            stores or environment.rendezvous(job, settings.timeout_s),
+            stores or environment.rendezvous(job, deadline),
             prefix,
             name,
             wanted.device,
+            deadline,
         )
         worlds.add(world, default=True)
     return world
@@ -143,19 +151,32 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
 def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World:
     """The world of a process group's ranks."""
     name, rank, size = group.group_name, group.rank(), group.size()
+    deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
         prefix = _prefix(name)
-        one, two = (PrefixStore(prefix, store) for store in groups.stores(group))
-        key = world_key(one, rank, size, name=name, one_host=None, settings=settings)
-        met = hosts.meet(one, key, rank, size, _part(settings), settings.timeout_s)
+        part = _part(settings)
+
+        def meet() -> tuple[tuple[Store, Store], bytes, list[tuple[str, int]]]:
+            one, two = (PrefixStore(prefix, store) for store in groups.stores(group))
+            waits = _of_join(settings, deadline)
+            key = world_key(one, rank, size, name=name, one_host=None, settings=waits)
+            limit_s = deadline.wait_s(settings.timeout_s)
+            return (one, two), key, hosts.meet(one, key, rank, size, part, limit_s)
+
+        stores, key, met = deadline.within(_SILENT, meet)
         found = hosts.nodes(met, groups.global_ranks(group))
         identity = _identity(
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
         backends = wanted.backends(settings, identity.nodes, identity.size)
-        world = World(identity, backends, settings, (one, two), key, name, wanted.device)
+        world = World(identity, backends, settings, stores, key, name, wanted.device, deadline)
         worlds.add(world, default=True)
     return world
+
+
+def _of_join(settings: Settings, deadline: JoinDeadline) -> Settings:
+    """The settings, with no longer waits than the join has time for."""
+    return settings.model_copy(update={"timeout_s": deadline.wait_s(settings.timeout_s)})
 
 
 def _part(settings: Settings) -> int:
@@ -188,8 +209,10 @@ def join(
     Raises:
         The errors of :func:`init` about ranks that do not fit together.
     """
+    deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(prefix):
-        world = _join(identity, backends, settings, stores, prefix, prefix, devices.chosen())
+        chosen = devices.chosen()
+        world = _join(identity, backends, settings, stores, prefix, prefix, chosen, deadline)
         worlds.add(world, default=False)
     return world
 
@@ -202,17 +225,22 @@ def _join(
     prefix: str,
     name: str,
     device: devices.Chosen | None,
+    deadline: JoinDeadline,
 ) -> World:
     one, two = (PrefixStore(prefix, store) for store in stores)
-    key = world_key(
-        one,
-        identity.rank,
-        identity.size,
-        name=name,
-        one_host=environment.started().per_host >= identity.size,
-        settings=settings,
+    one_host = environment.started().per_host >= identity.size
+    key = deadline.within(
+        _SILENT,
+        lambda: world_key(
+            one,
+            identity.rank,
+            identity.size,
+            name=name,
+            one_host=one_host,
+            settings=_of_join(settings, deadline),
+        ),
     )
-    return World(identity, backends, settings, (one, two), key, name, device)
+    return World(identity, backends, settings, (one, two), key, name, device, deadline)
 
 
 def _prefix(name: str) -> str:

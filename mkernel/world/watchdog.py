@@ -14,11 +14,12 @@ import select
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from mkernel.backends.runtime.threads import END_S, Thread
+from mkernel.backends.runtime.threads import END_S, Thread, end
 from mkernel.errors import (
     Cancelled,
     Diagnosis,
@@ -166,14 +167,28 @@ class Watchdog:
         self._elsewhere: dict[int, tuple[int, str]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
-        self._stopped = False
+        self._stopped = self._said_left = False
         self._pidfds: dict[int, int] = {}  # fd → rank
+        self._dead: list[int] = []  # before anybody could watch them
         host = peers[rank].host
         for peer in self._peers.values():
             if peer.host == host:
-                with contextlib.suppress(ProcessLookupError, OSError):
-                    self._pidfds[os.pidfd_open(peer.pid)] = peer.rank
+                self._watch_process(peer)
         self._thread = Thread(self._run, name="mkernel-watchdog")
+
+    def _watch_process(self, peer: Peer) -> None:
+        try:
+            self._pidfds[os.pidfd_open(peer.pid)] = peer.rank
+        except ProcessLookupError:
+            self._dead.append(peer.rank)
+        except OSError as error:  # no descriptor is left, or a sandbox has no such call
+            warnings.warn(
+                f"rank {self._rank} cannot watch the process {peer.pid} of rank {peer.rank} ({error}): "
+                f"its death shows by {_SILENCE_HEARTBEATS * self._heartbeat_s:g} s of silence, not at "
+                "once",
+                RuntimeWarning,
+                stacklevel=1,
+            )
 
     def start(self) -> None:
         """Report the first heartbeat and start watching. RuntimeError: no thread can be had."""
@@ -184,7 +199,11 @@ class Watchdog:
         atexit.register(self._exiting)
 
     def stop(self) -> None:
-        """Say that this rank leaves on purpose, and end the thread. Twice is harmless."""
+        """Say that this rank leaves on purpose, and end the thread. Twice is harmless.
+
+        Raises:
+            Timeout: the thread does not end: the store does not answer it. What it uses stays open.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -192,11 +211,17 @@ class Watchdog:
         self._stopping.set()
         os.write(self._wake_write, b"x")
         if self._thread.is_alive():
-            self._thread.join()
-        with contextlib.suppress(PeerFailure):
-            self._report("left")
+            held = "It holds a connection to the job's store, whose host may be stopped, and the world."
+            end([self._thread], held)
+        if not self._said_left:
+            self._say_left()
         for fd in (*self._pidfds, self._wake_read, self._wake_write):
             os.close(fd)
+
+    def _say_left(self) -> None:
+        self._said_left = True
+        with contextlib.suppress(PeerFailure):
+            self._report("left")
 
     def _exiting(self) -> None:
         """End the thread as the process exits without ``stop``, without a word: to the others this rank
@@ -245,6 +270,8 @@ class Watchdog:
                     notice = self.raise_alarm(notice)
         if notice is not None:
             self._on_notice(notice)
+        elif self._stopped:  # here, where a store that does not answer holds up nobody for ever
+            self._say_left()
 
     def _watch(self) -> Notice | None:
         """The world's first notice; None once it is to stop."""
@@ -252,7 +279,7 @@ class Watchdog:
         poller.register(self._wake_read, select.POLLIN)
         for fd in self._pidfds:
             poller.register(fd, select.POLLIN)
-        notice: Notice | None = None
+        notice = self._look(self._dead) if self._dead else None
         while notice is None:
             ready = [fd for fd, _ in poller.poll(1000 * self._heartbeat_s)]
             if self._stopping.is_set():  # which it is before the wake-up is written

@@ -30,6 +30,7 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore, innermost
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
+from mkernel.world.join_deadline import JoinDeadline
 from mkernel.world.order import Turns
 from mkernel.world.sealing import Seal
 from mkernel.world.statistics import Statistics, Way
@@ -62,6 +63,7 @@ class World:
         key: bytes,
         name: str,
         device: Chosen | None = None,
+        deadline: JoinDeadline | None = None,
     ) -> None:
         """Join. Collective; the errors are those of :func:`mkernel.init`.
 
@@ -70,6 +72,7 @@ class World:
                 watchdog's.
             device: that this rank uses; None: it is placed on one.
             key: seals all messages of this world and of no other (:mod:`mkernel.world.handshake`).
+            deadline: of the join; None: one of its own.
         """
         self.name = name
         self.ended = False
@@ -82,6 +85,7 @@ class World:
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
+        self._failure.joining = deadline or JoinDeadline(settings.join_timeout_s)
         self._failure.about = {
             "world": name,
             "nodes": identity.nodes,
@@ -94,6 +98,7 @@ class World:
             name, device, identity, backends, settings, self._exchange, self._failure
         )
         self._membership.join()
+        self._failure.joining = None
         self._agreement = Agreement(
             self._exchange,
             self._failure,

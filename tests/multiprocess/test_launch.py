@@ -27,6 +27,7 @@ from mkernel.errors import (
     Unsupported,
 )
 from mkernel.launch import report
+from mkernel.settings import Settings
 from mkernel.world import lifecycle
 from mkernel.world.watchdog import Watchdog
 
@@ -154,6 +155,16 @@ def test_a_backend_that_hangs_as_it_opens_does_not_hang_the_launcher(
             call_once, ranks_per_node=2, accelerator="judged_backends:NeverOpens", timeout_s=600.0
         )
     assert time.monotonic() - began < 300.0
+
+
+def test_a_rank_waits_for_one_that_hangs_as_it_joins_up_to_the_deadline_of_the_join() -> None:
+    settings = Settings(join_timeout_s=3.0, timeout_s=600.0)
+    began = time.monotonic()
+    with pytest.raises(Timeout, match=r"within 3 s|within 2\.\d+ s"):
+        mkernel.launch(
+            call_once, ranks_per_node=2, accelerator="judged_backends:NeverOpens", settings=settings
+        )
+    assert time.monotonic() - began < TOLD_S
 
 
 def test_second_init_is_refused() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+from in_world import TOLD_S
 
-from mkernel.errors import ArgumentError, Timeout
-from mkernel.world import environment as module
+from mkernel.errors import ArgumentError, PeerFailure, Timeout
 from mkernel.world.environment import _FIRST_PORT, Started, first_host, rendezvous, started
+from mkernel.world.join_deadline import JoinDeadline
 
 SRUN = {
     "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": "gpu[03-07]",
@@ -17,6 +22,15 @@ SRUN = {
     "SLURM_PROCID": "7", "SLURM_LOCALID": "1",
 }  # fmt: skip
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+SILENT = """
+import os
+os.environ |= {{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}}
+import mkernel
+try:
+    mkernel.init(join_timeout_s=1.0)
+except mkernel.errors.Timeout as error:
+    print(error)
+"""
 
 
 @pytest.mark.parametrize(
@@ -92,22 +106,53 @@ def test_where_the_store_is_must_be_told(
     for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match=told):
-        rendezvous(Started(0, 2, 2, "env://"), 1.0)
+        rendezvous(Started(0, 2, 2, "env://"), JoinDeadline(1.0))
 
 
 def test_ranks_that_do_not_come_are_waited_for_up_to_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch's own limit is half an hour."""
-    monkeypatch.setattr(module, "_BEGIN_S", 0.0)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(Timeout, match=r"not all 2 ranks came .*MKERNEL_TIMEOUT_S raises"):
-        rendezvous(Started(0, 2, 2, "env://"), 1.0)
+    with pytest.raises(Timeout, match=r"not all 2 ranks came .*MKERNEL_JOIN_TIMEOUT_S raises"):
+        rendezvous(Started(0, 2, 2, "env://"), JoinDeadline(2.0))
+
+
+def test_a_store_that_is_gone_is_looked_for_up_to_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One deadline for both clients. Rank 0 died, say, before this rank came."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises((PeerFailure, Timeout), match=rf"store at tcp://127\.0\.0\.1:{port}"):
+        rendezvous(Started(1, 2, 2, f"tcp://127.0.0.1:{port}"), JoinDeadline(2.0))
+    assert time.monotonic() - began < TOLD_S
+
+
+def test_a_store_that_does_not_answer_is_left_at_the_deadline() -> None:
+    """Another service at the store's port, or a host that is stopped: torch waits there for ever."""
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))
+        service.listen(8)
+        program = SILENT.format(port=service.getsockname()[1])
+        began = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=TOLD_S,
+        )
+        assert time.monotonic() - began < TOLD_S
+    assert re.search(r"did not answer rank 1 .* within 1 s, .*JOIN_TIMEOUT_S", ended.stdout)
 
 
 def test_any_port_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,4 +165,4 @@ def test_any_port_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "65535")
-    assert rendezvous(Started(0, 2, 2, "env://"), 1.0) == found
+    assert rendezvous(Started(0, 2, 2, "env://"), JoinDeadline(10.0)) == found

@@ -23,7 +23,7 @@ def test_a_wait_ends_with_the_world_unless_it_is_told_what_to_look_at() -> None:
         """What a caller looks at."""
 
     failure: Any = SimpleNamespace(
-        rank=0, size=3, bootstrap=Bootstrap(), timeout_s=7.0, check_peers=peers
+        rank=0, size=3, bootstrap=Bootstrap(), wait_s=lambda: 7.0, check_peers=peers
     )
     exchange = Exchange(failure)
     exchange.collect("topic")
@@ -39,7 +39,7 @@ def test_each_time_has_keys_of_its_own_and_all_but_the_last_two_are_forgotten() 
         forget=lambda key: log.append(("forget", key)),
     )
     failure: Any = SimpleNamespace(
-        rank=1, size=2, bootstrap=bootstrap, timeout_s=7.0, check_peers=None
+        rank=1, size=2, bootstrap=bootstrap, wait_s=lambda: 7.0, check_peers=None
     )
     exchange = Exchange(failure)
     for topic in ("plan", "plan", "other", "plan", "plan"):
@@ -62,7 +62,7 @@ def test_a_barrier_waits_for_the_others_and_names_them() -> None:
         publish=lambda key, value: seen.append((key, repr(value))), collect=collect
     )
     failure: Any = SimpleNamespace(
-        rank=1, size=2, bootstrap=bootstrap, timeout_s=7.0, check_peers=None
+        rank=1, size=2, bootstrap=bootstrap, wait_s=lambda: 7.0, check_peers=None
     )
     Exchange(failure).barrier()
     late = "ranks {missing} did not come to a barrier, or to the end"

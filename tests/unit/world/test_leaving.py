@@ -11,8 +11,14 @@ from mkernel.world.join import Membership
 
 
 class Failure:
+    """``stuck``: its watchdog does not end."""
+
+    def __init__(self) -> None:
+        self.stuck = False
+
     def stop(self) -> None:
-        pass
+        if self.stuck:
+            raise Timeout("the watchdog goes on")
 
 
 class Engine:
@@ -53,3 +59,14 @@ def test_memory_that_a_nic_session_may_write_is_kept() -> None:
     with pytest.raises(Timeout, match="goes on"):
         left.leave()
     assert engine.freed == [False]
+
+
+def test_memory_that_a_watchdog_may_write_is_kept() -> None:
+    """It writes the abort word when it hears of a failure."""
+    engine, closed = Engine(True), []
+    left = member(engine)
+    left._undo.callback(lambda: closed.append("the session"))
+    left._failure.stuck = True  # type: ignore[attr-defined]
+    with pytest.raises(Timeout, match="the watchdog goes on"):
+        left.leave()
+    assert (engine.freed, closed) == ([False], ["the session"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from mkernel.errors import Untrusted
+from mkernel.backends.runtime import threads
+from mkernel.errors import Timeout, Untrusted
 from mkernel.world import watchdog
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.watchdog import Notice, Peer, Watchdog
@@ -242,6 +245,64 @@ def test_when_it_has_stopped_nothing_of_it_runs() -> None:
     started.stop()
     assert not started._thread.is_alive()
     started.stop()
+
+
+def test_a_watchdog_that_waits_for_the_store_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store's host is stopped, say; the thread keeps what it uses."""
+    monkeypatch.setattr(threads, "END_S", 0.1)
+    asked, answers = threading.Event(), threading.Event()
+
+    def look() -> None:
+        asked.set()
+        answers.wait(120)
+
+    peers = {0: Peer(0, "here", os.getpid())}
+    bootstrap = Bootstrap(HashStore())
+    started = Watchdog(bootstrap, 0, peers, 0.01, dict, look, lambda notice: None)
+    started.start()
+    assert asked.wait(120)
+    with pytest.raises(Timeout, match=r"thread mkernel-watchdog did not end .* the job's store"):
+        started.stop()
+    os.fstat(started._wake_read)
+    answers.set()
+    started._thread.join(120)
+    told: Any = bootstrap.peek("heartbeat/0")
+    assert told["state"] == "left", "the thread says it when it can"
+    for descriptor in (started._wake_read, started._wake_write):
+        os.close(descriptor)
+
+
+def test_a_process_that_died_before_it_was_watched_is_dead() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait(120)
+    bootstrap, told = Bootstrap(HashStore()), []
+    peers = {rank: Peer(rank, "here", pid) for rank, pid in enumerate((os.getpid(), ended.pid))}
+    late = Watchdog(bootstrap, 0, peers, 3600.0, dict, lambda: None, told.append)
+    late.start()
+    late._thread.join(120)
+    (notice,) = told
+    assert (notice.kind, notice.rank) == ("PeerFailure", 1)
+    assert f"(process {ended.pid}) died" in notice.message
+    late.stop()
+
+
+def test_a_process_that_cannot_be_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death then shows by its silence alone."""
+
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(watchdog.os, "pidfd_open", refused)
+    peers = {rank: Peer(rank, "here", os.getpid()) for rank in (0, 1)}
+    with pytest.warns(
+        RuntimeWarning, match=r"of rank 1 \(.*Too many open files\).* 10 s of silence"
+    ):
+        made = Watchdog(
+            Bootstrap(HashStore()), 0, peers, HEARTBEAT_S, dict, lambda: None, lambda notice: None
+        )
+    made.stop()
 
 
 def test_programs_that_a_process_starts_have_no_descriptor_of_it(world: World) -> None:

@@ -1,0 +1,72 @@
+"""The deadline of a whole join, whatever its waits have for themselves.
+
+Most waits of a join end when told to. A store that accepts a connection and never answers leaves torch
+in a system call that nothing ends, so what only talks to the store runs on a thread of its own, which
+can be left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mkernel.backends.runtime.threads import Thread
+from mkernel.errors import Timeout
+
+_T = TypeVar("_T")
+_LATER_S = 2.0
+"""How long after the deadline its waits, which say what they waited for, are given up themselves."""
+
+
+class JoinDeadline:
+    """When a rank that joins a world gives up; begins with the object."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until = time.monotonic() + limit_s
+
+    def left_s(self) -> float:
+        """Return the seconds that are left; 0 once it has passed."""
+        return max(0.0, self._until - time.monotonic())
+
+    def wait_s(self, timeout_s: float) -> float:
+        """Return how long a wait of the join may take that has ``timeout_s`` for itself."""
+        return min(timeout_s, self.left_s())
+
+    def passed(self) -> bool:
+        """Return whether it passed so long ago that no wait of the join can still end by itself."""
+        return time.monotonic() > self._until + _LATER_S
+
+    def late(self, what: str) -> Timeout:
+        """The error of a join that did not end in time. ``what``: it still waits for, in words."""
+        return Timeout(
+            f"{what} within {self._limit_s:g} s, which a rank has to join a world "
+            "(MKERNEL_JOIN_TIMEOUT_S raises the limit)"
+        )
+
+    def within(self, what: str, action: Callable[[], _T]) -> _T:
+        """Return what ``action`` returns on a thread of its own, or raise what it raises.
+
+        Raises:
+            Timeout: it did not end by the deadline. Its thread is left behind.
+        """
+        ended = threading.Event()
+        outcome: dict[str, Any] = {}
+
+        def run() -> None:
+            try:
+                outcome["result"] = action()
+            except BaseException as error:  # raised below, on the thread that asked
+                outcome["error"] = error
+            finally:
+                ended.set()
+
+        Thread(run, name="mkernel-join").start()
+        if not ended.wait(self.left_s() + _LATER_S):
+            raise self.late(what)
+        if "error" in outcome:
+            raise outcome["error"]
+        found: _T = outcome["result"]
+        return found
