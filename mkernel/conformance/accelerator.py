@@ -186,7 +186,9 @@ class AcceleratorSubject:
         return 1, ranks
 
     def _fits(self, world: tuple[int, int]) -> bool:
-        return self.room is None or world[0] * world[1] <= self.room
+        ranks = world[0] * world[1]
+        few = self.room is None or ranks <= self.room
+        return few and self.capabilities.too_many(ranks) is None
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
         """Two ranks of one node, and the largest; quickly the latter alone, which has both kinds of

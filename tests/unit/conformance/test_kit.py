@@ -107,7 +107,8 @@ def of_gpus(count: int, *, between_nodes: bool, quick: bool = False) -> Accelera
     subject.__dict__["backend"] = SimpleNamespace(
         probe=lambda: tuple(
             Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(count)
-        )
+        ),
+        capabilities=lambda: SimpleNamespace(too_many=lambda ranks: None),
     )
     subject.__dict__["between_nodes"] = between_nodes
     return subject
