@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "results.svg"
 RESULTS = ROOT / "bench" / "results"
 
-WIDTH, LEFT, RIGHT, ROW = 1040, 410, 860, 24
+WIDTH, LEFT, RIGHT, ROW = 1100, 470, 920, 24
 LEAST, MOST = 0.25, 3.0
 AHEAD, BEHIND = "#0072B2", "#D55E00"
 """Okabe and Ito's blue and vermillion, which the colour-blind tell apart; marks differ in shape too."""
@@ -106,7 +106,7 @@ def groups() -> tuple[Group, ...]:
             tuple(Line(MODES[mode], newest("layers", mode, ranks)) for mode, ranks in layers),
         ),
         Group(
-            "Drawn shapes, all three ops; of a spent seed, constants or choices were made by it",
+            "Drawn shapes, all three ops; spent: constants were fitted to the seed or choices made by it",
             tuple(
                 Line(f"{MODES[one.mode]}, {one.shapes.removeprefix('drawn, ')}", one)
                 for one in drawn
