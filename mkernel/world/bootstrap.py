@@ -11,11 +11,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-from mkernel.errors import PeerFailure, Timeout, Untrusted, WorldError
+from mkernel.errors import NotInitialized, PeerFailure, Timeout, Untrusted, WorldError
 from mkernel.world.sealing import Seal
 
 _Name = TypeVar("_Name", int, str)
@@ -27,6 +28,10 @@ STORES_HOST = 0
 """The rank that is blamed where the store is lost: it hosts it, unless a launcher does."""
 LATE = "ranks {missing} did not reach {key!r}"
 """What a Timeout says of missing ranks, and of what all were to set."""
+
+
+def _tell_nobody(error: WorldError) -> None:
+    pass
 
 
 class Bootstrap:
@@ -43,12 +48,21 @@ class Bootstrap:
         self,
         store: Store,
         secret: bytes = b"",
-        tell: Callable[[WorldError], None] = lambda error: None,
+        tell: Callable[[WorldError], None] = _tell_nobody,
     ) -> None:
-        self._store = store
+        self._store: Store | None = store
         self._sealing = Seal(secret)
         self._tell = tell
         self._lock = threading.Lock()
+
+    def shared(self) -> Bootstrap:
+        """Return another one on the same client of the store, which stays open when this one is
+        closed."""
+        return copy(self)
+
+    def close(self) -> None:
+        """Let go of the store, whose connection ends with its last user."""
+        self._store, self._tell = None, _tell_nobody
 
     def _seal(self, key: str, value: Any) -> bytes:
         return self._sealing.close(key, json.dumps(value).encode())
@@ -70,10 +84,14 @@ class Bootstrap:
                 "job's store"
             ) from error
 
-    def _request(self, action: Callable[[], Any]) -> Any:
+    def _request(self, action: Callable[[Store], Any]) -> Any:
+        """NotInitialized: it is closed."""
+        store = self._store
+        if store is None:
+            raise NotInitialized("the world of this store has ended; make a new one")
         try:
             with self._lock:
-                return action()
+                return action(store)
         except RuntimeError as error:  # torch raises DistStoreError and kin, all RuntimeErrors
             lost = PeerFailure(
                 f"the bootstrap store does not answer ({str(error).splitlines()[0]}); the process "
@@ -81,26 +99,29 @@ class Bootstrap:
                 STORES_HOST,
             )
             self._tell(lost)
-            raise lost from error
+            try:
+                raise lost from error
+            finally:
+                del lost  # or it and this frame would hold each other
 
     def publish(self, key: str, value: Any) -> None:
         """Set ``key`` to a JSON-safe value. PeerFailure."""
         sealed: Any = self._seal(key, value)  # torch takes bytes too, but its annotations say str
-        self._request(lambda: self._store.set(key, sealed))
+        self._request(lambda store: store.set(key, sealed))
 
     def publish_first(self, key: str, value: Any) -> Any:
         """Set ``key`` unless it is set; return what it holds now. PeerFailure, Untrusted."""
         sealed: Any = self._seal(key, value)
-        return self._open(key, self._request(lambda: self._store.compare_set(key, "", sealed)))
+        return self._open(key, self._request(lambda store: store.compare_set(key, "", sealed)))
 
     def peek(self, key: str) -> Any | None:
         """The value of ``key`` or None where it is not set. Does not wait. PeerFailure, Untrusted."""
-        sealed = self._request(lambda: self._store.get(key) if self._store.check([key]) else None)
+        sealed = self._request(lambda store: store.get(key) if store.check([key]) else None)
         return None if sealed is None else self._open(key, sealed)
 
     def forget(self, key: str) -> None:
         """Delete ``key``, if it is set. PeerFailure."""
-        self._request(lambda: self._store.delete_key(key))
+        self._request(lambda store: store.delete_key(key))
 
     def collect(
         self,

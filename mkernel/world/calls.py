@@ -239,7 +239,10 @@ class Calls:
         if self._queues:
             error = self._accelerator.refused()
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # or it and this frame would hold each other
 
     def drain(self) -> None:
         """:meth:`synchronize`, for what no error has ended yet."""
@@ -265,9 +268,25 @@ class Calls:
         with self._turns:
             self._end(error)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _late(self, limit_s: float) -> Timeout:
+        error = Timeout(
+            f"a call of rank {self._rank} did not end within {limit_s:g} s; is its device still busy "
+            "with other work? (MKERNEL_TIMEOUT_S raises the limit)"
+        )
+        self._failure.tell(error)
+        return error
+
+    def forget(self) -> None:
+        """Start no more calls without Python; what does so refers to this world."""
         if self.known is not None:
             self.known.close()
+
+    def let_go(self) -> None:
+        """Hold no process group and no session any more. The world has ended."""
+        self._group = self._session = None
+
+    def _end(self, error: BaseException | None) -> None:
+        self.forget()
         if error is None and self._running:
             self.synchronize()
         if self._failure.notice is None:
@@ -303,12 +322,7 @@ class Calls:
                 over, deadline = first.calls_over(), time.monotonic() + limit_s
             if time.monotonic() > deadline:
                 self._failure.raise_recorded()
-                error = Timeout(
-                    f"a call of rank {self._rank} did not end within {limit_s:g} s; is its device "
-                    "still busy with other work? (MKERNEL_TIMEOUT_S raises the limit)"
-                )
-                self._failure.tell(error)
-                raise error
+                raise self._late(limit_s)
         self._running.popleft()
         self.counters.waits += 1
         self.counters.waited_s += time.monotonic() - began

@@ -126,6 +126,7 @@ class Engine:
         return not self._opened or self.accelerator.close(DRAIN_S)
 
     def free(self, *, quiet: bool) -> None:
-        """Free its memory; as :meth:`SymmetricHeap.close`."""
+        """Free its memory, as :meth:`SymmetricHeap.close` does, and hold the process group no more."""
+        self.group = None
         if hasattr(self, "heap"):
             self.heap.close(quiet=quiet)

@@ -38,6 +38,10 @@ _CODES = {
 _Record = tuple[_transport.AbortCode, _transport.Diagnosis]
 
 
+def _nowhere() -> str:
+    return ""
+
+
 class FailureMonitor:
     """Watches one world for one rank. Lives as long as the world.
 
@@ -82,7 +86,7 @@ class FailureMonitor:
         self.accelerators: list[AcceleratorBackend] = []
         self.session: NicSession | None = None
         # The other world that this process is making or calling; empty: there is none.
-        self.elsewhere: Callable[[], str] = lambda: ""
+        self.elsewhere: Callable[[], str] = _nowhere
         # (number of the latest call, its key), replaced as one so that a heartbeat never pairs one
         # call's number with another's plan.
         self.call: tuple[int, str] = (0, "")
@@ -115,6 +119,17 @@ class FailureMonitor:
         """Stop the watchdog, before the pad is unmapped into which it writes the abort word."""
         if self._watchdog is not None:
             self._watchdog.stop()
+
+    def close(self) -> None:
+        """Let go of the store and of all that refers back to this monitor. The world has ended, and its
+        memory may be unmapped: nothing is recorded from now on."""
+        self._watchdog = self.session = None
+        self._pads.clear()
+        self.accelerators.clear()
+        self.running.clear()
+        self.elsewhere = _nowhere
+        self.bootstrap.close()
+        self._alarm.close()
 
     # ---- what the others are told, and what they tell ------------------------------------------
 
@@ -198,8 +213,11 @@ class FailureMonitor:
         """Break the world because a rank did not come in time, and raise its first failure."""
         error = Timeout(f"{late}. {self.who_is_behind()}".rstrip())
         self.tell(error)
-        self.raise_first_cause(error)
-        raise error from late
+        try:
+            self.raise_first_cause(error)
+            raise error from late
+        finally:
+            del error  # or it and this frame would hold each other
 
     def raise_first_cause(self, error: BaseException) -> None:
         """Raise the world's first failure where ``error`` is only what it led to here: memory or a

@@ -157,6 +157,9 @@ class Membership:
             finally:  # of a thread that does not end: it may still write there
                 for engine, still in zip(newest_first, quiet, strict=True):
                     engine.free(quiet=still and closed and ended)
+                self.session = None
+                self.__dict__.pop("group_store", None)
+                self._failure.close()
 
     def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -275,10 +274,16 @@ def finalize(error: BaseException | None = None, *, group: Group = None) -> None
         WorldError: what broke a call that was only queued, where nothing raised it before; the other
             worlds have ended all the same.
     """
-    ending = worlds.all() if group is None else [current(group)]
-    with contextlib.ExitStack() as ends:  # also those after one that raises
-        for world in reversed(ending):
-            ends.callback(world.close, error)
+    _close(worlds.all() if group is None else [current(group)], error)
+
+
+def _close(ending: list[World], error: BaseException | None) -> None:
+    """Close these worlds in turn, also those after one that raises."""
+    if ending:
+        try:
+            ending.pop(0).close(error)
+        finally:
+            _close(ending, error)
 
 
 def synchronize(group: Group = None) -> None:

@@ -164,6 +164,7 @@ class SymmetricHeap:
     def close(self, *, quiet: bool) -> None:
         """Free everything. Unless ``quiet``, kernels may still touch it: then it is kept until the
         process ends, and with it the accelerator backend."""
+        self.session = None
         if quiet:
             self._held.close()
         else:

@@ -139,6 +139,10 @@ def order_of(device: str) -> DeviceOrder:
     return DeviceOrder(device)
 
 
+def _nothing() -> None:
+    pass
+
+
 class Turns:
     """One world's turns in the order of its device. Entered around whatever the world does there.
 
@@ -192,6 +196,7 @@ class Turns:
     def leave(self) -> None:
         """The world makes no call any more."""
         self.order.leave(self)
+        self.drain = _nothing  # which refers to the world
 
     def follow(self) -> None:
         """:meth:`DeviceOrder.follow`."""

@@ -220,4 +220,4 @@ def group_store(failure: FailureMonitor) -> GroupStore:
         if failure.notice is not None:
             raise failure.notice.error()
 
-    return GroupStore(failure.bootstrap, failure.timeout_s, check)
+    return GroupStore(failure.bootstrap.shared(), failure.timeout_s, check)

@@ -115,7 +115,8 @@ class World:
             self._turns.join()
         except BaseException as error:  # Ctrl-C while the calls of other worlds end
             self._failure.tell(error)
-            self._membership.leave()
+            self._calls.forget()
+            self._leave()
             raise
 
     def __repr__(self) -> str:
@@ -302,9 +303,19 @@ class World:
         try:
             self._calls.end(error)
         finally:
-            for turns in (self._turns, *(turns for _, turns in self._companions.values())):
-                turns.leave()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Free what the world holds. What refers back to it is dropped, so that it goes as soon as
+        nobody holds it, without a run of Python's cyclic collector."""
+        for turns in (self._turns, *(turns for _, turns in self._companions.values())):
+            turns.leave()
+        self._stores.clear()
+        try:
             self._membership.leave()
+        finally:
+            for calls in (self._calls, *(calls for calls, _ in self._companions.values())):
+                calls.let_go()
 
     # ---- its accelerators ----------------------------------------------------------------------
 
@@ -337,17 +348,18 @@ class World:
         )
 
     def _new_turns(self, name: str) -> Turns:
-        device = self.accelerator.device
-        return Turns(device, name, self._limit_s, self._drain, self._failure.tell)
+        device, failure = self.accelerator.device, self._failure
+
+        def limit_s() -> float:
+            """How long another world of this process may keep its turn: its calls end by then."""
+            return 2 * failure.timeout_s + DRAIN_S
+
+        return Turns(device, name, limit_s, self._drain, failure.tell)
 
     def _elsewhere(self) -> str:
         """The other world that this process is calling or making; empty: there is none. Any thread."""
         busy = self._turns.elsewhere()
         return "" if busy in {turns.world for _, turns in self._companions.values()} else busy
-
-    def _limit_s(self) -> float:
-        """How long another world of this process may keep its turn: its calls end by then."""
-        return 2 * self._failure.timeout_s + DRAIN_S
 
     def _drain(self) -> None:
         self._calls.drain()

@@ -132,8 +132,12 @@ class AscendLaunch(Launch, InstrumentedLaunch):
 
     def results(self) -> Mapping[str, Any]:
         """What the op's ``finish`` gave; empty before ``wait`` returned True. CapacityExceeded."""
-        if self._refused is not None:
-            raise self._refused
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            try:
+                raise refused
+            finally:
+                del refused  # or it and this frame would hold each other
         return self._results
 
     def times(self) -> LaunchTimes:

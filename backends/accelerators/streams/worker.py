@@ -137,7 +137,10 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         if self._ended.wait(timeout_s):
             error, self._error = self._error, None
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # or it and this frame would hold each other
             return True
         self.stuck = self._abort.is_set()
         return self.stuck
@@ -160,8 +163,12 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
 
     def results(self) -> Mapping[str, Any]:
         """What the op returned. CapacityExceeded, ShapeError: it found the routing of another size."""
-        if self._refused is not None:
-            raise self._refused
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            try:
+                raise refused
+            finally:
+                del refused  # or it and this frame would hold each other
         return self._results
 
 
@@ -208,6 +215,7 @@ class Worker:
         self._queue.put(None)
         if self.idle(0):
             self._thread.join(_JOIN_S)
+            self._latest = None  # which has the tensors of its call
         self._queue = self._thread = None
 
 

@@ -110,4 +110,6 @@ def test_who_cannot_join_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(joining, "_open", Mock(side_effect=error))
     with pytest.raises(OSError, match="no memory"):
         joining.join()
-    assert failure.mock_calls == [call.tell(error), call.stop(), call.raise_first_cause(error)]
+    assert failure.mock_calls == [
+        call.tell(error), call.stop(), call.close(), call.raise_first_cause(error),
+    ]  # fmt: skip

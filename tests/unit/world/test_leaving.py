@@ -20,6 +20,9 @@ class Failure:
         if self.stuck:
             raise Timeout("the watchdog goes on")
 
+    def close(self) -> None:
+        pass
+
 
 class Engine:
     """Whose kernels ended, if it is ``quiet``; ``freed``: what its memory's ``free`` was told."""
