@@ -6,8 +6,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,15 +103,28 @@ def rank_after_failure(case: Case, port: int) -> list[str]:
 
 
 def leaks(subject: AcceleratorSubject) -> None:
-    """Worlds come and go; descriptors, threads and shared memory do not pile up."""
+    """Worlds come and go; descriptors, threads and shared memory do not pile up, also where Python's
+    cyclic collector does not run."""
     for world in subject.usual_worlds():
         cases = typical_of_each(subject, world)
         with meeting_place() as port:
             subject.judge(rank_leaks, cases, port, world=world)
 
 
-def _held() -> dict[str, int]:
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keep Python's cyclic collector, which programs may turn off, from freeing what worlds leave."""
+    on = gc.isenabled()
     gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _held() -> dict[str, int]:
     shared = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         shared += " rw-s " in line
@@ -156,19 +169,20 @@ def rank_leaks(cases: Sequence[Case], port: int) -> list[str]:
     """What is held after the second world and after the last."""
     before: dict[str, int] = {}
     found: dict[str, int] = {}
-    for number in range(1, _WORLDS + 1):
-        world = mkernel.world()
-        for case in cases:
-            case.run(Judge(case).inputs(number - 1))
-        with suppress(Unsupported):  # not every backend shows its memory as a tensor
-            mkernel.empty((1024,), torch.float32)
-        if number < _WORLDS:
-            mkernel.finalize()
-            if number == _SETTLED:
-                before = held_at_rest()
-            elif number == _WORLDS - 1:
-                found = piled_up(before, number - _SETTLED)
-            _next_world(world, port)
+    with without_collector():
+        for number in range(1, _WORLDS + 1):
+            world = mkernel.world()
+            for case in cases:
+                case.run(Judge(case).inputs(number - 1))
+            with suppress(Unsupported):  # not every backend shows its memory as a tensor
+                mkernel.empty((1024,), torch.float32)
+            if number < _WORLDS:
+                mkernel.finalize()
+                if number == _SETTLED:
+                    before = held_at_rest()
+                elif number == _WORLDS - 1:
+                    found = piled_up(before, number - _SETTLED)
+                _next_world(world, port)
     worlds = f"after {_WORLDS - 1} worlds than after {_SETTLED}"
     return [f"{where()}: {count} more {what} {worlds}" for what, count in found.items()]
 

@@ -699,6 +699,8 @@ TABLE: tuple[Row, ...] = (
     planted(launching.BrokenForGood, "BrokenForGood",
             "Once a world has failed all results are zero, in new worlds too.", "after-failure"),
     planted(launching.LeaksMemory, "LeaksMemory", "Never frees symmetric memory.", "leaks"),
+    planted(launching.GoesWhenCollected, "GoesWhenCollected",
+            "Holds itself and a descriptor: they go when Python's cyclic collector runs.", "leaks"),
     planted(Honest, "LeaksThreads", "Starts a thread for every world, and leaves it.", "leaks",
             launch=_launch_and_leave_a_thread),
     planted(Honest, "IgnoresAbort", "A call of a broken world goes on for 8 seconds.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTi
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.altering import Followed, Honest, Tensors, outputs_of
+from mkernel.topology.model import Accelerator
 
 
 def _elsewhere(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -273,3 +275,12 @@ class LeaksMemory(Honest):
         self.kept.append(memory)
         memory.close = lambda: None  # type: ignore[method-assign]
         return memory
+
+
+class GoesWhenCollected(Honest):
+    """Holds a descriptor, and itself, so that both stay until Python's cyclic collector runs."""
+
+    def open(self, device: Accelerator) -> None:
+        self.inner.open(device)
+        self._file = open(os.devnull)  # noqa: SIM115
+        self._itself = self
