@@ -7,8 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import devices
 import pytest
 from gpu_plans import gpu_plan
+from plan_walk import WalkedWorld
 
 from mkernel.backends.accelerators.hopper import tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
@@ -143,3 +145,18 @@ def test_large_reductions_stay_fused(backend: HopperAccelerator) -> None:
         sizes = {"m": m, "n": n, "k": k}
         made = gpu_plan(backend, "gemm_all_reduce", world, sizes, dtype="bfloat16", path="fused")
         assert isinstance(made.schedule, ReduceSchedule)
+
+
+def test_between_nodes_what_has_no_flags_is_not_planned(backend: HopperAccelerator) -> None:
+    """There is no library path; all that is planned is launched."""
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(8))
+    nics = tuple(devices.nic(i, gpudirect=True) for i in range(8))
+    world = WalkedWorld(backend, devices.world(*2 * [devices.node(gpus, nics)]), 8)
+    sizes = {"m": 131_072, "n": 8192, "k": 3584}
+    assert backend.workspace(world.plan("gemm_all_reduce", sizes, dtype="bfloat16")).areas
+    scattered = world.plan("gemm_reduce_scatter", {**sizes, "n": 16_384}, dtype="bfloat16")
+    assert backend.workspace(scattered).areas
+    with pytest.raises(
+        Unsupported, match=r"\[131072, 16384\] on 16 ranks.* 122880 flags .* 114688"
+    ):
+        world.plan("gemm_all_reduce", {**sizes, "n": 16_384}, dtype="bfloat16")
