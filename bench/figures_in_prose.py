@@ -282,6 +282,33 @@ def _two_ranks() -> list[str]:
     return [str(math.ceil(100 * worst))]
 
 
+def _scaling() -> list[str]:
+    """Of M 8192 on 2, 4 and 8 ranks: TFLOP/s of a rank by our schedule, the published one under the
+    model, and as published. Of 4 and 8 ranks, in ms: compute alone, the call, and its memory's time;
+    and the cube's."""
+    rows = [row for row in compared().rows if row.m == 8192]
+    alike = [
+        f"{row.tflops(getattr(row, name)):.0f}"
+        for name in ("ours_modelled_ms", "reference_modelled_ms", "published_ms")
+        for row in rows
+    ]
+    four, eight = (result(f"ascend_modelled_scaling_{ranks}")["rows"][0] for ranks in (4, 8))
+    memory = [
+        max(rank["memory_us"] for rank in row["explained"]["use"]["ranks"]) / 1e3
+        for row in (four, eight)
+    ]
+    times = (
+        eight["modelled"]["compute_only_ms"],
+        four["modelled"]["pipelined_ms"],
+        eight["modelled"]["pipelined_ms"],
+        *memory,
+        _products_us(eight) / 1e3,
+        four["modelled"]["comm_only_ms"],
+        eight["modelled"]["comm_only_ms"],
+    )
+    return [*alike, *(f"{ms:.2f}" for ms in times)]
+
+
 def _machine(*names: str) -> Callable[[], list[str]]:
     return lambda: [f"{attrgetter(name)(load_machine()):g}" for name in names]
 
@@ -390,6 +417,14 @@ SENTENCES = (
         _errors,
     ),
     Sentence(ASCEND, "there the model is within {} %", _two_ranks),
+    Sentence(
+        ASCEND,
+        "M 8192, K and N 4096, a rank computes at {}, {} and {} TFLOP/s on 2, 4 and 8 ranks by our"
+        " schedule, at {}, {} and {} by the published one under the model, at {}, {} and {} as"
+        " published. Compute alone takes {} ms, and the calls of four and eight ranks {} and {}: their memory is"
+        " busy for {} and {}, the cube for {}. What travels takes {} and {} ms",
+        _scaling,
+    ),
     *(
         Sentence(
             ASCEND,

@@ -47,6 +47,10 @@ def test_the_table_sets_published_modelled_and_ours_side_by_side(
         assert row.speedup == pytest.approx(row.reference_modelled_ms / row.ours_modelled_ms)
         for number in (row.published_ms, row.reference_modelled_ms, row.ours_modelled_ms):
             assert f"{number:.3f}" in text
+        for ms in (row.published_ms, row.ours_modelled_ms):
+            assert f" {2 * row.m * row.k * row.n / ms / 1e9:.0f} " in text
+    assert "published, TFLOP/s" in text
+    assert "more ranks shorten what travels" in text
     first, second = report.rows
     assert report.mean_error == pytest.approx((abs(first.error) + abs(second.error)) / 2)
     assert report.worst_error == max(abs(first.error), abs(second.error))
