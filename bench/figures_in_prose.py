@@ -421,8 +421,8 @@ SENTENCES = (
         ASCEND,
         "M 8192, K and N 4096, a rank computes at {}, {} and {} TFLOP/s on 2, 4 and 8 ranks by our"
         " schedule, at {}, {} and {} by the published one under the model, at {}, {} and {} as"
-        " published. Compute alone takes {} ms, and the calls of four and eight ranks {} and {}: their memory is"
-        " busy for {} and {}, the cube for {}. What travels takes {} and {} ms",
+        " published. Compute alone takes {} ms, and the calls of four and eight ranks {} and {}: their"
+        " memory is busy for {} and {}, the cube for {}. What travels takes {} and {} ms",
         _scaling,
     ),
     *(
