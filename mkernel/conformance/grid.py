@@ -25,13 +25,13 @@ MOE = ("moe_dispatch_gemm", *COMPANIONS)
 WITHOUT_B = ("all_reduce", "moe_combine", "ring_attention")
 """Ops whose operands have one layout."""
 
-_CLASSES = {
-    "gather": ("all_gather_gemm",),
-    "sum": ("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce"),
-    "experts": COMPANIONS,
-    "attention": ("ring_attention",),
-}
-"""Ops that move bytes alike; a combine has a dispatch before it."""
+_CLASSES = (
+    ("all_gather_gemm",),
+    ("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce"),
+    (*COMPANIONS, "moe_dispatch_gemm"),
+    ("ring_attention",),
+)
+"""Ops that move bytes alike, the quickest first; a combine has a dispatch before it."""
 _Sizes = Mapping[str, Any]
 
 
@@ -84,8 +84,8 @@ def typical(
 def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
     """A small case of every op that is claimed in a world; quickly of one op of each class."""
     claimed = subject.claimed_in(world)
-    ops = {cls: op for op in reversed(claimed) for cls, each in _CLASSES.items() if op in each}
-    chosen = tuple(ops.values()) if subject.quick else claimed
+    of_class = [[op for op in each if op in claimed] for each in _CLASSES]
+    chosen = [ops[0] for ops in of_class if ops] if subject.quick else claimed
     return [_small(subject, op, world[0] * world[1]) for op in chosen]
 
 
