@@ -18,6 +18,7 @@ from mkernel.backends.nics.provider import SOFT, library_of
 from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.rows import forwards
+from mkernel.errors import BackendUnavailable
 from mkernel.harness.nic_ranks import Memory
 from mkernel.settings import NicSettings
 from mkernel.topology.lanes import NicUse, RankLanes
@@ -98,12 +99,12 @@ class Opener(NicBackend):
     mistake: ClassVar[str] = ""
 
     def status(self, verbs: str) -> Status:
+        """The honest backend's. BackendUnavailable: the fault cannot be planted here."""
         library = self._mistaken()
         if library is not None and not library.is_file():
-            return Status(
-                False,
-                f"the verbs library that makes mistakes is not here ({library}): wheels leave it out",
-                "run the command in a repository that `make` has built",
+            raise BackendUnavailable(
+                f"the verbs library that makes mistakes is not here ({library}): wheels leave it out; "
+                "run the command in a repository that `make` has built"
             )
         return self.around().status(verbs)
 
