@@ -29,7 +29,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 
     if ((${#missing[@]})); then
         if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-            echo "installing ${missing[*]}"
+            echo "installing the Debian packages ${missing[*]}"
             apt-get update -qq
             DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
         else
