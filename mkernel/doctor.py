@@ -121,7 +121,13 @@ def _auto_accelerator() -> Status:
     verdicts = selection.accelerator_verdicts()
     taken = _taken(verdicts)
     companions = selection.companions_of(taken.name, 1) if taken else ()
-    passed_over = (v for v in verdicts if v is not taken and v.name not in companions)
+    passed_over = (
+        v
+        for v in verdicts
+        if v is not taken
+        and v.name not in companions
+        and (taken is None or v.detail != selection.BY_NAME)
+    )
     others = "; ".join(f"not {v.name}: {v.detail}" for v in passed_over)
     if taken is None:
         return Status(False, others, "name one: accelerator=, --accelerator or MKERNEL_ACCELERATOR")
@@ -251,10 +257,23 @@ def software_rows(root: Path = Path("/")) -> list[Row]:
     for name in names:
         try:
             found = registry.accelerator(name).software(root)
+            wanted = _is_wanted(name, found)
         except Exception:
             continue
-        rows += [_row("software", what, status) for what, status in found]
+        if wanted:
+            rows += [_row("software", what, status) for what, status in found]
     return [row.model_copy(update={"optional": True}) for row in rows]
+
+
+def _is_wanted(name: str, found: Sequence[tuple[str, Status]]) -> bool:
+    """Return whether anybody wants to know of a backend's software: all is missing of one that is taken
+    by name only, and nobody names it."""
+    from mkernel import selection
+    from mkernel.backends import registry
+
+    if any(status.usable for _, status in found) or registry.accelerator(name).preference > 0:
+        return True
+    return name in selection.accelerator_names(load().accelerator)
 
 
 def _torch() -> Status:

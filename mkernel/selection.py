@@ -30,6 +30,10 @@ SYSTEM, SOFT = "system", "soft"
 host only."""
 
 
+BY_NAME = "is chosen by name only"
+"""Why ``auto`` takes no simulator, which is no news where something else is taken."""
+
+
 class Verdict(NamedTuple):
     """What ``auto`` thinks of a backend: whether it may take it, and why (not), in words."""
 
@@ -218,7 +222,7 @@ def _misfit(
     if isinstance(backend, Exception):
         return one_line(backend)
     if backend.preference <= 0:
-        return "is chosen by name only"
+        return BY_NAME
     try:
         claims = backend.capabilities_on(device.kind) if device else backend.capabilities()
     except Exception as error:  # a backend that breaks must not keep others from being chosen

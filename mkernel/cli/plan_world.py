@@ -96,7 +96,11 @@ def _elsewhere(
         name, others = selection.accelerator_for(
             device, len(world.nodes), op, len(world.nodes) * ranks_per_node
         )
-        passed_over = tuple(f"not on {other.name}: it {other.detail}" for other in others)
+        passed_over = tuple(
+            f"not on {other.name}: it {other.detail}"
+            for other in others
+            if other.detail != selection.BY_NAME
+        )
     claims = registry.accelerator(name).capabilities_on(device.kind)
     if len(world.nodes) == 1 or claims.process_group:
         if nic not in (None, AUTO):

@@ -108,8 +108,14 @@ def command(  # one option a parameter: this is the command line
         Path | None,
         typer.Option(metavar="FILE", help="write the timeline as a Perfetto trace"),
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="untimed calls of each view")] = 1,
-    iterations: Annotated[int, typer.Option(min=1, help="timed calls of each view")] = 3,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=0, help="untimed calls of each view [1; 0 of simulated devices]"),
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="timed calls of each view [3; 1 of simulated devices]"),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
     timeout: Annotated[float | None, typer.Option(help="deadline of every wait, seconds")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
@@ -139,8 +145,11 @@ def command(  # one option a parameter: this is the command line
         else _random(name, given, wanted, world_size)
     )
     console = Terminal(quiet=json, highlight=False)
-    mixes = registry.accelerator(backends.accelerator).capabilities().mixed_dtypes
-    case = _case(name, sized, wanted, mixes)
+    claims = registry.accelerator(backends.accelerator).capabilities()
+    # A simulated device takes as long each time, by its own clock.
+    warmup = (0 if claims.simulated else 1) if warmup is None else warmup
+    iterations = (1 if claims.simulated else 3) if iterations is None else iterations
+    case = _case(name, sized, wanted, claims.mixed_dtypes)
     job = Job(
         cases=(case,),
         contenders=VIEWS,

@@ -33,8 +33,8 @@ from mkernel.harness.work import Unseen, clock
 from mkernel.host_limits import check_gloo_interfaces
 from mkernel.launch import report
 from mkernel.plan.model import LaunchPlan
-from mkernel.world.lifecycle import current
 from mkernel.user_files import whole_file
+from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
 _GEMM_KEY = {"out": "c"}

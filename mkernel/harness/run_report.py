@@ -181,9 +181,10 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
     Args:
         measured_constants: whether predictions are made with constants that were measured here.
     """
-    clocks = [("measured", "wall time on this host", report.wall)]
-    if report.modelled is not None:
-        clocks.append(("modelled", f"modelled time on {report.modelled_machine}", report.modelled))
+    if report.modelled is None:
+        clocks = [("measured", "wall time on this host", report.wall)]
+    else:
+        clocks = [("modelled", f"modelled time on {report.modelled_machine}", report.modelled)]
     if (expected := _predicted_clock(report, measured=measured_constants)) is not None:
         clocks.append(("predicted", "by the planner's cost model", expected))
     units = [
@@ -210,22 +211,22 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
     ):
         times = [1e3 * getattr(each, attribute) for _, _, each in clocks]
         table.row(label, *(in_unit(time, unit) for time, unit in zip(times, units, strict=True)))
-    table.row(
-        "speed-up over sequential",
-        *(_unless_noisy(each, f"{each.speedup:.2f}x") for _, _, each in clocks),
-    )
-    table.row(
-        "overlap efficiency",
-        *(_efficiency(each) for _, _, each in clocks),
-    )
+    if not all(_noisy(each) for _, _, each in clocks):
+        table.row(
+            "speed-up over sequential",
+            *(_unless_noisy(each, f"{each.speedup:.2f}x") for _, _, each in clocks),
+        )
+        table.row(
+            "overlap efficiency",
+            *(_efficiency(each) for _, _, each in clocks),
+        )
     legend = "; ".join(f"{name}: {where}" for name, where, _ in clocks)
     calls = "1 call" if report.iterations == 1 else f"{report.iterations} calls"
     legend = f"{legend}. Median over {calls} of the slowest rank's time."
-    if any(_noisy(each) for _, _, each in clocks):
-        legend += (
-            f" {_NOISY}: calls differ by up to {duration(1e3 * report.wall.noise_ms)}, more than "
-            "there is to hide."
-        )
+    if report.modelled is not None:
+        legend += " Wall time, of which the simulator takes most, is in --json."
+    elif _noisy(report.wall) and len(clocks) > 1:
+        legend += f" {_NOISY}: calls differ by more than there is to hide."
     elif any(_beyond_all(each) for _, _, each in clocks):
         legend += f" {_NOISY}: a part alone took longer than both at once."
     check = report.verification
@@ -235,10 +236,32 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
         f"  {_found(check)}, {len(check.error_by_rank)} ranks",
         _carrier(report),
     )
-    return Group(table, Text(legend, style="dim"), verdict)
+    return Group(table, Text(legend, style="dim"), Text(_gain(*clocks[0])), verdict)
 
 
 _NOISY = "noise"
+_NO_GAIN = 1.005
+"""A speed-up below this is none, as it is shown."""
+
+
+def _gain(name: str, where: str, each: Clock) -> str:
+    """Return what overlap gains by a clock, in a sentence."""
+    parts = {"compute": each.compute_only_ms, "communication": each.comm_only_ms}
+    shorter = min(parts, key=lambda part: parts[part])
+    both, one = duration(1e3 * each.pipelined_ms), duration(1e3 * each.sequential_ms)
+    if not parts[shorter]:
+        return f"There is no {shorter} here, so there is nothing to overlap."
+    if _noisy(each):
+        return (
+            f"Calls differ by up to {duration(1e3 * each.noise_ms)}, more than overlap could save, so "
+            "these times do not say what it gains: larger sizes or more --iterations may."
+        )
+    if each.speedup < _NO_GAIN:
+        return f"Overlap gains nothing here: both at once take {both}, one after the other {one}."
+    hidden = (
+        "" if _beyond_all(each) else f": {each.overlap_efficiency:.0%} of the {shorter} is hidden"
+    )
+    return f"Overlap makes the call {each.speedup:.2f}x as fast, {both} instead of {one}{hidden}."
 
 
 def _predicted_clock(report: RunReport, *, measured: bool) -> Clock | None:

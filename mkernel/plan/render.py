@@ -21,7 +21,7 @@ from mkernel.tabular import Column, Sheet, duration
 from mkernel.topology.kinds import spans
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
-from mkernel.topology.routes import RouteTable
+from mkernel.topology.routes import RouteKind, RouteTable
 from mkernel.topology.sources.chips import product
 
 _Device = TypeVar("_Device", Accelerator, Nic)
@@ -68,7 +68,7 @@ def plan(
         brief: leave out how the bytes go and what the backend decided.
         verbose: with every field of the schedule, and the digest that ranks compare.
     """
-    kinds: Counter[str] = Counter()
+    kinds: Counter[RouteKind] = Counter()
     for route in made.routes.classes:
         kinds[route.kind] += route.pairs
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
@@ -84,7 +84,7 @@ def plan(
     if brief and not verbose:
         return _grid(rows)
     rows |= {
-        "routes": ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none needed",
+        "routes": _routes(made, kinds),
         **({"lanes": _lanes(made.nics, made.routes)} if made.nics else {}),
         **({"around": around} if (around := _around(made)) else {}),
     }
@@ -100,6 +100,22 @@ def plan(
     if isinstance(made, WhatIf):
         rows |= {"missing": "; ".join(made.missing)}
     return _grid(rows)
+
+
+_WAYS: Mapping[RouteKind, str] = {
+    "p2p": "directly",
+    "nic": "by the NIC",
+    "relay": "by a neighbour's NIC",
+    "host": "by host memory",
+}
+"""How bytes go from a rank to another."""
+
+
+def _routes(made: CommonPart, pairs: Mapping[RouteKind, int]) -> str:
+    """How many ordered pairs of ranks send to each other in which way."""
+    ways = {**_WAYS, "group": f"by {made.carrier or 'a process group'}"}
+    said = ", ".join(f"{pairs[kind]} {ways[kind]}" for kind in sorted(pairs))
+    return f"pairs of ranks: {said}" if said else "none needed"
 
 
 def _around(made: CommonPart) -> str:

@@ -31,6 +31,9 @@ def tree(topology: Topology) -> Tree:
 
 def _node(node: Node) -> Tree:
     top = Tree(_line(f"host {node.hostname}{' · emulated' if node.emulated else ''}", "bold"))
+    emulated = () if node.emulated else _emulated(node)
+    if emulated:
+        node = _real(node)
     numa = {part.id: part for part in node.numa}
     for branch in layout(node):
         title = branch.name
@@ -47,7 +50,24 @@ def _node(node: Node) -> Tree:
     for what, devices in (("accelerator", node.accelerators), ("NIC", node.nics)):
         if not devices:
             top.add(_line(f"no {what}"))
+    if emulated:
+        top.add(_line(f"emulated by backends on the CPU: {'; '.join(emulated)}"))
     return top
+
+
+def _emulated(node: Node) -> tuple[str, ...]:
+    """The devices that are none of the machine's."""
+    found = [f"{one.id}, {_accelerator(one)}" for one in node.accelerators if one.emulated]
+    return (*found, *(f"{one.id}, {_nic(one)}" for one in node.nics if one.emulated))
+
+
+def _real(node: Node) -> Node:
+    return node.model_copy(
+        update={
+            "accelerators": tuple(one for one in node.accelerators if not one.emulated),
+            "nics": tuple(one for one in node.nics if not one.emulated),
+        }
+    )
 
 
 def _fill(at: Tree, branch: Branch) -> None:

@@ -175,13 +175,13 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         self._newest: _ascend.Launch | None = None
 
     def status(self) -> Status:
-        """Usable wherever the native module imports. Says what it knows of a real NPU."""
+        """Usable wherever the native module imports. Says where a real NPU could be."""
         try:
             unit = native().matrix_unit()
         except BackendUnavailable as error:
             return Status(False, str(error), INSTALL_AGAIN)
-        npu = "torch_npu is installed" if _has_torch_npu() else "no torch_npu"
-        return Status(True, f"simulator ({unit} matrix unit); real NPU: {npu}, not used")
+        npu = "; torch_npu is installed, and not used" if _has_torch_npu() else ""
+        return Status(True, f"simulator ({unit} matrix unit), by name only{npu}")
 
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
         """CANN, torch_npu and the driver of real NPUs."""

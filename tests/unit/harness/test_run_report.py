@@ -101,6 +101,23 @@ def test_more_than_all_of_a_part_is_not_hidden() -> None:
     assert report._efficiency(report.clock(40.0, 20.0, 60.0, 40.0)) == "100%"
 
 
+@pytest.mark.parametrize(
+    ("clock", "said"),
+    [
+        ((70.0, 53.0, 123.0, 71.0), "makes the call 1.73x as fast, 71.0 ms instead of 123 ms: 98%"),
+        ((50.0, 53.0, 103.0, 112.0), "gains nothing here: both at once take 112 ms"),
+        (
+            (200.0, 4.0, 210.0, 190.0, 20.0),
+            "Calls differ by up to 20.0 ms, more than overlap could",
+        ),
+        ((26.5, 44.8, 46.0, 31.6), "1.46x as fast, 31.6 ms instead of 46.0 ms."),
+        ((6.0, 0.0, 6.0, 6.0), "no communication here, so there is nothing to overlap"),
+    ],
+)
+def test_what_overlap_gains_is_a_sentence(clock: tuple[float, ...], said: str) -> None:
+    assert said in report._gain("modelled", "", report.clock(*clock))
+
+
 NAN, INFINITY = float("nan"), float("inf")
 MOE = case_of("moe_dispatch_gemm")({}, "float16", "float16")
 
