@@ -71,139 +71,165 @@ def command(
     op: Annotated[
         str | None,
         typer.Argument(
-            help="an op, several separated by commas, or all [the GEMM ops]; also moe_layer, which is "
-            "dispatch+GEMM with SiLU, then GEMM+combine"
+            metavar="OP,...",
+            help=f"Time these ops, separated by commas, or all: {ops.named()}; or moe_layer, which is "
+            "dispatch+GEMM with SiLU, then GEMM+combine. [the GEMM ops]",
         ),
     ] = None,
     nodes: Annotated[
-        int, typer.Option(min=1, help="emulated nodes that the ranks are spread over")
+        int, typer.Option(min=1, help="Spread the ranks over so many emulated nodes.")
     ] = 1,
     ranks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="processes in all, one accelerator each [all, as many on each node; without any 2]",
+            help="Start so many processes in all, one accelerator each. [all, as many on each node; "
+            "without any 2]",
         ),
     ] = None,
     shapes_: Annotated[
         str | None,
         typer.Option(
             "--shapes",
-            help=f"{', '.join(SHIPPED)}, a JSON file, M x N x K, ..., or any op's as "
-            "`name=value name=value, ...` [GEMMs: targets, without GPUs small; others: as mkernel run]",
+            help=f"Time these shapes: {', '.join(SHIPPED)}, a JSON file, M x N x K, ..., or any "
+            "op's as `name=value name=value, ...`. [GEMMs: targets, without GPUs small; others as run]",
         ),
     ] = None,
     backward: Annotated[
-        bool, typer.Option("--backward", help="ring_attention: its gradients instead of itself")
+        bool,
+        typer.Option("--backward", help="Time the gradients of ring_attention instead of itself."),
     ] = False,
     random: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_DRAWS, metavar="N", help="instead of --shapes: N drawn ones, by --seed"
+            min=1,
+            max=MOST_DRAWS,
+            metavar="N",
+            help="Time N shapes drawn by --seed, instead of --shapes.",
         ),
     ] = None,
     mode: Annotated[
         str,
         typer.Option(
-            help=f"what is timed, several separated by commas: {', '.join(MODES)} (first call of a "
-            "shape)"
+            help=f"Time in these modes, separated by commas: {', '.join(MODES)} (the first call of a "
+            "shape)."
         ),
     ] = "kernel",
     peers: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(contenders.PEERS)}; or module:Class; or none [all]"),
+        typer.Option(
+            help=f"Compare with these peers: {', '.join(contenders.PEERS)}; module:Class; none. [all]"
+        ),
     ] = None,
     only_peers: Annotated[
-        bool, typer.Option("--only-peers", help="leave mkernel itself out")
+        bool, typer.Option("--only-peers", help="Leave mkernel itself out.")
     ] = False,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="accelerator backend [the most preferred that runs here]"),
+        typer.Option(help="Use this accelerator backend. [the most preferred that runs here]"),
     ] = None,
-    nic: Annotated[str | None, typer.Option(help="NIC backend between nodes")] = None,
+    nic: Annotated[
+        str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")
+    ] = None,
     verbs: Annotated[
-        str | None, typer.Option(help="soft, system, a library's path, or auto [MKERNEL_VERBS]")
+        str | None,
+        typer.Option(
+            help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="of inputs and outputs [bfloat16; float32 without accelerators]; of inputs of GEMM "
-            "ops also float8_e4m3, with scales and bfloat16 outputs"
+            help="Give inputs and outputs this dtype; inputs of GEMM ops also float8_e4m3, with "
+            "scales and bfloat16 outputs. [bfloat16; float32 without accelerators]"
         ),
     ] = None,
     scales: Annotated[
-        str | None, typer.Option(help="of float8_e4m3 inputs: tensor, row or block [row]")
+        str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
     ] = None,
     fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
     layout: Annotated[
-        str | None, typer.Option(help="of B in memory: row or column [row; of float8_e4m3 column]")
+        str | None,
+        typer.Option(help="Lay B in memory by row or column. [row; of float8_e4m3 column]"),
     ] = None,
     routing: Annotated[
-        str, typer.Option(help="of MoE's tokens: uniform, or zipf (exponent 1.2)")
+        str, typer.Option(help="Route MoE's tokens in this way: uniform, or zipf (exponent 1.2).")
     ] = "uniform",
     capacity: Annotated[
         bool,
         typer.Option(
-            "--capacity", help="MoE with a capacity: nothing waits for the host, graphs capture it"
+            "--capacity",
+            help="Give MoE a capacity: nothing waits for the host, and graphs capture it.",
         ),
     ] = False,
     norm: Annotated[
-        bool, typer.Option("--norm", help="all_reduce with a residual and RMSNorm")
+        bool, typer.Option("--norm", help="Time all_reduce with a residual and RMSNorm.")
     ] = False,
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="timed turns of each contender [20; 5 without accelerators]"),
+        typer.Option(
+            min=1, help="Take so many timed turns of each contender. [20; 5 without accelerators]"
+        ),
     ] = None,
-    warmup: Annotated[int, typer.Option(min=1, help="untimed turns of each contender")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="of the random data and shapes")] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=1, help="Take so many untimed turns of each contender.")
+    ] = 3,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Draw the random data and shapes by this seed.")
+    ] = 0,
     launches: Annotated[
         bool,
         typer.Option(
-            "--launches", help="in mode kernel: count what a call costs the host to launch"
+            "--launches", help="Count what a call costs the host to launch, in mode kernel."
         ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="deadline of every step, seconds")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="End every step after so many seconds.")] = 60.0,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="write all times and figures")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all times and figures.")
     ] = None,
     plot_: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="draw bars and rho (matplotlib)")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw bars and rho: .svg, .png or .pdf."),
     ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="of this tree, where there is no git to ask")
+        str | None, typer.Option(help="Name the commit of this tree, where there is no git to ask.")
     ] = None,
     long: Annotated[
         bool,
-        typer.Option("--long", help="without accelerators: run also what takes more than a minute"),
+        typer.Option("--long", help="Run also what takes more than a minute without accelerators."),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="all conditions of the figures, and the commit")
+        bool, typer.Option("--verbose", help="Print all conditions of the figures, and the commit.")
     ] = False,
     model_only: Annotated[
         bool,
         typer.Option(
-            "--model-only", help="ascend: predict times by its machine model; nothing is run"
+            "--model-only", help="Predict times of ascend by its machine model; nothing is run."
         ),
     ] = False,
     table: Annotated[
         str | None,
-        typer.Option(help="with --model-only: a3, published times beside modelled ones"),
+        typer.Option(
+            help="Print this table with --model-only: a3, published times beside modelled ones."
+        ),
     ] = None,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="with --model-only: where the time goes, beside floors"),
+        typer.Option(
+            "--explain", help="Print with --model-only where the time goes, beside floors."
+        ),
     ] = False,
     machine: Annotated[
         str | None,
         typer.Option(
             metavar="CHIP|FILE",
-            help="with --model-only: a3, a2-24, a2-20, or a machine description "
+            help="Model this chip with --model-only: a3, a2-24, a2-20, or a machine description. "
             "[MKERNEL_ASCEND_MACHINE]",
         ),
     ] = None,
     render: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="print the page of the results in DIR, and stop"),
+        typer.Option(metavar="DIR", help="Print the page of the results in DIR, and stop."),
     ] = None,
 ) -> None:
     """Time an op and its peers. Exit code 0 only if every contender's every result was right."""

@@ -20,29 +20,38 @@ from mkernel.tabular import Column, Sheet
 
 def command(
     accelerator: Annotated[
-        str | None, typer.Option(help="accelerator backend, or module:attribute")
+        str | None, typer.Option(help="Judge this accelerator backend, a name or module:attribute.")
     ] = None,
-    nic: Annotated[str | None, typer.Option(help="NIC backend, or module:attribute")] = None,
+    nic: Annotated[
+        str | None, typer.Option(help="Judge this NIC backend, a name or module:attribute.")
+    ] = None,
     verbs: Annotated[
-        str | None, typer.Option(help="soft, system, or a library's path [MKERNEL_VERBS]")
+        str | None,
+        typer.Option(
+            help="Use this verbs provider: soft, system, or a library's path. [MKERNEL_VERBS]"
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="fewer shapes, worlds and repeats: about a minute")
+        bool, typer.Option("--quick", help="Take fewer shapes, worlds and repeats: about a minute.")
     ] = False,
     check: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="run this check alone; repeatable")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Run this check alone; may be given several times."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the random draws")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draw by this seed.")] = 0,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="write JSON; - is stdout")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is stdout.")
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML; - is stdout")
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML; - is stdout.")
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="print the checks and stop")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Print the checks and stop.")] = False,
     faults: Annotated[
         bool,
-        typer.Option("--faults", help="judge planted faults instead: does every check catch its?"),
+        typer.Option(
+            "--faults",
+            help="Judge the checks instead: whether each catches the faults planted for it.",
+        ),
     ] = False,
 ) -> None:
     """Judge a backend. Exit code 0 only if no check failed and at least one passed."""

@@ -12,7 +12,7 @@ from mkernel import selection
 from mkernel.backends import registry
 from mkernel.cli.plan_world import planned_world
 from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
-from mkernel.cli.sizes import Given, with_sizes
+from mkernel.cli.sizes import OP_HELP, Given, with_sizes
 from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render
@@ -48,31 +48,46 @@ class PlanReport(Model):
 
 @with_sizes
 def command(
-    op: Annotated[str, typer.Argument(metavar="OP", help="An op or its alias, as `ag_gemm`.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help=OP_HELP)],
     given: Given,
     dtype: Annotated[
-        str, typer.Option(help="float16, bfloat16 or float32; of GEMM ops also float8_e4m3.")
+        str,
+        typer.Option(
+            help="Plan for inputs of float16, bfloat16 or float32; of GEMM ops also float8_e4m3."
+        ),
     ] = "float16",
     scales: Annotated[
-        str | None, typer.Option(help="Of float8_e4m3: tensor, row or block; default: row.")
+        str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
     ] = None,
     fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            help="Number of nodes; default: the file's, else 2; with real devices here 1."
-        ),
+        typer.Option(help="Plan for so many nodes. [the file's, else 2; with real devices here 1]"),
     ] = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(help="Ranks on each node; default: its accelerators, or 2 of emulated ones."),
+        typer.Option(
+            help="Plan for so many ranks on each node. [its accelerators; 2 of emulated ones]"
+        ),
     ] = None,
-    accelerator: Annotated[str | None, typer.Option(help="Accelerator backend.")] = None,
-    nic: Annotated[str | None, typer.Option(help="NIC backend between nodes.")] = None,
-    verbs: Annotated[str | None, typer.Option(help="Verbs provider of the NIC.")] = None,
-    chunk: Annotated[int | None, typer.Option(help="Tiles in a chunk.")] = None,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(help="Use this accelerator backend. [the most preferred that runs there]"),
+    ] = None,
+    nic: Annotated[
+        str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")
+    ] = None,
+    verbs: Annotated[
+        str | None,
+        typer.Option(
+            help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Send so many tiles or rows in a chunk. [planner's choice]")
+    ] = None,
     path: Annotated[
-        str | None, typer.Option(help="auto, fused or library; default: MKERNEL_PATH.")
+        str | None, typer.Option(help="Take this path: auto, fused or library. [MKERNEL_PATH]")
     ] = None,
     topology: Annotated[
         Path | None,
@@ -87,17 +102,18 @@ def command(
         typer.Option(
             "--constants",
             metavar="FILE",
-            help="Of `mkernel probe --measure`; default: MKERNEL_CONSTANTS, or the shipped ones.",
+            help="Predict by the constants in a file of `mkernel probe --measure`. [MKERNEL_CONSTANTS, "
+            "or the shipped ones]",
         ),
     ] = None,
     exchange: Annotated[
         str | None,
         typer.Option(
-            help="Between nodes: auto, direct or hierarchical; default: MKERNEL_EXCHANGE."
+            help="Exchange between nodes in this way: auto, direct or hierarchical. [MKERNEL_EXCHANGE]"
         ),
     ] = None,
     why: Annotated[
-        bool, typer.Option("--explain", help="The alternatives, with their predicted times.")
+        bool, typer.Option("--explain", help="Print the alternatives, with their predicted times.")
     ] = False,
     simulated: Annotated[
         bool, typer.Option("--simulate", help="Simulate the call: contention, waves, signals.")
@@ -121,7 +137,7 @@ def command(
         bool,
         typer.Option(
             "--verbose",
-            help="With what the schedule leaves unused, and the digest that ranks compare.",
+            help="Print also what the schedule leaves unused, and the digest that ranks compare.",
         ),
     ] = False,
 ) -> None:

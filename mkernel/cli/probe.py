@@ -84,7 +84,7 @@ def command(
         ),
     ] = None,
     measured_ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="With --measure: ranks that share the cores.")
+        int, typer.Option("--ranks", min=1, help="Measure with so many ranks that share the cores.")
     ] = 2,
 ) -> None:
     """Show what this machine, or a recorded one, is made of: CPUs, accelerators, NICs, links."""

@@ -19,7 +19,7 @@ from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
 from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
-from mkernel.cli.sizes import Given, with_sizes
+from mkernel.cli.sizes import OP_HELP, Given, with_sizes
 from mkernel.cli.terminal import MATPLOTLIB, Terminal, write_json, writing
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.harness import inputs, rank, timeline, timeline_picture
@@ -43,84 +43,105 @@ _LAYOUTS = ("row", "column")
 
 @with_sizes
 def command(  # one option a parameter: this is the command line
-    op: Annotated[str, typer.Argument(help="an op, or an alias such as ag_gemm")],
+    op: Annotated[str, typer.Argument(metavar="OP", help=OP_HELP)],
     given: Given,
     nodes: Annotated[
-        int | None, typer.Option(help="emulated nodes [2; with real devices 1]")
+        int | None, typer.Option(help="Emulate so many nodes. [2; with real devices 1]")
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(help="ranks of each node [its accelerators; 2 of emulated ones]")
+        int | None,
+        typer.Option(
+            help="Start so many ranks on each node. [its accelerators; 2 of emulated ones]"
+        ),
     ] = None,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="accelerator backend [the most preferred that runs here]"),
+        typer.Option(help="Use this accelerator backend. [the most preferred that runs here]"),
     ] = None,
-    nic: Annotated[str | None, typer.Option(help="NIC backend between nodes")] = None,
+    nic: Annotated[
+        str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")
+    ] = None,
     verbs: Annotated[
-        str | None, typer.Option(help="soft, system, a library's path, or auto [MKERNEL_VERBS]")
+        str | None,
+        typer.Option(
+            help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
+        ),
     ] = None,
     scale: Annotated[
-        float | None, typer.Option(help="attention: of the scores [head_dim^-0.5]")
+        float | None, typer.Option(help="Scale the scores of attention by this. [head_dim^-0.5]")
     ] = None,
     routing: Annotated[
-        str | None, typer.Option(help=f"MoE: {', '.join(ROUTINGS)} [uniform]")
+        str | None,
+        typer.Option(help=f"Route the tokens of MoE in this way: {', '.join(ROUTINGS)}. [uniform]"),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="of the inputs [float16]; GEMM: also float8_e4m3, with scales"),
+        typer.Option(
+            help="Give the inputs this dtype; of a GEMM also float8_e4m3, with scales. [float16]"
+        ),
     ] = None,
     scales: Annotated[
-        str | None, typer.Option(help="of float8_e4m3 inputs: tensor, row or block [row]")
+        str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
     ] = None,
     fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
     out_dtype: Annotated[
         str | None,
         typer.Option(
-            help="of the result [GEMM: float32 where the accelerator can, bfloat16 of float8_e4m3; "
-            "else as the inputs]"
+            help="Give the result this dtype. [GEMM: float32 where the accelerator can, bfloat16 of "
+            "float8_e4m3; else as the inputs]"
         ),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="of the weight in memory: row or column [row]")
+        str | None, typer.Option(help="Lay the weight in memory by row or column. [row]")
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(help="tiles or rows a chunk [planner's choice]")
+        int | None, typer.Option(help="Send so many tiles or rows in a chunk. [planner's choice]")
     ] = None,
     input: Annotated[
         list[Path] | None,
         typer.Option(
-            help="a .safetensors with whole tensors (GEMM: a, b; MoE: x, topk_ids, w, "
-            "topk_weights; attention: q, k, v); or twice, GEMM: a.npy, then b.npy"
+            help="Read whole tensors from a .safetensors (GEMM: a, b; MoE: x, topk_ids, w, "
+            "topk_weights; attention: q, k, v); or, given twice, a GEMM's from a.npy, then b.npy."
         ),
     ] = None,
     replicate_b: Annotated[
         bool | None,
         typer.Option(
             "--replicate-b/--shard-b",
-            help="all_gather_gemm: every rank uses the whole B, or its share of columns "
+            help="Let every rank of all_gather_gemm use the whole B, or its share of columns. "
             "[replicated random data, sharded files]",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="folder for rank<i>.safetensors, trace.json, timeline.png")
+        Path | None,
+        typer.Option(help="Write rank<i>.safetensors, trace.json and timeline.png to this folder."),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="write the timeline as a Perfetto trace"),
+        typer.Option(metavar="FILE", help="Write the timeline as a Perfetto trace."),
     ] = None,
     warmup: Annotated[
         int | None,
-        typer.Option(min=0, help="untimed calls of each view [1; 0 of simulated devices]"),
+        typer.Option(
+            min=0, help="Make so many untimed calls of each view. [1; 0 of simulated devices]"
+        ),
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="timed calls of each view [3; 1 of simulated devices]"),
+        typer.Option(
+            min=1, help="Make so many timed calls of each view. [3; 1 of simulated devices]"
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the random data")] = 0,
-    timeout: Annotated[float | None, typer.Option(help="deadline of every wait, seconds")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Draw the random data by this seed.")] = 0,
+    timeout: Annotated[
+        float | None, typer.Option(help="End every wait after so many seconds. [MKERNEL_TIMEOUT_S]")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="the whole plan, with the digest that ranks compare")
+        bool,
+        typer.Option("--verbose", help="Print the whole plan, with the digest that ranks compare."),
     ] = False,
 ) -> None:
     """Run an op on ranks of this machine, in three views, and check it against float64."""

@@ -13,7 +13,9 @@ NAMES = ("float8_e4m3", E4M3)
 _MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 
 
-FAST_ACCUM = "float8_e4m3 inputs: add products with fewer bits than float32, where the device can"
+FAST_ACCUM = (
+    "Add products of float8_e4m3 inputs with fewer bits than float32, where the device can."
+)
 """What ``--fast-accum`` does."""
 
 

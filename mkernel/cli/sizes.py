@@ -9,22 +9,27 @@ from typing import Annotated, Any
 
 import typer
 
+from mkernel.plan import ops
+
 _HELP = {
-    "m": "GEMM: rows of A (AllGather: all ranks together)",
-    "n": "GEMM: columns of B",
-    "k": "GEMM: columns of A, rows of B (ReduceScatter, AllReduce: a rank's)",
-    "tokens": "MoE: tokens of each rank",
-    "hidden": "MoE: width of a token",
-    "features": "MoE: width of an expert's result",
-    "experts": "MoE: experts of all ranks together",
-    "top_k": "MoE: experts a token goes to",
-    "batch": "attention: batch",
-    "heads": "attention: query heads",
-    "kv_heads": "attention: key and value heads",
-    "sequence": "attention: positions of all ranks together",
-    "head_dim": "attention: width of a head",
-    "causal": "attention: causal, with zigzag split",
+    "m": "Set the rows of A of a GEMM (AllGather: of all ranks together).",
+    "n": "Set the columns of B of a GEMM.",
+    "k": "Set the columns of A, which are the rows of B (ReduceScatter, AllReduce: of a rank).",
+    "tokens": "Set the tokens of each rank of MoE.",
+    "hidden": "Set the width of a token of MoE.",
+    "features": "Set the width of an expert's result of MoE.",
+    "experts": "Set the experts of all ranks together of MoE.",
+    "top_k": "Set how many experts a token goes to in MoE.",
+    "batch": "Set the batch of attention.",
+    "heads": "Set the query heads of attention.",
+    "kv_heads": "Set the key and value heads of attention.",
+    "sequence": "Set the positions of all ranks together of attention.",
+    "head_dim": "Set the width of a head of attention.",
+    "causal": "Make attention causal, with a zigzag split.",
 }
+
+OP_HELP = f"Name one of: {ops.named()}."
+"""What the argument of a command that takes one op says."""
 
 Given = dict[str, int | bool | None]
 """Sizes by name; None where an option was not passed."""
