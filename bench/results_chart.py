@@ -106,7 +106,7 @@ def groups() -> tuple[Group, ...]:
             tuple(Line(MODES[mode], newest("layers", mode, ranks)) for mode, ranks in layers),
         ),
         Group(
-            "Drawn shapes, all three ops; spent: constants were fitted to the seed or choices made by it",
+            "Drawn shapes, all three ops; spent: constants were fitted or choices made by the seed",
             tuple(
                 Line(f"{MODES[one.mode]}, {one.shapes.removeprefix('drawn, ')}", one)
                 for one in drawn
