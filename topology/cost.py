@@ -167,6 +167,11 @@ class PathConstants(SendingRates):
     tile_us: float = Field(0.0, ge=0, description="start and end of a tile that nothing hides")
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")
+    scattered_sums_gbs: float | None = Field(
+        None,
+        gt=0,
+        description="parts that a reduce-scatter adds up behind its exchange; None: no time",
+    )
     one_shot: OneShot | None = Field(None, description="None: all-reduces are two exchanges")
     brief: BriefCalls | None = Field(None, description="None: all calls wait for their peers' end")
     mail: MailCalls | None = Field(None, description="None: all calls wait for flags")

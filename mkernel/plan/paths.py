@@ -132,8 +132,9 @@ def predict(
     T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency +
     what a rank sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s,
     GEMM+AllReduce the same in each of two exchanges, or (W-1)·M·N·s in one where results are small
-    (``one_shot``), less what a call of few bytes does not wait at its end (``brief``). Of one exchange
-    by ``mail``, its own latency and rate; of two, those of both (``mail_twice``), where that is faster.
+    (``one_shot``), and what a reduce-scatter adds up behind it (``scattered_sums_gbs``), less what a
+    call of few bytes does not wait at its end (``brief``). Of one exchange by ``mail``, its own latency
+    and rate; of two, those of both (``mail_twice``), where that is faster.
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the last rows to come, or the first
     partial results to leave, are one tile's work away from the rest; and a measured share of
     min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which is the time to read the
@@ -294,7 +295,9 @@ def _exchanges_us(
         return once_us(shape.m * shape.k * sent / world)
     part = shape.m * shape.n * sent / world
     if op == "gemm_reduce_scatter":
-        return once_us(part)
+        moved = part * (world + result / sent)
+        added = moved / (path.scattered_sums_gbs * 1e3) if path.scattered_sums_gbs else 0.0
+        return once_us(part) + added
     sums = shape.m * shape.n * result / world
     by_flags = _by_flags_us((part, sums), world, path)
     return min(by_flags, _twice_by_mail_us(part, sums, world, path))

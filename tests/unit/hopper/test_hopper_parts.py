@@ -29,9 +29,10 @@ from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecuto
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.errors import ArgumentError
 from mkernel.harness import results
-from mkernel.plan import planner
+from mkernel.plan import paths, planner
 from mkernel.plan.around import Around, Norm
-from mkernel.plan.model import LaunchPlan, Scales
+from mkernel.plan.decide import GAIN
+from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales
 
 OPS = capabilities.OPS
 FITS = Path(__file__).parents[3] / "bench/results/fits"
@@ -252,22 +253,36 @@ def test_parts_are_as_many_as_have_flags(fabric: Any, op: str) -> None:
 
 
 @every_op
-def test_plans_take_parts_where_these_are_faster(op: str) -> None:
-    for sizes in ((694, 1152, 15112), (7616, 3704, 15872), (1776, 10752, 9720), (128, 512, 256)):
-        made = planned(op, *sizes, 2, path="library")
-        times = made.prediction
-        assert times is not None
-        one = planned(op, *sizes, 2, path="library", chunk=sizes[0]).prediction
-        assert one is not None
-        if isinstance(made.schedule, PartsSchedule):
-            assert made.schedule.chunks == 1
-            assert times == one
-        else:
-            assert op == "gemm_all_reduce" or times.pipelined_us <= 1.04 * one.pipelined_us
-        fused = planned(op, *sizes, 2, path="fused").prediction
-        assert fused is not None
-        auto = planned(op, *sizes, 2)
-        assert auto.path == ("library" if times.pipelined_us < fused.pipelined_us else "fused")
+def test_plans_take_parts_where_these_are_faster(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take the whole, one part or two parts of each rank, whichever is predicted to be fastest,
+    but for what a gain must be at least. Some plan of every op takes parts, and some the whole."""
+    taken = set()
+    for m, n, k in (
+        (694, 1152, 15112), (7616, 3704, 15872), (1776, 10752, 9720), (128, 512, 256),
+        (3328, 6144, 992),
+    ):  # fmt: skip
+
+        def predicted(**options: Any) -> tuple[LaunchPlan, float]:
+            made = planned(op, m, n, k, 2, **options)  # noqa: B023 - called in this turn
+            assert made.prediction is not None
+            return made, made.prediction.pipelined_us
+
+        made, took = predicted(path="library")
+        chunks = getattr(made.schedule, "chunks", 0)
+        us = {parts: predicted(path="library", chunk=m // 2 // parts)[1] for parts in (1, 2)}
+        with monkeypatch.context() as patched:
+            patched.setattr(capabilities, "UNCLAIMED", ("products in parts",))
+            planner._planned.cache_clear()
+            us[0] = predicted(path="library")[1]
+        planner._planned.cache_clear()
+        taken.add(chunks)
+        assert took == us[chunks] <= min(us[0], us[1]) / (1 - GAIN)
+        assert chunks < 2 or took * machine().parts.least_gain <= us[1]
+        auto, fastest = predicted()
+        _, fused = predicted(path="fused")
+        assert fastest == min(took, fused)
+        assert auto.path == ("library" if took < fused else "fused")
+    assert taken in ({0, 1}, {0, 1, 2}, {0, 2})
 
 
 def test_some_plans_take_parts_unless_nobody_claims_them(
@@ -319,28 +334,51 @@ MEASURED = {
     ("gemm_all_reduce", 892, 6336, 1856, "column"): (89.2, 81.3, 88.3, 99.5),
     ("gemm_all_reduce", 7200, 5056, 1280, "row"): (291.1, 369.8, 361.5, 287.7),
 }
-MISSED = {
-    ("all_gather_gemm", 726, 14784, 9088, "row"): "1.21: cuBLAS takes 1.2 of what is predicted",
-    ("all_gather_gemm", 32254, 8424, 952, "row"): "1.036",
-    ("gemm_reduce_scatter", 2902, 2624, 6312, "row"): "1.04",
+LOST = {
+    ("all_gather_gemm", 726, 14784, 9088, "row"): 1.22,
+    ("all_gather_gemm", 32254, 8424, 952, "row"): 1.04,
+    ("gemm_reduce_scatter", 2902, 2624, 6312, "row"): 1.05,
 }
-"""Chosen wrongly by constants that cost less over all shapes (below)."""
+"""What the choice costs where a prediction is off and no constant was found that mends it without
+costing other shapes more: cuBLAS takes 1.2 times what the first one's product should. README says what
+choices cost over all shapes (below)."""
 
 
-def _marks(shape: tuple[Any, ...]) -> list[pytest.MarkDecorator]:
-    missed = MISSED.get(shape)
-    return [] if missed is None else [pytest.mark.xfail(reason=missed, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param(each, id="-".join(map(str, each)), marks=_marks(each)) for each in MEASURED],
-)
+@pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: "-".join(map(str, shape)))
 def test_the_way_that_is_taken_was_measured_as_the_fastest(shape: tuple[Any, ...]) -> None:
     *sizes, layout = shape
     made = planned(*sizes, 2, b_layout=layout)
     way = 0 if made.path == "fused" else 1 + getattr(made.schedule, "chunks", 0)
-    assert MEASURED[shape][way] <= 1.03 * min(MEASURED[shape])
+    assert MEASURED[shape][way] <= LOST.get(shape, 1.03) * min(MEASURED[shape])
+
+
+def test_few_columns_of_long_k_go_by_the_library() -> None:
+    """Fused it took 336 us on two H100, NCCL and cuBLAS 270 (hopper_random_7_h100_2.json)."""
+    made = planned("gemm_all_reduce", 27046, 280, 7744, 2, b_layout="column")
+    assert made.path == "library"
+    assert made.prediction is not None
+    assert 245 < made.prediction.pipelined_us < 270
+
+
+def test_a_reduce_scatter_of_the_library_takes_the_time_of_its_sums() -> None:
+    """45 MB of parts, 1.5 of which are moved for each, at the rate of memory: 23 us on two H100."""
+    constants = machine().constants
+    assert constants.library is not None
+    shape = GemmShape(m=2436, n=9344, k=2824)
+
+    def predicted(op: OpName, rate: float | None) -> float:
+        library = constants.library.model_copy(update={"scattered_sums_gbs": rate})
+        changed = constants.model_copy(update={"library": library})
+        both = paths.predict(op, shape, "bfloat16", 2, 132, 132, changed)
+        assert both is not None
+        return both[1].pipelined_us
+
+    moved = 1.5 * shape.m * shape.n * 2
+    added = moved / 3000e3
+    assert predicted("gemm_reduce_scatter", 3000.0) - predicted(
+        "gemm_reduce_scatter", None
+    ) == pytest.approx(added)
+    assert predicted("gemm_all_reduce", 3000.0) == predicted("gemm_all_reduce", None)
 
 
 WAYS = ("mkernel-fused", "mkernel-library", "mkernel-parts", "mkernel-halves")
@@ -374,9 +412,9 @@ def test_the_way_that_is_taken_was_measured_as_fast() -> None:
         way = 0 if made.path == "fused" else 1 + getattr(made.schedule, "chunks", 0)
         costs.append(times[WAYS[way]] / min(times.values()))
     assert len(costs) > 280
-    assert statistics.geometric_mean(costs) <= 1.018
-    assert sum(cost > 1.1 for cost in costs) <= 0.08 * len(costs)
-    assert max(costs) <= 1.4
+    assert statistics.geometric_mean(costs) <= 1.014
+    assert sum(cost > 1.1 for cost in costs) <= 16
+    assert max(costs) <= 1.28
 
 
 @every_op
