@@ -151,7 +151,8 @@ def test_what_depends_on_mkernel_names_this_project() -> None:
 
 
 FROM_AN_INDEX = re.compile(
-    r"pip3? install\b[^\n`]*[ '\"]mkernel([-_]fused)?(?=[\[\s'\"`;,)=<>~]|\.\W|$)|install[ ]mkernel(?![-\w])",
+    r"pip3? install\b[^\n`]*[ '\"]mkernel([-_]fused)?(?=[\[\s'\"`;,)=<>~]|\.\W|$)"
+    r"|install[ ]mkernel(?![-\w])",
     re.MULTILINE,
 )
 

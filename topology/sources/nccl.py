@@ -85,7 +85,7 @@ class _Host:
             bridges=tuple(self._bridges),
             fabric=tuple(self._fabric(accelerators)),
             fabric_known=any(
-                one.gpu is not None and "sm" in one.gpu.attributes for one in self._gpus
+                one.gpu is not None and "sm" in one.gpu.attributes for one in self._gpus.values()
             ),
             notes=self._notes.all(),
         )
