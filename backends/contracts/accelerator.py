@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -222,6 +223,14 @@ class AcceleratorBackend(ABC):
         """The world ends: True once nothing of its calls (replayed graphs too) runs on the device,
         so that its memory can go; False at the deadline: then the world leaves it mapped."""
         return True
+
+    def captured(self) -> bool:
+        """Return whether a graph holds calls of the world, and may be replayed unheard."""
+        return False
+
+    def await_replays(self) -> threading.Event:
+        """Return an event that is set once the device is past all replays that were started so far."""
+        raise NotImplementedError(f"accelerator {self.name!r} captures no calls")
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """Entered around the allocations and the launch of a call with these tensors, to make their

@@ -222,7 +222,7 @@ class Calls:
         return made
 
     def synchronize(self) -> None:
-        """Return once every call that this rank has made is over.
+        """Return once every call that this rank has made is over, those of replayed graphs too.
 
         Raises:
             WorldError: what broke one of them, the same kind on every rank. Timeout also where the
@@ -231,8 +231,24 @@ class Calls:
         """
         with self._turns:
             self._await_all()
+            self._await_replays()
             self._failure.raise_if_broken()
             self._raise_refused()
+
+    def _await_replays(self) -> None:
+        """Wait for replays of calls that graphs hold, and raise what broke them. The host does not hear
+        of replays, so this waits for all that the device was given, by the deadline of a call."""
+        if not self._accelerator.captured():
+            return
+        over = self._accelerator.await_replays()
+        limit_s = self._limit_s
+        deadline = time.monotonic() + limit_s
+        while not over.wait(_WAIT_SLICE_S):
+            self._failure.raise_if_broken()
+            self._failure.raise_recorded()
+            if time.monotonic() > deadline:
+                raise self._late("a replay of a graph that holds calls", limit_s)
+        self._failure.raise_recorded()
 
     def _raise_refused(self) -> None:
         """Raise what a queued call refused, whose rank then goes on."""
@@ -268,9 +284,15 @@ class Calls:
         with self._turns:
             self._end(error)
 
-    def _late(self, limit_s: float) -> Timeout:
+    @property
+    def _limit_s(self) -> float:
+        """How long a call may take to end. Its own waits end by the deadline; before it starts, the
+        user's own work may be queued."""
+        return 2 * self._failure.timeout_s + DRAIN_S
+
+    def _late(self, what: str, limit_s: float) -> Timeout:
         error = Timeout(
-            f"a call of rank {self._rank} did not end within {limit_s:g} s; is its device still busy "
+            f"{what} of rank {self._rank} did not end within {limit_s:g} s; is its device still busy "
             "with other work? (MKERNEL_TIMEOUT_S raises the limit)"
         )
         self._failure.tell(error)
@@ -287,7 +309,8 @@ class Calls:
 
     def _end(self, error: BaseException | None) -> None:
         self.forget()
-        if error is None and self._running:
+        replays = self._accelerator.captured() and not self._failure.raised
+        if error is None and (self._running or replays):
             self.synchronize()
         if self._failure.notice is None:
             self._flush()
@@ -311,8 +334,7 @@ class Calls:
         self._failure.raise_recorded()
 
     def _await_first(self) -> None:
-        # Its own waits end by the deadline; before it starts, the user's own work may be queued.
-        limit_s = 2 * self._failure.timeout_s + DRAIN_S
+        limit_s = self._limit_s
         deadline = time.monotonic() + limit_s
         first = self._running[0]
         over = first.calls_over()
@@ -322,7 +344,7 @@ class Calls:
                 over, deadline = first.calls_over(), time.monotonic() + limit_s
             if time.monotonic() > deadline:
                 self._failure.raise_recorded()
-                raise self._late(limit_s)
+                raise self._late("a call", limit_s)
         self._running.popleft()
         self.counters.waits += 1
         self.counters.waited_s += time.monotonic() - began

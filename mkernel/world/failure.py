@@ -58,6 +58,7 @@ class FailureMonitor:
         running: calls that may still be under way, in their order. Empty once an error is raised that
             tells what broke them.
         about: of the world, for the record of its failure; JSON-safe.
+        raised: whether this rank has raised what broke the world.
         joining: the deadline of the join while there is one.
     """
 
@@ -79,6 +80,7 @@ class FailureMonitor:
         self._watchdog: Watchdog | None = None
         self._pads: list[int] = []
         self.notice: Notice | None = None
+        self.raised = False
         self.about: Mapping[str, Any] = {}
         self._keeping = threading.Lock()
         self._kept: str | None = None
@@ -261,6 +263,7 @@ class FailureMonitor:
 
     def _failed(self, notice: Notice) -> WorldError:
         """The notice's error, which says where the failure is kept."""
+        self.raised = True
         kept = self._keep()
         return replace(notice, message=notice.message.removesuffix(kept) + kept).error()
 

@@ -287,7 +287,8 @@ def _close(ending: list[World], error: BaseException | None) -> None:
 
 
 def synchronize(group: Group = None) -> None:
-    """Return once every call that this rank made in a world is over, with the outputs there.
+    """Return once every call that this rank made in a world is over, with the outputs there, those of
+    replayed CUDA graphs too.
 
     Needed with stream-ordered accelerators only, and only to hear of a failure: what torch queues on
     the same stream sees the outputs anyway. Not collective.

@@ -5,6 +5,7 @@ Its capabilities can be asked for without torch; a world's session (``device_ses
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -269,6 +270,14 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         from mkernel.backends.accelerators.hopper.moe import known_height
 
         return known_height(routing)
+
+    def captured(self) -> bool:
+        """Whether a CUDA graph holds calls of the world."""
+        return self._session is not None and self._session.captured
+
+    def await_replays(self) -> threading.Event:
+        """Of the rank's device, all of it: no stream says what it replays."""
+        return self._open_session().await_device()
 
     def refused(self) -> MkernelError | None:
         """A dispatch whose rows were more than its capacity."""

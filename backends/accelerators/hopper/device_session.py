@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +156,20 @@ class DeviceSession:
         self._context.network = None  # the NIC session may close
         return True
 
-    def _drained(self, timeout_s: float) -> bool:
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph holds calls of the world. Nothing can be waited for in mid-capture."""
+        return self._order.captured and not torch.cuda.is_current_stream_capturing()
+
+    def await_device(self) -> threading.Event:
+        """Return an event that is set once the device is past all that was queued so far."""
         # No call of CUDA's waits with a deadline; a thread that is left behind waits for good.
-        waiting = Thread(_synchronize, self.index, name="mkernel-drain")
-        waiting.start()
-        waiting.join(timeout_s)
-        return not waiting.is_alive()
+        over = threading.Event()
+        Thread(_synchronize, self.index, over, name="mkernel-drain").start()
+        return over
+
+    def _drained(self, timeout_s: float) -> bool:
+        return self.await_device().wait(timeout_s)
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """The rank's device. ArgumentError for tensors on another one, but for boundaries of documents,
@@ -259,8 +268,7 @@ def _timer() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _synchronize(device: int) -> None:
-    try:
+def _synchronize(device: int, over: threading.Event) -> None:
+    with suppress(RuntimeError):  # the device has failed: nothing runs there any more
         torch.cuda.synchronize(device)
-    except RuntimeError:  # the device has failed: nothing runs there any more
-        return
+    over.set()

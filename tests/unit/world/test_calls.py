@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ class Backend:
     def __init__(self) -> None:
         self.launched: list[Any] = []
         self.refuses = False
+        self.graphs = False
+        self.replayed = threading.Event()
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> nullcontext[None]:
         return nullcontext()
@@ -39,6 +42,12 @@ class Backend:
 
     def refused(self) -> None:
         return None
+
+    def captured(self) -> bool:
+        return self.graphs
+
+    def await_replays(self) -> threading.Event:
+        return self.replayed
 
 
 class Made:
@@ -272,3 +281,40 @@ def test_a_known_call_makes_its_output_as_a_call_through_python_does(
         assert arguments == (plan, (4, 5), torch.float32)
     else:
         assert tuple(make(*arguments).shape) == (4, 5)
+
+
+def broken(failure: Mock) -> None:
+    """From now on a replay has recorded a time-out."""
+    failure.raise_recorded.side_effect = Timeout("a replay waited for rank 1")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_synchronize_waits_for_replays_and_raises_what_broke_them(ends: bool) -> None:
+    """They are no calls: nothing says that they run, or that their peer stays away."""
+    made = Made(stream_ordered=True)
+    made.calls.synchronize()  # no graph holds a call: the device is not waited for
+    made.backend.graphs = True
+    looked: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        looked.append(seconds)
+        if len(looked) > 2:
+            broken(made.failure)
+        return ends and len(looked) > 2
+
+    made.backend.replayed.wait = wait  # type: ignore[method-assign]
+    with pytest.raises(Timeout, match="a replay waited for rank 1"):
+        made.calls.synchronize()
+    assert len(looked) == 3
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_the_end_raises_what_broke_a_replay_unless_it_was_raised(raised: bool) -> None:
+    made = Made(stream_ordered=True)
+    made.backend.graphs = True
+    made.backend.replayed.set()
+    made.failure.raised = raised
+    made.failure.notice = None
+    broken(made.failure)
+    with nullcontext() if raised else pytest.raises(Timeout, match="a replay waited"):
+        made.calls.end(None)

@@ -25,6 +25,7 @@ void bind_calls(py::module_& module) {
         .def("join_kernels", &CallOrder::join_kernels, py::arg("stream"))
         .def("end", &CallOrder::end, py::arg("stream"))
         .def_property_readonly("latest", &CallOrder::latest)
+        .def_property_readonly("captured", &CallOrder::captured)
         .def("finished", &CallOrder::finished, py::arg("call"));
 
     py::class_<ControlBlock>(module, "ControlBlock")

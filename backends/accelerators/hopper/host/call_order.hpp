@@ -44,6 +44,9 @@ class CallOrder {
     // The number of the last call that was not captured; 0: none.
     [[nodiscard]] std::uint64_t latest() const { return calls_; }
 
+    // Whether a graph holds a call of the world: it may be replayed unheard.
+    [[nodiscard]] bool captured() const { return capture_ != 0; }
+
     // Whether that call's work is over. CudaError where the device has failed.
     [[nodiscard]] bool finished(std::uint64_t call) const;
 
