@@ -185,6 +185,25 @@ def judged(shapes: Sequence[Shape], seed: int) -> list[str]:
     return failures
 
 
+def of_many_tiles() -> list[str]:
+    """Failures of all-reduces whose tiles just have flags, and have none any more. Every element is a
+    small multiple of a power of two, and so exact in bfloat16."""
+    m, k, failures = 131_072, 64, []
+    rows = torch.arange(m, device="cuda") % 7
+    a = rows.bfloat16()[:, None].expand(m, k).contiguous()
+    for n in (16_384, 32_768):
+        columns = torch.arange(n, device="cuda") % 5 * k * mkernel.world().size
+        b = (torch.arange(n, device="cuda") % 5).bfloat16().expand(k, n).contiguous()
+        out = mkernel.gemm_all_reduce(a, b)
+        for first in range(0, m, 8192):
+            part = slice(first, first + 8192)
+            if not torch.equal(out[part], (rows[part, None] * columns).bfloat16()):
+                failures.append(f"{m} x {n} x {k}: rows from {first} on are wrong")
+                break
+        del out, b
+    return failures
+
+
 def skewed(shapes: Sequence[Any], rounds: int, seed: int) -> list[str]:
     """Failures of many calls that reuse all memory, ranks late by turns, shapes mixed."""
     works = [work_of(shape, seed) for shape in shapes]

@@ -62,6 +62,11 @@ def test_large(op: str, world: int) -> None:
 
 
 @several
+def test_sums_of_about_as_many_tiles_as_there_are_flags(world: int) -> None:
+    right(world, hopper_ranks.of_many_tiles)
+
+
+@several
 def test_late_ranks_and_reused_memory(world: int) -> None:
     right(world, hopper_ranks.skewed, MIXED, 60, 2)
 
