@@ -46,10 +46,15 @@ def read(root: Path = Path("/"), library: Any = None) -> Findings:
         return Findings(SOURCE, notes=notes.all())
     gpus: list[tuple[Accelerator, Any]] = []
     fabric: tuple[FabricLink, ...] = ()
+    answered = False
     no_p2p: tuple[tuple[str, str], ...] = ()
     try:
         gpus += _gpus(library, root, notes)
         fabric = _fabric(library, gpus, notes)
+        # Some virtual machines tell of no link at all, which says nothing of them.
+        answered = any(
+            _answer(library.nvmlDeviceGetNvLinkState, gpu, 0) is not None for _, gpu in gpus
+        )
         no_p2p = tuple(_no_p2p(library, gpus, notes))
     except Exception as error:
         notes.add(f"listing GPUs failed: {error}")
@@ -60,7 +65,7 @@ def read(root: Path = Path("/"), library: Any = None) -> Findings:
         SOURCE,
         accelerators=tuple(gpu for gpu, _ in gpus),
         fabric=fabric,
-        fabric_known=bool(gpus),
+        fabric_known=answered,
         no_p2p=no_p2p,
         notes=notes.all(),
     )

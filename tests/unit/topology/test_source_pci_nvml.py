@@ -97,6 +97,7 @@ class FakeNvml:
         return self.capability
 
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        self._call("state")
         if link >= 18:
             raise RuntimeError("Invalid Argument")
         return int((handle, link) in self.links)
@@ -175,6 +176,16 @@ def test_ends_that_a_virtual_machine_hides_are_switches(tmp_path: Path, fail: se
     library.links = {(gpu, link): (2, "ffffffff:ff:ff.0") for gpu in range(2) for link in range(18)}
     found = nvml.read(tmp_path, library)
     assert [(link.ends[1], link.count) for link in found.fabric] == [("switch", 18)] * 2
+
+
+@pytest.mark.parametrize("fail", [(), ("state",), ("count",)])
+def test_links_that_are_all_down_are_known_unless_nobody_answers(
+    fail: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As in virtual machines that hide them: their absence says nothing then."""
+    gpus = [("NVIDIA H100 PCIe", f"0000000{i}:3B:00.0") for i in range(2)]
+    found = nvml.read(tmp_path, FakeNvml(gpus, fail))
+    assert (found.fabric, found.fabric_known) == ((), not fail)
 
 
 def test_links_between_gpus_are_one_a_pair(tmp_path: Path) -> None:
