@@ -7,6 +7,7 @@ from mkernel.conformance.nic_checks import DATA_CHECKS
 from mkernel.conformance.nic_device_checks import DEVICE_FAULT_CHECKS
 from mkernel.conformance.nic_life_checks import LIFE_CHECKS
 from mkernel.conformance.nic_plan_checks import PLAN_CHECKS
+from mkernel.conformance.nic_stranger_checks import STRANGER_CHECKS
 from mkernel.harness.nic_ranks import NicSubject
 
 __all__ = ["NicSubject", "nic_checks"]
@@ -14,4 +15,11 @@ __all__ = ["NicSubject", "nic_checks"]
 
 def nic_checks() -> tuple[Check, ...]:
     """All checks, to run with a :class:`NicSubject`."""
-    return (*LIFE_CHECKS[:1], *PLAN_CHECKS, *DATA_CHECKS, *LIFE_CHECKS[1:], *DEVICE_FAULT_CHECKS)
+    return (
+        *LIFE_CHECKS[:1],
+        *PLAN_CHECKS,
+        *STRANGER_CHECKS,
+        *DATA_CHECKS,
+        *LIFE_CHECKS[1:],
+        *DEVICE_FAULT_CHECKS,
+    )

@@ -188,6 +188,7 @@ int Qp::to_rtr(const ibv_qp_attr& attr) {
     }
     dest_qp_num_ = attr.dest_qp_num;
     state = IBV_QPS_RTR;
+    inbound().consumer.psn.store(attr.rq_psn, std::memory_order_relaxed);
     inbound().consumer.state.store(RingState::responsive, std::memory_order_release);
     state_.store(state, std::memory_order_release);
     return 0;
@@ -197,6 +198,7 @@ int Qp::to_rts(const ibv_qp_attr& attr, int mask) {
     if (has(mask, IBV_QP_TIMEOUT)) timeout_ = attr.timeout & 31;
     if (has(mask, IBV_QP_RETRY_CNT)) retry_cnt_ = attr.retry_cnt & 7;
     if (has(mask, IBV_QP_RNR_RETRY)) rnr_retry_ = attr.rnr_retry & 7;
+    sq_psn_ = attr.sq_psn;
     state = IBV_QPS_RTS;
     state_.store(state, std::memory_order_release);
     return 0;

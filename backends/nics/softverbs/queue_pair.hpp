@@ -132,6 +132,7 @@ struct Qp final : ibv_qp, SlotOwner {
     // Attributes.
     unsigned int access_ = 0;
     std::uint32_t dest_qp_num_ = 0;
+    std::uint32_t sq_psn_ = 0;
     std::uint8_t timeout_ = 0, retry_cnt_ = 0, rnr_retry_ = 0, min_rnr_timer_ = 0;
     std::shared_ptr<RemotePort> remote_;
 

@@ -21,6 +21,11 @@ bool Qp::claim() {
     if (claimed_) return true;
     Ring& ring = outbound();
     if (ring.consumer.qp_num.load(std::memory_order_acquire) != dest_qp_num_) return false;
+    // Packets of another sequence are dropped, as those of a stranger are.
+    if (ring.consumer.state.load(std::memory_order_acquire) == RingState::responsive &&
+        ring.consumer.psn.load(std::memory_order_relaxed) != sq_psn_) {
+        return false;
+    }
     std::uint64_t nobody = 0;
     if (!ring.producer.owner.compare_exchange_strong(nobody, token_)) return false;
     head_ = published_ = ring.producer.head.load(std::memory_order_relaxed);

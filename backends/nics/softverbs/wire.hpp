@@ -78,6 +78,8 @@ struct Ring {
             rnr;  // message number << 8 | times refused for want of a receive
         std::atomic<RingState> state;
         std::atomic<std::uint32_t> qp_num;
+        std::atomic<std::uint32_t>
+            psn;  // with which its peer's packets begin, once it is responsive
     } consumer;
     alignas(64) std::byte data[kRingBytes];
 };

@@ -199,6 +199,8 @@ _ON_RC: tuple[Row, ...] = (
             open=_open_what_it_can),
     planted(Opener, "ConnectsToAny", "A peer's plan is taken for the own one.", "plan",
             _session(connect=_connect_to_any)),
+    planted(Opener, "TakesStrangers", "Puts of whoever knows where a rank is are taken.", "strangers",
+            _session(sessions.TakesStrangers)),
     planted(Opener, "MissingReceiveOnRc",
             "Receives are not posted again after the first thousand.", "in-flight",
             mistake="missing-receive"),

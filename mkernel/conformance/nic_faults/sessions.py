@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import queue
+import secrets
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -223,4 +227,51 @@ class BusyLoop(Session):
     def close(self) -> None:
         self.stop = True
         self.thread.join()
+        self.inner.close()
+
+
+class TakesStrangers(Session):
+    """Takes puts at a door whose place every address tells, and never asks for the key beside it."""
+
+    def __init__(self, inner: NicSession) -> None:
+        super().__init__(inner)
+        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.door.bind("")  # a name of the system's choice
+        self.key = secrets.token_hex(16)
+        self.doors: dict[int, bytes] = {}
+        self.keeper = threading.Thread(target=self._keep, daemon=True)
+
+    def address(self, peer: int) -> str:
+        told = {"inner": self.inner.address(peer), "key": self.key}
+        return json.dumps({**told, "door": self.door.getsockname().hex()})
+
+    def connect(self, peer: int, address: str) -> None:
+        told = json.loads(address)
+        self.doors[peer] = bytes.fromhex(told["door"])
+        with contextlib.suppress(MkernelError):
+            self.inner.connect(peer, told["inner"])
+
+    def start(self, pad: int, cpus: tuple[int, ...]) -> None:
+        self.pad = pad
+        self.inner.start(pad, cpus)
+        self.keeper.start()
+
+    def change(self, put: Put) -> Iterable[Put]:
+        data = ctypes.string_at(self.regions[put.region][0] + put.local, put.nbytes)
+        head = struct.pack("4Q", put.region, put.remote, put.signal, put.value)
+        self.door.sendto(head + data, self.doors[put.peer])
+        return []
+
+    def _keep(self) -> None:
+        while text := self.door.recv(1 << 17):
+            region, remote, signal, value = struct.unpack_from("4Q", text)
+            data = text[struct.calcsize("4Q") :]
+            ctypes.memmove(self.regions[region][0] + remote, data, len(data))
+            _transport.pad_add(self.pad, signal, value)
+
+    def close(self) -> None:
+        if self.keeper.is_alive():
+            self.door.sendto(b"", self.door.getsockname())
+            self.keeper.join()
+        self.door.close()
         self.inner.close()
