@@ -51,7 +51,8 @@ _REINSTALL = "reinstall the package that ships it"
 
 class Row(Model):
     """One thing that can be usable or not. ``remedy`` is empty where nothing needs doing; ``optional``:
-    what runs here does not need it."""
+    what runs here does not need it; ``asked``: False for the software of a backend that is taken by
+    name only, which nobody has named."""
 
     kind: Kind
     name: str
@@ -59,6 +60,7 @@ class Row(Model):
     detail: str
     remedy: str = ""
     optional: bool = False
+    asked: bool = True
 
 
 class Report(Model):
@@ -257,23 +259,25 @@ def software_rows(root: Path = Path("/")) -> list[Row]:
     for name in names:
         try:
             found = registry.accelerator(name).software(root)
-            wanted = _is_wanted(name, found)
         except Exception:
             continue
-        if wanted:
-            rows += [_row("software", what, status) for what, status in found]
-    return [row.model_copy(update={"optional": True}) for row in rows]
+        asked = _is_asked_about(name)
+        update = {"optional": True, "asked": asked}
+        rows += [_row("software", *each).model_copy(update=update) for each in found]
+    return rows
 
 
-def _is_wanted(name: str, found: Sequence[tuple[str, Status]]) -> bool:
-    """Return whether anybody wants to know of a backend's software: all is missing of one that is taken
-    by name only, and nobody names it."""
+def _is_asked_about(name: str) -> bool:
+    """Return whether anybody wants to know of a backend's software: ``auto`` may choose it, or settings
+    name it."""
     from mkernel import selection
     from mkernel.backends import registry
 
-    if any(status.usable for _, status in found) or registry.accelerator(name).preference > 0:
+    try:
+        named = selection.accelerator_names(load().accelerator)
+        return name in named or registry.accelerator(name).preference > 0
+    except Exception:  # the setting's own row says so, or the backend's
         return True
-    return name in selection.accelerator_names(load().accelerator)
 
 
 def _torch() -> Status:

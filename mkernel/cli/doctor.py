@@ -112,7 +112,8 @@ def report_lines(report: Report) -> Iterator[RenderableType]:
     terminal is.
     """
     yield Text(f"mkernel doctor: {_verdict(report)}", style="bold")
-    for kind, rows in groupby(report.rows, key=lambda row: _HEADINGS[row.kind]):
+    shown = [row for row in report.rows if row.asked or row.usable]
+    for kind, rows in groupby(shown, key=lambda row: _HEADINGS[row.kind]):
         yield Text(f"\n{kind}")
         grid = Table.grid(padding=(0, 2))
         grid.add_column(width=5, justify="right", no_wrap=True)
@@ -124,7 +125,7 @@ def report_lines(report: Report) -> Iterator[RenderableType]:
                 told.append(f"\n→ {row.remedy}", style="dim" if row.optional else "yellow")
             grid.add_row(usable, told)
         yield grid
-    if any(row.optional and not row.usable for row in report.rows):
+    if any(row.optional and not row.usable for row in shown):
         yield Text("\n-: not here, and nothing that is ready to run needs it", style="dim")
 
 

@@ -112,7 +112,8 @@ def test_plan_for_people() -> None:
 def test_plan_of_a_world_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "world.json"
     file.write_text(world(2, 2).model_dump_json())
-    text = run(plan_command.command, "ag_gemm", "--topology", str(file), "--json")
+    sizes = ("--m", "2048", "--n", "1024", "--k", "2048")
+    text = run(plan_command.command, "ag_gemm", *sizes, "--topology", str(file), "--json")
     assert plan_of(text) == make(schedule=by_rows)
 
 

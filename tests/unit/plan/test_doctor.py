@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ from unittest import mock
 
 import pytest
 from commands import run
+from typer.testing import CliRunner
 
 from mkernel import doctor
 from mkernel.backends import registry
 from mkernel.backends.contracts.status import Status
 from mkernel.cli import doctor as command
+from mkernel.cli.main import app
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.settings import NicSettings, Settings
 from mkernel.topology.placement import Pinning
@@ -303,3 +306,24 @@ def test_names_details_and_advice_are_whole_at_any_width(
     for row in doctor.examine().rows:
         told = f"{row.name}{row.detail}" + (f"→{row.remedy}" if row.remedy else "")
         assert "".join(told.split()) in unbroken
+
+
+def test_nobody_hears_of_npus_who_has_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MKERNEL_ACCELERATOR", "ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    words = re.compile(r"CANN|torch_npu|npu-smi|NPU|by name only;|not ascend")
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"}).stdout
+    assert "ascend" in said, "the simulator is an installed backend"
+    assert not words.search(said), said
+    told = doctor.examine()
+    assert {"CANN", "torch_npu", "npu-smi"} <= {row.name for row in told.rows if not row.asked}
+    monkeypatch.setenv("MKERNEL_ACCELERATOR", "ascend")
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"}).stdout
+    assert "install CANN" in said
+
+
+def test_what_backends_emulate_is_no_part_of_the_machine() -> None:
+    said = CliRunner().invoke(app, ["probe"], env={"COLUMNS": "300"}).stdout
+    lines = [line for line in said.splitlines() if "ascend-sim0" in line or "soft0" in line]
+    assert len(lines) == 1
+    assert "emulated by backends on the CPU: ascend-sim0, simulated A3" in lines[0]
