@@ -181,7 +181,6 @@ def launch(
         ) from error
 
     size = nodes * ranks_per_node
-    check_descriptors(_DESCRIPTORS + _DESCRIPTORS_A_RANK * size, f"launching {size} ranks")
     store, port = host_store(size, settings.timeout_s)
     ranks: list[_Rank] = []
     try:
@@ -351,7 +350,12 @@ def _clean_up(ranks: list[_Rank]) -> None:
 
 
 def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
-    """A store that only this machine can reach. BackendUnavailable: nor does this machine."""
+    """A store that only this machine can reach, for ranks that are launched next.
+
+    Raises:
+        BackendUnavailable: nor does this machine. OSError: too few descriptors may be opened.
+    """
+    check_descriptors(_DESCRIPTORS + _DESCRIPTORS_A_RANK * size, f"launching {size} ranks")
     check_loopback()
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     with listener:

@@ -20,7 +20,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
 from mkernel.conformance.overdue import goes_on
-from mkernel.host_limits import check_loopback
+from mkernel.host_limits import check_descriptors, check_loopback
 
 _ROUNDING: dict[str, float] = {
     "float64": 1e-13,
@@ -29,6 +29,8 @@ _ROUNDING: dict[str, float] = {
     "bfloat16": 2.0**-7,
 }
 """Two roundings of an element, relative."""
+_DESCRIPTORS = 14
+"""What a store opens, and a rank's connection to it."""
 _SLACK = {"ring_attention": 2e-2}
 _SLACK_ELSEWHERE = 2e-3
 """What one element may be off beyond rounding, relative to the output's root mean square. A wrong
@@ -44,6 +46,7 @@ def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
 @contextmanager
 def meeting_place() -> Iterator[int]:
     """The port of a store of the kit's process, where ranks meet beside their world."""
+    check_descriptors(_DESCRIPTORS, "a store where ranks meet")
     check_loopback()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield int(store.port)

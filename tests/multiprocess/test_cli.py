@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from mkernel import zigzag_positions
+from mkernel.harness import timeline_picture
 from mkernel.harness.run_report import RunReport, render
 from mkernel.plan.model import LaunchPlan
 
@@ -179,6 +180,28 @@ def test_every_op_on_streams(tmp_path: Path, op: str) -> None:
     assert "wall" in text
     assert "modelled" not in text
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ImportError("No module named 'matplotlib'"), 0, "timeline.png was not drawn: matplotlib"),
+        (OSError(28, "No space left on device"), 2, "is not legal (No space left on device)"),
+    ],
+)
+def test_a_picture_is_claimed_where_it_was_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, said: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(timeline_picture, "write_timeline", fail)
+    words = [*STREAMS, *TINY["gemm_reduce_scatter"], "--ranks-per-node", "1"]
+    done = mkernel("run", "gemm_rs", *words, "--output", str(tmp_path))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+    assert "timeline.png are in" not in done.stdout
+    assert {each.name for each in tmp_path.iterdir()} == {"rank0.safetensors", "trace.json"}
 
 
 SIMULATED = {
