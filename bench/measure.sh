@@ -14,8 +14,9 @@
 #                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
 #            choices are judged by                           fits/hopper_ways_41_2.json
-#   experts  two models' experts by numbers of tokens, with Zipf's routing, whole layers, between nodes
+#   experts  two models' experts by numbers of tokens, with Zipf's routing, whole layers
 #                                                            hopper_moe_*_2.json
+#   experts_nodes  the same between nodes, where no library takes the NIC  hopper_moe_*_nodes_*_2.json
 #   tiles    products by every tiling, and ops by every cut of their last wave
 #                                                            tile_menu.json, last_wave.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
@@ -117,7 +118,7 @@ card=${CARD:+${CARD}_}
 halves=dispatch_gemm,gemm_combine
 drawn=(ag_gemm,gemm_rs,gemm_ar --ranks 2 --accelerator hopper --iterations 3 --warmup 1)
 layers=(--ranks 2 --shapes layers --accelerator hopper)
-peers=(--peers "nccl+cublas,symm_mem")
+peers=(--peers "nccl+cublas,nccl-windows,symm_mem,symm_mem-native")
 fp8=(--ranks 2 --accelerator hopper --shapes fp8-targets --dtype float8_e4m3 --mode graph --iterations 3 --warmup 1)
 gemms=4096x1024x4096,8192x2048x8192,16384x4096x16384,8192x7168x8192
 gemms+=,4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168
@@ -128,13 +129,13 @@ for part in "$@"; do
     shared) tests 2 ;;
     targets)
         bench hopper_targets_2 --ranks 2 --accelerator hopper --iterations 10 \
-            --peers nccl+cublas,symm_mem,mkernel-symmetric
+            --peers nccl+cublas,nccl-windows,symm_mem,mkernel-symmetric
         bench hopper_targets_2_launches --ranks 2 --accelerator hopper --iterations 10 --launches \
             "${peers[@]}"
         ;;
     layers)
         bench hopper_layers_2 "${layers[@]}" --iterations 5 --warmup 2 \
-            --peers mkernel-fused,mkernel-library,nccl+cublas,symm_mem
+            --peers mkernel-fused,mkernel-library,nccl+cublas,nccl-windows,symm_mem,symm_mem-native
         ;;
     loops)
         bench "hopper_layers_${card}2_loops" "${layers[@]}" "${peers[@]}" --mode eager,graph --iterations 3 --warmup 1
@@ -156,7 +157,7 @@ for part in "$@"; do
         named=(--ranks 2 --accelerator hopper --mode graph --iterations 6 --warmup 1)
         bench "hopper_all_reduce_targets_${card}2" gemm_ar "${named[@]}" \
             --shapes 4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168 \
-            --peers nccl+cublas,symm_mem,mkernel-symmetric,mkernel-allocating
+            --peers nccl+cublas,nccl-windows,symm_mem,mkernel-symmetric,mkernel-allocating
         bench "hopper_4k_${card}2" ag_gemm,gemm_rs "${named[@]}" --shapes 4096x1024x4096,4096x4096x1024 "${peers[@]}"
         ;;
     ways)
@@ -165,10 +166,19 @@ for part in "$@"; do
             --seed "${SEED:-41}" --mode graph \
             --peers nccl+cublas,symm_mem,mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves
         ;;
-    experts)
+    experts | experts_nodes)
         for model in deepseek qwen; do
             [ $model = qwen ] && of="hidden=4096 features=1536 experts=128 top_k=8" \
                 || of="hidden=7168 features=2048 experts=256 top_k=8"
+            if [ "$part" = experts_nodes ]; then
+                emulate_nic 400000
+                for nic in cx7 efa; do
+                    experts "${model}_nodes_$nic" "$halves" kernel "tokens=4096 $of" --nodes 2 --nic $nic \
+                        --verbs soft --peers mkernel-sequential
+                done
+                emulate_nic
+                continue
+            fi
             few=() && for tokens in 32 128 512 4096; do few+=(", tokens=$tokens $of"); done
             few="${few[*]}" && few=${few#, } # half of the tokens are a rank's
             experts "$model" "$halves" graph "$few"
@@ -178,12 +188,6 @@ for part in "$@"; do
             for tokens in 16384 32768; do # two sets of inputs for each contender do not fit 80 GB
                 experts "${model}_$((2 * tokens))" "$halves" kernel "tokens=$tokens $of"
             done
-            emulate_nic 400000
-            for nic in cx7 efa; do
-                experts "${model}_nodes_$nic" "$halves" kernel "tokens=4096 $of" --nodes 2 --nic $nic \
-                    --verbs soft --peers mkernel-sequential
-            done
-            emulate_nic
         done
         ;;
     tiles)
@@ -273,7 +277,7 @@ for part in "$@"; do
             --new "$results"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, ways, experts, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

@@ -132,10 +132,6 @@ class OneCall(Work):
     def run(self) -> Sequence[Tensors]:
         return (self._contender.call(self._inputs, self._outputs),)
 
-    def close(self) -> None:
-        super().close()
-        self._inputs, self._outputs = {}, {}  # before what the contender has them from
-
 
 class Loop(Work):
     """Calls one behind another, without a wait of the host: into memory of their own, as many as
@@ -169,7 +165,7 @@ class Loop(Work):
 
     def close(self) -> None:
         super().close()
-        self._inputs, self._outputs, self._arguments = [], [], []
+        self._inputs, self._outputs, self._arguments = [], [], []  # before what they are from
 
 
 def kept(contender: Contender, calls: int) -> int:
