@@ -113,7 +113,6 @@ class Row:
         It is not timed and can afford to have torch fill what the op allocates.
         """
         name: View = "pipelined"
-        self._enter(name)  # its memory went when it was closed
         (wanted,) = self._entered[name].prepare(self.turn + 1)
         self._views[name].trace = True
         current().barrier()
