@@ -10,7 +10,7 @@ from typing import ClassVar
 from mkernel.cases.base import TOLERANCE
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
-from mkernel.harness.spec import GEMMS
+from mkernel.harness.spec import GEMMS, LOOP_CALLS
 from mkernel.plan.ops import BACKWARD
 
 ATTENTION_BACKWARD = BACKWARD["ring_attention"]
@@ -30,6 +30,8 @@ class Contender(ABC):
 
     name: ClassVar[str]
     kind: ClassVar[Kind] = "op"
+    most_kept: ClassVar[int] = LOOP_CALLS
+    """How many results of a loop may be alive at once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -183,6 +183,7 @@ class MkernelAllocating(Mkernel):
     if the accelerator has such memory. It is not poisoned; what an earlier turn left there is wrong."""
 
     name = "mkernel-allocating"
+    most_kept = 2  # such memory holds few outputs; further ones would be copied
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:

@@ -174,7 +174,8 @@ def kept(contender: Contender, calls: int) -> int:
     problem = contender.problem
     memory = problem.memory(contender.kind).values()
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in memory)
-    return min(calls, max(2, _most_kept_bytes(problem.device) // max(1, nbytes) // 2 * 2))
+    most = min(calls, contender.most_kept)
+    return min(most, max(2, _most_kept_bytes(problem.device) // max(1, nbytes) // 2 * 2))
 
 
 def _most_kept_bytes(device: torch.device) -> int:
