@@ -9,6 +9,7 @@ import pytest
 from command_line import Done, mkernel
 
 from mkernel.harness import results
+from mkernel.harness.contender import NO_ROUNDING
 from mkernel.harness.spec import GEMMS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -58,7 +59,7 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
             assert len(entry.seconds) == 3
             assert all(len(iteration) == 2 for iteration in entry.seconds)
             assert entry.error is not None
-            assert (entry.error > 0) == (entry.limit > 0)  # a gather is exact, nothing else is
+            assert (entry.error > 0) == (entry.limit > NO_ROUNDING)  # a gather is exact, nothing else is
             assert entry.figures is not None
         assert row.entries["symm_mem"].state == row.entries["nccl+cublas"].state == "absent"
         assert row.best_peer == "gloo+matmul"
