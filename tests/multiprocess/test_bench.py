@@ -59,7 +59,8 @@ def test_all_contenders_take_turns(tmp_path: Path, dtype: str) -> None:
             assert len(entry.seconds) == 3
             assert all(len(iteration) == 2 for iteration in entry.seconds)
             assert entry.error is not None
-            assert (entry.error > 0) == (entry.limit > NO_ROUNDING)  # a gather is exact, nothing else is
+            # A gather is exact, nothing else is.
+            assert (entry.error > 0) == (entry.limit > NO_ROUNDING)
             assert entry.figures is not None
         assert row.entries["symm_mem"].state == row.entries["nccl+cublas"].state == "absent"
         assert row.best_peer == "gloo+matmul"
