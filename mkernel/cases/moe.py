@@ -237,7 +237,7 @@ class MoeDispatchCase(MoeCase):
     def projected(
         self, rank: int, world_size: int, iteration: int, onto: Onto
     ) -> dict[str, torch.Tensor] | None:
-        """Of a dispatch without an activation, whose outputs alone are promised then."""
+        """Return outputs [R, few] and counts of a dispatch that has no activation."""
         if self._activated:
             return None
         return self._grouped(rank, world_size, iteration, every_row, onto(self._features()))

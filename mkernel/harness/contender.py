@@ -31,7 +31,7 @@ class Contender(ABC):
     name: ClassVar[str]
     kind: ClassVar[Kind] = "op"
     most_kept: ClassVar[int] = LOOP_CALLS
-    """How many results of a loop may be alive at once."""
+    """Results of a loop that may be alive at once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

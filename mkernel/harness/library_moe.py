@@ -186,7 +186,7 @@ class Sorted:
 
 
 class Gathered(Sorted):
-    """Which tokens of all ranks this rank's experts take."""
+    """The tokens of all ranks that this rank's experts take."""
 
     def __init__(self, problem: Problem, topk_ids: torch.Tensor, capacity: int | None) -> None:
         """``topk_ids``: of all ranks."""

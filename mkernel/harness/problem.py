@@ -124,12 +124,12 @@ class Problem:
         return oracle.compared(outputs, self.rank, self.world, turn, promised, **rows)
 
     def _large(self, outputs: Mapping[str, torch.Tensor], promised: Collection[str] | None) -> bool:
-        """Whether an output has more rows than are compared one by one."""
+        """Return whether an output has more rows than are compared one by one."""
         judged = [each for name, each in outputs.items() if promised is None or name in promised]
         return any(each.dim() == 2 and len(each) > ROWS for each in judged)
 
     def _random_columns(self, turn: int, count: int) -> torch.Tensor:
-        """Of a turn, the same ones for all of its calls."""
+        """Return the columns of a turn, the same ones for all of its calls."""
         chance, device = self.case.generator(turn, _COLUMNS, 0), self.case.device
         shape = count, COLUMNS
         return torch.randn(shape, generator=chance, dtype=torch.float64, device=device)

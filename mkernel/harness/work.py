@@ -82,7 +82,7 @@ def checked(
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results have the same bits, or equal numbers."""
+    """Return whether two results have the same bits, or equal numbers."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.element_size() == 1:  # torch compares no e4m3
@@ -169,7 +169,7 @@ class Loop(Work):
 
 
 def kept(contender: Contender, calls: int) -> int:
-    """How many of a loop's last results are kept, which is an even number: all of them unless they
+    """Return how many of a loop's last results are kept, an even number: all of them unless they
     take more than a :data:`SHARE` of the memory of a device."""
     problem = contender.problem
     memory = problem.memory(contender.kind).values()
@@ -186,7 +186,7 @@ def _most_kept_bytes(device: torch.device) -> int:
 
 
 def _apart(results: Sequence[Tensors]) -> Sequence[Tensors]:
-    """The last results that have memory of their own: a contender with less memory has overwritten
+    """Return the last results that have memory of their own: a contender with less memory has overwritten
     those before them."""
     found: dict[int, Tensors] = {}
     for result in reversed(results):

@@ -339,9 +339,9 @@ LOST = {
     ("all_gather_gemm", 32254, 8424, 952, "row"): 1.04,
     ("gemm_reduce_scatter", 2902, 2624, 6312, "row"): 1.05,
 }
-"""What the choice costs where a prediction is off and no constant was found that mends it without
-costing other shapes more: cuBLAS takes 1.2 times what the first one's product should. README says what
-choices cost over all shapes (below)."""
+"""Costs of choices whose prediction is off, where no constant was found that mends it without costing
+other shapes more: cuBLAS takes 1.2 times what the first one's product should. README says what choices
+cost over all shapes (below)."""
 
 
 @pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: "-".join(map(str, shape)))
