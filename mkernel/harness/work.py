@@ -186,8 +186,8 @@ def _most_kept_bytes(device: torch.device) -> int:
 
 
 def _apart(results: Sequence[Tensors]) -> Sequence[Tensors]:
-    """Return the last results that have memory of their own: a contender with less memory has overwritten
-    those before them."""
+    """Return the last results that have memory of their own; a contender with less memory has
+    overwritten those before them."""
     found: dict[int, Tensors] = {}
     for result in reversed(results):
         address = next(iter(result.values())).data_ptr()
