@@ -13,19 +13,25 @@ _jit: Callable[[Callable[..., None]], Any] = triton.jit
 
 COLUMNS = 1024
 """Columns of one program: 16 bytes a thread of four warps, of 16-bit elements."""
+ROWS = 8
+"""Rows that one program copies. With one row each, programs end before enough loads are under way: that
+took 1.4 to 1.6 times a copy of as many bytes on an H200."""
 
 
 @_jit
 def _copy(
     tokens: tl.tensor, places: tl.tensor, count: tl.tensor, out: tl.tensor, columns: tl.tensor,
-    top_k: tl.constexpr, block: tl.constexpr,
+    top_k: tl.constexpr, height: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(count):
+    first = tl.program_id(0).to(tl.int64) * height
+    most = tl.load(count)
+    if first < most:
+        row = first + tl.arange(0, height)
         at = tl.program_id(1) * block + tl.arange(0, block)
-        token = tl.load(places + row).to(tl.int64) // top_k
-        part = tl.load(tokens + token * columns + at, mask=at < columns)
-        tl.store(out + row * columns + at, part, mask=at < columns)
+        token = tl.load(places + row, mask=row < most, other=0).to(tl.int64) // top_k
+        kept = (row < most)[:, None] & (at < columns)[None, :]
+        part = tl.load(tokens + token[:, None] * columns + at[None, :], mask=kept)
+        tl.store(out + row[:, None] * columns + at[None, :], part, mask=kept)
 
 
 @_jit
@@ -65,8 +71,10 @@ def copy(
 ) -> None:
     """Write the token of each of the first ``count`` places to its row of ``out``."""
     columns = tokens.shape[1]
-    grid = (len(places), triton.cdiv(columns, COLUMNS))
-    _copy[grid](tokens, places, count, out, columns, top_k=top_k, block=COLUMNS)
+    grid = (triton.cdiv(len(places), ROWS), triton.cdiv(columns, COLUMNS))
+    _copy[grid](
+        tokens, places, count, out, columns, top_k=top_k, height=ROWS, block=COLUMNS
+    )  # fmt: skip
 
 
 def gate(both: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
