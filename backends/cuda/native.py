@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.cuda.software import nvcc
-from mkernel.errors import BackendUnavailable
+from mkernel.errors import INSTALL_AGAIN, BackendUnavailable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,9 +52,9 @@ def not_built(error: BackendUnavailable) -> Status:
     """Return the status of a backend whose native module does not import."""
     found = nvcc(Path("/"))
     remedy = (
-        "install the CUDA toolkit (nvcc 12.5 or newer) and then mkernel again"
+        f"install the CUDA toolkit (nvcc 12.5 or newer), then {INSTALL_AGAIN}"
         if found is None
-        else f"install mkernel again without MKERNEL_HOPPER=OFF; {found} must be 12.5 or newer"
+        else f"{INSTALL_AGAIN} and without MKERNEL_HOPPER=OFF; {found} must be 12.5 or newer"
     )
     return Status(False, f"not built ({error})", remedy)
 

@@ -160,6 +160,7 @@ VENDORS_ALLOWED = {
     "mkernel/harness/rank.py": {"cuda", "nccl"},
     "mkernel/harness/bench_run.py": {"cuda"},
     "mkernel/harness/spec.py": {"cuda"},
+    "mkernel/harness/nccl_windows.py": {"cuda", "nccl"},
     "mkernel/harness/symm_mem.py": {"cuda", "nccl", "nvls"},
     "mkernel/harness/work.py": {"cuda"},
 }

@@ -13,6 +13,7 @@ from commands import run
 from machine_files import machine_file
 
 from mkernel.cli.plan import command
+from mkernel.errors import INSTALL_AGAIN
 
 _PROGRAM = """
 import json, sys
@@ -81,4 +82,4 @@ def test_doctor_does_not_ask_for_a_compiler_that_it_has_found(
     assert "not built" in rows["hopper"]["detail"]
     assert "install the CUDA toolkit" not in rows["hopper"]["remedy"]
     assert rows["nvcc"]["detail"] in rows["hopper"]["remedy"]
-    assert "install mkernel again" in rows["hopper"]["remedy"]
+    assert INSTALL_AGAIN in rows["hopper"]["remedy"]
