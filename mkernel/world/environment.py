@@ -18,6 +18,9 @@ from mkernel.world.join_deadline import JoinDeadline
 
 _FIRST_PORT, _PORTS = 15000, 15000
 """Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
+_hosted: dict[str, Store] = {}
+"""A client of each store that this process hosts, which serves other ranks as long as the client lives:
+they may still read what ended the last world after this rank has left it."""
 
 
 class Started(NamedTuple):
@@ -94,6 +97,8 @@ def rendezvous(job: Started, deadline: JoinDeadline) -> tuple[Store, Store]:
             "it is rank 0 that hosts it, at MASTER_ADDR and MASTER_PORT",
             STORES_HOST,
         ) from error
+    if job.rank == STORES_HOST:
+        _hosted[_shown(url)] = one
     return one, two
 
 

@@ -5,7 +5,9 @@ the world itself."""
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -164,3 +166,44 @@ def test_an_ended_world_goes_without_the_collector(accelerator: str, nodes: int)
             nodes=nodes, ranks_per_node=2 // nodes, accelerator=accelerator, timeout_s=DEADLINE_S,
         )  # fmt: skip
     assert found == [[], []]
+
+
+def leaves_early(port: int, rank: int) -> None:
+    """Rank 0, which hosts the store, ends its world while rank 1 still looks for who has come to the
+    end: rank 0 has when it is there."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    mkernel.init(accelerator="streams", timeout_s=DEADLINE_S)
+    world = mkernel.world()
+    mkernel.all_reduce(torch.ones(2, 2))
+    if rank:
+        bootstrap = world._failure.bootstrap
+        peek = bootstrap.peek
+
+        def late(key: str) -> object:
+            found = peek(key)
+            if found is not None:
+                time.sleep(_LATE_S)  # by now rank 0 has left
+            peek(key)
+            return found
+
+        bootstrap.peek = late  # type: ignore[method-assign]
+    mkernel.finalize()
+    if not rank:
+        gc.collect()
+        time.sleep(3 * _LATE_S)
+
+
+def test_the_store_serves_ranks_that_end_later_than_its_host() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=leaves_early, args=(port, rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
