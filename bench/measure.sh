@@ -14,7 +14,7 @@
 #                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
 #            choices are judged by                           fits/hopper_ways_41_2.json
-#   experts  two models' experts by numbers of tokens, with Zipf's routing, whole layers
+#   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers
 #                                                            hopper_moe_*_2.json
 #   experts_nodes  the same between nodes, where no library takes the NIC  hopper_moe_*_nodes_*_2.json
 #   tiles    products by every tiling, and ops by every cut of their last wave
@@ -118,7 +118,7 @@ card=${CARD:+${CARD}_}
 halves=dispatch_gemm,gemm_combine
 drawn=(ag_gemm,gemm_rs,gemm_ar --ranks 2 --accelerator hopper --iterations 3 --warmup 1)
 layers=(--ranks 2 --shapes layers --accelerator hopper)
-peers=(--peers "nccl+cublas,nccl-windows,symm_mem,symm_mem-native")
+peers=(--peers "nccl+cublas,nccl-windows,symm_mem")
 fp8=(--ranks 2 --accelerator hopper --shapes fp8-targets --dtype float8_e4m3 --mode graph --iterations 3 --warmup 1)
 gemms=4096x1024x4096,8192x2048x8192,16384x4096x16384,8192x7168x8192
 gemms+=,4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168
@@ -135,7 +135,7 @@ for part in "$@"; do
         ;;
     layers)
         bench hopper_layers_2 "${layers[@]}" --iterations 5 --warmup 2 \
-            --peers mkernel-fused,mkernel-library,nccl+cublas,nccl-windows,symm_mem,symm_mem-native
+            --peers mkernel-fused,mkernel-library,nccl+cublas,nccl-windows,symm_mem
         ;;
     loops)
         bench "hopper_layers_${card}2_loops" "${layers[@]}" "${peers[@]}" --mode eager,graph --iterations 3 --warmup 1
@@ -167,7 +167,7 @@ for part in "$@"; do
             --peers nccl+cublas,symm_mem,mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves
         ;;
     experts | experts_nodes)
-        for model in deepseek qwen; do
+        for model in ${MODELS:-deepseek qwen}; do
             [ $model = qwen ] && of="hidden=4096 features=1536 experts=128 top_k=8" \
                 || of="hidden=7168 features=2048 experts=256 top_k=8"
             if [ "$part" = experts_nodes ]; then

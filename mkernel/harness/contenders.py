@@ -40,7 +40,6 @@ _KNOWN = {
     "gloo+matmul": "mkernel.harness.library_contenders:GlooMatmul",
     "nccl-windows": "mkernel.harness.nccl_windows:NcclWindows",
     "symm_mem": "mkernel.harness.symm_mem:SymmMem",
-    "symm_mem-native": "mkernel.harness.symm_mem:NativeGather",
     "symm_mem-one-shot": "mkernel.harness.symm_mem_sums:OneShot",
     "symm_mem-two-shot": "mkernel.harness.symm_mem_sums:TwoShot",
     "deepep": "mkernel.harness.deep_ep:DeepEp",

@@ -24,8 +24,6 @@ from mkernel.harness.spec import GEMMS
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 )
-_NATIVE = "_fused_all_gather_matmul_native"
-"""What torch's fused op calls."""
 ONE_SHOT_BYTES = 128 * 1024
 """All-reduces up to this size take one exchange, as torch's own compiler chooses."""
 
@@ -136,34 +134,6 @@ class SymmMem(Contender):
             a, b, of_a, of_b, "sum", 0, 0, self._group, shape, None, None, dtype, self.fast
         )
         return result
-
-
-class NativeGather(SymmMem):
-    """The same AllGather by one product that waits for each share. Torch takes it by itself for 2049 to
-    4096 rows where TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP is set. Own rows lie in symmetric memory."""
-
-    name = "symm_mem-native"
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        if problem.op != "all_gather_gemm" or "scales" in problem.case.options:
-            return "for AllGather of operands without scales"
-        if problem.case.sizes["m"] // problem.world % problem.world:
-            return "takes a multiple of the ranks' number of each rank's rows"
-        found = super().unusable(problem)
-        if found is None and not hasattr(_module(), _NATIVE):
-            return "this torch has no such product"
-        return found
-
-    def inputs(self) -> Inputs:
-        sizes = self.problem.case.sizes
-        own = symmetric((sizes["m"] // self.problem.world, sizes["k"]), self.problem)
-        rendezvous(own, self._group)
-        return {"a": own}
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        _, result = getattr(_module(), _NATIVE)(inputs["a"], inputs["b"], self._group)
-        return {"out": result}
 
 
 def pull_order(rank: int, world: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def found(torchrun: list[str], *options: str, **environment: str) -> str:
         [*torchrun, "--nproc-per-node", "2", str(RANK), *options],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (RANK.parents[1], RANK.parent))),
+            "PYTHONPATH": os.pathsep.join(map(str, (RANK.parents[1], RANK.parent, *sys.path))),
             **environment,
         },
         stdout=subprocess.PIPE,

@@ -108,21 +108,3 @@ def test_why_windows_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind.unusable(found) == "this torch registers no memory with NCCL"
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # multicast, which these machines must not use
     assert kind.unusable(found) == "needs NCCL_NVLS_ENABLE=0"
-
-
-def test_why_the_native_gather_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = contenders.named("symm_mem-native")
-    module = symm_mem._module()
-    monkeypatch.setattr(module, symm_mem._NATIVE, None, raising=False)
-    assert kind.unusable(on_gpus("all_gather_gemm", monkeypatch)) is None
-    assert "multiple of the ranks' number" in str(
-        kind.unusable(on_gpus("all_gather_gemm", monkeypatch, m=66))
-    )
-    for problem in (
-        on_gpus("gemm_all_reduce", monkeypatch),
-        on_gpus("all_gather_gemm", monkeypatch, scales="row"),
-    ):
-        assert kind.unusable(problem) == "for AllGather of operands without scales"
-    monkeypatch.delattr(module, symm_mem._NATIVE)
-    found = kind.unusable(on_gpus("all_gather_gemm", monkeypatch))
-    assert found == "this torch has no such product"
