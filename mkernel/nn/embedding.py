@@ -43,7 +43,7 @@ class VocabParallelEmbedding(ShardedModule):
 
         Raises:
             ArgumentError: rows that the ranks cannot share, or a ``padding_idx`` that is none of them.
-            NotInitialized.
+            NotInitialized: there is no world yet.
         """
         super().__init__()
         world = current(group)

@@ -63,7 +63,10 @@ class JoinDeadline:
             finally:
                 ended.set()
 
-        Thread(run, name="mkernel-join").start()
+        try:
+            Thread(run, name="mkernel-join").start()
+        except RuntimeError:  # the limit of threads: the world says so once it can tell the others
+            return action()
         if not ended.wait(self.left_s() + _LATER_S):
             raise self.late(what)
         if "error" in outcome:
