@@ -377,8 +377,8 @@ def test_ctrl_c_ends_everything() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    """Also to the launcher alone. Where that is killed its fork server cleans up behind it. Signals have
-    their defaults there: under nohup, which ignores SIGHUP, the launcher ignores it too."""
+    """Also to the launcher alone. Where that is killed its fork server cleans up behind it. Signals
+    have their defaults there: under nohup, which ignores SIGHUP, the launcher ignores it too."""
     process = subprocess.Popen(
         ["env", "--default-signal", MKERNEL, "run", "ag_gemm", *STREAMS, "--iterations", "100000"],
         stdout=subprocess.DEVNULL,
