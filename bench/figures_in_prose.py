@@ -283,9 +283,9 @@ def _two_ranks() -> list[str]:
 
 
 def _scaling() -> list[str]:
-    """Of M 8192 on 2, 4 and 8 ranks: TFLOP/s of a rank by our schedule, the published one under the
-    model, and as published. Of 4 and 8 ranks, in ms: compute alone, the call, and its memory's time;
-    and the cube's."""
+    """Return figures of M 8192 on 2, 4 and 8 ranks: TFLOP/s of a rank by our schedule, by the
+    published one under the model, and as published; then, on 4 and 8 ranks, in ms: compute alone,
+    the call, and its memory's time; and the cube's."""
     rows = [row for row in compared().rows if row.m == 8192]
     alike = [
         f"{row.tflops(getattr(row, name)):.0f}"

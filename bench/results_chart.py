@@ -63,7 +63,7 @@ MODES = {
 
 @cache
 def results() -> tuple[Series, ...]:
-    """All committed results, the newest first."""
+    """Return all committed results, the newest first."""
     return tuple(gains.all_series(RESULTS))
 
 
@@ -120,7 +120,7 @@ def groups() -> tuple[Group, ...]:
 
 
 def place(speed_up: float) -> float:
-    """Where a ratio lies on the axis, which is logarithmic; what is beyond it, at its end."""
+    """Return where a ratio lies on the logarithmic axis; one beyond the axis lies at its end."""
     inside = min(max(speed_up, LEAST), MOST)
     return LEFT + (RIGHT - LEFT) * math.log(inside / LEAST) / math.log(MOST / LEAST)
 

@@ -14,7 +14,7 @@ from typing import Any
 from mkernel.printable import printable
 
 INSTALL_AGAIN = "run `pip install .` in mkernel's repository again, with this Python"
-"""What to do about an installation that lacks a part."""
+"""States the remedy for an installation that lacks a part."""
 _MOST_SHOWN = 400
 """Characters of a value in a message."""
 

@@ -1,4 +1,4 @@
-"""What this host must let a process do, checked before something relies on it."""
+"""Checks what this host must let a process do, before something relies on it."""
 
 from __future__ import annotations
 

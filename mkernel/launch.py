@@ -48,8 +48,8 @@ _JOIN_WAITS = 4
 _BEGIN_S = 60.0
 """What a process, its imports and its backend may take beside that on a busy machine."""
 _DESCRIPTORS, _DESCRIPTORS_A_RANK = 14, 5
-"""What a launcher opens for the store and the fork server, and for each rank. Where none is left the
-store's thread that accepts connections would end the process."""
+"""Counts the descriptors that a launcher opens for the store and the fork server, and for each
+rank. Where none is left the store's thread that accepts connections would end the process."""
 _GRACE_S = 5.0
 """After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
 

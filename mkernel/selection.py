@@ -31,7 +31,7 @@ host only."""
 
 
 BY_NAME = "is chosen by name only"
-"""Why ``auto`` takes no simulator, which is no news where something else is taken."""
+"""States why ``auto`` takes no simulator, which is no news where something else is taken."""
 
 
 class Verdict(NamedTuple):

@@ -1,4 +1,4 @@
-"""What no machine has: rates and counts so large that whoever wrote them down was mistaken.
+"""Bounds what a machine can have: whoever wrote down larger rates or counts was mistaken.
 
 A rate in kb/s that is read as Mb/s plans a world that nobody has. Such numbers count as unknown, and a
 note names each.
@@ -25,8 +25,8 @@ _MOST: Mapping[type[Model], Mapping[str, float]] = MappingProxyType(
         FabricLink: {"gbs": 16384, "count": 1024},
     }
 )
-"""By kind of part, the most that is believed: 32 lanes of PCIe 7, and some eight times what the fastest
-ports, links and chips of 2026 have."""
+"""Holds, by kind of part, the most that is believed: 32 lanes of PCIe 7, and some eight times what
+the fastest ports, links and chips of 2026 have."""
 
 
 def believed(found: _Sized, source: str) -> tuple[_Sized, tuple[Note, ...]]:

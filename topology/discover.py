@@ -161,7 +161,7 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
 
 
 def _plausible(source: Findings, where: str) -> Findings:
-    """What of a source may be true. InputFileError, as :func:`_limited`."""
+    """Return what may be true of a source. InputFileError, as :func:`_limited`."""
     found, notes = believed(_limited(source, where), source.source)
     return replace(found, notes=found.notes + notes)
 

@@ -112,7 +112,7 @@ def _devices(
 
 
 def _apart(one: _Device, other: _Device) -> bool:
-    """Whether one source, which has both, means different devices by them."""
+    """Return whether one source, which has both, means different devices by them."""
     if isinstance(one, Nic):
         return one.id != other.id
     return one.kind == other.kind and isinstance(other, Accelerator) and one.index != other.index

@@ -51,7 +51,7 @@ def of_one_kind(world: Topology) -> tuple[Topology, tuple[str, ...]]:
 
 
 def ranks_on_each(world: Topology) -> tuple[int, tuple[str, ...]]:
-    """How many ranks every node has an accelerator for, and a sentence where some have more."""
+    """Return how many ranks every node has accelerators for, and a note where some have more."""
     counts = [len(node.accelerators) for node in world.nodes]
     least = min(counts)
     if max(counts) == least:
@@ -106,7 +106,7 @@ def _counted(counts: Counter[KindName], what: str = "") -> str:
 
 
 def _by_node(said: Mapping[int, str]) -> str:
-    """What is said of each node, once for all nodes of which the same is said."""
+    """Return what is said of each node, once for all nodes of which the same is said."""
     nodes: dict[str, list[int]] = {}
     for node, text in said.items():
         nodes.setdefault(text, []).append(node)

@@ -128,7 +128,7 @@ def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
 
 
 def _two_chips(one: Accelerator | Nic, other: Accelerator | Nic) -> bool:
-    """Whether these are different accelerators, and not one that several ranks share."""
+    """Return whether these are different accelerators, and not one that several ranks share."""
     if isinstance(one, Nic) or isinstance(other, Nic):
         return False
     return (one.kind, one.index) != (other.kind, other.index)

@@ -210,8 +210,8 @@ class _Side:
 
     @cached_property
     def egress_gbs(self) -> float | None:
-        """What a rank sends to all of its node together, where a switch joins some of them, or nobody
-        says what does."""
+        """Return the GB/s that a rank sends to all of its node together, where a switch joins some
+        of them, or nobody says what does."""
         pairs = combinations(self.devices, 2)
         if self.devices[1:] and all(self._joined(*pair) in ("link", "pcie") for pair in pairs):
             return None

@@ -102,8 +102,8 @@ class SharedLinks:
 
     @cached_property
     def egress_gbs(self) -> float | None:
-        """What each rank sends to all others of its node together where all send alike, in GB/s; None:
-        it has none."""
+        """Return what each rank sends to all others of its node together where all send alike, in
+        GB/s; None: it has none."""
         nbytes = self.placement.ranks_per_node - 1
         loads = self.loads(lambda route: float(route.within))
         busy = max((carried / gbs for carried, gbs, _ in loads), default=0.0)

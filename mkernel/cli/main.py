@@ -142,7 +142,7 @@ _REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (`ulimit -u`)",
     errno.ENOMEM: "end other programs, or raise the limits of memory",
 }
-"""What to do about what the system refuses."""
+"""Maps an error of the system to what the user can do about it."""
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ _HELP = {
 }
 
 OP_HELP = f"Name one of: {ops.named()}."
-"""What the argument of a command that takes one op says."""
+"""Describes the argument of a command that takes one op."""
 
 Given = dict[str, int | bool | None]
 """Sizes by name; None where an option was not passed."""

@@ -24,10 +24,10 @@ _BLANKS = re.compile(r"[ \t]+$", re.MULTILINE)
 _UNLIMITED = 4096
 """Characters of a line in a pipe: other programs read it, and wrap it if they want to."""
 _SIMPLER = {"·": "-", "→": "->", "…": "...", "—": "-"}
-"""What stands for our own characters in an encoding that lacks them."""
+"""Maps our own characters to what replaces them in an encoding that lacks them."""
 _SIMPLIFY = "mkernel.simplify"
 MATPLOTLIB = "pip install matplotlib"
-"""How one gets what draws."""
+"""Installs the library that draws."""
 
 
 class Terminal(Console):

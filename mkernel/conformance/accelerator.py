@@ -37,7 +37,7 @@ START_TIMEOUT_S = 120.0
 nothing of a backend."""
 
 _MOST_RANKS = 16
-"""Of the largest world that is tried, where a backend does not claim how many ranks it runs."""
+"""Limits the largest world that is tried, where a backend does not claim how many ranks it runs."""
 _MOST_PROCESSES = 32
 """The most ranks that the kit starts on one machine, whatever a backend claims."""
 

@@ -1,4 +1,4 @@
-"""Who does not belong to a job reaches none of its ranks.
+"""These checks require that a process outside a job reaches none of its ranks.
 
 A stranger is a process with the same backend, and with texts of another job in which some of this job's
 stand: he knows where a rank is, and the keys of its memory, and lacks the key of its session.
@@ -23,7 +23,7 @@ _BYTES = 4096
 _SHORTEST_KEY = 16
 """Characters of a text that may hold both a place and a key."""
 _PATIENCE_S = 0.3
-"""How long each step of a stranger may take. A session may await peers that never come to him."""
+"""Limits each step of a stranger, whose session may await peers that never come."""
 
 
 def _forged(told: str, others: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ _ROUNDING: dict[str, float] = {
 }
 """Two roundings of an element, relative."""
 _DESCRIPTORS = 14
-"""What a store opens, and a rank's connection to it."""
+"""Counts the descriptors that a store and a rank's connection to it open."""
 _SLACK = {"ring_attention": 2e-2}
 _SLACK_ELSEWHERE = 2e-3
 """What one element may be off beyond rounding, relative to the output's root mean square. A wrong

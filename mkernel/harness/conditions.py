@@ -103,7 +103,7 @@ def _emulated_nic(report: Report) -> list[str]:
 
 
 def _compared(report: Report) -> list[str]:
-    """What was compared of results, in files that say so."""
+    """Describe which results were compared, in files that record it."""
     if report.conditions is None or not report.conditions.whole:
         return []
     ops = {row.shape.op for row in report.rows}
@@ -206,7 +206,7 @@ def _named(used: str) -> str:
 
 
 def _like(report: Report, name: str) -> bool:
-    """Whether a shape list has rows of the report's ops and kind of operands."""
+    """Return whether a shape list has rows of the report's ops and kind of operands."""
     scaled = report.spec.scales is not None
     ops = {row.shape.op for row in report.rows}
     return (name == FP8) == scaled and any(shape.op in ops for shape in listed(name))

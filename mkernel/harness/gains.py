@@ -22,7 +22,7 @@ from mkernel.harness.results import Entry, Report, Row, read
 WHOLE_LAYERS = "whole_layers"
 """The file of layers of several ops, which ``bench/whole_layers.py`` writes."""
 LIMITS_US = (20.0, 200.0)
-"""Of a best peer's time: between calls that their launch bounds, those in between, and long ones."""
+"""Divide calls by the best peer's time: launch-bound ones, those in between, and long ones."""
 
 
 class Gain(NamedTuple):
@@ -42,7 +42,7 @@ class Gain(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """That time over mkernel's: above 1, mkernel is faster."""
+        """Return the fastest peer's time over mkernel's: above 1, mkernel is faster."""
         best = self.best_us
         return best / self.mine_us if best is not None and self.mine_us is not None else None
 
@@ -82,12 +82,12 @@ class Series:
 
     @property
     def on(self) -> str:
-        """How many ranks on which card."""
+        """Return how many ranks ran on which card."""
         return f"{self.ranks} x {self.card or 'GPU'}"
 
     @property
     def measured(self) -> str:
-        """Of which commit, and on which day."""
+        """Return which commit was measured, and on which day."""
         return f"`{self.commit[:8]}`{' (lost)' if self.lost else ''}, {self.date}"
 
     @property
@@ -97,7 +97,7 @@ class Series:
 
     @property
     def ratios(self) -> list[float]:
-        """Of the rows that have one."""
+        """Return the ratios of the rows that have one."""
         return [row.ratio for row in self.rows if row.ratio is not None]
 
     @property
@@ -221,7 +221,7 @@ def _gain(report: Report, row: Row, drawn: bool) -> Gain:
 
 
 def _why(row: Row, mine: Entry | None) -> str:
-    """Why there is no ratio; empty where there is one."""
+    """Return why there is no ratio; empty where there is one."""
     if mine is None or mine.figures is None:
         return "mkernel was not timed" if mine is None else f"mkernel {mine.state}: {mine.why}"
     if row.best_peer is not None:

@@ -27,9 +27,9 @@ from mkernel.harness.problem import Inputs, Problem, Tensors
 
 
 class GatheredExperts(Contender):
-    """All tokens to all ranks, of which each rank takes the rows of its experts: a gather, a copy and
-    a grouped product. Results come home as sums of ranks, by a reduce-scatter. Gathers go on beside
-    what does not need them."""
+    """A peer that sends all tokens to all ranks, each of which takes the rows of its experts: a
+    gather, a copy and a grouped product. Results come home as sums of ranks, by a reduce-scatter.
+    Gathers overlap with what does not need them."""
 
     name = "gather+grouped"
 

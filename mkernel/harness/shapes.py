@@ -70,7 +70,7 @@ def shapes(
 
 @cache
 def listed(name: str) -> tuple[Shape, ...]:
-    """All rows of a shipped list; none where no list is called so."""
+    """Return all rows of a shipped list; none where no list has that name."""
     return _read(name) if name in SHIPPED else ()
 
 

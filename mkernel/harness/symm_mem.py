@@ -93,7 +93,7 @@ class SymmMem(Contender):
         return unusable(problem) or scales_without_product(problem)
 
     def outputs(self) -> Tensors:
-        """Of AllReduce, in symmetric memory, where the product is written and summed."""
+        """Return GEMM+AllReduce's output in symmetric memory, where products are summed."""
         if not self._sums:
             return {}
         shape, _ = self.problem.memory("op")["out"]

@@ -27,8 +27,8 @@ from mkernel.harness.protocol import Clock
 from mkernel.harness.spec import LOOP_CALLS, Mode
 
 SHARE = 1 / 24
-"""Of a device's memory, what the results of one contender's loop may take: 3.3 GiB of 80, which is 20
-results of 170 MiB."""
+"""Limits the share of a device's memory that the results of one contender's loop take: 3.3 GiB of
+80, which is 20 results of 170 MiB."""
 _KEPT_ON_CPU = 256 << 20
 
 PARTS = ("communication", "bytes")

@@ -85,7 +85,7 @@ def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, outpu
 
 
 def rows_backward(ctx: Any, of_gathered: Tensor) -> Any:
-    """Of AG(a) alone; nothing depends on b."""
+    """Differentiate AG(a) alone; nothing depends on b."""
     a, b = ctx.saved_tensors
     needs_a = ctx.needs_input_grad[0]
     return _of_gather(ctx, a, [b], [], [None], of_gathered, needs_a, False, False)[0], None

@@ -1,4 +1,4 @@
-"""How many floating-point operations an op's products take on one rank, by which torch's
+"""Counts the floating-point operations that an op's products take on one rank, by which torch's
 ``FlopCounterMode`` counts registered ops.
 
 Torch's conventions hold: a multiplication and its addition are two operations, and attention is

@@ -428,7 +428,7 @@ class GemmOp:
 
     @property
     def flops(self) -> Callable[..., int]:
-        """What counts the operations of its product."""
+        """Return the function that counts the operations of the op's product."""
         return flops.gather if self.gathers else flops.own_rows
 
     def dim_of(self, options: dict[str, int]) -> int:

@@ -181,7 +181,7 @@ def _has_tangent(value: Tensor) -> bool:
 
 
 _is_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda value: False)
-"""Whether a tensor is what torch differentiates a batch of gradients with."""
+"""Returns whether a tensor is one that torch differentiates a batch of gradients with."""
 
 
 def _has_own_behaviour(kind: type[Tensor]) -> bool:

@@ -60,8 +60,8 @@ class AcceleratorCapabilities(Model):
     chunk_invariant: bool = True
     """Whether results are bit-identical for every chunk size."""
     sums_in_rank_order: bool = True
-    """Whether what ranks add to a sum is added in rank order, in float32; else in another order, which
-    is fixed too."""
+    """States whether what ranks add to a sum is added in rank order, in float32; if not, it is
+    added in another order, which is fixed too."""
     most_ranks: int | None = None
     """Of a world; None: any number."""
     stream_ordered: bool = False

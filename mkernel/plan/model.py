@@ -278,7 +278,8 @@ class CommonPart(Model):
 
     @property
     def egress_gbs(self) -> float | None:
-        """What a rank sends to all others of its node together, by the routes; None: it has none."""
+        """Return the GB/s at which a rank sends to all others of its node together, by the routes;
+        None: it has none."""
         return egress_gbs(self.routes, self.placement)
 
     @property

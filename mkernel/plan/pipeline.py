@@ -88,8 +88,9 @@ class Pipeline:
 
     @property
     def blocks_in_turn(self) -> bool:
-        """Whether all communication blocks take all messages in turn, since messages are grouped, or
-        destinations are more than blocks; else each destination has as many blocks as another."""
+        """Return whether all communication blocks take all messages in turn, because messages are
+        grouped, or there are more destinations than blocks; else each destination has as many
+        blocks as another."""
         return self.grouped or self.comm_blocks < self.destinations
 
     @property

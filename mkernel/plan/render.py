@@ -108,11 +108,11 @@ _WAYS: Mapping[RouteKind, str] = {
     "relay": "by a neighbour's NIC",
     "host": "by host memory",
 }
-"""How bytes go from a rank to another."""
+"""Names the ways in which bytes go from one rank to another."""
 
 
 def _routes(made: CommonPart, pairs: Mapping[RouteKind, int]) -> str:
-    """How many ordered pairs of ranks send to each other in which way."""
+    """Return how many ordered pairs of ranks send to each other in each way."""
     ways = {**_WAYS, "group": f"by {made.carrier or 'a process group'}"}
     said = ", ".join(f"{pairs[kind]} {ways[kind]}" for kind in sorted(pairs))
     return f"pairs of ranks: {said}" if said else "none needed"

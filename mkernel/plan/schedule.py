@@ -26,13 +26,13 @@ class Schedule(Model):
 
     @property
     def whole_tokens(self) -> bool:
-        """Whether all tokens of a dispatch travel to every rank, not only those wanted there."""
+        """Return whether all tokens of a dispatch go to every rank, not only those wanted there."""
         return False
 
     @property
     def one_exchange(self) -> bool:
-        """Whether partial results of an all-reduce go whole to every rank, where others go to their
-        owners, whose sums travel again."""
+        """Return whether partial results of an all-reduce go whole to every rank; else they go to
+        their owners, whose sums travel again."""
         return False
 
     @property

@@ -70,8 +70,8 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = {
     },
     "ring_attention": {"batch": 1, "heads": 8, "kv_heads": 2, "sequence": 1536, "head_dim": 64},
 }
-"""What the command line runs where it is not told otherwise: seconds on a laptop. An AllGather+GEMM of
-this size computes as long as it communicates on 2 x 2 simulated A3."""
+"""Holds the sizes that the command line runs by default, which take seconds on a laptop. An
+AllGather+GEMM of this size computes as long as it communicates on 2 x 2 simulated A3."""
 
 
 def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str, int]:

@@ -286,8 +286,8 @@ class Calls:
 
     @property
     def _limit_s(self) -> float:
-        """How long a call may take to end. Its own waits end by the deadline; before it starts, the
-        user's own work may be queued."""
+        """Return how long a call may take to end, in seconds. Its own waits end by the deadline;
+        before it starts, the user's own work may be queued."""
         return 2 * self._failure.timeout_s + DRAIN_S
 
     def _late(self, what: str, limit_s: float) -> Timeout:

@@ -240,8 +240,8 @@ class FailureMonitor:
         return next(filter(None, (each.failure() for each in self.accelerators)), None)
 
     def _own_notice(self) -> Notice | None:
-        """What this rank recorded as wrong before anybody told, or that it joins for too long. The
-        watchdog's thread."""
+        """Return what this rank recorded as wrong before any rank reported an error, or that it joins
+        for too long. Runs on the watchdog's thread."""
         if self.notice is not None:
             return None
         found, joining = self._recorded(), self.joining

@@ -17,7 +17,8 @@ from mkernel.errors import Timeout
 
 _T = TypeVar("_T")
 _LATER_S = 2.0
-"""How long after the deadline its waits, which say what they waited for, are given up themselves."""
+"""Sets how long after the deadline waits are given up that should have ended and reported by
+themselves."""
 
 
 class JoinDeadline:

@@ -351,7 +351,8 @@ class World:
         device, failure = self.accelerator.device, self._failure
 
         def limit_s() -> float:
-            """How long another world of this process may keep its turn: its calls end by then."""
+            """Return how long another world of this process may keep its turn: its calls
+            end by then."""
             return 2 * failure.timeout_s + DRAIN_S
 
         return Turns(device, name, limit_s, self._drain, failure.tell)

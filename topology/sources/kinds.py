@@ -64,8 +64,8 @@ def accelerator(pci_class: int, vendor: int | None, device: int | None) -> KindN
 
 
 def why_none(pci_class: int, vendor: int | None, device: int | None) -> str | None:
-    """Why a display or processing function is no accelerator, for a note. None: it is one, or is
-    neither, or is a console of a vendor that makes no accelerators."""
+    """Return why a display or processing function is no accelerator, for a note. None: it is one,
+    or is neither, or is a console of a vendor that makes no accelerators."""
     if not is_display(pci_class) or accelerator(pci_class, vendor, device) is not None:
         return None
     name = f"{model(vendor, device)}, of class {pci_class:04x},"

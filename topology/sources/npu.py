@@ -35,8 +35,8 @@ _LOWER = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
 
 
 def is_text(text: str) -> bool:
-    """Whether a text is what ``npu-smi info`` or ``npu-smi info -t topo`` prints, or both; neither
-    is ever longer than 1 MiB."""
+    """Return whether a text is what ``npu-smi info`` or ``npu-smi info -t topo`` prints, or both;
+    neither is ever longer than 1 MiB."""
     return len(text) <= _MOST_CHARACTERS and bool(parse(text).accelerators)
 
 

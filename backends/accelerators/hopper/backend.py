@@ -272,11 +272,12 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         return known_height(routing)
 
     def captured(self) -> bool:
-        """Whether a CUDA graph holds calls of the world."""
+        """Return whether a CUDA graph holds calls of the world."""
         return self._session is not None and self._session.captured
 
     def await_replays(self) -> threading.Event:
-        """Of the rank's device, all of it: no stream says what it replays."""
+        """Return an event that is set once the rank's whole device is done, because no stream
+        reveals what it replays."""
         return self._open_session().await_device()
 
     def refused(self) -> MkernelError | None:

@@ -1,5 +1,6 @@
-"""Which ops the planner may choose. Claims do not depend on the build: a machine without the
-kernels plans for one that has them, and :meth:`HopperAccelerator.status` says what cannot run here."""
+"""Declares the ops that the planner may choose. Claims do not depend on the build: a machine
+without the kernels plans for one that has them, and :meth:`HopperAccelerator.status` reports what
+cannot run here."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
 UNCLAIMED: tuple[str, ...] = ()
-"""What has kernels and worlds do not run yet, since it has not been seen right on GPUs: ops; of ring
-attention also ``documents`` that are packed, worlds ``between nodes``, long sequences in
-``pieces``, our own kernel on parts, ``attention core``, and in place of parts, ``attention kernel``; of
-MoE ``experts between nodes``; of GEMM+AllReduce on nodes of several ranks ``hierarchical
-all-reduce``; of 16-bit operands on the library path ``products in parts``."""
+"""Names what has kernels but is not run by worlds yet, because it has not been seen right on GPUs:
+ops; for ring attention also packed ``documents``, worlds ``between nodes``, long sequences in
+``pieces``, our own kernel on parts, ``attention core``, and in place of parts,
+``attention kernel``; for MoE ``experts between nodes``; for GEMM+AllReduce on nodes of several ranks
+``hierarchical all-reduce``; for 16-bit operands on the library path ``products in parts``."""
 MOST_RANKS = 16
 """Of a world; as in device/network.cuh."""
 _TORCH = (2, 8)

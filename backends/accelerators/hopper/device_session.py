@@ -158,7 +158,8 @@ class DeviceSession:
 
     @property
     def captured(self) -> bool:
-        """Whether a CUDA graph holds calls of the world. Nothing can be waited for in mid-capture."""
+        """Return whether a CUDA graph holds calls of the world. Nothing can be waited for while one
+        is captured."""
         return self._order.captured and not torch.cuda.is_current_stream_capturing()
 
     def await_device(self) -> threading.Event:

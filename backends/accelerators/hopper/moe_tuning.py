@@ -35,11 +35,11 @@ TILE_ROWS = 256
 SUM_BLOCKS_A_CORE = 8
 """Of 256 threads: as many as a multiprocessor runs at a time."""
 MOST_ROW_BYTES = 1 << 35
-"""Of the rows of a product: kernels count them by 16 bytes, in 31 bits."""
+"""Bounds the bytes of a product's rows, exclusively: kernels count them by 16 bytes, in 31 bits."""
 MOST_WORDS = (1 << 31) - 1
-"""Of a routing's tables (kernels/moe/tables.cuh)."""
+"""Limits the words of a routing's tables (kernels/moe/tables.cuh)."""
 MOST_EXPERTS = (192 << 10) // 12
-"""Of a rank, which are counted in shared memory (kernels/moe/routing.cu)."""
+"""Limits the experts of a rank, which kernels count in shared memory (kernels/moe/routing.cu)."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:

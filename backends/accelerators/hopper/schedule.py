@@ -51,7 +51,7 @@ class GatherSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Where no blocks push."""
+        """Return whether copy engines carry the rows, as they do where no blocks push."""
         return self.push_blocks == 0
 
 
@@ -83,7 +83,7 @@ class ReduceSchedule(Schedule):
 
     @property
     def partials(self) -> str:
-        """That of results, to which each partial result is rounded."""
+        """Return ``results``: each partial result is rounded to the dtype of results."""
         return "results"
 
 
@@ -106,7 +106,7 @@ class FewRowsSchedule(Schedule):
 
     @property
     def partials(self) -> str:
-        """That of the products."""
+        """Return the dtype of the products, in which partial results travel."""
         return self.product
 
 
@@ -186,7 +186,7 @@ class ProductSchedule(Schedule):
 
     @property
     def partials(self) -> str:
-        """That of the products."""
+        """Return the dtype of the products, in which partial results travel."""
         return self.product
 
 
@@ -204,7 +204,7 @@ class LibrarySchedule(ProductSchedule):
 
     @property
     def one_exchange(self) -> bool:
-        """Where ``way`` is everything to everyone."""
+        """Return whether ``way`` sends everything to everyone at once."""
         return self.way == "one_shot"
 
 
@@ -222,7 +222,7 @@ class SumSchedule(Schedule):
 
     @property
     def one_exchange(self) -> bool:
-        """Where ``way`` is everything to everyone."""
+        """Return whether ``way`` sends everything to everyone at once."""
         return self.way == "mail"
 
 
@@ -278,7 +278,7 @@ class DispatchSchedule(Schedule):
 
     @property
     def whole_tokens(self) -> bool:
-        """Where no blocks push."""
+        """Return whether all tokens travel to every rank, as they do where no blocks push."""
         return self.push_blocks == 0
 
 

@@ -133,7 +133,7 @@ class DispatchSchedule(ExchangeSchedule):
 
     @property
     def whole_tokens(self) -> bool:
-        """As ``gathers`` says."""
+        """Return whether all tokens travel to every rank, as ``gathers`` says."""
         return self.gathers == "whole"
 
 

@@ -221,7 +221,7 @@ def _half_partials_where_wide(ended: Ended) -> None:
 
 
 def _sum_from_the_last_rank(ended: Ended) -> None:
-    """What ranks add is added once more, in another order."""
+    """Add once more, in another order, what the ranks have added."""
     call, out = ended.call, ended.outputs["out"]
     own = call.tensors["a"].float() @ call.tensors["b"].float()
     terms = [torch.empty_like(own) for _ in range(call.plan.world_size)]
@@ -245,7 +245,7 @@ def _take_ranks_modulo_8(ended: Ended) -> None:
 
 
 def _calls(ended: Ended) -> int:
-    """How many calls of its plan there were, this one included."""
+    """Return how many calls of its plan there were, this one included."""
     key = "calls", ended.call.plan.digest()
     ended.kept[key] = ended.kept.get(key, 0) + 1
     return int(ended.kept[key])
