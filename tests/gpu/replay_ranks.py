@@ -1,4 +1,4 @@
-"""What ranks of ``test_replays_on_gpus`` do: replays of which nobody hears; a rank that is stopped."""
+"""Defines what ranks of ``test_replays_on_gpus`` do: unheard replays, and a rank that is stopped."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def replays_at_once(beside: str, tries: int) -> list[str]:
 
 
 def tangents() -> list[str]:
-    """Which calls take a tangent, of operands that native code has seen before."""
+    """Return the calls that took a tangent, of operands that native code has seen before."""
     a, b = operands()
     found = []
     for op in OPS:

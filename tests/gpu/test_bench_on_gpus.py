@@ -173,7 +173,7 @@ def test_a_predecessors_result_has_no_figure(mode: Mode, ranks: int) -> None:
 @needs_gpus(2)
 @pytest.mark.parametrize("op", OPS)
 def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(op: OpName) -> None:
-    """Of results with more rows than are compared singly; all 20 results of a large shape fit too."""
+    """Results have more rows than are compared singly; all 20 results of a large shape fit too."""
     name = "mkernel.harness.planted:OneWrongRow"
     shapes = (Shape(op=op, m=2048, n=512, k=512), Shape(op=op, m=8192, n=8192, k=512))
     made = bench(

@@ -46,7 +46,7 @@ def microseconds(call: Callable[[], object]) -> float:
 @pytest.mark.alone
 @pytest.mark.parametrize("tokens", [8192, 32768])
 def test_sums_and_copies_of_rows_run_at_the_rate_of_a_copy(tokens: int) -> None:
-    """Also where the room for rows is twice what is used, as a capacity makes it."""
+    """The rate holds also where the room for rows is twice what is used, as a capacity makes it."""
     ids = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP).indices
     weights = torch.rand(tokens, TOP, device="cuda")
     routing = Sorted(ids, MINE, tokens * TOP)

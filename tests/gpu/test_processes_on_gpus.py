@@ -17,7 +17,7 @@ pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 
 
 def found(torchrun: list[str], *options: str, **environment: str) -> str:
-    """What two ranks print: eager calls and replays of graphs, all judged."""
+    """Return what two ranks print of eager calls and replays of graphs, all judged."""
     ended = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", str(RANK), *options],
         env={
@@ -46,7 +46,7 @@ def test_expandable_segments(torchrun: list[str]) -> None:
 
 
 def test_processes_that_see_one_gpu_each(torchrun: list[str]) -> None:
-    """As SLURM with ``--gpus-per-task`` and Ray start them: each rank's device is number 0."""
+    """SLURM with ``--gpus-per-task`` and Ray start ranks so: each rank's device is number 0."""
     told = found(torchrun, "--one-gpu")
     for rank in range(2):
         right = f"rank {rank} sees 1 GPU(s), expandable segments False: 0 failures []"

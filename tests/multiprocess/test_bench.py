@@ -134,7 +134,7 @@ def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: s
 
 
 def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(tmp_path: Path) -> None:
-    """Of results with more rows than are compared singly."""
+    """Results have more rows than are compared singly."""
     file, name = tmp_path / "x.json", "mkernel.harness.planted:OneWrongRow"
     done = bench(GEMMS_BY_ALIAS, *SMALL, "--shapes", "1024x128x64", "--accelerator", "streams",
                  "--only-peers", "--peers", name, "--mode", "eager", "--json", str(file))  # fmt: skip

@@ -64,7 +64,7 @@ def test_run_shows_what_it_did() -> None:
 
 
 def test_the_first_job_shows_its_point() -> None:
-    """What `make run` runs computes as long as it communicates, and a sentence says what is gained."""
+    """The job of `make run` computes as long as it communicates, and reports what overlap gains."""
     done = mkernel("run", "all_gather_gemm", *ASCEND, "--json")
     assert done.returncode == 0, done.stderr
     report = RunReport.model_validate_json(done.stdout)
@@ -377,8 +377,9 @@ def test_ctrl_c_ends_everything() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    """Also to the launcher alone. Where that is killed its fork server cleans up behind it. Signals
-    have their defaults there: under nohup, which ignores SIGHUP, the launcher ignores it too."""
+    """A signal to the launcher alone leaves nothing either. If the launcher is killed, its fork
+    server cleans up after it. Signals have their defaults there: under nohup, which ignores SIGHUP,
+    the launcher ignores it too."""
     process = subprocess.Popen(
         ["env", "--default-signal", MKERNEL, "run", "ag_gemm", *STREAMS, "--iterations", "100000"],
         stdout=subprocess.DEVNULL,

@@ -129,7 +129,7 @@ def next_world(accelerator: str, nodes: int, port: int) -> World:
 
 
 def worlds_that_stay(accelerator: str, nodes: int, port: int) -> list[str]:
-    """What a rank still has of worlds after they ended, with the collector off."""
+    """Return what a rank still has of worlds after they ended, with the collector off."""
     mkernel.finalize()
     found = []
     gc.collect()

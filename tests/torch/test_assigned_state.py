@@ -70,7 +70,7 @@ LAYERS: tuple[tuple[Callable[[], Module], Mapping[str, Tensor]], ...] = (
 
 
 def assigned() -> list[str]:
-    """What is wrong with layers that were made on ``meta`` and got their tensors from a whole one's."""
+    """Return what is wrong with layers made on ``meta`` that got a whole layer's tensors."""
     found = []
     for make, whole in LAYERS:
         usual = make()
@@ -113,7 +113,7 @@ def test_a_rank_keeps_its_part_alone(ranks: int) -> None:
 
 
 def from_parameters() -> None:
-    """Of a whole layer's own parameters, which require grad: the part is a leaf."""
+    """Load a whole layer's own parameters, which require grad: the part is a leaf."""
     whole = torch.nn.Linear(H, INNER)
     layer = RowParallelLinear(H, INNER)
     layer.load_state_dict(whole.state_dict(keep_vars=True), assign=True)

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 all_gather: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-"""As torch calls them since 2.13, and before."""
+"""Torch has called them ``_single`` since 2.13, and called them ``_tensor`` before."""
 
 RANKS = 2
 B, S, H, N = 3, 8, 12, 20

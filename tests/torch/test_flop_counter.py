@@ -28,7 +28,7 @@ M, K, N = 16, 32, 8
 ONE = 2 * M * K * N
 T, H, F, EXPERTS, TOP_K = 6, 8, 12, 4, 2
 ROWS = T * TOP_K
-"""Of a rank's experts, where each gets as many as any other."""
+"""Counts the rows of a rank's experts, where each gets as many as any other."""
 
 
 def counted(call: Callable[[], Any]) -> int:
@@ -46,7 +46,7 @@ def backward(result: Any) -> None:
 
 
 def of_products() -> dict[str, tuple[int, int]]:
-    """By what is called, operations that were counted and those that the products take."""
+    """Return, by call, the operations that were counted and those that the products take."""
     part, whole, b = drawn(M // RANKS, K), drawn(M, K), drawn(K, N)
     fixed = part.detach()
     found = {}

@@ -135,7 +135,7 @@ def calls_made() -> int:
 
 
 def outcome(call: Call, dual: str, operands: Operands) -> str:
-    """How a call ends of which one operand has a tangent; empty: as it should."""
+    """Return how a call ends whose operand ``dual`` has a tangent; empty: as it should."""
     with forward_ad.dual_level():
         tangent = torch.ones_like(operands[dual])
         given = {**operands, dual: forward_ad.make_dual(operands[dual], tangent)}
@@ -150,8 +150,9 @@ def outcome(call: Call, dual: str, operands: Operands) -> str:
 
 
 def wrongs(name: str, call: Call, operands: Operands, most: int = 0) -> Iterator[str]:
-    """What is wrong with the refusals of a call: a tangent on each operand in turn, beside others that
-    do and do not require grad. ``most``: calls that may run before the operand is looked at."""
+    """Yield what is wrong with the refusals of a call: a tangent on each operand in turn, beside
+    others that do and do not require grad. ``most``: calls that may run before the operand is
+    looked at."""
     for dual in operands:
         for wanting in (None, *operands):
             given, before = dict(operands), calls_made()
@@ -174,7 +175,7 @@ def found_in(*kinds: Callable[[], Iterator[tuple[str, Call, Operands]]]) -> list
 
 
 def goes_on() -> list[str]:
-    """Whether a call is right now; what is wrong."""
+    """Return what is wrong with a call that is made now; empty: nothing."""
     ones = torch.ones(ROWS, N)
     right = torch.full((ROWS, N), float(N * mkernel.world().size))
     same = torch.equal(mkernel.gemm_all_reduce(ones, torch.ones(N, N)), right)

@@ -1,4 +1,4 @@
-"""What result files and pages say of commits and seeds holds against the repository's history."""
+"""Checks what result files and pages report of commits and seeds against the history."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_seeds_of_files_that_constants_were_fitted_to_are_spent() -> None:
 
 
 def constants(commit: str) -> Any:
-    """What plans were made by at a commit, without the words."""
+    """Return the constants by which plans were made at a commit, without the words."""
 
     def numbers(content: Any) -> Any:
         if isinstance(content, dict):

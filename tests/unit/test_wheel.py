@@ -1,4 +1,4 @@
-"""What a wheel is made of, and what is installed from it beside what users write."""
+"""Tests what a wheel is made of, and what is installed from it beside what users write."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pytestmark = [
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """What a command prints; the test fails where it does."""
+    """Return what a command prints; fail the test if the command fails."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -84,7 +84,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_native_code_of_plug_ins_compiles_with_the_headers_of_a_wheel(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """What a wheel has of native code: modules and libraries, and the headers for plug-ins."""
+    """A wheel's native code is modules and libraries, and the headers for plug-ins."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
@@ -117,7 +117,7 @@ def python(tmp_path: Path) -> Path:
 
 
 def packages(site: Path) -> Iterator[Path]:
-    """Of a folder of packages, all but mkernel and what puts it on the path."""
+    """Yield the entries of a folder of packages, all but mkernel and what puts it on the path."""
     for entry in site.iterdir():
         if "mkernel" not in entry.name and entry.suffix != ".pth" and entry.name != "__pycache__":
             yield entry

@@ -1,4 +1,4 @@
-"""All rows of large results compared by their products with random columns."""
+"""All rows of large results are compared by their products with random columns."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _run(arguments: Sequence[str], stdout: IO[str], stderr: IO[str]) -> int:
 
 
 class _Said(io.BytesIO):
-    """What a stream was given; stays when the stream is closed."""
+    """A buffer that keeps what a stream was given when the stream is closed."""
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""How many ranks the kit's largest world has."""
+"""The kit's largest world has as many ranks as are claimed and fit."""
 
 from __future__ import annotations
 

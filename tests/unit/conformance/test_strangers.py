@@ -1,4 +1,4 @@
-"""What a stranger of the kit knows: another job's texts, with one thing of this job's in them."""
+"""A stranger of the kit knows another job's texts, with one thing of this job's in them."""
 
 from __future__ import annotations
 

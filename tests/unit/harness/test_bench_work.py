@@ -84,7 +84,7 @@ class OneWrongRow(Honest):
 
 
 def errors(made: Work, turn: int) -> list[float]:
-    """Of the calls of a turn, from the last to the first that is checked."""
+    """Return the errors of a turn's calls, from the last to the first that is checked."""
     wanted = made.prepare(turn)
     return [each["out"].error for each in checked(wanted, made.run(), sampled=True)]
 

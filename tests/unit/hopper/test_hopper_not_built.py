@@ -37,7 +37,7 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def not_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """What commands print in a process that can import neither module, by name."""
+    """Return each command's exit code and output where neither module can be imported, by name."""
     folder = tmp_path_factory.mktemp("elsewhere")
     nvcc = folder / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)

@@ -35,7 +35,7 @@ def backend() -> HopperAccelerator:
 
 
 def refused(backend: HopperAccelerator, op: str, world: int, sizes: Any, **options: Any) -> str:
-    """Why a call is not planned, or not launched; empty: neither. ``sizes``: of tensors that fit."""
+    """Return why a call is not planned or launched; empty: it is. ``sizes``: of tensors that fit."""
     try:
         made = gpu_plan(backend, op, world, sizes, **{"dtype": "bfloat16", **options})
         backend.workspace(made)
@@ -45,7 +45,7 @@ def refused(backend: HopperAccelerator, op: str, world: int, sizes: Any, **optio
 
 
 def products() -> Iterator[tuple[str, int, dict[str, int]]]:
-    """Of two bytes an element, as large as a GPU holds."""
+    """Yield products of two bytes an element, as large as a GPU holds."""
     for world in WORLDS:
         for m in (16, 1 << 17, 1 << 24):
             rows = -(-m // world) * world
@@ -103,7 +103,7 @@ def test_attention_of_all_lengths_is_launched(
 
 
 def test_calls_of_experts_are_launched_or_not_planned(backend: HopperAccelerator) -> None:
-    """What kernels of a dispatch cannot number is refused when it is planned, by name."""
+    """Planning refuses, by name, what kernels of a dispatch cannot number."""
     said, found = set(), []
     for world, tokens, hidden, (experts, top_k) in itertools.product(
         WORLDS, (1, 1 << 13, 1 << 20, 1 << 24), (64, 4096), ((8, 2), (256, 8), (1 << 15, 1))
@@ -128,7 +128,7 @@ def test_calls_of_experts_are_launched_or_not_planned(backend: HopperAccelerator
 
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_flags_are_counted_as_kernels_number_them(backend: HopperAccelerator, op: str) -> None:
-    """By the tiling of the plan: the most columns that a launch takes are those that are planned."""
+    """The most columns that a launch takes with the plan's tiling are those that are planned."""
     made, gathers = native(), op == "gemm_all_reduce"
     for tiling, (_, width) in tuning.CLUSTER_TILES.items():
         for world, rows in ((2, 1 << 16), (8, 5000)):

@@ -20,7 +20,7 @@ SOCKETS = 16.0
 
 
 def dump(tmp_path: Path, links: str = "", width: int = 16) -> Topology:
-    """As NCCL dumps two sockets with two H100 PCIe each. ``links``: inside each GPU."""
+    """Return two sockets with two H100 PCIe each, as NCCL dumps them. ``links``: in a GPU."""
     cpus, bus = "", 16
     for numa in range(2):
         gpus = ""
@@ -45,7 +45,7 @@ def rate(found: WorldMap, src: int, dst: int) -> float:
 
 
 def gbs_of_all(links: SharedLinks) -> float:
-    """What a rank sends to all others, where all send alike, by the links' loads."""
+    """Return the GB/s that a rank sends to all others if all send alike, by the links' loads."""
     ranks = links.placement.ranks_per_node
     return (ranks - 1) / max(nbytes / gbs for nbytes, gbs, _ in links.loads(lambda _: 1.0))
 
@@ -103,7 +103,8 @@ def test_gpus_below_one_switch_share_its_upstream_link() -> None:
 
 
 def test_cards_are_on_pcie_whoever_describes_them() -> None:
-    """Of a source that cannot see links, cards' say enough; of others the constants' rate stands."""
+    """Where a source cannot see links, names of PCIe cards say enough; for others the constants'
+    rate stands."""
     for name, expected in (
         ("NVIDIA H100 PCIe", X16),
         ("NVIDIA A100-PCIE-80GB", X16),

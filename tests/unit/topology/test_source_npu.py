@@ -158,7 +158,7 @@ def test_rows_behind_one_that_is_not_understood_count() -> None:
 
 
 def chips(*lower: str, model: str = "310P3", card: int = 2) -> str:
-    """As ``npu-smi info`` prints chips of one card: the card again for each of them."""
+    """Return chips of one card as ``npu-smi info`` prints them: the card again for each of them."""
     upper = f"| {card}     {model}     | OK    | NA   45  |"
     return "\n".join(f"{upper}\n| {each} | 0   1529 / 44280 |" for each in lower)
 

@@ -182,7 +182,7 @@ def test_ends_that_a_virtual_machine_hides_are_switches(tmp_path: Path, fail: se
 def test_links_that_are_all_down_are_known_unless_nobody_answers(
     fail: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As in virtual machines that hide them: their absence says nothing then."""
+    """Virtual machines may hide links, and then their absence says nothing."""
     gpus = [("NVIDIA H100 PCIe", f"0000000{i}:3B:00.0") for i in range(2)]
     found = nvml.read(tmp_path, FakeNvml(gpus, fail))
     assert (found.fabric, found.fabric_known) == ((), not fail)

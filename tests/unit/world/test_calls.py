@@ -284,7 +284,7 @@ def test_a_known_call_makes_its_output_as_a_call_through_python_does(
 
 
 def broken(failure: Mock) -> None:
-    """From now on a replay has recorded a time-out."""
+    """Report from now on that a replay has recorded a time-out."""
     failure.raise_recorded.side_effect = Timeout("a replay waited for rank 1")
 
 
