@@ -388,12 +388,15 @@ def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None
         start_new_session=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
-    deadline = time.monotonic() + PATIENCE_S
-    while len(group_of(process.pid)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)  # launcher, resource tracker, fork server, two ranks
-    assert process.poll() is None
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(group_of(process.pid)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)  # launcher, resource tracker, fork server, two ranks
+        assert process.poll() is None
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()  # where the signal did not end it, it would go on behind the tests
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number
         assert stderr == f"stopped by {number.name}\n"
