@@ -20,7 +20,7 @@ from mkernel import __version__, failure_record
 from mkernel.doctor import Row, Source, examine, setting_rows
 from mkernel.errors import ArgumentError
 from mkernel.printable import one_line
-from mkernel.topology.model import Finite, Model
+from mkernel.topology.model import Model
 
 _ENVIRONMENT = Path(__file__).with_suffix(".json")
 
@@ -81,7 +81,7 @@ def collect(topology: dict[str, Any] | str, notes: tuple[str, ...] = ()) -> BugR
     return BugReport.model_validate(anonymous(made.model_dump(mode="json")))
 
 
-class _Environment(Finite):
+class _Environment(Model):
     source: str
     variables: tuple[str, ...]
     packages: tuple[str, ...]

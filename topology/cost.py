@@ -18,10 +18,10 @@ from typing_extensions import Self
 from mkernel.errors import ArgumentError
 from mkernel.schema_version import SchemaVersion
 from mkernel.topology.defaults import defaults
-from mkernel.topology.model import Finite
+from mkernel.topology.model import Model
 
 
-class CutTiles(Finite):
+class CutTiles(Model):
     """Tiles of a last wave that is not full, cut along K: cores that have none take parts of them, in
     the same launch, and one adds up what the others keep."""
 
@@ -32,7 +32,7 @@ class CutTiles(Finite):
     kept_us: float = Field(ge=0, description="and for each other part that is added to it")
 
 
-class SendingRates(Finite):
+class SendingRates(Model):
     """Constants that hold what a rank sends to all peers together, as ``egress_gbs``."""
 
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
@@ -48,7 +48,7 @@ class SendingRates(Finite):
         return self.model_copy(update={**limited, "egress_gbs": min(self.egress_gbs, gbs)})
 
 
-class Tile(Finite):
+class Tile(Model):
     """A size of output tiles that a GEMM kernel computes, on how many cores together, and how fast one
     core does."""
 
@@ -59,7 +59,7 @@ class Tile(Finite):
     cut: CutTiles | None = Field(None, description="None: those of a last wave are not cut")
 
 
-class OneShot(Finite):
+class OneShot(Model):
     """Which partial results of an all-reduce go to every rank in one exchange, where others are added
     up by their owners, whose sums travel in a second one."""
 
@@ -71,7 +71,7 @@ class OneShot(Finite):
         return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
 
 
-class BriefCalls(Finite):
+class BriefCalls(Model):
     """Calls whose ranks end without a wait for their peers: those of few bytes."""
 
     most_bytes: int = Field(
@@ -110,7 +110,7 @@ class MailTwice(SendingRates):
         return nbytes <= self.most_bytes
 
 
-class LoadedLines(Finite):
+class LoadedLines(Model):
     """Lines of memory that tiles load, of which cores get only so many in a time: one a row of a step
     of K that is as long as a line, and ``uneven`` where it does not begin with one."""
 
@@ -126,7 +126,7 @@ class LoadedLines(Finite):
         return rows * (begin + (1 - begin) * self.uneven) / self.lines_a_us
 
 
-class StreamedProducts(Finite):
+class StreamedProducts(Model):
     """Products of a library that shares steps of K out among all cores, so that no wave is left unfull:
     its time is a sum of rates and has no steps."""
 
@@ -224,7 +224,7 @@ class FewRowsConstants(SendingRates):
     )
 
 
-class LinkConstants(Finite):
+class LinkConstants(Model):
     """Rates and latencies of the links between devices. What a file leaves out is as
     ``topology/data/links.json`` says."""
 
@@ -280,7 +280,7 @@ class LinkConstants(Finite):
     )
 
 
-class ConstantsFile(Finite):
+class ConstantsFile(Model):
     """What a file of constants begins with: a file of another version is refused by that first."""
 
     schema_version: Annotated[Literal[1], SchemaVersion] = 1

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mkernel.topology.model import Finite, KindName
+from mkernel.topology.model import KindName, Model
 
 FILE = Path(__file__).parent / "data" / "links.json"
 
 
-class Sourced(Finite):
+class Sourced(Model):
     """Numbers, and where they come from."""
 
     source: str = Field(min_length=1, description="where the numbers come from, in words")
@@ -75,7 +75,7 @@ class Paths(Sourced):
     fabric_us: float = Field(ge=0)
 
 
-class Defaults(Finite):
+class Defaults(Model):
     """The whole file. ``fabrics``: by kind of link, what is known of its generations."""
 
     fabric: Fabric

@@ -60,9 +60,10 @@ those of the sources that come with mkernel are in :mod:`mkernel.topology.source
 
 
 class Model(BaseModel):
-    """Frozen, strict about unknown fields: a typo in a file is an error, not a default."""
+    """Frozen, strict about unknown fields (a typo in a file is an error, not a default) and about
+    numbers: JSON has no infinity and no NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,12 +99,6 @@ def fingerprint(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(_text(fields).encode()).hexdigest()
 
 
-class Finite(Model):
-    """One of which no number is infinite or NaN: a description of a machine, or part of it."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
 def first_error(error: ValidationError) -> str:
     """Says where a file is wrong, and why."""
     first = error.errors(include_url=False, include_input=False)[0]
@@ -119,7 +114,7 @@ class NumaNode(Model):
     memory_bytes: int | None = None
 
 
-class Accelerator(Finite):
+class Accelerator(Model):
     """One device that computes.
 
     ``id`` is unique in its node (``gpu0``). ``emulated`` marks devices that a
@@ -147,7 +142,7 @@ class Accelerator(Finite):
     emulated: bool = False
 
 
-class Nic(Finite):
+class Nic(Model):
     """One port of a network device, or one that a software provider emulates.
 
     ``gpudirect``: whether it reads and writes accelerators' memory; None where nobody said.
@@ -170,7 +165,7 @@ class Nic(Finite):
     emulated: bool = False
 
 
-class Bridge(Finite):
+class Bridge(Model):
     """A PCIe bridge that some ``pci_path`` names: a root port, or a port of a switch.
 
     ``pcie_gbs`` is the link of that port: below a root or downstream port, above an upstream port.
@@ -186,7 +181,7 @@ FABRIC_HOST = "host"
 and the CPU with its memory."""
 
 
-class FabricLink(Finite):
+class FabricLink(Model):
     """The scale-up links between two accelerators of a node, or from one to switches or its CPU.
 
     ``gbs``: all ``count`` links together, one direction. Either may be unknown.

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.defaults import Sourced
-from mkernel.topology.model import Finite
+from mkernel.topology.model import Model
 
 FILE = Path(__file__).with_name("chips.json")
 
@@ -23,7 +23,7 @@ class Chip(Sourced):
     rates: dict[str, float]
 
 
-class _File(Finite):
+class _File(Model):
     chips: dict[str, Chip]
 
 
@@ -33,7 +33,7 @@ def chips() -> Mapping[str, Chip]:
     return _File.from_file(FILE, "file of chips").chips
 
 
-class ChipMachine(Finite):
+class ChipMachine(Model):
     """Devices of one kind in a backend's data file: how many cores one has, and the constants. A
     ``chip`` in the file stands for the cores and those constants that are the chip's own."""
 

@@ -18,7 +18,7 @@ from mkernel.plan.model import DtypeName, OpName, ScaleMode
 from mkernel.plan.scales import RESULTS
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
-from mkernel.topology.model import Finite, Model, Name
+from mkernel.topology.model import Model, Name
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 Benched = OpName | Literal["moe_layer"]
@@ -55,7 +55,7 @@ def size_text(op: str, sizes: Mapping[str, int]) -> str:
     return " ".join(f"{name}={int(value)}" for name, value in sizes.items())
 
 
-class Shape(Finite):
+class Shape(Model):
     """One row: an op, or a layer of several, at one size, as plans count it.
 
     Attributes:

@@ -6,7 +6,7 @@ import re
 from functools import cache, lru_cache
 from pathlib import Path
 
-from mkernel.topology.model import Accelerator, Finite
+from mkernel.topology.model import Accelerator, Model
 
 _FILE = Path(__file__).parents[1] / "data" / "chips.json"
 
@@ -64,13 +64,13 @@ def _has_word(name: str, words: str) -> bool:
     return re.search(rf"(?<![A-Za-z0-9])({words})(?![A-Za-z0-9])", name, re.IGNORECASE) is not None
 
 
-class _Chip(Finite):
+class _Chip(Model):
     ids: tuple[str, ...]
     name: str
     cores: int
 
 
-class _Chips(Finite):
+class _Chips(Model):
     source: str
     chips: tuple[_Chip, ...]
     cards: str

@@ -21,7 +21,7 @@ from mkernel.backends.accelerators.ascend.settings import AscendSettings
 from mkernel.errors import ArgumentError
 from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.model import Finite
+from mkernel.topology.model import Model
 from mkernel.topology.routes import RouteTable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("machine.json")
 
 
-class Cube(Finite):
+class Cube(Model):
     """The matrix unit of an AIC core."""
 
     macs_per_cycle_16bit: float = Field(gt=0, description="multiply-adds a cycle, 16-bit inputs")
@@ -39,14 +39,14 @@ class Cube(Finite):
     startup_cycles: float = Field(ge=0, description="cycles added to each matrix instruction")
 
 
-class Vector(Finite):
+class Vector(Model):
     """The vector unit of an AIV core. All its instructions have one rate: an exponential or the sums
     of rows take as long as adding two tiles of that size."""
 
     bytes_per_cycle: float = Field(gt=0, description="of the float32 tile worked on")
 
 
-class Pipes(Finite):
+class Pipes(Model):
     """Rates and latencies of one core's pipes."""
 
     issue_ns: float = Field(ge=0, description="time the scalar pipe takes to issue an instruction")
@@ -61,7 +61,7 @@ class Pipes(Finite):
     memory_latency_ns: float = Field(ge=0, description="of a load or store; overlaps with others")
 
 
-class Shared(Finite):
+class Shared(Model):
     """What the cores of a rank share."""
 
     l2_gbs: float = Field(gt=0, description="all loads and stores together")
@@ -69,7 +69,7 @@ class Shared(Finite):
     launch_us: float = Field(ge=0, description="from the host's call to the first instruction")
 
 
-class Fabric(Finite):
+class Fabric(Model):
     """Links between the ranks of a node."""
 
     link_gbs: float = Field(gt=0, description="one ordered pair of ranks, as it is rated")
@@ -95,7 +95,7 @@ class Fabric(Finite):
         return self.ingress_gbs * self.efficiency
 
 
-class NicModel(Finite):
+class NicModel(Model):
     """The NIC of a node, shared by its ranks, each direction by itself."""
 
     gbs: float = Field(gt=0)
@@ -103,7 +103,7 @@ class NicModel(Finite):
     proxy_us: float = Field(ge=0, description="command pushed to transfer started")
 
 
-class Chip(Finite):
+class Chip(Model):
     """A chip of the same kind with other cores."""
 
     name: str
@@ -111,7 +111,7 @@ class Chip(Finite):
     aiv_cores: int = Field(ge=1)
 
 
-class Machine(Finite):
+class Machine(Model):
     """One kind of machine, as the timed model sees it."""
 
     name: str

@@ -19,7 +19,7 @@ from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, OpName
 from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
 from mkernel.topology.defaults import Sourced
-from mkernel.topology.model import Finite
+from mkernel.topology.model import Model
 
 FILE = Path(__file__).with_name("machine.json")
 
@@ -71,7 +71,7 @@ class Partials(Sourced):
     scattered_elements: int = Field(ge=0, description="whole products of up to so many elements")
 
 
-class CallTimes(Finite):
+class CallTimes(Model):
     """What a library's call on a part takes: call_us + flop / rate."""
 
     work: float = Field(gt=0, description="flop a pair of a query and a key that meet, and element")
@@ -175,7 +175,7 @@ class Parts(Sourced):
     )
 
 
-class Spread(Finite):
+class Spread(Model):
     """How a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
 
     ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after

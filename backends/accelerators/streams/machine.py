@@ -11,7 +11,7 @@ from pydantic import Field
 from mkernel.backends.cuda.chips import ChipMachine
 from mkernel.plan.model import ScaleMode
 from mkernel.topology.defaults import Sourced
-from mkernel.topology.model import Finite
+from mkernel.topology.model import Model
 
 FILE = Path(__file__).with_name("machine.json")
 
@@ -35,7 +35,7 @@ class TorchDevice(ChipMachine):
     traits: Traits
 
 
-class _File(Finite):
+class _File(Model):
     cpu: TorchDevice
     cuda: TorchDevice
     npu: TorchDevice

@@ -180,3 +180,31 @@ def test_every_committed_result_is_read(path: Path) -> None:
         assert results.read(path) is not None
     if content["format"] == gpu_tests.FORMAT:
         assert gpu_tests.read(path) is not None
+
+
+def numbers(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return where ``content`` has a number that is not whole."""
+    if isinstance(content, dict):
+        return [at for key, each in content.items() for at in numbers(each, (*path, key))]
+    if isinstance(content, list):
+        return [at for index, each in enumerate(content) for at in numbers(each, (*path, index))]
+    return [path] if isinstance(content, float) else []
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_an_infinite_number_is_refused(tmp_path: Path, kind: str) -> None:
+    """JSON writes infinity as null, so that a file which was read could not be read again."""
+    make, read = NUMBERED[kind]
+    content = make()
+    places = numbers(content)
+    assert places
+    for *path, last in places[:: len(places) // 20 + 1]:
+        holder = content
+        for key in path:
+            holder = holder[key]
+        kept, holder[last] = holder[last], float("inf")
+        file = written(tmp_path / "file", content)
+        file.write_text(file.read_text().replace("Infinity", "1e999"))
+        with pytest.raises(InputFileError, match="finite number"):
+            read(file)
+        holder[last] = kept
