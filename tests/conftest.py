@@ -54,6 +54,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # kernels. Older torch starts them as it is imported, from the process that ranks are forked from.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# readline sets it, unseen, in pytest, whose workers inherit it: tables would be as wide as a terminal.
+os.environ.pop("COLUMNS", None)
 # What a later torch takes away, or changes, is an error of programs that warn of it: also of those that
 # tests start.
 os.environ.setdefault("PYTHONWARNINGS", "error::FutureWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 import time
@@ -19,8 +18,6 @@ PATIENCE_S = 120.0
 """With what must end, however busy the machine is."""
 
 Done = subprocess.CompletedProcess[str]
-
-os.environ.pop("COLUMNS", None)  # readline sets it, which workers of pytest-xdist import
 
 
 def mkernel_alone(*arguments: str) -> Done:

@@ -94,9 +94,6 @@ def test_examples_of_the_page_are_what_is_printed(
     """Every row that docs/architecture.md shows of a plan and of a what-if, in its order."""
     shutil.copy(machine_file("p5.nccl", tmp_path), tmp_path / "p5.xml")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(
-        "COLUMNS", raising=False
-    )  # which readline sets, unseen, for what pytest starts
     page = (ROOT / "docs" / "architecture.md").read_text()
     (block,) = (each for each in page.split("```") if each.startswith("\n$ mkernel plan "))
     examples = block.strip().split("\n\n")
