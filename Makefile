@@ -28,7 +28,7 @@ BOTH := +@$(MAKE) --no-print-directory --jobs=2
 BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-.PHONY: run shell test test-all test-native test-gpu test-python chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
+.PHONY: run shell test test-all test-native test-gpu test-python test-long chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
 
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -36,7 +36,7 @@ run: $(RUNNABLE)
 # Whether the installation is right, or a change: native tests, unit tests without those that simulate call
 # upon call, and what the kit says of every accelerator and NIC in short, not of its planted faults. What is
 # marked `slow` takes longer than all that it stands beside.
-QUICK := -m 'not slow' tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
+QUICK := -m 'not slow and not long' tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
 	tests/conformance/test_accelerators.py tests/conformance/test_nic.py
 PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
 CTEST := ctest --test-dir build/native --parallel $(WORKERS) --output-on-failure --timeout 600
@@ -57,6 +57,10 @@ test-gpu: $(VENV)/.installed
 
 test-python: $(VENV)/.installed $(VENV)/.example
 	$(PYTEST) --ignore tests/gpu --durations 30
+
+# Campaigns that `make test-all` leaves out, each of which has a short form there.
+test-long: $(VENV)/.installed
+	$(PYTEST) --ignore tests/gpu -m long --durations 30
 
 test-native: $(VENV)/.installed
 	$(CTEST)

@@ -82,11 +82,12 @@ def test_the_site_is_made_of_a_tree_that_is_built() -> None:
     assert -1 < told.stdout.find("--editable .") < told.stdout.find("mkdocs build"), told.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unit_tests_pass_in_a_build_without_cuda() -> None:
-    """Of those that the build could matter to, all but what ptxas says of the kernels' sources, which
-    needs no module. The few tests that need a module that is not there are skipped, and say which; a
-    file that is not given here may be missing, nothing else."""
+    """Run those tests that the build could matter to, all but what ptxas says of the kernels' sources,
+    which needs no module. The few tests that need a module that is not there are skipped, and say
+    which; a file that is not given here may be missing, nothing else. The short form is
+    ``test_hopper_not_built.py``: all modules are imported and all ops planned in such a build."""
     code = """
 import sys, pytest
 for name in ("accelerators.hopper._hopper", "cuda._cuda"):

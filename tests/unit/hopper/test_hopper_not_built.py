@@ -1,4 +1,4 @@
-"""Planning for H100s where this build has no native module of CUDA or Hopper."""
+"""Planning for H100s, and importing, where this build has no native module of CUDA or Hopper."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from machine_files import machine_file
 
 from mkernel.cli.plan import command
 from mkernel.errors import INSTALL_AGAIN
+from mkernel.plan import ops
 
 _PROGRAM = """
 import json, sys
@@ -29,6 +30,15 @@ sys.meta_path.insert(0, Blocked())
 from typer.testing import CliRunner
 from mkernel.cli.main import app
 
+import importlib, pkgutil
+
+import mkernel.backends.accelerators.hopper, mkernel.backends.accelerators.streams, mkernel.backends.cuda
+
+for package in (mkernel.backends.accelerators.hopper, mkernel.backends.accelerators.streams,
+                mkernel.backends.cuda):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name.rpartition(".")[2] not in ("_hopper", "_cuda"):
+            importlib.import_module(module.name)
 for arguments in json.loads(sys.argv[1]):
     found = CliRunner().invoke(app, arguments)
     print(json.dumps([found.exit_code, found.output]))
@@ -42,7 +52,7 @@ def not_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, 
     nvcc = folder / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch(mode=0o755)
-    asked = {**{name: plan_of(folder, name) for name in NAMES}, "doctor": ["doctor", "--json"]}
+    asked = {**{name: plan_of(folder, name) for name in PLANNED}, "doctor": ["doctor", "--json"]}
     environment = {"PATH": "", "CUDA_HOME": str(folder / "cuda"), "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps([*asked.values()])],
@@ -52,16 +62,21 @@ def not_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, 
     return dict(zip(asked, map(tuple, lines), strict=True))
 
 
-NAMES = ("hopper", "auto", "streams")
+PLANNED = {
+    "auto": ("auto", "ag_gemm"),
+    "streams": ("streams", "ag_gemm"),
+    **{op: ("hopper", op) for op in ops.OPS},
+    "scaled": ("hopper", "gemm_rs", "--dtype", "float8_e4m3"),
+}
 
 
-def plan_of(folder: Path, accelerator: str) -> list[str]:
+def plan_of(folder: Path, name: str) -> list[str]:
+    accelerator, *call = PLANNED[name]
     file = str(machine_file("p5.hwloc", folder))
-    return ["plan", "ag_gemm", "--accelerator", accelerator, "--topology", file, "--nodes", "1",
-            "--json"]  # fmt: skip
+    return ["plan", *call, "--accelerator", accelerator, "--topology", file, "--nodes", "1", "--json"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PLANNED)
 def test_plans_are_those_of_a_build_with_the_kernels(
     name: str, not_built: dict[str, tuple[int, str]], tmp_path: Path
 ) -> None:
