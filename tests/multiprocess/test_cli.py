@@ -33,23 +33,20 @@ SMALL = [*ASCEND, "--m", "256", "--n", "128", "--k", "256", "--warmup", "0", "--
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["run", "ag_gemm", *SMALL], 0),
-        (["bench", "gemm_ar", "--accelerator", "streams", "--ranks", "2", "--iterations", "1"], 0),
         (["run", "ag_gemm", *SMALL, "--accelerator", "mkernel.conformance.faults:ReturnsZeros"], 1),
-        (["run", "conv"], 2),
         (["run", "ag_gemm", "--nodes", "0"], 2),
     ],
-    ids=["passed", "measured", "failed", "refused", "usage"],
+    ids=["failed", "usage"],
 )
 def test_a_process_says_what_these_tests_see(arguments: list[str], code: int) -> None:
-    """The other tests run the command in their own process."""
+    """The other tests run the command in this process; those of pages' commands see one that passes."""
     alone, here = mkernel_alone(*arguments), mkernel(*arguments)
     assert (alone.returncode, here.returncode) == (code, code), alone.stderr
     if code == 2:
         assert (alone.stdout, alone.stderr) == (here.stdout, here.stderr)
-        return
-    for done in (alone, here):
-        assert ("FAILED" if code else "PASSED") in done.stdout, done.stdout + done.stderr
+    else:
+        assert "FAILED" in alone.stdout, alone.stdout + alone.stderr
+        assert "FAILED" in here.stdout, here.stdout + here.stderr
 
 
 def test_run_shows_what_it_did() -> None:
@@ -65,7 +62,8 @@ def test_run_shows_what_it_did() -> None:
 
 def test_the_first_job_shows_its_point() -> None:
     """The job of `make run` computes as long as it communicates, and reports what overlap gains."""
-    done = mkernel("run", "all_gather_gemm", *ASCEND, "--json")
+    once = ["--warmup", "0", "--iterations", "1"]  # the modelled clock is the same each time
+    done = mkernel("run", "all_gather_gemm", *ASCEND, *once, "--json")
     assert done.returncode == 0, done.stderr
     report = RunReport.model_validate_json(done.stdout)
     modelled = report.modelled

@@ -32,10 +32,10 @@ from mkernel.cli.main import app
 
 import importlib, pkgutil
 
-import mkernel.backends.accelerators.hopper, mkernel.backends.accelerators.streams, mkernel.backends.cuda
+from mkernel.backends import cuda
+from mkernel.backends.accelerators import hopper, streams
 
-for package in (mkernel.backends.accelerators.hopper, mkernel.backends.accelerators.streams,
-                mkernel.backends.cuda):
+for package in (cuda, hopper, streams):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if module.name.rpartition(".")[2] not in ("_hopper", "_cuda"):
             importlib.import_module(module.name)
