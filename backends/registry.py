@@ -1,7 +1,8 @@
-"""Finds backends through entry points, so that third parties ship theirs without touching us.
+"""Registry of backends, found through entry points, so that third parties ship theirs without
+touching this package.
 
-Where a backend has no entry point yet, its name is ``module:attribute`` (``my_package.npu:MyNpu``), as
-an entry point would spell it; rank processes import it by that name too.
+A backend without an entry point is named ``module:attribute`` (``my_package.npu:MyNpu``), as an
+entry point would spell it; rank processes import it by that name too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _IMPORTABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Sorted names of the backends installed under an entry-point group."""
+    """Return the sorted names of the backends installed under an entry-point group."""
     return tuple(sorted({point.name for point in points(group)}))
 
 
@@ -43,7 +44,8 @@ def _point(group: str, argument: str, name: str) -> EntryPoint:
 
 
 def _load(group: str, argument: str, name: str, base: type[_Backend]) -> _Backend:
-    """An object of the class of that name. What is no backend is refused before it is called."""
+    """Return an object of the class of that name. A class that is no backend is refused before it
+    is called."""
     point = _point(group, argument, name)
     try:
         found = point.load()
@@ -73,17 +75,17 @@ def _load(group: str, argument: str, name: str, base: type[_Backend]) -> _Backen
 
 @cache
 def accelerator(name: str) -> AcceleratorBackend:
-    """The accelerator backend of that name, to ask what it can do. UnknownBackend,
+    """Return the accelerator backend of that name, for queries of its capabilities. UnknownBackend,
     BackendUnavailable."""
     return new_accelerator(name)
 
 
 def new_accelerator(name: str) -> AcceleratorBackend:
-    """An instance for one world, which alone opens it. UnknownBackend, BackendUnavailable."""
+    """Return an instance for one world, which alone opens it. UnknownBackend, BackendUnavailable."""
     return _load(ACCELERATORS, "accelerator", name, AcceleratorBackend)  # type: ignore[type-abstract]
 
 
 @cache
 def nic(name: str) -> NicBackend:
-    """The NIC backend of that name. UnknownBackend, BackendUnavailable."""
+    """Return the NIC backend of that name. UnknownBackend, BackendUnavailable."""
     return _load(NICS, "nic", name, NicBackend)  # type: ignore[type-abstract]

@@ -1,10 +1,10 @@
-"""What an accelerator backend and a NIC backend must provide.
+"""The contracts that every accelerator backend and every NIC backend implements.
 
 A backend is a class that an entry point names (groups ``mkernel.accelerators`` and
-``mkernel.nics``); it is constructed without arguments, cheaply, and imports what it needs lazily,
-so that ``mkernel doctor`` can ask every backend what it lacks.
+``mkernel.nics``). It is constructed without arguments, cheaply, and imports what it needs lazily,
+so that ``mkernel doctor`` can query every backend for what it lacks.
 
-Who does what: the *world* owns symmetric memory, signal pads (always in host memory), epochs and
-failure handling; the *accelerator backend* runs kernels on it; the *NIC backend* moves bytes between
-nodes. Addresses are plain integers of this process's address space.
+Responsibilities: the *world* owns symmetric memory, signal pads (always in host memory), epochs and
+failure handling; the *accelerator backend* runs kernels on that memory; the *NIC backend* moves
+bytes between nodes. Addresses are plain integers in this process's address space.
 """

@@ -31,33 +31,35 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Call:
-    """One launch of a plan on one rank. Nobody changes it; to freeze it would double the time that
-    making one takes, which every call pays.
+    """One launch of a plan on one rank. No code may change it after it is made; it is not frozen,
+    because freezing would double the construction time, which every call pays.
 
     Attributes:
-        plan: the decisions; ``rank``: whose part to run.
+        plan: the decisions; ``rank``: the rank whose part is run.
         tensors: by the op's argument names, outputs included (``a``, ``b``, ``out``).
-        epoch: 1 for the first call that was launched in this world, then one more each, whatever the
-            plans; the same on all ranks.
-        number: the call's number in the world, for diagnosis: those that were refused count too.
-        pad, workspace: addresses of this rank's own; ``areas``: where in the workspace each of the
-            plan's areas lies, the same on all ranks.
+        epoch: 1 for the first call launched in this world, then one more for each call, whatever
+            its plan; the same on all ranks.
+        number: the call's number in the world, for diagnosis. Refused calls are counted too.
+        pad, workspace: addresses of this rank's own.
+        areas: offsets of the plan's areas in the workspace, the same on all ranks.
         peers: same-node ranks. A rank that is absent here is reached through ``fifo`` only.
-        region: the region number for NIC puts: the workspace's, or, where the plan's routes are staged,
-            that of the staging memory.
-        fifo: address of the ``FifoHandle``; 0 where the world has one node.
-        timeout_s: every wait of the call ends after this long.
-        staging: address of the staging memory; 0 where the plan needs none.
-        ordered: whether the NIC keeps order (:class:`mkernel.backends.contracts.nic.NicCapabilities`).
+        region: the region number for NIC puts: the workspace's, or the staging memory's if the
+            plan's routes are staged.
+        fifo: address of the ``FifoHandle``; 0 if the world has one node.
+        timeout_s: the deadline of every wait of the call.
+        staging: address of the staging memory; 0 if the plan needs none.
+        ordered: True if the NIC keeps order
+            (:class:`mkernel.backends.contracts.nic.NicCapabilities`).
         view, trace, timed: for instrumented backends (:mod:`.instrumented`); others ignore them.
-            ``trace``: record instructions. ``timed``: the launch will be asked for its times.
+            ``trace``: record instructions. ``timed``: the launch's times will be read.
         options: the op's scalars (``scale``).
-        group: for backends whose capabilities ask for one.
-        symmetric: by tensor name, for those tensors that lie in symmetric memory
-            (:func:`mkernel.empty`) on every rank: where each rank's lies, in this process's address
-            space; 0 for ranks of other nodes.
-        begun_s: when this was made, by CLOCK_MONOTONIC, which is when ranks have agreed on the call.
-            After ``timeout_s`` more peers may have left, and nothing may be written to their memory.
+        group: for backends whose capabilities require one.
+        symmetric: for each tensor that lies in symmetric memory (:func:`mkernel.empty`) on every
+            rank, by name: the address of each rank's tensor in this process's address space; 0 for
+            ranks of other nodes.
+        begun_s: CLOCK_MONOTONIC time at which this was made, which is when the ranks agreed on the
+            call. More than ``timeout_s`` after it, peers may have left, and nothing may be written
+            to their memory.
     """
 
     plan: LaunchPlan
@@ -84,12 +86,12 @@ class Call:
 
 
 class Again(NamedTuple):
-    """How native code starts calls like one that was launched (``call_starter.h``).
+    """A native starter for calls like one that was launched (``call_starter.h``).
 
     Attributes:
         starter: a PyCapsule that holds a ``MkernelCallStarter``.
-        launches: stands for every call that was started by a starter of this world: its ``wait`` is
-            True while none of them is under way. One object a world.
+        launches: represents every call that a starter of this world started: its ``wait`` returns
+            True while none of them is running. One object per world.
     """
 
     starter: object
@@ -97,153 +99,166 @@ class Again(NamedTuple):
 
 
 class Launch(ABC):
-    """A running call. The world waits on it in slices, so that Ctrl-C and aborts are seen.
+    """A running call. The world waits on it in slices, so that Ctrl-C and aborts are noticed.
 
-    A stream-ordered backend's launches end in the order of their calls. What is only being captured
-    into a graph counts as ended.
+    A stream-ordered backend's launches end in the order of their calls. A call that is only being
+    captured into a graph counts as ended.
     """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """True once every kernel of the call has returned (also after an abort or a time-out: the
-        world reads the abort record of the signal pad for the outcome)."""
+        """Return True once every kernel of the call has returned, also after an abort or a
+        time-out: the world reads the outcome from the abort record of the signal pad."""
 
     def results(self) -> Mapping[str, Any]:
-        """Outputs whose sizes only the call finds out (MoE); after ``wait`` returned True, on a
-        stream-ordered backend right after the launch. Raises what the call refused only when it
-        had seen its data (CapacityExceeded), after which the world goes on."""
+        """Return outputs whose sizes only the call determines (MoE). Valid after ``wait`` returned
+        True; on a stream-ordered backend, right after the launch.
+
+        Raises what the call refused only once it had seen its data (CapacityExceeded); the world
+        stays usable after that."""
         return {}
 
     def again(self) -> Again | None:
-        """For calls of the same plan whose tensors have the same shapes, strides, dtypes and places in
-        symmetric memory; asked right after the launch, of a stream-ordered backend. None: they are
-        launched as this one was."""
+        """Return a starter for calls of the same plan whose tensors have the same shapes, strides,
+        dtypes and places in symmetric memory. The world calls this right after the launch, on a
+        stream-ordered backend. None: such calls are launched as this one was."""
         return None
 
     def calls_over(self) -> int:
-        """How many calls that it stands for are known to be over. It only grows, in ``wait``: each is
-        given the deadline anew."""
+        """Return the number of calls that this object represents and that are known to have ended.
+        It only grows, and only in ``wait``; each call gets the full deadline anew."""
         return 0
 
 
 class AcceleratorBackend(ABC):
-    """Runs the ops on one kind of device."""
+    """A backend that runs the ops on one kind of device."""
 
     name: ClassVar[str]
     device: str = "cpu"
-    """torch's name of the device type whose tensors the ops take."""
+    """torch's name for the device type whose tensors the ops take."""
     collectives: str = "gloo"
-    """torch.distributed backend, where the capabilities ask for a process group."""
+    """The torch.distributed backend to use if the capabilities require a process group."""
     preference: ClassVar[int] = 0
-    """``auto`` takes the usable backend with the highest; of equal ones the first by name. 0: by name
-    only, as every simulator. The backends that come with mkernel have 20 at most."""
+    """Priority for ``auto``, which takes the usable backend with the highest value and, among
+    equals, the first by name. 0: selected by name only, as every simulator is. The backends that
+    come with mkernel have at most 20."""
     settings: ClassVar[type[BackendSettings] | None] = None
-    """Settings of its own, which ``mkernel doctor --settings`` lists; it reads them with
+    """The backend's own settings, which ``mkernel doctor --settings`` lists; it reads them with
     :func:`mkernel.settings.load_as`. None: it has none."""
     machine_file: ClassVar[Path | None] = None
-    """The data file beside it: constants of its machines and tile menus, each with its source, where
-    ``capabilities().constants`` come from. None: it brings none, and nothing is predicted of plans."""
+    """The backend's data file: constants of its machines and tile menus, each with its source.
+    ``capabilities().constants`` come from it. None: the backend has none, and plans get no
+    predicted times."""
     visibility: ClassVar[Mapping[str, str]] = {}
-    """By kind of device: the environment variable by which its driver's runtime hides some of them."""
+    """By kind of device: the environment variable by which its driver's runtime hides some devices."""
 
     @abstractmethod
     def status(self) -> Status:
-        """Whether it can run here. Never raises."""
+        """Return the verdict on whether the backend can run here. Never raises."""
 
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
-        """What of its vendor's software is on this machine, for ``mkernel doctor``: names and verdicts.
-        Nothing of it is imported or run. ``root``: the folder that holds /usr and /dev."""
+        """List the vendor software found on this machine, for ``mkernel doctor``: names and
+        verdicts. None of it is imported or run. ``root``: the folder that holds /usr and /dev."""
         return ()
 
     @abstractmethod
     def probe(self) -> tuple[Accelerator, ...]:
-        """The devices of this machine that it would use; empty where it is not usable. A simulator
-        returns one prototype; the world makes as many as it has local ranks."""
+        """Return the devices of this machine that the backend would use; empty if it is not usable.
+        A simulator returns one prototype, of which the world makes as many as it has local ranks."""
 
     def nic_access(self) -> Status | None:
-        """Whether NICs can be given the memory of its devices here, and kernels see what they write:
-        registered as dmabufs, or moved for emulated NICs. None: it is host memory. Never raises."""
+        """Return whether NICs can be given the memory of this backend's devices here, so that
+        kernels see what NICs write: registered as dmabufs, or moved for emulated NICs. None: the
+        memory is host memory. Never raises."""
         return None
 
     def side_by_side(self, ranks: int) -> Status:
-        """Whether so many ranks that share a device run on it at the same time, so that their times
-        say something; and how. Never raises."""
+        """Return whether ``ranks`` ranks that share a device run on it at the same time, so that
+        their times are meaningful; the detail states how. Never raises."""
         return Status(False, "ranks take turns on a shared device", "give each rank a device")
 
     @abstractmethod
     def capabilities(self) -> AcceleratorCapabilities:
-        """What it claims. The planner and the validation read this, nothing else."""
+        """Return the backend's capabilities. The planner and the validation read nothing else."""
 
     def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
-        """What it would claim on a machine with devices of this kind: to plan for one elsewhere."""
+        """Return the capabilities on a machine with devices of kind ``kind``, to plan for a machine
+        elsewhere."""
         return self.capabilities()
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
-        """The backend's own part of a plan: all that its launches do and the common part does not say,
-        with its predicted times. A pure function, without a device; ranks compare the result, and
-        ``workspace`` and ``launch`` read it and decide nothing. Default: the chunks and the order of a
+        """Return the backend's own part of a plan: everything its launches do that the common part
+        does not fix, with its predicted times.
+
+        A pure function that needs no device. Ranks compare the result; ``workspace`` and ``launch``
+        read it and decide nothing. The default has the chunks and the order of a
         :class:`mkernel.plan.standard.RowSchedule`."""
         return by_rows(request)
 
     def group_options(self, timeout: timedelta) -> Any:
-        """Options of torch.distributed for the process group, where the capabilities ask for one; None:
-        the defaults of :attr:`collectives`. ``timeout``: that the group will have."""
+        """Return torch.distributed options for the process group, if the capabilities require one.
+        None: the defaults of :attr:`collectives`. ``timeout``: the time-out that the group will
+        have."""
         return None
 
     def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
-        """More memory from which it may allocate outputs (``Workspace.outputs``), until the world ends.
+        """Add memory from which the backend may allocate outputs (``Workspace.outputs``) until the
+        world ends.
 
         Args:
-            everywhere: by rank of this node, itself too: where that rank's lies, in this process's
-                address space.
+            everywhere: the address of each rank's memory in this process's address space, by rank
+                of this node, this rank included.
 
         Returns:
-            Whether it takes yet more; the same on all ranks.
+            True if the backend takes still more memory; the same on all ranks.
         """
         return False
 
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """(function, arguments) that make ``out`` of a plan that has memory for it
-        (``Workspace.outputs``), row-major and without contents, on the rank's device and the current
-        stream. None: torch's own."""
+        """Return (function, arguments) that allocate ``out`` for a plan that has memory for it
+        (``Workspace.outputs``): row-major, uninitialised, on the rank's device and the current
+        stream. None: torch allocates it."""
         return None
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """:func:`mkernel.graph_pool`; None: it has no outputs of its own."""
+        """Return the value of :func:`mkernel.graph_pool`; None: the backend has no outputs of its
+        own."""
         return None
 
     def open(self, device: Accelerator) -> None:
-        """The one world of this object begins, and has placed this rank on ``device``."""
+        """Begin this object's one world, which has placed this rank on ``device``."""
         return
 
     def close(self, timeout_s: float) -> bool:
-        """The world ends: True once nothing of its calls (replayed graphs too) runs on the device,
-        so that its memory can go; False at the deadline: then the world leaves it mapped."""
+        """End the world. Returns True once none of its calls, replayed graphs included, runs on the
+        device, so that its memory can be freed; False at the deadline, in which case the world
+        leaves the memory mapped."""
         return True
 
     def captured(self) -> bool:
-        """Return whether a graph holds calls of the world, and may be replayed unheard."""
+        """Return whether a graph holds calls of the world and so may be replayed without its
+        knowledge."""
         return False
 
     def await_replays(self) -> threading.Event:
-        """Return an event that is set once the device is past all replays that were started so far."""
+        """Return an event that is set once the device has finished all replays started so far."""
         raise NotImplementedError(f"accelerator {self.name!r} captures no calls")
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """Entered around the allocations and the launch of a call with these tensors, to make their
-        device the current one."""
+        """Return a context that makes the device of these tensors the current one. The world enters
+        it around the allocations and the launch of a call."""
         return nullcontext()
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory that peers of the node can map and a NIC can register."""
+        """Allocate zeroed memory that peers of the node can map and a NIC can register."""
 
     def allocate_staging(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed host memory that kernels of the rank's device can address, and a NIC can register.
-        Asked for by who claims ``staged`` among the transfer paths."""
+        """Allocate zeroed host memory that kernels of the rank's device can address and a NIC can
+        register. Called only if the backend lists ``staged`` among its transfer paths."""
         raise Unsupported(f"accelerator {self.name!r} stages nothing in host memory")
 
     def format(self, memory: SymmetricMemory) -> None:
@@ -252,21 +267,24 @@ class AcceleratorBackend(ABC):
 
     @abstractmethod
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map what a same-node peer exported. Raises PeerFailure-free OSError where it is gone."""
+        """Map the memory that a same-node peer exported. Raises OSError, not PeerFailure, if it is
+        gone."""
 
     @abstractmethod
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Symmetric memory and counters that ``launch`` of this plan uses, the same on all ranks."""
+        """Return the symmetric memory and counters that ``launch`` of this plan uses, the same on
+        all ranks."""
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
-        """int32 words of ``Call.tensors["routing"]``, in which an MoE dispatch leaves all that later
-        calls need of its routing, in this process and any order; the last one is how many rows its
-        outputs have. ``experts``: of all ranks."""
+        """Return the number of int32 words of ``Call.tensors["routing"]``, in which an MoE dispatch
+        leaves everything that later calls need of its routing. They are valid in this process only,
+        in any order, except that the last one is the number of rows of the dispatch's outputs.
+        ``experts``: of all ranks."""
         return 1
 
     def dispatched_rows(self, routing: torch.Tensor) -> int | None:
-        """That number, where the host has it without waiting for a device. In the tensor one word of
-        the world's follows."""
+        """Return the number of rows of the dispatch's outputs if the host has it without waiting
+        for a device. In the tensor, one word of the world's follows that number."""
         return int(routing[-2]) if routing.device.type == "cpu" else None
 
     @abstractmethod
@@ -274,22 +292,24 @@ class AcceleratorBackend(ABC):
         """Start the kernels of one call and return at once."""
 
     def abort(self, code: AbortCode) -> None:
-        """The world is broken: end every wait of this rank's running kernels, and of later ones.
-        Any thread, more than once. Backends whose kernels look at the pad's abort word need none."""
+        """End every wait of this rank's running kernels, and of later ones: the world is broken.
+        May be called from any thread, more than once. Backends whose kernels poll the pad's abort
+        word need no override."""
         return
 
     def failure(self) -> tuple[AbortCode, Diagnosis] | None:
-        """The first failure that this rank's kernels recorded elsewhere than in the pad, in this
-        world. Any thread, often: it must cost no more than a read."""
+        """Return the first failure in this world that this rank's kernels recorded elsewhere than
+        in the pad. Called often, from any thread: it must cost no more than a read."""
         return None
 
     def refused(self) -> MkernelError | None:
-        """The first error, since it was last asked, of a stream-ordered call that refused what it only
-        saw on the device, after which the world goes on (CapacityExceeded). Asked when all calls are
-        over; any thread."""
+        """Return the first error, since the last query, of a stream-ordered call that refused what
+        it saw only on the device (CapacityExceeded); the world stays usable after that. Called when
+        all calls have ended, from any thread."""
         return None
 
     def at_deadline(self) -> str:
-        """Who waited for what on this rank when a wait of its kernels passed its deadline, in words,
-        for the Timeout's message. Empty: no more is known than the record says. Any thread."""
+        """Return text for the Timeout's message that states who waited for what on this rank when a
+        wait of its kernels passed its deadline. Empty: no more is known than the record holds. Any
+        thread."""
         return ""

@@ -1,8 +1,9 @@
-"""What benches and simulators ask of an accelerator backend beyond running calls. It is optional.
+"""The optional part of an accelerator backend that benches and simulators use.
 
 A backend that also derives from :class:`Instrumented` runs a call in every :data:`View`, and its
 launches are :class:`InstrumentedLaunch`. Others run calls as the product does, ``pipelined``. The
-functions at the end ask any backend and any launch; they answer for those that are not instrumented.
+functions at the end accept any backend and any launch, and return a default for those that are not
+instrumented.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mkernel.plan.model import LaunchPlan
 
 View = Literal["pipelined", "sequential", "compute_only"]
-"""How a call is run. ``pipelined``: both kernels at once, the product. ``sequential``: the
+"""The ways to run a call. ``pipelined``: both kernels at once, the product. ``sequential``: the
 communication kernel first, compute after it on every rank. ``compute_only``: no communication at
 all; chunks of other ranks count as present, so results are meaningless and only the time counts.
 Every view uses up an epoch, so views may follow one another in any order."""
@@ -30,8 +31,8 @@ class LaunchTimes:
 
 
 class Span(NamedTuple):
-    """One piece of work on a track of a modelled timeline. Microseconds from the launch. ``peer``: the
-    rank written to, notified or waited for."""
+    """One piece of work on a track of a modelled timeline. Times are in microseconds from the
+    launch. ``peer``: the rank that is written to, notified or waited for."""
 
     name: str
     start_us: float
@@ -41,7 +42,7 @@ class Span(NamedTuple):
 
 
 class Track(NamedTuple):
-    """What one core, or one pipe of it, did. ``kernel`` is ``comm`` or ``compute``."""
+    """The work of one core, or of one pipe of it. ``kernel`` is ``comm`` or ``compute``."""
 
     rank: int
     name: str
@@ -51,7 +52,7 @@ class Track(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelSpan:
-    """When a kernel (``comm`` or ``compute``) of a rank ran."""
+    """The time span of one rank's kernel (``comm`` or ``compute``)."""
 
     rank: int
     kernel: str
@@ -78,42 +79,42 @@ class ModelledRun:
 
 
 class InstrumentedLaunch(ABC):
-    """What a launch of an instrumented backend tells once it has ended."""
+    """A launch of an instrumented backend, which reports its times once it has ended."""
 
     @abstractmethod
     def times(self) -> LaunchTimes:
-        """Wall times; only after ``wait`` returned True."""
+        """Return the wall times; only valid after ``wait`` returned True."""
 
     def trace(self) -> bytes | None:
-        """This rank's instruction record for the timed model, or None where none was asked for, or the
-        backend keeps none."""
+        """Return this rank's instruction record for the timed model, or None if none was requested
+        or the backend keeps none."""
         return None
 
 
 class Instrumented(ABC):  # noqa: B024 - what it promises is about calls; nothing more must be written
-    """An accelerator backend whose calls run in every view and whose launches tell their times."""
+    """An accelerator backend whose calls run in every view and whose launches report their times."""
 
     def model(self, plan: LaunchPlan, traces: Sequence[bytes], view: View) -> ModelledRun | None:
-        """Replay the traces of all ranks of one call of ``plan`` on a model of the machine, with the
-        NICs of the plan's routes.
+        """Replay the traces of all ranks of one call of ``plan`` on a model of the machine, with
+        the NICs of the plan's routes.
 
-        None where the backend keeps no modelled time (it runs on a real device).
+        Returns None if the backend keeps no modelled time (it runs on a real device).
         """
         return None
 
 
 def times(launch: object) -> LaunchTimes:
-    """A finished launch's times; none where it tells none."""
+    """Return a finished launch's times; empty if it reports none."""
     return launch.times() if isinstance(launch, InstrumentedLaunch) else LaunchTimes()
 
 
 def trace(launch: object) -> bytes | None:
-    """A finished launch's instruction record, where one was asked for and is kept."""
+    """Return a finished launch's instruction record if one was requested and is kept."""
     return launch.trace() if isinstance(launch, InstrumentedLaunch) else None
 
 
 def model(
     backend: object, plan: LaunchPlan, traces: Sequence[bytes], view: View
 ) -> ModelledRun | None:
-    """A call on the modelled machine, where the backend has one."""
+    """Return a call on the modelled machine if the backend has a model."""
     return backend.model(plan, traces, view) if isinstance(backend, Instrumented) else None

@@ -1,4 +1,5 @@
-"""Symmetric memory: what a backend allocates, what a plan needs of it, what kernels see of a peer's."""
+"""Symmetric memory: the memory that a backend allocates, a plan's needs of it, and a peer's as
+kernels see it."""
 
 from __future__ import annotations
 
@@ -21,47 +22,49 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def export(self) -> dict[str, Any]:
-        """JSON-safe descriptor that a rank of the *same node* passes to ``attach``."""
+        """Return a JSON-safe descriptor that a rank of the *same node* passes to ``attach``."""
 
     def dmabuf(self) -> int | None:
-        """A new dmabuf descriptor of device memory, from its address on, for a NIC; the caller's to
-        close. None: it is host memory. OSError: the device exports none."""
+        """Return a new dmabuf descriptor of device memory, starting at its address, for a NIC; the
+        caller closes it. None: it is host memory. OSError: the device exports none."""
         return None
 
     def flush(self) -> int:
-        """Of device memory: address of the ``DeviceFlush`` (``backends/transport/mover.hpp``) after
-        which kernels see what a NIC wrote there. 0: they see it at once."""
+        """Return the address of the ``DeviceFlush`` (``backends/transport/mover.hpp``) of device
+        memory, after which kernels see what a NIC wrote there. 0: they see it at once."""
         return 0
 
     @abstractmethod
     def close(self) -> None:
-        """Release the mapping and the memory, the latter once no tensor of it is left. Twice is
-        harmless. Nothing else may use it any more."""
+        """Release the mapping, and the memory once no tensor of it is left. Calling it twice is
+        harmless. Nothing else may be called afterwards."""
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A row-major tensor over the bytes from ``offset`` on, which keeps them mapped. For
-        :func:`mkernel.empty`; ValueError where it does not fit, Unsupported where there is none."""
+        """Return a row-major tensor over the bytes from ``offset`` on, which keeps them mapped. For
+        :func:`mkernel.empty`. Raises ValueError if it does not fit, Unsupported if the memory has
+        no tensor view."""
         raise Unsupported(f"{type(self).__name__} cannot be seen as a tensor")
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a plan needs on every rank. All plans of a world use the same memory and the same counters,
-    in any order; calls of a world run one after another.
+    """The memory and counters that a plan needs on every rank. All plans of a world use the same
+    memory and the same counters, in any order; calls of a world run one after another.
 
     Attributes:
         areas: bytes of each area of symmetric memory. An area is the same memory for all plans, as
-            large as the largest needs, and never overlaps another: what a plan has in one of them, no
-            plan overwrites that uses the others. Zeroed when it is new and then formatted by the
-            backend; a later plan may get new, larger areas, and an earlier one keeps what it had.
-            Empty: none.
-        signals: how many counters of the signal pad, the first ones. A wait for what a call adds to
-            one is for the count expected before the call and that (``transport/signal.hpp``).
-        outputs: bytes of symmetric memory from which the backend may allocate outputs that peers write
-            (:meth:`.accelerator.AcceleratorBackend.add_outputs`); plans of a world share it.
-        staging: bytes of host memory, from the backend's ``allocate_staging``, that NICs read and write
-            in place of the areas, where the plan's routes are staged. Symmetric, and shared by all
-            plans as an area is.
+            large as the largest plan needs, and never overlaps another area: a plan's contents of
+            one area are not overwritten by plans that use the others. An area is zeroed when it is
+            new and then formatted by the backend. A later plan may get new, larger areas; an
+            earlier one keeps those it had. Empty: none.
+        signals: the number of counters of the signal pad, the first ones. A wait for the amount
+            that a call adds to a counter waits for the count expected before the call plus that
+            amount (``transport/signal.hpp``).
+        outputs: bytes of symmetric memory from which the backend may allocate outputs that peers
+            write (:meth:`.accelerator.AcceleratorBackend.add_outputs`); plans of a world share it.
+        staging: bytes of host memory, from the backend's ``allocate_staging``, that NICs read and
+            write in place of the areas if the plan's routes are staged. It is symmetric, and shared
+            by all plans as an area is.
     """
 
     areas: tuple[int, ...] = ()
@@ -72,8 +75,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """A same-node peer as kernels see it: its signal pad and workspace, mapped here. ``workspace``: 0
-    where the plan needs no memory."""
+    """A same-node peer as kernels see it: its signal pad and workspace, mapped in this process.
+    ``workspace`` is 0 if the plan needs no memory."""
 
     pad: int
     workspace: int

@@ -1,10 +1,10 @@
-"""What comes behind a sum over ranks: a residual is added, and rows are normalised.
+"""The step after a sum over ranks: a residual is added and rows are normalised.
 
     r = sum + residual        out = r / sqrt(mean(r^2) + eps) * weight, the mean of each row
 
-In float32 (of float64, float64), each of the two results rounded once: the new residual r, and out.
-It is RMSNorm as in Zhang and Sennrich, https://arxiv.org/abs/1910.07467, with the residual as
-inference engines fuse it (``fused_add_rms_norm``).
+It is computed in float32 (float64 for float64 inputs); each of the two results, the new residual r
+and out, is rounded once. It is RMSNorm as in Zhang and Sennrich, https://arxiv.org/abs/1910.07467,
+with the residual as inference engines fuse it (``fused_add_rms_norm``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch import Tensor
 def add_and_normalise(
     total: Tensor, addends: Sequence[Tensor], weight: Tensor, eps: float, out: Tensor, new: Tensor
 ) -> None:
-    """Fill ``out`` and ``new``, the new residual, [M, N] as ``total``, which may be ``out``.
+    """Fill ``out`` and ``new``, the new residual. Both are [M, N] like ``total``; ``out`` may be
+    ``total``.
 
     Args:
-        addends: what is added to ``total``, one after another: a residual, and a bias [N] before it.
+        addends: tensors added to ``total`` in order: a residual, preceded by a bias [N] if there is
+            one.
         weight: [N].
     """
     wide = torch.promote_types(total.dtype, torch.float32)

@@ -1,8 +1,9 @@
-"""Where a call's outputs may be allocated, if the caller gives none.
+"""The choice of allocator for a call's outputs if the caller passes none.
 
-Torch's compilers plan the memory of what their code returns: while they warm a graph up, an output that
-is not in the pool they allocate from is an error of theirs. Such code calls ops through torch's
-dispatcher; a backend then leaves outputs to torch (:meth:`.accelerator.AcceleratorBackend.allocation`).
+Torch's compilers plan the memory of the outputs of their code: while they warm up a graph, they
+raise an error for an output that is not in the pool they allocate from. Such code calls ops through
+torch's dispatcher; a backend then leaves outputs to torch
+(:meth:`.accelerator.AcceleratorBackend.allocation`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ _thread = threading.local()
 
 
 def is_torchs() -> bool:
-    """Whether outputs of this thread's calls must be torch's own at the moment."""
+    """Return whether torch must currently allocate the outputs of this thread's calls."""
     return getattr(_thread, "torchs", False)
 
 
 def in_torchs(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel``, whose outputs torch's own allocator makes."""
+    """Wrap ``kernel`` so that torch's own allocator makes its outputs."""
 
     @wraps(kernel)
     def called(*arguments: Any, **keywords: Any) -> Any:

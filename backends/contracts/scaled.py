@@ -1,8 +1,9 @@
-"""What e4m3 operands with scales stand for (``mkernel/plan/scales.py``), for who multiplies them with
-torch: the reference that is always there, and torch's product with scales by blocks.
+"""Products of e4m3 operands with scales (``mkernel/plan/scales.py``) in torch: the reference, which
+is always available, and torch's product with block scales.
 
-That product is cuBLAS', which wants these its own way: those of A with K outermost, those of B with the
-blocks of K padded to a multiple of four, and rows of A by fours. What callers have lies otherwise.
+The latter is cuBLAS', which requires its own layouts: scales of A with K outermost, scales of B
+with the blocks of K padded to a multiple of four, and rows of A in fours. Callers' scales are laid
+out otherwise.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from mkernel.plan.scales import BLOCK
 
 
 def dequantised(matrix: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The matrix [rows, columns] times its scales. ``scale``: of each of its dimensions one, one for
-    each element, or one for each block."""
+    """Return the matrix [rows, columns] times its scales. In each dimension ``scale`` has one
+    entry, one per element, or one per block."""
     return matrix.to(dtype).mul_(spread(scale.to(dtype), *matrix.shape))
 
 
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Scales as a factor of a matrix [rows, columns]: each beside the elements that it is of. Where one
-    is of a whole dimension it stays one."""
+    """Expand scales to a factor of a matrix [rows, columns], so that each scale stands at the
+    elements that it applies to. A scale for a whole dimension keeps size one there."""
     for dim, size in enumerate((rows, columns)):
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
@@ -29,13 +30,16 @@ def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 _STEP = 4
-"""Rows of A, and blocks of K of B's scales, that cuBLAS takes at a time where there are blocks."""
+"""The granularity that cuBLAS requires with block scales, in rows of A and in blocks of K of B's
+scales."""
 _BY_ROW_BLOCKS, _BY_BLOCKS, _PLAIN = 4, 5, 0
-"""Of torch: ``ScalingType.BlockWise1x128``, ``BlockWise128x128``, ``SwizzleType.NO_SWIZZLE``."""
+"""torch's values of ``ScalingType.BlockWise1x128``, ``BlockWise128x128`` and
+``SwizzleType.NO_SWIZZLE``."""
 
 
 def padded_blocks(scale: Tensor) -> Tensor:
-    """Scales of B [K / 128, N / 128] as :func:`block_product` takes them: K innermost, and padded."""
+    """Return scales of B [K / 128, N / 128] as :func:`block_product` takes them: K innermost, and
+    padded."""
     blocks, more = scale.t(), -len(scale) % _STEP
     if more:
         blocks = torch.cat((blocks, blocks.new_ones((len(blocks), more))), 1)
@@ -43,8 +47,8 @@ def padded_blocks(scale: Tensor) -> Tensor:
 
 
 def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tensor) -> None:
-    """out = a @ b, rounded once, on a CUDA device that has such a product. ``scale``: of A
-    [M, K / 128]; ``padded``: of B."""
+    """Compute out = a @ b, rounded once, on a CUDA device that has such a product. ``scale``:
+    scales of A [M, K / 128]; ``padded``: scales of B."""
     rows, more = len(a), -len(a) % _STEP
     whole = out
     if more:
@@ -56,7 +60,7 @@ def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tens
 
 
 def block_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out: Tensor) -> None:
-    """The same of scales that lie as cuBLAS wants them."""
+    """Compute the product of :func:`block_product` with scales already in cuBLAS' layouts."""
     torch.ops.aten._scaled_mm_v2.out(
         a, b, [of_a], [_BY_ROW_BLOCKS], [_PLAIN], [of_b], [_BY_BLOCKS], [_PLAIN],
         None, out.dtype, [], False, out=out,
@@ -64,5 +68,5 @@ def block_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out: Tensor) -> N
 
 
 def _more_rows(rows: Tensor, more: int) -> Tensor:
-    """A copy with so many rows of zeros behind."""
+    """Return a copy with ``more`` rows of zeros appended."""
     return torch.cat((rows, rows.new_zeros((more, rows.shape[1]))))

@@ -1,4 +1,4 @@
-"""Whether a backend can be used on this machine."""
+"""The verdict on whether a backend can be used on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a backend or provider can be used here; if not, why, and the one thing to do."""
+    """A verdict on a backend or provider: if it cannot be used here, why, and the one thing to do."""
 
     usable: bool
     detail: str

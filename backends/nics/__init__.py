@@ -1,1 +1,1 @@
-"""NIC backends: how bytes move between nodes."""
+"""NIC backends, which move bytes between nodes."""

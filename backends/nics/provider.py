@@ -1,7 +1,7 @@
-"""Verbs providers: which library a provider's name stands for, and what devices it offers.
+"""Verbs providers: the library that a provider's name refers to, and the devices that it offers.
 
 ``system`` is libibverbs, ``soft`` the software RDMA device that is installed beside the native
-module, anything else a path.
+module; anything else is a path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INSTALL = "apt-get install libibverbs1 ibverbs-providers"
 
 
 def library_of(verbs: str, settings: NicSettings | None = None) -> str:
-    """Name or path of the library behind a provider's name."""
+    """Return the name or path of the library that a provider's name refers to."""
     chosen = settings or load_settings().nic_settings
     if verbs == SYSTEM:
         return _loadable(chosen.system_library)
@@ -39,7 +39,8 @@ def library_of(verbs: str, settings: NicSettings | None = None) -> str:
 
 
 def _loadable(library: str) -> str:
-    """The same. BackendUnavailable: to load what is no regular file may wait for ever."""
+    """Return ``library`` unchanged. BackendUnavailable: loading anything but a regular file may
+    wait for ever."""
     path = Path(library)
     if "/" in library and path.exists() and not path.is_file():
         raise BackendUnavailable(f"verbs library {library} is no regular file; name a library")
@@ -47,14 +48,14 @@ def _loadable(library: str) -> str:
 
 
 def hand_over_mover(library: str) -> None:
-    """Give this process's mover, where it has one, to a library that takes one (the soft device)."""
+    """Pass this process's mover, if it has one, to a library that takes one (the soft device)."""
     native: Any = _nics
     if mover.registered():
         native.set_mover(library, mover.registered())
 
 
 def provider_status(verbs: str, settings: NicSettings | None = None) -> Status:
-    """Whether the provider has a device to use. Never raises."""
+    """Return whether the provider has a usable device. Never raises."""
     try:
         library = library_of(verbs, settings)
     except MkernelError as error:
@@ -93,13 +94,14 @@ def _remedy(verbs: str, library: str, detail: str) -> str:
 
 
 def peermem_module(root: Path = Path("/")) -> str | None:
-    """The loaded kernel module by which a NIC registers a GPU's memory by its address, or None."""
+    """Return the loaded kernel module by which a NIC registers a GPU's memory by its address, or
+    None."""
     modules = ("nvidia_peermem", "nv_peer_mem")
     return next((name for name in modules if (root / "sys/module" / name).is_dir()), None)
 
 
 def list_nics(verbs: str, settings: NicSettings | None = None) -> tuple[Nic, ...]:
-    """Every port of the provider's devices; empty where it is not usable."""
+    """List every port of the provider's devices; empty if the provider is not usable."""
     try:
         devices = _nics.devices(library_of(verbs, settings))
     except (MkernelError, OSError, RuntimeError):
@@ -142,7 +144,7 @@ def _link_layer(name: str) -> Literal["InfiniBand", "Ethernet", "Unspecified"]:
 
 
 def _placement(sysfs: str) -> tuple[str | None, int | None]:
-    """PCI address and NUMA node from the device's sysfs folder, where it has them."""
+    """Read PCI address and NUMA node from the device's sysfs folder; None for each that it lacks."""
     if not sysfs:
         return None, None
     device = Path(sysfs) / "device"

@@ -1,4 +1,5 @@
-"""What `mkernel doctor` says of a verbs provider: its ports, its library, its way to device memory."""
+"""The rows of `mkernel doctor` for a verbs provider: its ports, its library, its access to device
+memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mkernel.errors import MkernelError
 from mkernel.topology.model import Nic
 
 _LOCKED_BYTES = 1 << 30
-"""With less locked memory than this, registering workspaces is likely to fail."""
+"""Bytes of locked memory below which registering workspaces is likely to fail."""
 
 Row = tuple[str, Status]
 
@@ -24,10 +25,10 @@ def details(
     serves: Callable[[Nic], bool],
     abilities: Callable[[str, Nic], tuple[str, Status | None]],
 ) -> tuple[Row, ...]:
-    """Rows for the ports that a backend serves, then for what they need. Never raises.
+    """Return rows for the ports that a backend serves, then for what they need. Never raises.
 
     Args:
-        abilities: what a device can do, in words, and a verdict where it cannot serve.
+        abilities: returns a device's abilities, in words, and a verdict if it cannot serve.
     """
     try:
         devices = {(d.name, d.port): d for d in _nics.devices(library_of(verbs))}
@@ -58,7 +59,7 @@ def port_status(
     verbs: str,
     nic: Nic,
 ) -> Status:
-    """What matters of one port: state, link, firmware, GID, what it can do."""
+    """Return the status of one port: state, link, firmware, GID and abilities."""
     can, lacks = abilities(verbs, nic)
     speed = f"{device.speed_gbps:g} Gb/s" if device.speed_gbps else "speed unknown"
     facts = [
@@ -82,13 +83,14 @@ def port_status(
 
 
 def gid_words(digits: str) -> str:
-    """A GID as an address is written; an IPv4-mapped one as IPv4."""
+    """Format a GID as an address; an IPv4-mapped one as IPv4."""
     address = ipaddress.IPv6Address(bytes.fromhex(digits))
     return str(address.ipv4_mapped or address)
 
 
 def library_status(path: str) -> Status:
-    """Which rdma-core a libibverbs file is of, by its name (``libibverbs.so.1.14.44.0`` is 44)."""
+    """Return the rdma-core version of a libibverbs file, read from its name
+    (``libibverbs.so.1.14.44.0`` is 44)."""
     found = re.search(r"libibverbs\.so\.1\.\d+\.(\d+)", path)
     if found is None:
         return Status(True, f"{path} (version unknown)")
@@ -96,7 +98,7 @@ def library_status(path: str) -> Status:
 
 
 def device_memory_status(dmabuf: bool, peermem: str | None) -> Status:
-    """By which rung of the ladder accelerators' memory would be registered."""
+    """Return the way by which accelerators' memory would be registered: dmabuf, peermem or neither."""
     if dmabuf:
         return Status(True, "by dmabuf" + (f"; {peermem} is loaded too" if peermem else ""))
     if peermem:
@@ -109,7 +111,7 @@ def device_memory_status(dmabuf: bool, peermem: str | None) -> Status:
 
 
 def locked_memory_status(limit: int) -> Status:
-    """Whether the limit of locked memory leaves room for registrations."""
+    """Return whether the limit of locked memory leaves room for registrations."""
     if limit == resource.RLIM_INFINITY:
         return Status(True, "unlimited")
     words = f"{limit / 2**20:g} MiB"

@@ -1,7 +1,7 @@
 """The session of every NIC backend whose native part is ``_nics.Session``.
 
-A backend opens its device and hands the native session here; addresses and keys travel as JSON text
-and are validated when they arrive, because they come from another process.
+A backend opens its device and passes the native session to :class:`NativeSession`. Addresses and
+keys travel as JSON text and are validated when they arrive, because they come from another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_REGIONS = 1024
 MAX_RAILS = 8
 MAX_LANES = 64
 PUT_TIMEOUT_S = 30.0
-"""How long :meth:`NativeSession.put` waits for room in the command FIFO."""
+"""Seconds for which :meth:`NativeSession.put` waits for room in the command FIFO."""
 
 _U24 = Annotated[int, Field(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -62,7 +62,8 @@ class Lane(_Message):
 
 
 class PairPlan(_Message):
-    """What the plan of an address' sender says of the two ranks. ``rails``: its port, the other's."""
+    """The part of the sender's plan, sent in its address, that concerns the two ranks. ``rails``:
+    pairs of (sender's port, other rank's port)."""
 
     rails: Annotated[list[tuple[_Port, _Port]], Field(min_length=1, max_length=MAX_RAILS)]
     queue_pairs: Annotated[int, Field(ge=1, le=MAX_LANES)]
@@ -70,7 +71,7 @@ class PairPlan(_Message):
 
     @classmethod
     def of(cls, lanes: RankLanes, peer: int) -> PairPlan:
-        """What a rank's plan says of it and a peer."""
+        """Return the part of a rank's plan that concerns it and a peer."""
         return cls(
             rails=[(pair.own, pair.peers) for pair in lanes.rails(peer)],
             queue_pairs=lanes.schedule.queue_pairs,
@@ -78,12 +79,12 @@ class PairPlan(_Message):
         )
 
     def seen_from_the_other_end(self) -> PairPlan:
-        """The same, as the other rank says it."""
+        """Return the same plan from the other rank's point of view."""
         return self.model_copy(update={"rails": [(theirs, own) for own, theirs in self.rails]})
 
 
 class Address(_Message):
-    """How a rank reaches the queue pairs that a peer made for it."""
+    """The data by which a rank reaches the queue pairs that a peer made for it."""
 
     nic: str = Field(max_length=64)
     rank: _U32
@@ -93,7 +94,7 @@ class Address(_Message):
 
 
 class Key(_Message):
-    """Where a region lies at a rank, and the keys that open it, by rail."""
+    """The location of a region at a rank, and its remote keys by rail."""
 
     rank: _U32
     region: Annotated[int, Field(ge=0, lt=MAX_REGIONS)]
@@ -129,11 +130,11 @@ class NativeSession(NicSession):
         self._closed = False
 
     def capabilities(self) -> NicCapabilities:
-        """Of the opened device and provider."""
+        """Return the capabilities of the opened device and provider."""
         return NicCapabilities.model_validate(self._native.capabilities(), from_attributes=True)
 
     def address(self, peer: int) -> str:
-        """Make queue pairs for ``peer``; the text that it hands to its own ``connect``."""
+        """Make queue pairs for ``peer`` and return the text that it passes to its own ``connect``."""
         pairs = self._lanes.to(peer)
         for pair in pairs:
             if pair.own not in self._ports:
@@ -153,7 +154,7 @@ class NativeSession(NicSession):
         ).model_dump_json()
 
     def connect(self, peer: int, address: str) -> None:
-        """Connect to ``peer`` by what its ``address(this rank)`` returned."""
+        """Connect to ``peer`` by the text that its ``address(this rank)`` returned."""
         parsed = _parse(Address, "address", address)
         if (parsed.nic, parsed.rank, parsed.peer) != (self._nic, peer, self._rank):
             raise ArgumentError(
@@ -173,7 +174,7 @@ class NativeSession(NicSession):
         self._setup(lambda: self._native.connect(peer, ends), peer)
 
     def register(self, region: int, address: int, nbytes: int) -> str:
-        """Register host memory under a world-wide region number; returns the key for the peers."""
+        """Register host memory under a world-wide region number and return the key for the peers."""
         return self._register(region, address, nbytes, device=False, dmabuf=-1, offset=0, flush=0)
 
     def register_device(
@@ -185,7 +186,7 @@ class NativeSession(NicSession):
         offset: int = 0,
         flush: int = 0,
     ) -> str:
-        """The same for device memory, by dmabuf or through peermem. NicError: neither is open."""
+        """Register device memory, by dmabuf or through peermem. NicError: neither is available."""
         return self._register(
             region, address, nbytes, device=True, dmabuf=dmabuf, offset=offset, flush=flush
         )
@@ -201,7 +202,7 @@ class NativeSession(NicSession):
         ).model_dump_json()
 
     def deregister(self, region: int, timeout_s: float) -> None:
-        """Let go of a region once every put queued before is complete. Puts of others go on."""
+        """Release a region once every put queued before is complete. Puts of other regions go on."""
         if not self._setup(lambda: self._native.deregister(region, timeout_s)):
             failure = self.failure()
             if failure is not None:
@@ -212,7 +213,8 @@ class NativeSession(NicSession):
             )
 
     def bind(self, region: int, peer: int, key: str) -> None:
-        """Tell where ``region`` lies at ``peer``: what its ``register`` returned."""
+        """Set the location of ``region`` at ``peer`` from ``key``, which the peer's ``register``
+        returned."""
         parsed = _parse(Key, "key", key)
         if (parsed.rank, parsed.region) != (peer, region):
             raise ArgumentError(
@@ -229,15 +231,16 @@ class NativeSession(NicSession):
 
     @property
     def fifo(self) -> int:
-        """Address of the ``FifoHandle``; valid while this object lives, also after ``close``
-        (nothing drains it then)."""
+        """The address of the ``FifoHandle``. It is valid while this object lives, also after
+        ``close`` (nothing drains it then)."""
         return self._native.fifo
 
     def put(
         self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
     ) -> None:
-        """Queue one put-with-signal, as a kernel would. ``nbytes`` 0 raises only the signal;
-        ``signal`` :data:`NO_SIGNAL` raises none; ``peer`` :data:`SELF` asks for a completion.
+        """Queue one put-with-signal, as a kernel would. With ``nbytes`` 0 only the signal is
+        raised; with ``signal`` :data:`NO_SIGNAL` none is; ``peer`` :data:`SELF` requests a
+        completion.
 
         Raises:
             NicError: the session has failed. Timeout: no room in the FIFO for 30 s.
@@ -271,11 +274,11 @@ class NativeSession(NicSession):
         )
 
     def flush(self, timeout_s: float) -> bool:
-        """True once every put queued before is complete locally."""
+        """Return True once every put queued before is complete locally."""
         return self._setup(lambda: self._native.flush(timeout_s))
 
     def statistics(self) -> NicStatistics:
-        """Counters so far; also after ``close``."""
+        """Return the counters so far; also after ``close``."""
         s = self._native.statistics()
         regions = self._native.registrations()
         return NicStatistics(
@@ -295,7 +298,7 @@ class NativeSession(NicSession):
         )
 
     def failure(self) -> NicError | None:
-        """The first error the NIC reported, or None; also after ``close``."""
+        """Return the first error that the NIC reported, or None; also after ``close``."""
         f = self._native.failure()
         if f is None:
             return None
@@ -309,7 +312,7 @@ class NativeSession(NicSession):
         )
 
     def close(self) -> None:
-        """Stop the proxy and release everything. Twice is harmless."""
+        """Stop the proxy and release everything. Calling it twice is harmless."""
         if not self._closed:
             self._closed = True
             self._native.close()

@@ -1,6 +1,6 @@
-"""What the NIC backends on verbs share: finding devices, and opening one as a session.
+"""The common part of the NIC backends on verbs: finding devices, and opening one as a session.
 
-The native module is imported late, so that ``mkernel doctor`` can say what is missing.
+The native module is imported late, so that ``mkernel doctor`` can report what is missing.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _OPTIONS = (
     "service_level",
     "gid_index",
 )
-"""Settings that native options have by the same name."""
+"""Settings that have the same name in the native options."""
 NEVER_STRIPED = (1 << 64) - 1
 _REINSTALL = "install libibverbs-dev (infiniband/verbs.h) and then mkernel again, with this Python"
 
 
 class VerbsBackend(NicBackend):
-    """A kind of queue pair on the devices of a verbs provider."""
+    """A NIC backend for one kind of queue pair on the devices of a verbs provider."""
 
     providers: ClassVar[tuple[str, ...]] = ("soft", "system")
     max_rails: ClassVar[int] = 8
     max_queue_pairs: ClassVar[int] = 8
 
     def serves(self, nic: Nic) -> bool:
-        """Whether this kind of device has such queue pairs."""
+        """Return whether this kind of device has such queue pairs."""
         return nic.kind in self.kinds
 
     @abstractmethod
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
-        """The native session on a device. OSError, RuntimeError.
+        """Open the native session on a device. OSError, RuntimeError.
 
         Args:
             library: name or path of the provider ``verbs``.
-            arguments: what every native ``open_*`` takes.
+            arguments: the arguments that every native ``open_*`` takes.
         """
 
     def status(self, verbs: str) -> Status:
-        """Whether it can run here on that verbs provider. Never raises."""
+        """Return whether the backend can run here on that verbs provider. Never raises."""
         try:
             from mkernel.backends.nics.provider import provider_status
         except ImportError as error:
@@ -68,7 +68,8 @@ class VerbsBackend(NicBackend):
         return status
 
     def details(self, verbs: str) -> tuple[tuple[str, Status], ...]:
-        """Every port that it serves, the library, and how device memory can be reached."""
+        """Return rows for every port that the backend serves, the library, and access to device
+        memory."""
         try:
             from mkernel.backends.nics import report
         except ImportError:
@@ -76,11 +77,11 @@ class VerbsBackend(NicBackend):
         return report.details(verbs, self.serves, self.abilities)
 
     def abilities(self, verbs: str, nic: Nic) -> tuple[str, Status | None]:
-        """What such a device can do that matters here, in words; a verdict where it cannot."""
+        """Return the device's relevant abilities, in words, and a verdict if it cannot serve."""
         return "", None
 
     def probe(self, verbs: str) -> tuple[Nic, ...]:
-        """The ports of the provider that it serves."""
+        """Return the ports of the provider that the backend serves."""
         try:
             from mkernel.backends.nics.provider import list_nics
         except ImportError:
@@ -91,8 +92,8 @@ class VerbsBackend(NicBackend):
         """Open the ports of a rank's lanes.
 
         Raises:
-            BackendUnavailable: no such provider or device, it lacks what is needed, or it does not
-                come up; or more ports or queue pairs than it can have.
+            BackendUnavailable: there is no such provider or device, it lacks what is needed, or it
+                does not come up; or the plan has more ports or queue pairs than it can have.
         """
         self._can_follow(lanes)
         try:

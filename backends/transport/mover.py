@@ -1,7 +1,7 @@
-"""The mover of this process: how an emulated NIC reaches the memory of its accelerator.
+"""The mover of this process, by which an emulated NIC reaches the memory of its accelerator.
 
-The accelerator's backend registers it before NIC sessions are opened (``mover.hpp``); NIC backends hand
-it to the provider that they open. A real NIC takes none.
+The accelerator's backend registers it before NIC sessions are opened (``mover.hpp``); NIC backends
+pass it to the provider that they open. A real NIC takes none.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ class _Process:
 
 
 def register(address: int) -> None:
-    """Address of a ``Mover`` that stays valid until the process ends; the last one counts."""
+    """Register the address of a ``Mover`` that stays valid until the process ends; the last call
+    counts."""
     _Process.mover = address
 
 
 def registered() -> int:
-    """Its address; 0: none."""
+    """Return the registered mover's address; 0: none."""
     return _Process.mover

@@ -1,7 +1,8 @@
 """The ``efa`` NIC backend: SRD queue pairs on AWS EFA, or on the software RDMA device.
 
-A put is RDMA writes that each carry an immediate; the receiver counts them and raises the signal
-once all have come, for SRD keeps no order. See ``verbs/immediate.hpp`` and ``srd_nic.hpp``.
+A put is a series of RDMA writes that each carry an immediate. Because SRD keeps no order, the
+receiver counts them and raises the signal once all have arrived. See ``verbs/immediate.hpp`` and
+``srd_nic.hpp``.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from mkernel.backends.nics.verbs_backend import VerbsBackend
 from mkernel.topology.model import KindName, Nic
 
 SYSTEM_LIBRARY = "libefa.so.1"
-"""Where the provider ``system`` has ``efadv_*``; any other provider has them in its own library."""
+"""The library that has ``efadv_*`` for provider ``system``; any other provider has them in its own
+library."""
 
 
 class EfaNic(VerbsBackend):
-    """SRD over libibverbs and libefa, or over the software RDMA device."""
+    """The backend for SRD queue pairs over libibverbs and libefa, or over the software RDMA device."""
 
     name: ClassVar[str] = "efa"
     kinds: ClassVar[tuple[KindName, ...]] = ("efa", "soft")
 
     def open_native(self, verbs: str, library: str, arguments: dict[str, Any]) -> Any:
-        """With the library that has ``efadv_*``. RuntimeError: no RDMA write."""
+        """Open SRD queue pairs, with the library that has ``efadv_*``. RuntimeError: no RDMA write."""
         from mkernel.backends.nics import _nics
 
         return _nics.open_efa(efa_library=_efa_library(verbs, library), **arguments)
 
     def abilities(self, verbs: str, nic: Nic) -> tuple[str, Status | None]:
-        """Whether the device has RDMA write."""
+        """Check that the device has RDMA write."""
         from mkernel.backends.nics import _nics
         from mkernel.backends.nics.provider import library_of
 
