@@ -1,1 +1,2 @@
-"""What accelerator backends share on NVIDIA's devices: memory that peers map, copies, signals."""
+"""The common part of accelerator backends on NVIDIA's devices: memory that peers map, copies,
+signals."""

@@ -1,4 +1,5 @@
-"""What CUDA chips do by themselves, whichever backend runs on them: ``chips.json`` beside this file."""
+"""Properties that CUDA chips have whichever backend runs on them, from ``chips.json`` beside this
+file."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ FILE = Path(__file__).with_name("chips.json")
 
 
 class Chip(Sourced):
-    """One architecture. ``rates``: those constants of a machine that are the chip's own, by name."""
+    """One architecture. ``rates``: those machine constants that belong to the chip itself, by name."""
 
     cores: int = Field(ge=1)
     rates: dict[str, float]
@@ -29,13 +30,13 @@ class _File(Model):
 
 @cache
 def chips() -> Mapping[str, Chip]:
-    """The chips that are known, by architecture (``sm_90``)."""
+    """Return the known chips, by architecture (``sm_90``)."""
     return _File.from_file(FILE, "file of chips").chips
 
 
 class ChipMachine(Model):
-    """Devices of one kind in a backend's data file: how many cores one has, and the constants. A
-    ``chip`` in the file stands for the cores and those constants that are the chip's own."""
+    """Devices of one kind in a backend's data file: the number of cores of one, and the constants.
+    A ``chip`` in the file supplies the cores and those constants that belong to the chip itself."""
 
     cores: int = Field(ge=1)
     constants: MachineConstants | None = None

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def device_fifo(fifo: int, device: int) -> _cuda.DeviceFifo:
-    """What kernels of ``device`` push with: ``handle`` is the address, on the host, of a ``FifoDevice``
-    (``backends/transport/fifo_device.hpp``), which they take by value.
+    """Return the object through which kernels of ``device`` push commands. Its ``handle`` is the
+    host address of a ``FifoDevice`` (``backends/transport/fifo_device.hpp``), which kernels take by
+    value.
 
-    The FIFO takes one device at a time, until the object is deleted; no kernel may push any more
-    then. The session that ``fifo`` is of must outlive it.
+    The FIFO takes one device at a time, until the object is deleted; no kernel may push after that.
+    The session that owns ``fifo`` must outlive the object.
 
     Args:
         fifo: ``NicSession.fifo`` or ``Call.fifo``. device: its CUDA number in this process.

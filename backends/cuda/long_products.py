@@ -1,11 +1,11 @@
-"""Products of half-precision operands by torch, with all of their terms.
+"""Complete products of half-precision operands by torch: none of their terms is lost.
 
 cuBLAS 12 and 13 leave the last K mod 64 terms out of some products whose K they split among blocks
 (facebookexperimental/triton, pull request 2767). On H100 with torch 2.11 and CUDA 13.0 one of them is
-6 x 264 x 12808, 2.5 % off. Which ones depends on the version, sizes, dtypes, layouts and switches of
-torch, not on the numbers. So a kind of product that may be split is tried once, with an A whose last
-terms alone are not zero; one that leaves some out is multiplied in two: whole steps of terms, then
-the rest, added in float32 and rounded once.
+6 x 264 x 12808, 2.5 % off. Which products are affected depends on the version, sizes, dtypes,
+layouts and switches of torch, not on the values. So each kind of product that may be split is tried
+once, with an A that is zero except for the last terms. A kind that loses terms is computed in two
+parts, whole steps of terms and then the rest, which are added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import torch
 from mkernel.plan.recent import Recent
 
 STEP = 128
-"""Terms: a multiple of what blocks take at a time, so that what is split in whole steps is right."""
+"""Terms of K per step: a multiple of the number that blocks take at a time, so that a split into
+whole steps loses nothing."""
 _LEAST_TERMS = 512
 _MOST_RESULTS = 1 << 21
-"""Products of fewer terms, or of more results, are taken never to be split: these are tiles enough for
-every multiprocessor."""
+"""Largest number of results of a product that may be split. Products of more results, or of fewer
+than _LEAST_TERMS terms, are assumed never to be split: they have enough tiles for every
+multiprocessor."""
 _ALIGNED = 16
 
 
 class Matrix(NamedTuple):
-    """What a product depends on of one of its matrices, beside its address."""
+    """The properties of a matrix on which cuBLAS' choice depends, apart from its address."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,11 +37,12 @@ class Matrix(NamedTuple):
 
 
 _right: Recent[Hashable, bool] = Recent()
-"""By kind: whether torch's own product has all terms."""
+"""By kind of product: True if torch's own product has all terms."""
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor) -> None:
-    """As torch.mm: out = a @ b, rounded once to its dtype, theirs or float32."""
+    """Compute out = a @ b as torch.mm does, rounded once to the dtype of ``out``: the operands' or
+    float32."""
     if _has_all_terms(a, b, out, None):
         torch_mm(a, b, out)
     else:
@@ -47,9 +50,9 @@ def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor)
 
 
 def untried_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
-    """As :func:`mm`, in two wherever the library may leave terms of half-precision operands out. Of a
-    trial the host awaits what came of it, and all that its stream waits for: which has no deadline
-    where that is a word of a peer's."""
+    """Compute :func:`mm` without a trial: in two parts wherever the library may lose terms of
+    half-precision operands. In a trial the host waits for the result, and so for everything its
+    stream waits for; that wait has no deadline if the stream waits for a peer's word."""
     half = a.dtype in (torch.bfloat16, torch.float16)
     if half and _may_be_split(a, out):
         _in_two(None, a, b, out)
@@ -58,7 +61,8 @@ def untried_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
 
 
 def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
-    """As torch.addmm: out = bias + a @ b, rounded once. ``out``: of their dtype."""
+    """Compute out = bias + a @ b as torch.addmm does, rounded once. ``out`` has the operands'
+    dtype."""
     if _has_all_terms(a, b, out, bias):
         torch_addmm(bias, a, b, out)
     else:
@@ -66,7 +70,7 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Te
 
 
 def torch_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """The library's, which may leave terms out."""
+    """Call the library's product, which may lose terms."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     else:
@@ -74,18 +78,20 @@ def torch_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def torch_addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Likewise, by another kernel of the library's than without a bias."""
+    """Call the library's product with a bias, which may lose terms; the library uses another kernel
+    for it than without a bias."""
     torch.addmm(bias, a, b, out=out)
 
 
 def may_lose_terms(k: int) -> bool:
-    """Whether a product of so many terms is one of those that are tried."""
+    """Return whether a product of ``k`` terms is one of those that are tried."""
     return k % STEP != 0 and k >= _LEAST_TERMS
 
 
 def proven(device: torch.device, a: Matrix, b: Matrix, out: Matrix) -> bool:
-    """Whether the library's product of such matrices, whose addresses are multiples of 16, has all of
-    its terms: it is of a kind that is not tried, or was tried, as torch's switches are now."""
+    """Return whether the library's product of such matrices, whose addresses are multiples of 16,
+    is known to have all its terms: its kind is never split, or passed the trial under the current
+    switches of torch."""
     (m, k), (_, n) = a.shape, b.shape
     if not may_lose_terms(k) or not 0 < m * n <= _MOST_RESULTS:
         return True
@@ -98,8 +104,8 @@ def _kind(
     offsets: Sequence[int],
     bias: tuple[tuple[int, ...], int] | None,
 ) -> Hashable:
-    """What cuBLAS' choice depends on. ``offsets``: of the addresses, from multiples of 16; ``bias``: of
-    one, the shape and this offset."""
+    """Return the key of everything that cuBLAS' choice depends on. ``offsets``: distances of the
+    addresses from multiples of 16; ``bias``: the bias's shape and the same distance."""
     switches = torch.backends.cuda.matmul
     return (
         device,
@@ -141,7 +147,8 @@ def _has_all_terms(
 def _tried(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> bool | None:
-    """Whether a product like this one has its last terms; None: these rows of B do not tell."""
+    """Return whether a product like this one has its last terms; None if these rows of B cannot
+    show it."""
     first = a.shape[1] // STEP * STEP
     ones = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).zero_()
     ones[:, first:] = 1

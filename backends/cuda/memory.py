@@ -1,8 +1,8 @@
 """Symmetric memory on a GPU: an allocation that other processes of the node map by descriptor.
 
 The descriptor that ranks exchange is JSON; the memory itself travels as a file descriptor
-(:mod:`mkernel.backends.runtime.fd_exchange`). A mapping keeps the memory: that of a peer whose
-process was killed stays valid until it is closed here.
+(:mod:`mkernel.backends.runtime.fd_exchange`). A mapping keeps the memory alive: memory of a peer
+whose process was killed stays valid until the mapping is closed here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KIND = "cuda-vmm"
 
 
 class DeviceMemory(SymmetricMemory):
-    """Memory of this process's device, or a mapping of a peer's for kernels of this one's.
+    """Memory of this process's device, or a mapping of a peer's memory for kernels of this device.
 
     It is unmapped once it is closed and no tensor of it is left.
     """
@@ -39,7 +39,7 @@ class DeviceMemory(SymmetricMemory):
     def __init__(
         self, made: _cuda.DeviceMemory, nbytes: int, offer: fd_exchange.Offer | None
     ) -> None:
-        """Use :meth:`create` or :meth:`attach`."""
+        """Wrap native memory. Callers use :meth:`create` or :meth:`attach` instead."""
         self.nbytes = nbytes
         self.address = made.address
         self.device = made.device
@@ -49,7 +49,7 @@ class DeviceMemory(SymmetricMemory):
 
     @classmethod
     def create(cls, nbytes: int, device: int) -> DeviceMemory:
-        """New zeroed memory. ValueError for a size below 1; OSError where the device is short of
+        """Allocate zeroed memory. ValueError for a size below 1; OSError if the device is short of
         memory or cannot share it."""
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
@@ -62,10 +62,11 @@ class DeviceMemory(SymmetricMemory):
 
     @classmethod
     def attach(cls, descriptor: dict[str, Any], device: int) -> DeviceMemory:
-        """Map what a peer process of this host exported, for kernels of ``device``. OSError where
-        it is gone, is of another kind, or the devices cannot reach each other; ArgumentError where
-        it is the same device and the setting ``ranks_per_device`` is 1: kernels of two processes take
-        turns there, each waiting for the other.
+        """Map the memory that a peer process of this host exported, for kernels of ``device``.
+
+        Raises OSError if the memory is gone, is of another kind, or the devices cannot reach each
+        other. Raises ArgumentError if it is on the same device and the setting ``ranks_per_device``
+        is 1: kernels of two processes take turns there, so each would wait for the other.
         """
         if descriptor.get("kind") != _KIND:
             raise OSError(
@@ -94,7 +95,7 @@ class DeviceMemory(SymmetricMemory):
         return cls(mapped, int(descriptor["nbytes"]), None)
 
     def export(self) -> dict[str, Any]:
-        """JSON-safe descriptor; valid until ``close``, on this host, for this user."""
+        """Return a JSON-safe descriptor, valid until ``close``, on this host, for this user."""
         own = self._alive()
         if self._offer is None:
             self._fd = own.export_fd()
@@ -108,16 +109,17 @@ class DeviceMemory(SymmetricMemory):
         }
 
     def shared(self) -> _cuda.DeviceMemory:
-        """The memory itself: it stays mapped as long as anybody has it."""
+        """Return the native memory itself, which stays mapped as long as any reference to it
+        exists."""
         return self._alive()
 
     def write_word(self, offset: int, value: int) -> None:
-        """Write 64 bits at a multiple of 8; there when this returns."""
+        """Write 64 bits at a multiple of 8; they are in memory when this returns."""
         self._alive().write_word(offset, value)
 
     def dmabuf(self) -> int:
-        """A new dmabuf descriptor of the memory, for a NIC to register; the caller's to close.
-        OSError where the device has none to give."""
+        """Return a new dmabuf descriptor of the memory, for a NIC to register; the caller closes
+        it. OSError if the device exports none."""
         from mkernel.backends.cuda import _cuda
 
         access = nic_access(self.device)
@@ -129,12 +131,12 @@ class DeviceMemory(SymmetricMemory):
             raise OSError(f"no dmabuf: {error}") from error
 
     def flush(self) -> int:
-        """Address of the device's flush; 0 where it orders what NICs write."""
+        """Return the address of the device's flush; 0 if the device orders what NICs write."""
         return int(native().device_flush(self.device))
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A row-major tensor over the bytes from ``offset`` on; it keeps the memory mapped.
-        ValueError where it does not fit."""
+        """Return a row-major tensor over the bytes from ``offset`` on; it keeps the memory mapped.
+        ValueError if it does not fit."""
         count = math.prod(shape)
         check_fit(self.nbytes, offset, count, dtype)
         own = self._alive()
@@ -142,7 +144,7 @@ class DeviceMemory(SymmetricMemory):
         return flat.view(dtype).view(*shape)
 
     def close(self) -> None:
-        """Withdraw the descriptor and unmap. Twice is harmless."""
+        """Withdraw the descriptor and unmap. Calling it twice is harmless."""
         self._native = None
         offer, self._offer = self._offer, None
         if offer is not None:
@@ -163,7 +165,8 @@ class DeviceMemory(SymmetricMemory):
 
 
 def bytes_at(address: int, nbytes: int, keeps: object = None) -> torch.Tensor:
-    """A tensor over device memory, which ``keeps`` keeps mapped as long as the tensor lives."""
+    """Return a tensor over device memory. It holds ``keeps``, so that the memory stays mapped as
+    long as the tensor lives."""
     # As bytes, since the interface has no name for bfloat16; without a device, not even torch's
     # default one, lest torch copy.
     with torch._C.DisableTorchFunction():
@@ -171,7 +174,7 @@ def bytes_at(address: int, nbytes: int, keeps: object = None) -> torch.Tensor:
 
 
 class _Bytes:
-    """A stretch of device memory as numba's and torch's CUDA array interface has it. What is made of
+    """A range of device memory in the CUDA array interface of numba and torch. A tensor made from
     it holds it."""
 
     def __init__(self, address: int, nbytes: int, keeps: object) -> None:

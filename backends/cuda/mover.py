@@ -1,5 +1,5 @@
-"""How NICs reach the memory of a CUDA device: what a real one can do with it, and what moves it for an
-emulated one."""
+"""NICs' access to the memory of a CUDA device: a real NIC's dmabufs, and the mover of an emulated
+one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from mkernel.backends.transport import mover
 
 
 def offer_mover() -> None:
-    """Let emulated NICs of this process reach its CUDA memory; before they are opened."""
+    """Let emulated NICs of this process reach its CUDA memory. Must be called before they are
+    opened."""
     mover.register(native().mover())
 
 
 def nic_access(device: int) -> Status:
-    """Whether a NIC can be given this device's memory as a dmabuf, and kernels see what it writes.
-    Asks the driver, allocates nothing; the same on every rank of such devices."""
+    """Return whether a NIC can be given this device's memory as a dmabuf, so that kernels see what
+    it writes. Queries the driver and allocates nothing; the result is the same on every rank with
+    such devices."""
     found = native().gpu_direct(device)
     if not found.dmabuf:
         return Status(

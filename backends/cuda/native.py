@@ -1,4 +1,4 @@
-"""The native module, and why there may be none."""
+"""The native module ``_cuda``, and the reasons why it may be missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURE = (9, 0)
 
 @cache
 def native() -> ModuleType:
-    """``_cuda``. BackendUnavailable where it was not built."""
+    """Return the module ``_cuda``. BackendUnavailable if it was not built."""
     try:
         from mkernel.backends.cuda import _cuda
     except ImportError as error:
@@ -31,12 +31,13 @@ def native() -> ModuleType:
 
 @cache
 def pci_address(device: int) -> str:
-    """Where a device sits on this host: the same in every process, unlike its number."""
+    """Return a device's PCI address on this host, which is the same in every process, unlike its
+    number."""
     return str(native().devices()[device].pci)
 
 
 def device_clock(device: int) -> _cuda.DeviceClock | None:
-    """A device's clock. None where its kernels are not built, or do not run on the device."""
+    """Return a device's clock; None if its kernels are not built, or do not run on the device."""
     try:
         made = native()
     except BackendUnavailable:
@@ -60,7 +61,7 @@ def not_built(error: BackendUnavailable) -> Status:
 
 
 def missing() -> Status | None:
-    """What keeps the native module from running anything here; None where nothing does."""
+    """Return what prevents the native module from running anything here; None if nothing does."""
     try:
         made = native()
     except BackendUnavailable as error:

@@ -1,4 +1,5 @@
-"""Outputs that peers may write, as tensors of torch's own allocator (``output_memory.hpp``)."""
+"""Pools of outputs that peers may write, as tensors of torch's own allocator
+(``output_memory.hpp``)."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from mkernel.backends.cuda import _cuda
 
 _allocators: dict[int, Any] = {}
-"""By number; torch calls them as long as it has memory of theirs, which may be after all worlds."""
+"""The allocators by number. torch calls them as long as it has memory of theirs, possibly after all
+worlds have ended."""
 _captured: list[Any] = []
-"""Pools that graphs of the user's have, which outlive their worlds."""
+"""Pools that the user's graphs use, which outlive their worlds."""
 _telling = threading.Lock()
-"""Held while torch's allocator is told of pools: it refuses two threads that use one, and ends the
-process where one goes while another thread uses any."""
+"""Held while torch's allocator is given or loses a pool. The allocator refuses two threads that use
+one pool, and aborts the process if a pool is destroyed while another thread uses any."""
 
 
 _worlds: weakref.WeakSet[OutputPool] = weakref.WeakSet()
@@ -34,34 +36,37 @@ _worlds: weakref.WeakSet[OutputPool] = weakref.WeakSet()
 
 @atexit.register
 def _keep_those_of_graphs() -> None:
-    """As the interpreter ends, in whose last steps a pool may go before the graph that has it."""
+    """Keep the graphs' pools for ever as the interpreter ends, because in its last steps a pool may
+    be freed before the graph that uses it."""
     kept = [*_captured, *(each.pool for world in _worlds for each in world._of_graphs)]
     for pool in kept:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 class _OfGraphs:
-    """A pool that was made for graphs. Torch ends the process where one goes that a graph has."""
+    """A pool that was made for graphs. torch aborts the process if such a pool is freed while a
+    graph uses it."""
 
     def __init__(self, pool: Any) -> None:
         self.pool, self._used = pool, False
 
     def look(self) -> None:
-        """See whether a graph has it."""
+        """Record whether a graph uses the pool."""
         self._used |= self.pool.use_count() > 1
 
     def over(self) -> bool:
-        """Whether graphs had it and none has it any more: its memory may go."""
+        """Return whether graphs used the pool and none uses it any more, so that its memory may be
+        freed."""
         self.look()
         return self._used and self.pool.use_count() == 1
 
 
 class OutputPool:
-    """One world's, on one device. Tensors may outlive it."""
+    """One world's pool of outputs on one device. Tensors may outlive it."""
 
     def __init__(self, device: int) -> None:
-        """Where as many worlds of the process have one as can, or torch has no such pools, outputs are
-        torch's own."""
+        """Create the pool. If the maximum number of worlds of the process have one already, or
+        torch has no such pools, outputs come from torch's own allocator."""
         from mkernel.backends.cuda import _cuda
 
         self.memory: _cuda.OutputMemory = _cuda.OutputMemory(device)
@@ -76,8 +81,8 @@ class OutputPool:
             _let_go()
 
     def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
-        """One more range: this rank's memory, and where each rank's is mapped here. Whether there may
-        be yet more, which is so on all ranks or none."""
+        """Add one more range: this rank's memory, and the addresses here of every rank's. Returns
+        whether further ranges are possible, which is the same on all ranks."""
         from mkernel.backends.cuda import _cuda
 
         assert isinstance(own, DeviceMemory)
@@ -86,8 +91,8 @@ class OutputPool:
         return self.memory.ranges < _cuda.MOST_OUTPUT_RANGES
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """The id of a pool for a graph's memory, of the same ranges. Not of :meth:`empty`'s pool: what
-        is free there may be memory that a replay writes."""
+        """Return the id of a new pool over the same ranges for a graph's memory. It differs from
+        the pool of :meth:`empty`, in which free memory may be memory that a replay writes."""
         if self.pool is None:
             return None
         with _telling:
@@ -99,10 +104,11 @@ class OutputPool:
         return found
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A row-major tensor without contents on the current stream. While a graph is captured its own
-        pool has it, and torch's own where torch's compilers see to that, and where as many live as the
-        ranges have room for: what a pool takes besides is of no use to anything else before the world
-        ends."""
+        """Return an uninitialised row-major tensor on the current stream.
+
+        It comes from the graph's own pool while a graph is captured. It comes from torch's
+        allocator if torch's compilers plan the memory, or if live outputs fill the ranges: whatever
+        a pool takes beyond them is useless for anything else until the world ends."""
         if torch.cuda.is_current_stream_capturing():
             for each in self._of_graphs:
                 each.look()
@@ -118,7 +124,7 @@ class OutputPool:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def close(self) -> None:
-        """Let go of what neither tensors nor graphs have. Twice is harmless."""
+        """Release what neither tensors nor graphs hold. Calling it twice is harmless."""
         with _telling:
             if self.pool is None:
                 return
@@ -139,19 +145,19 @@ class OutputPool:
 
 
 def _let_go() -> None:
-    """Of pools that no graph has any more."""
+    """Release pools that no graph uses any more."""
     _captured[:] = [pool for pool in _captured if pool.use_count() > 1]
 
 
 def _torch_has_pools() -> bool:
-    """Whether torch frees a pool's memory by the pool's own allocator: from 2.8 on, unless the user has
-    chosen another allocator for all memory."""
+    """Return whether torch frees a pool's memory by the pool's own allocator: it does from 2.8 on,
+    unless the user has chosen another allocator for all memory."""
     routes = hasattr(torch.cuda.memory, "_cuda_beginAllocateCurrentThreadToPool")
     return routes and torch.cuda.get_allocator_backend() == "native"
 
 
 def _allocator(number: int) -> Any:
-    """What torch takes memory with that number by."""
+    """Return the torch allocator for memory of that number."""
     from mkernel.backends.cuda import _cuda
 
     if number not in _allocators:

@@ -1,4 +1,4 @@
-"""Host memory that a GPU's kernels address and a NIC registers, by the same addresses."""
+"""Pinned host memory that a GPU's kernels access and a NIC registers, at the same addresses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PinnedMemory(HostMemory):
 
     @classmethod
     def create(cls, nbytes: int) -> PinnedMemory:
-        """New zeroed memory, for the current device. ValueError for a size below 1; OSError where
-        memory is short, or cannot be pinned."""
+        """Allocate zeroed memory for the current device. ValueError for a size below 1; OSError if
+        memory is short or cannot be pinned."""
         made = super().create(nbytes)
         assert isinstance(made, cls)
         try:
@@ -30,6 +30,6 @@ class PinnedMemory(HostMemory):
         return made
 
     def close(self) -> None:
-        """Unregister and unmap. No kernel or NIC may use it any more."""
+        """Unregister and unmap. No kernel or NIC may use the memory any more."""
         self._pages = None
         super().close()

@@ -1,4 +1,4 @@
-"""What of the CUDA toolkit is on a machine. Only looked for: nothing of it is run."""
+"""Detection of the CUDA toolkit on a machine. Files are only looked for; nothing is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def nvcc(root: Path) -> str | None:
 
 
 def software(root: Path) -> tuple[tuple[str, Status], ...]:
-    """Report the compiler. ``root``: as of :func:`nvcc`."""
+    """Return the compiler's row for ``mkernel doctor``. ``root``: the folder that holds /usr, as in
+    :func:`nvcc`."""
     found = nvcc(root)
     if found:
         return (("nvcc", Status(True, found)),)

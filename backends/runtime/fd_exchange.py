@@ -1,10 +1,10 @@
-"""File descriptors from one process of a user to another, for memory that has no other name.
+"""Exchange of file descriptors between processes of a user, for memory that has no other name.
 
-The owner *offers* a descriptor and hands the offer's address (JSON-safe) to its peers over whatever
-channel it has; a peer *fetches* a duplicate. A daemon thread serves the offers of a process over a
-unix socket in the abstract namespace, so that nothing lies on a file system: it starts with the
-first offer and ends with the last. Both sides check that the other is a process of the same user, and
-a fetch must name the offer's random cookie. Everything has a deadline.
+The owner *offers* a descriptor and sends the offer's address (JSON-safe) to its peers over any
+channel; a peer *fetches* a duplicate. A daemon thread serves the offers of a process over a unix
+socket in the abstract namespace, so that nothing lies on a file system. It starts with the first
+offer and ends with the last. Both sides check that the other is a process of the same user, and a
+fetch must name the offer's random cookie. Everything has a deadline.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mkernel.backends.runtime.threads import Thread
 
 _COOKIE_BYTES = 16
 _PAUSE_S = 0.02
-"""Until a descriptor may be free again."""
+"""Seconds to wait for a descriptor to become free."""
 _REQUEST_S = 5.0
-"""A client that has not asked by then is dropped."""
+"""Seconds after which a client that has not sent its request is dropped."""
 _BACKLOG = 128
 _FOUND, _UNKNOWN = b"\1", b"\0"
 _UCRED = struct.Struct("3i")
 
 
 class Offer:
-    """A descriptor on offer until ``close``. The descriptor itself stays its owner's, who keeps it
-    open as long."""
+    """A descriptor on offer until ``close``. The owner keeps the descriptor and must keep it open
+    that long."""
 
     def __init__(self, server: _Server, cookie: bytes) -> None:
         self._server = server
@@ -45,12 +45,12 @@ class Offer:
 
     @property
     def address(self) -> dict[str, Any]:
-        """What :func:`fetch` takes; JSON-safe."""
+        """The argument of :func:`fetch`; JSON-safe."""
         return {"socket": self._server.name, "cookie": self._cookie.hex()}
 
     def close(self) -> None:
-        """Fetches fail from now on. Twice is harmless; also in a forked child, where it does
-        nothing. Timeout: the thread that served the last offer does not end."""
+        """Withdraw the offer: fetches fail from now on. Calling it twice is harmless; in a forked
+        child it does nothing. Timeout: the thread that served the last offer does not end."""
         _withdraw(self._server, self._cookie)
 
 
@@ -66,11 +66,11 @@ def offer(fd: int) -> Offer:
 
 
 def fetch(address: dict[str, Any], timeout_s: float) -> int:
-    """A duplicate of the offered descriptor; the caller's to close.
+    """Return a duplicate of the offered descriptor; the caller closes it.
 
     Raises:
-        OSError: the owner is gone, has withdrawn the offer, is another user's, or did not answer
-            within ``timeout_s`` (TimeoutError).
+        OSError: the owner is gone, has withdrawn the offer, belongs to another user, or did not
+            answer within ``timeout_s`` (TimeoutError).
     """
     name, cookie = str(address["socket"]), bytes.fromhex(address["cookie"])
     deadline = time.monotonic() + timeout_s
@@ -99,8 +99,9 @@ def fetch(address: dict[str, Any], timeout_s: float) -> int:
 
 
 def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A byte, and a descriptor that no program inherits which another thread starts meanwhile:
-    ``socket.recv_fds`` does not pass its flags on."""
+    """Receive a byte and a descriptor. The descriptor is close-on-exec from the start, so that a
+    program which another thread starts meanwhile does not inherit it; ``socket.recv_fds`` does not
+    pass its flags on."""
     fds = array.array("i")
     answer, told, _, _ = connection.recvmsg(
         1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC
@@ -112,7 +113,7 @@ def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """PermissionError unless the other end is a process of this user."""
+    """Raise PermissionError unless the other end is a process of this user."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(told)
     if uid != os.geteuid():
@@ -121,14 +122,14 @@ def _check_user(connection: socket.socket) -> None:
 
 @dataclass
 class _Asking:
-    """A client that has connected: when its time is up, and what of the cookie has come."""
+    """A connected client: its deadline, and the bytes of the cookie received so far."""
 
     deadline: float
     cookie: bytes = field(default=b"")
 
 
 class _Server:
-    """One thread that answers fetches, until told to stop."""
+    """The server of one process: a thread that answers fetches until :meth:`stop`."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -152,7 +153,7 @@ class _Server:
             raise
 
     def stop(self) -> None:
-        """End the thread and close every socket. Timeout: it goes on."""
+        """End the thread and close every socket. Timeout: the thread goes on."""
         self._wake.send(b"x")
         if threading.current_thread() is not self._thread:
             threads.end(
@@ -169,7 +170,7 @@ class _Server:
             self._close()
 
     def _turn(self) -> bool:
-        """Serve what is ready; False once told to stop."""
+        """Serve every ready socket once; return False after :meth:`stop`."""
         first = min((asking.deadline for asking in self._clients.values()), default=None)
         wait = None if first is None else max(0.0, first - time.monotonic())
         for key, _ in self._selector.select(wait):
@@ -234,7 +235,7 @@ class _Server:
 
 
 class _Process:
-    """The server of this process, where it has offers."""
+    """The server of this process, if it has offers."""
 
     lock = threading.RLock()  # a collected memory object may close its offer on any thread
     server: _Server | None = None

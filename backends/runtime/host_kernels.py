@@ -1,8 +1,9 @@
-"""An accelerator backend that is written in Python: its kernels are functions on threads of the host.
+"""Base of accelerator backends written in Python, whose kernels are functions on threads of the
+host.
 
-What every such backend needs is here: its memory, a call's two kernels in every view, waits with a
-deadline, and the way to peers, which is the same for ranks of this node and of others. A subclass
-brings its claims, its workspace and the two kernels.
+It has everything that such backends share: memory, a call's two kernels in every view, waits with a
+deadline, and puts to peers, which are the same for ranks of this node and of others. A subclass
+adds its capabilities, its workspace and the two kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NO_CHUNK = 0xFFFFFFFF
 
 
 class Signals(NamedTuple):
-    """The signals of a call, each of which a call adds 1 to, with the peer that does.
+    """The signals of a call, each with the peer that adds to it. Every call adds 1 to each of them.
 
     ``arrivals``: data of peers has come, by chunk. ``releases``: a peer has read this rank's data.
     """
@@ -38,11 +39,11 @@ class Signals(NamedTuple):
 
 
 class Ended(Exception):
-    """A wait of a kernel was aborted or passed its deadline: the kernel is over."""
+    """The end of a kernel whose wait was aborted or passed its deadline."""
 
 
 class Kernel:
-    """What a kernel of a call sees. ``peers``: all other ranks."""
+    """A kernel's view of its call. ``peers``: all other ranks."""
 
     def __init__(self, call: Call, waiter: _transport.Waiter) -> None:
         self.call = call
@@ -51,24 +52,25 @@ class Kernel:
         self._waiter = waiter
 
     def area(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's workspace as a tensor: the first area in even epochs, the second in odd ones."""
+        """Return this rank's workspace as a tensor: the first area in even epochs, the second in
+        odd ones."""
         at = self.call.workspace + self.call.areas[self.call.epoch % 2]
         memory = (c_char * (math.prod(shape) * dtype.itemsize)).from_address(at)
         return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
     def put(self, peer: int, part: torch.Tensor, signal: int) -> None:
-        """Copy a part of :meth:`area`, rows behind one another, to the same place at a peer, and then
-        add 1 to its signal. The part must stay as it is until the peer has released it."""
+        """Copy a part of :meth:`area`, contiguous rows, to the same place at a peer, and then add 1
+        to the peer's signal. The part must not change until the peer has released it."""
         offset = part.data_ptr() - self.call.workspace
         self._put(peer, offset, part.numel() * part.itemsize, signal)
 
     def tell(self, peer: int, signal: int) -> None:
-        """Add 1 to a signal of a peer, after all that this kernel has done."""
+        """Add 1 to a signal of a peer, after everything that this kernel has done before."""
         self._put(peer, 0, 0, signal)
 
     def wait(self, signal: int, peer: int, chunk: int = _NO_CHUNK, amount: int = 1) -> None:
         """Wait until this call has added ``amount`` to a signal of this rank; -1: until the calls
-        before it have added all but one. Ended: at the deadline, or where the world is aborted."""
+        before it have added all but one. Raises Ended at the deadline, or if the world is aborted."""
         call = self.call
         if call.view == "compute_only":
             return
@@ -102,7 +104,7 @@ class Kernel:
 
 
 class HostLaunch(Launch, InstrumentedLaunch):
-    """Both kernels of a call, on two threads."""
+    """A launch that runs both kernels of a call on two threads."""
 
     def __init__(self, call: Call, backend: HostAccelerator, pool: ThreadPoolExecutor) -> None:
         self._call: Call | None = call
@@ -118,7 +120,7 @@ class HostLaunch(Launch, InstrumentedLaunch):
         ]
 
     def wait(self, timeout_s: float) -> bool:
-        """True once both have returned; raises what they raised."""
+        """Return True once both kernels have returned; raise what they raised."""
         if wait(self._kernels, timeout_s).not_done:
             return False
         for kernel in self._kernels:
@@ -130,7 +132,8 @@ class HostLaunch(Launch, InstrumentedLaunch):
         return True
 
     def times(self) -> LaunchTimes:
-        """Of each kernel from its begin, without what it waited for the other."""
+        """Return the time of each kernel from its begin, without the time for which it waited for
+        the other."""
         return LaunchTimes(self._seconds)
 
     def _timed(
@@ -153,39 +156,40 @@ class HostLaunch(Launch, InstrumentedLaunch):
 
 
 class HostAccelerator(AcceleratorBackend, Instrumented):
-    """Runs its ops in Python on CPUs. A subclass defines :meth:`signals`, :meth:`communicate` and
-    :meth:`compute`, and what the contract leaves open beside memory and launches."""
+    """An accelerator backend that runs its ops in Python on CPUs. A subclass defines
+    :meth:`signals`, :meth:`communicate` and :meth:`compute`, and what the contract requires beyond
+    memory and launches."""
 
     _pool: ThreadPoolExecutor
 
     @abstractmethod
     def signals(self, call: Call) -> Signals:
-        """Every signal that the call adds to on this rank, in whatever view it runs. All plans share
-        them: each has one rank that adds to it, whatever the plan."""
+        """Return every signal that the call adds to on this rank, in whatever view it runs. All
+        plans share the signals, and the same single rank adds to a signal in every plan."""
 
     @abstractmethod
     def communicate(self, kernel: Kernel) -> None:
-        """The comm kernel, on its thread: wait for releases, copy, put."""
+        """Run the comm kernel, on its thread: wait for releases, copy, put."""
 
     @abstractmethod
     def compute(self, kernel: Kernel) -> None:
-        """The compute kernel, on its thread: wait for each arrival before its use, release."""
+        """Run the compute kernel, on its thread: wait for each arrival before its use, release."""
 
     def open(self, device: Accelerator) -> None:
-        """Two threads, for the calls of a world, which come one after another."""
+        """Start a pool of two threads for the calls of a world, which run one after another."""
         self._pool = ThreadPoolExecutor(2, thread_name_prefix=f"mkernel-{self.name}")
 
     def close(self, timeout_s: float) -> bool:
-        """End them; their waits ended with the world."""
+        """End the threads; their waits ended with the world."""
         self._pool.shutdown(wait=False)
         return True
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Pages of the host."""
+        """Allocate pages of the host."""
         return HostMemory.create(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """The same pages."""
+        """Map the host pages that a peer exported."""
         return HostMemory.attach(descriptor)
 
     def launch(self, call: Call) -> Launch:

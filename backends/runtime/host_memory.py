@@ -20,25 +20,26 @@ from mkernel.backends.contracts.memory import SymmetricMemory
 if TYPE_CHECKING:
     import torch
 
-# After the usable bytes, so that who attaches can tell this allocation from whatever else the
-# process may have behind the same descriptor number by then.
+# A cookie follows the usable bytes: by it a peer that attaches recognises this allocation, because
+# the process may by then have another file under the same descriptor number.
 _COOKIE_BYTES = 16
 
 
 def check_fit(room: int, offset: int, count: int, dtype: torch.dtype) -> None:
-    """ValueError unless ``count`` elements from byte ``offset`` on lie in ``room`` bytes, aligned."""
+    """Raise ValueError unless ``count`` elements from byte ``offset`` on are aligned and fit in
+    ``room`` bytes."""
     end = offset + count * dtype.itemsize
     if offset < 0 or offset % dtype.itemsize or count < 1 or end > room:
         raise ValueError(f"{count} elements of {dtype} at byte {offset} do not fit {room} bytes")
 
 
 def page_up(nbytes: int) -> int:
-    """The bytes of so many whole pages as hold ``nbytes``."""
+    """Round ``nbytes`` up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _short_of(nbytes: int, error: OSError | OverflowError) -> OSError:
-    """What an allocation of ``nbytes`` that failed raises."""
+    """Return the error that a failed allocation of ``nbytes`` raises."""
     number, why = (
         (error.errno, error.strerror)
         if isinstance(error, OSError)
@@ -54,7 +55,8 @@ def _short_of(nbytes: int, error: OSError | OverflowError) -> OSError:
 class HostMemory(SymmetricMemory):
     """A shared mapping of an anonymous file; page-aligned, zeroed when new.
 
-    The pages are MAP_SHARED of a memfd, so that a software NIC finds the file by its inode.
+    The pages are a MAP_SHARED mapping of a memfd, so that a software NIC finds the file by its
+    inode.
     """
 
     def __init__(self, fd: int, nbytes: int, cookie: bytes, *, owner: bool) -> None:
@@ -74,7 +76,7 @@ class HostMemory(SymmetricMemory):
 
     @classmethod
     def create(cls, nbytes: int) -> HostMemory:
-        """New zeroed memory. ValueError for a size below 1, OSError where memory is short."""
+        """Allocate zeroed memory. ValueError for a size below 1, OSError if memory is short."""
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
         cookie = secrets.token_bytes(_COOKIE_BYTES)
@@ -91,7 +93,7 @@ class HostMemory(SymmetricMemory):
 
     @classmethod
     def attach(cls, descriptor: dict[str, Any]) -> HostMemory:
-        """Map what a peer process exported. OSError where it is gone or is something else."""
+        """Map the memory that a peer process exported. OSError if it is gone or is something else."""
         pid, number = int(descriptor["pid"]), int(descriptor["fd"])
         nbytes, cookie = int(descriptor["nbytes"]), bytes.fromhex(descriptor["cookie"])
         try:
@@ -120,7 +122,7 @@ class HostMemory(SymmetricMemory):
         return cls(fd, nbytes, cookie, owner=False)
 
     def export(self) -> dict[str, Any]:
-        """JSON-safe descriptor; valid until ``close``, on this machine."""
+        """Return a JSON-safe descriptor, valid until ``close``, on this machine."""
         if not self._owner:
             raise ValueError("only the rank that allocated memory can export it")
         return {
@@ -131,7 +133,8 @@ class HostMemory(SymmetricMemory):
         }
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A row-major tensor over the bytes from ``offset`` on. ValueError where it does not fit."""
+        """Return a row-major tensor over the bytes from ``offset`` on. ValueError if it does not
+        fit."""
         if self._map is None:
             raise ValueError("this memory was closed")
         count = math.prod(shape)
@@ -143,7 +146,7 @@ class HostMemory(SymmetricMemory):
         return flat.view(*shape)
 
     def close(self) -> None:
-        """Unmap, unless a tensor of it is left: then the pages go with the last one. Twice is
+        """Unmap, or leave it to the last tensor of the memory to unmap. Calling it twice is
         harmless."""
         mapped, self._map = self._map, None
         if mapped is None:
@@ -158,12 +161,12 @@ class HostMemory(SymmetricMemory):
 
 
 class HostPages:
-    """Source of host memory, whatever the accelerator: the world's signal pads lie in it."""
+    """The allocator of host memory, whatever the accelerator; the world's signal pads lie in it."""
 
     def allocate(self, nbytes: int) -> HostMemory:
-        """New zeroed memory."""
+        """Allocate zeroed memory."""
         return HostMemory.create(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> HostMemory:
-        """Map what a peer process exported."""
+        """Map the memory that a peer process exported."""
         return HostMemory.attach(descriptor)

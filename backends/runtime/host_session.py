@@ -1,7 +1,7 @@
-"""A NIC session that is written in Python: threads of the host carry puts out, and take them in.
+"""Base of NIC sessions written in Python, in which threads of the host send and receive puts.
 
-What every such session needs is here: the command FIFO and the thread that drains it, regions and their
-bounds, counters, the first failure, closing. A subclass brings the network.
+It has everything that such sessions share: the command FIFO and the thread that drains it, regions
+and their bounds, counters, the first failure, closing. A subclass adds the network.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from mkernel.errors import ArgumentError, MkernelError, NicError, Timeout
 from mkernel.settings import NicSettings
 
 _SLICE_S = 0.02
-"""How long its threads sleep at most before they look whether the session is closed."""
+"""Longest time in seconds that a thread sleeps before it checks whether the session is closed."""
 _POLL_S = 0.0005
 
 
 class HostSession(NicSession):
-    """One rank's session over a network that keeps order, reached by calls of Python.
+    """One rank's session over a network that keeps order and that Python calls can reach.
 
-    A subclass defines :meth:`address`, which says :meth:`expect`; :meth:`connect`; :meth:`send`;
-    :meth:`disconnect`; and extends :meth:`start`, which spawns a thread for each peer that takes what
-    comes from it: the bytes into :meth:`landing`, and only then :meth:`arrived`.
+    A subclass defines :meth:`address`, which calls :meth:`expect`; :meth:`connect`; :meth:`send`;
+    and :meth:`disconnect`. It extends :meth:`start` to spawn a thread for each peer, which receives
+    that peer's puts: first the bytes into :meth:`landing`, only then :meth:`arrived`.
 
     Args:
-        port: id of the port that it uses. settings: ``fifo_slots`` is read.
+        port: id of the port that the session uses. settings: ``fifo_slots`` is read.
     """
 
     limits: ClassVar[NicCapabilities] = NicCapabilities(
@@ -53,7 +53,7 @@ class HostSession(NicSession):
         atomics=False,
         dmabuf=False,
     )
-    """What :meth:`capabilities` says."""
+    """The result of :meth:`capabilities`."""
 
     def __init__(self, port: str, settings: NicSettings) -> None:
         self._port = port
@@ -74,22 +74,24 @@ class HostSession(NicSession):
     def send(
         self, peer: int, region: int, offset: int, data: memoryview, signal: int, value: int
     ) -> None:
-        """Send a put; return when ``data`` may be overwritten. One call at a time, which may not wait
-        for this rank's receiving threads. OSError: the peer is gone, or it took too long."""
+        """Send a put; return when ``data`` may be overwritten. Only one call runs at a time, and it
+        may not wait for this rank's receiving threads. OSError: the peer is gone, or sending took
+        too long."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """End every connection, so that no thread waits in one any more. Files are closed behind it, in
+        """End every connection, so that no thread waits in one any more. Files are closed later, in
         ``close``, when no thread uses them."""
 
     # ---- what a subclass calls -----------------------------------------------------------------
 
     def expect(self, peer: int) -> None:
-        """Puts will go to this peer; called by ``address``."""
+        """Announce that puts will go to this peer; called by ``address``."""
         self._lanes[peer] = [0, 0]
 
     def spawn(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Run a thread until the session is closed; what it raises is the session's failure."""
+        """Run a thread until the session is closed; an exception in it becomes the session's
+        failure."""
 
         def guarded() -> None:
             try:
@@ -102,21 +104,22 @@ class HostSession(NicSession):
         self._threads.append(thread)
 
     def landing(self, region: int, offset: int, nbytes: int) -> memoryview:
-        """Where an arriving put goes. ArgumentError: not into a region of this rank."""
+        """Return the memory that an arriving put goes to. ArgumentError: it is outside this rank's
+        regions."""
         address, size = self._regions.get(region, (0, -1))
         if offset + nbytes > size:
             raise ArgumentError("put", f"{nbytes} bytes to {offset}", f"within region {region}")
         return memoryview((ctypes.c_char * nbytes).from_address(address + offset)).cast("B")
 
     def arrived(self, signal: int, value: int) -> None:
-        """A put's bytes are all in memory: raise its signal, if it has one."""
+        """Raise the put's signal, if it has one. To be called once all its bytes are in memory."""
         if signal != NO_SIGNAL:
             with self._counting:
                 self._count["signals_raised"] += 1
             _transport.pad_add(self._pad, signal, value)
 
     def fail(self, peer: int, error: Exception) -> NicError:
-        """Keep the first error, and end the waits of kernels. Any thread."""
+        """Keep the first error and end the waits of kernels. May be called from any thread."""
         with self._counting:
             if self._failure is None and not self._closed:
                 self._failure = NicError(f"rank {peer}: {error}", status="HOST", peer=peer)
@@ -126,20 +129,20 @@ class HostSession(NicSession):
     # ---- the contract --------------------------------------------------------------------------
 
     def capabilities(self) -> NicCapabilities:
-        """:attr:`limits`."""
+        """Return :attr:`limits`."""
         return self.limits
 
     def register(self, region: int, address: int, nbytes: int) -> str:
-        """Puts may come into these bytes, and leave from them."""
+        """Allow puts to write these bytes and to read from them."""
         self._regions[region] = address, nbytes
         return json.dumps(nbytes)
 
     def bind(self, region: int, peer: int, key: str) -> None:
-        """Keep the size of the peer's part."""
+        """Keep the size of the peer's part of the region."""
         self._bound[region, peer] = int(json.loads(key))
 
     def deregister(self, region: int, timeout_s: float) -> None:
-        """Refuse puts of the region from now on; return when those before are sent."""
+        """Refuse puts of the region from now on; return when earlier ones are sent."""
         for peer in self._lanes:
             self._bound.pop((region, peer), None)
         if not self.flush(timeout_s):
@@ -148,19 +151,19 @@ class HostSession(NicSession):
             self._regions.pop(region, None)
 
     def start(self, pad: int, cpus: tuple[int, ...]) -> None:
-        """Drain the FIFO from now on."""
+        """Start to drain the FIFO."""
         self._pad = pad
         self.spawn(self._drain)
 
     @property
     def fifo(self) -> int:
-        """Of kernels that push puts themselves."""
+        """The FIFO's handle, for kernels that push puts themselves."""
         return self._fifo.handle
 
     def put(
         self, peer: int, region: int, local: int, remote: int, nbytes: int, signal: int, value: int
     ) -> None:
-        """Send it at once, beside those that the FIFO has."""
+        """Send a put at once, independently of those that are in the FIFO."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -180,7 +183,7 @@ class HostSession(NicSession):
             self._count["signals_sent"] += signal != NO_SIGNAL
 
     def flush(self, timeout_s: float) -> bool:
-        """True once the FIFO is empty and its last put is sent."""
+        """Return True once the FIFO is empty and its last put is sent."""
         late = time.monotonic() + timeout_s
         while self._failure is None and self._fifo.depth:
             if time.monotonic() > late:
@@ -189,7 +192,7 @@ class HostSession(NicSession):
         return self._failure is None
 
     def statistics(self) -> NicStatistics:
-        """Counters so far."""
+        """Return the counters so far."""
         lanes = (LaneStatistics(to, self._port, *sent) for to, sent in self._lanes.items())
         return NicStatistics(
             **self._count,
@@ -200,11 +203,11 @@ class HostSession(NicSession):
         )
 
     def failure(self) -> NicError | None:
-        """The first error."""
+        """Return the first error."""
         return self._failure
 
     def close(self) -> None:
-        """Disconnect, and join every thread. Timeout: one goes on."""
+        """Disconnect, and join every thread. Timeout: a thread does not end."""
         self._closed = True
         self.disconnect()
         kind = type(self).__name__
@@ -216,7 +219,7 @@ class HostSession(NicSession):
         )
 
     def _drain(self) -> None:
-        """Carry out what kernels push. After an abort nothing more is put."""
+        """Carry out the commands that kernels push. Nothing is put after an abort."""
         while not self._closed and not _transport.pad_aborted(self._pad):
             command = self._fifo.pop(_SLICE_S)
             if command is None:
@@ -229,7 +232,7 @@ class HostSession(NicSession):
             self._fifo.release()
 
     def _source(self, peer: int, region: int, local: int, remote: int, nbytes: int) -> memoryview:
-        """The bytes of a put. ArgumentError: it would leave what is bound."""
+        """Return the bytes of a put. ArgumentError: the put exceeds the bound regions."""
         address, size = self._regions.get(region, (0, -1))
         there = self._bound.get((region, peer), -1)
         if min(local, remote, nbytes) < 0 or local + nbytes > size or remote + nbytes > there:

@@ -1,4 +1,4 @@
-"""Threads of our own, whose start and end are not waited for for ever."""
+"""Threads whose start and end are awaited with a deadline."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from mkernel.errors import Timeout
 
 START_S = 10.0
-"""How long a new thread may take to begin."""
+"""Seconds that a new thread may take to begin."""
 END_S = 10.0
-"""How long threads that were told to end may take."""
+"""Seconds that threads may take to end once they are told to."""
 _LOOKS = 20
-"""In which that time is waited for: a process that is stopped meanwhile (SIGSTOP) misses one of them,
-and its threads have the time of the others."""
+"""The number of slices in which the start is awaited. A process that is stopped meanwhile (SIGSTOP)
+loses one slice, and its threads have the time of the others."""
 
 
 class _NotAwaited(threading.Event):
@@ -27,10 +27,10 @@ class _NotAwaited(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread.
+    """A daemon thread whose start has a deadline.
 
-    ``threading.Thread.start`` waits without a deadline for the new thread's word that it runs. One that
-    finds no memory dies before it says so, and its caller would wait for ever.
+    ``threading.Thread.start`` waits without a deadline for the new thread to report that it runs. A
+    thread that gets no memory dies before it reports, and its caller would wait for ever.
     """
 
     def __init__(self, target: Callable[..., object], *args: Any, name: str) -> None:
@@ -40,8 +40,8 @@ class Thread(threading.Thread):
         self._claim = threading.Lock()  # taken by the thread as it begins, or by who gives it up
 
     def start(self) -> None:
-        """RuntimeError: the process can have no more threads, or this one did not begin in time. Its
-        target then never runs, and is no longer held."""
+        """Start the thread. RuntimeError: the process can have no more threads, or this one did not
+        begin in time; its target then never runs and is no longer referenced."""
         super().start()
         begun = any(self._begun.wait(START_S / _LOOKS) for _ in range(_LOOKS))
         if not begun and self._claim.acquire(blocking=False):
@@ -53,15 +53,15 @@ class Thread(threading.Thread):
             )
 
     def run(self) -> None:
-        """The target, unless ``start`` has given up."""
+        """Run the target, unless ``start`` has given up."""
         if self._claim.acquire(blocking=False):
             self._begun.set()
             super().run()
 
 
 def end(told: Iterable[threading.Thread], held: str) -> None:
-    """Join threads that were told to end. Timeout: one of them did not; it says where that one stands,
-    and ``held``, a sentence about what stays held and what to do."""
+    """Join threads that were told to end. Timeout: one of them did not; the message states where
+    that thread is, and ``held``, a sentence about what stays held and what to do."""
     late = time.monotonic() + END_S
     for thread in told:
         thread.join(max(0.0, late - time.monotonic()))
@@ -73,7 +73,7 @@ def end(told: Iterable[threading.Thread], held: str) -> None:
 
 
 def _place(thread: threading.Thread) -> str:
-    """The line that it runs, and those that led there."""
+    """Return the line that a thread runs, and the lines that called it."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.extract_stack(frame, limit=3) if frame else []
     lines = [f"{Path(each.filename).name}:{each.lineno} in {each.name}" for each in stack]
