@@ -1,8 +1,9 @@
 """Parallel layers of fused ops, for ``torch.nn`` programs.
 
-``linear``: the two halves of a tensor-parallel pair. ``blocks``: an MLP and an attention block of them.
-``styles``: the halves for ``parallelize_module``. ``experts``: the experts of a mixture, over ranks.
-``attention``: attention over a sequence that ranks share. ``embedding``: one whose rows ranks share.
+``linear``: the two halves of a tensor-parallel pair. ``blocks``: an MLP and an attention block made
+of such pairs. ``styles``: the halves for ``parallelize_module``. ``experts``: the experts of a
+mixture, split over ranks. ``attention``: attention over a sequence that is split over ranks.
+``embedding``: an embedding whose rows are split over ranks.
 """
 
 from mkernel.nn.attention import RingAttention

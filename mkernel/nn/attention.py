@@ -13,19 +13,21 @@ from mkernel.world.lifecycle import current
 class RingAttention(Module):
     """:func:`mkernel.ring_attention` of tensors [batch, sequence, heads, width], as layers have them.
 
-    Queries, keys and values come in and go out as parts of the sequence, S/W positions on each rank of
-    the group. All that acts on single positions needs no change, but rotary embeddings and losses must
-    be those of the positions that a rank holds (:func:`mkernel.zigzag_positions`).
+    Queries, keys, values and results are parts of the sequence, S/W positions on each rank of the
+    group. Layers that act on single positions need no change, but rotary embeddings and losses must
+    use the positions that the rank holds (:func:`mkernel.zigzag_positions`).
     """
 
     def __init__(
         self, *, causal: bool = False, scale: float | None = None, group: Group = None
     ) -> None:
-        """Args:
-            causal: position i attends to positions up to i, and ranks hold the positions of the zigzag
-                split; else rank r holds [r·S/W, (r+1)·S/W).
-            scale: of the scores; default D^-0.5.
-            group: names the world; None: the default one.
+        """Make the layer, which has no parameters.
+
+        Args:
+            causal: position i attends to positions up to i, and ranks hold the positions of the
+                zigzag split; else rank r holds [r·S/W, (r+1)·S/W).
+            scale: factor of the scores; default D^-0.5.
+            group: the group whose world is used; None: the default one.
 
         Raises:
             Unsupported: the world's accelerators have no attention. NotInitialized.
@@ -38,16 +40,18 @@ class RingAttention(Module):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Args:
-            q: [B, S/W, Hq, D]. k, v: [B, S/W, Hkv, D]; Hkv divides Hq. What is not contiguous is
-                copied; also what is, on accelerators that take [B, H, S/W, D] alone.
-            cu_seqlens: of packed documents, as :func:`mkernel.ring_attention` takes them.
+        """Compute attention of this rank's positions to the whole sequence.
+
+        Args:
+            q: [B, S/W, Hq, D]. k, v: [B, S/W, Hkv, D]; Hkv divides Hq. Tensors that are not
+                contiguous are copied; on accelerators that take only [B, H, S/W, D], all are.
+            cu_seqlens: offsets of packed documents, as :func:`mkernel.ring_attention` takes them.
 
         Returns:
             [B, S/W, Hq, D], in q's dtype.
 
         Raises:
-            What :func:`mkernel.ring_attention` raises.
+            The errors of :func:`mkernel.ring_attention`.
         """
         turned = [each.contiguous().transpose(1, 2) for each in (q, k, v)]
         if not self._takes_positions:
@@ -62,6 +66,6 @@ class RingAttention(Module):
         return out.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """The options that results depend on."""
+        """Return the options that results depend on."""
         scale = "" if self.scale is None else f", scale={self.scale}"
         return f"causal={self.causal}{scale}"

@@ -1,9 +1,10 @@
 """Tensor-parallel blocks of a transformer: a gated MLP, and attention with grouped heads.
 
-Each is a column-parallel product of several layers at once, what acts on single features or heads, and
-a row-parallel product. Activations are [batch, sequence, hidden]. State dicts of unsharded blocks,
-whose layers are ``torch.nn.Linear`` under the names that transformers' Llama gives them, are loaded as
-well as those of a rank: each takes what is its own.
+Each block is a column-parallel product for several layers at once, a part that acts on single
+features or heads, and a row-parallel product. Activations are [batch, sequence, hidden]. Each block
+loads its rank's state dict, and also that of the unsharded block whose layers are
+``torch.nn.Linear`` under the names that transformers' Llama gives them; each rank then takes its
+own part.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SEQUENCE_DIM = 1
 
 
 class _Block(Module):
-    """A block with a merged layer, whose parameters a state dict may have one by one."""
+    """A block with a merged layer, whose parameters a state dict may hold as single layers'
+    parameters."""
 
     _merged: str  # the name of the layer that is one product of several
 
@@ -49,10 +51,11 @@ class _Block(Module):
 
 
 class ParallelMLP(_Block):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)); gate_proj and up_proj are one product.
+    """A gated MLP: down_proj(activation(gate_proj(x)) * up_proj(x)). gate_proj and up_proj are one
+    product.
 
-    Input and output: [batch, sequence, hidden]; with ``sequence_parallel`` this rank's part of the
-    sequence, else all of it, the same on every rank.
+    Input and output: [batch, sequence, hidden]; this rank's part of the sequence with
+    ``sequence_parallel``, otherwise all of it, the same on every rank.
     """
 
     _merged = "gate_up_proj"
@@ -69,7 +72,10 @@ class ParallelMLP(_Block):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """ArgumentError: ranks cannot share ``intermediate_size`` features. NotInitialized."""
+        """Make this rank's part of the block.
+
+        Raises:
+            ArgumentError: ranks cannot share ``intermediate_size`` features. NotInitialized."""
         super().__init__()
         options = _options(sequence_parallel, group, device, dtype)
         features = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
@@ -78,17 +84,19 @@ class ParallelMLP(_Block):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """ShapeError and the other errors of :func:`mkernel.all_gather_gemm`."""
+        """Apply the block. Raises ShapeError and the other errors of
+        :func:`mkernel.all_gather_gemm`."""
         gate, up = self.gate_up_proj(x)
         y: Tensor = self.down_proj(self.activation(gate) * up)
         return y
 
 
 class ParallelAttention(_Block):
-    """o_proj(attention(q_proj(x), k_proj(x), v_proj(x))); a rank has heads / W of the heads, with all
-    that their keys and values need. q_proj, k_proj and v_proj are one product.
+    """An attention block: o_proj(attention(q_proj(x), k_proj(x), v_proj(x))). A rank has heads / W
+    of the heads, with all the keys and values that they need. q_proj, k_proj and v_proj are one
+    product.
 
-    Input and output: as of :class:`ParallelMLP`.
+    Input and output are those of :class:`ParallelMLP`.
     """
 
     _merged = "qkv_proj"
@@ -107,11 +115,14 @@ class ParallelAttention(_Block):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Args:
-            heads: of queries, a multiple of ``kv_heads``, which W divides.
-            kv_heads: of keys and values; default: ``heads``.
-            head_dim: default: hidden_size / heads.
-            bias, out_bias: of q_proj, k_proj and v_proj; of o_proj, by default the same.
+        """Make this rank's part of the block.
+
+        Args:
+            heads: heads of queries; a multiple of ``kv_heads``, which W divides.
+            kv_heads: heads of keys and values; default: ``heads``.
+            head_dim: features of a head; default: hidden_size / heads.
+            bias: True if q_proj, k_proj and v_proj have a bias.
+            out_bias: True if o_proj has one; default: ``bias``.
 
         Raises:
             ArgumentError: heads that cannot be grouped, or that ranks cannot share. NotInitialized.
@@ -136,12 +147,16 @@ class ParallelAttention(_Block):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, *, is_causal: bool = True
     ) -> Tensor:
-        """Args:
-            rotary: cosines and sines [sequence, head_dim] (or with the batch before that), of the whole
-                sequence, by which queries and keys are rotated; halves of a head's features are pairs.
-            is_causal: whether a position attends to none behind it.
+        """Apply the block.
 
-        ShapeError and the other errors of :func:`mkernel.all_gather_gemm`.
+        Args:
+            rotary: cosines and sines [sequence, head_dim] (or with a leading batch dimension), for
+                the whole sequence, by which queries and keys are rotated; the two halves of a
+                head's features are the pairs.
+            is_causal: True if a position attends to no later one.
+
+        Raises:
+            ShapeError and the other errors of :func:`mkernel.all_gather_gemm`.
         """
         q, k, v = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.qkv_proj(x)

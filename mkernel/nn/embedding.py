@@ -1,5 +1,5 @@
-"""``torch.nn.Embedding`` whose rows are on different ranks of a group: each looks up the tokens whose
-rows it has, and AllReduce brings the vectors of all together.
+"""``torch.nn.Embedding`` with its rows split over the ranks of a group: each rank looks up the
+tokens whose rows it has, and AllReduce combines the vectors.
 
 Source: Shoeybi et al., "Megatron-LM", 2019.
 """
@@ -19,12 +19,13 @@ from mkernel.world.lifecycle import current
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Vectors of tokens, of which each rank has num_embeddings / W.
+    """An embedding of tokens, of whose vectors each rank has num_embeddings / W.
 
-    ``weight`` [num_embeddings / W, embedding_dim]: rank r has those from r * num_embeddings / W on. A
-    state dict of the whole ``torch.nn.Embedding`` is loaded as well as one of the part.
-    Input: ids [..], integers below ``num_embeddings``, the same on every rank. Output:
-    [.., embedding_dim], the same on every rank. Ids that are out of range have vectors of zeros.
+    ``weight`` [num_embeddings / W, embedding_dim]: rank r has the rows from r * num_embeddings / W
+    on. A state dict of the whole ``torch.nn.Embedding`` is loaded as well as one of the part.
+
+    Input: ids [..], integers below ``num_embeddings``, the same on every rank. Output: [..,
+    embedding_dim], the same on every rank. Ids that are out of range have vectors of zeros.
     """
 
     def __init__(
@@ -37,12 +38,15 @@ class VocabParallelEmbedding(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Args:
-            padding_idx: a row of the whole, negative from its end, which starts as zeros and whose
-                gradient is zero, as of ``torch.nn.Embedding``.
+        """Make this rank's part of the embedding.
+
+        Args:
+            padding_idx: a row of the whole embedding, counted from its end if negative, which
+                starts as zeros and whose gradient is zero, as in ``torch.nn.Embedding``.
 
         Raises:
-            ArgumentError: rows that the ranks cannot share, or a ``padding_idx`` that is none of them.
+            ArgumentError: rows that the ranks cannot share, or a ``padding_idx`` that is none of
+                them.
             NotInitialized: there is no world yet.
         """
         super().__init__()
@@ -63,8 +67,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     @classmethod
     def from_embedding(cls, whole: Embedding, *, group: Group = None) -> VocabParallelEmbedding:
-        """Make this rank's part of a layer that every rank has whole. ArgumentError: it renormalises
-        rows (``max_norm``), scales gradients by frequency or has sparse ones."""
+        """Make this rank's part of a layer that every rank has whole. ArgumentError: the layer
+        renormalises rows (``max_norm``), scales gradients by frequency or has sparse ones."""
         for name, none in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             if getattr(whole, name) != none:
                 raise ArgumentError(f"whole.{name}", getattr(whole, name), f"{none}")
@@ -80,7 +84,7 @@ class VocabParallelEmbedding(ShardedModule):
         return made
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.Embedding``; each rank draws from its own generator."""
+        """Initialise as ``torch.nn.Embedding`` does; each rank draws from its own generator."""
         torch.nn.init.normal_(self.weight)
         padding = self._own_padding
         if padding is not None:
@@ -88,7 +92,8 @@ class VocabParallelEmbedding(ShardedModule):
                 self.weight[padding].zero_()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ShapeError and the other errors of :func:`mkernel.all_reduce`."""
+        """Look up the vectors of ``ids``. Raises ShapeError and the other errors of
+        :func:`mkernel.all_reduce`."""
         own = ids - self._first
         absent = (own < 0) | (own >= len(self.weight))
         rows = embedding(own.masked_fill(absent, 0), self.weight, self._own_padding)
@@ -96,7 +101,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     @property
     def _own_padding(self) -> int | None:
-        """The row of this rank's that is ``padding_idx`` of the whole; None: it has no such row."""
+        """The row of this rank's part that is ``padding_idx`` of the whole; None: it has no such
+        row."""
         own = -1 if self.padding_idx is None else self.padding_idx - self._first
         return own if 0 <= own < len(self.weight) else None
 
@@ -106,6 +112,6 @@ class VocabParallelEmbedding(ShardedModule):
         return whole[self._first : self._first + len(parameter)]
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and over how many ranks it is split."""
+        """Return the sizes of the whole layer and the number of ranks that it is split over."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, ranks={self._ranks}"

@@ -1,9 +1,10 @@
-"""The experts of a mixture-of-experts layer, shared out over the ranks of a group.
+"""The experts of a mixture-of-experts layer, split over the ranks of a group.
 
-The router stays outside: it is the same on every rank, and what it chose for this rank's tokens comes
-in. Tokens go to the ranks of their experts and results come home inside of two ops; between them is the
-activation. It goes together with data parallelism: ranks have tokens of their own. Gradients of what is
-replicated must then be added over the ranks; those of the experts are already.
+The router stays outside: it is the same on every rank, and its choices for this rank's tokens are
+an input. Two ops send tokens to the ranks of their experts and bring results back; the activation
+lies between them. The layer combines with data parallelism, in which ranks have tokens of their
+own. Gradients of replicated parameters must then be added over the ranks; those of the experts
+already are.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from mkernel.world.lifecycle import current
 
 
 class ExpertParallelMLP(ShardedModule):
-    """Gated MLPs of E experts, of which each rank has E/W:
+    """The gated MLPs of E experts, of which each rank has E/W:
+
     out[t] = sum over slots of topk_weights[t, slot] · mlp(x[t]) of expert topk_ids[t, slot], with
     mlp(x) = (activation(gate) * up) @ down_proj[e] and [gate, up] = x @ gate_up_proj[e].
 
-    Two calls that communicate: :func:`mkernel.moe_dispatch_gemm`, which also activates where no
-    gradients are wanted and the activation is SiLU, and :func:`mkernel.moe_gemm_combine`.
-    It takes the place of the module ``experts`` of transformers' MoE layers
+    Two calls communicate: :func:`mkernel.moe_dispatch_gemm`, which also applies the activation if
+    it is SiLU and no gradients are needed, and :func:`mkernel.moe_gemm_combine`.
+    The layer replaces the module ``experts`` of transformers' MoE layers
     (``layer.mlp.experts = ExpertParallelMLP.from_experts(layer.mlp.experts, transposed=True)``).
 
     Attributes:
@@ -40,8 +42,8 @@ class ExpertParallelMLP(ShardedModule):
         down_proj: [E/W, I, H], parameter. With ``transposed`` both are stored as ``torch.nn.Linear``
             stores weights, [E/W, 2I, H] and [E/W, H, I].
 
-    A state dict of all experts is loaded as well as one of this rank's: each rank takes its own.
-    Gradients of both are those of all ranks' losses, added.
+    A state dict of all experts is loaded as well as one of this rank's: each rank takes its own
+    part. Gradients of both parameters are sums over all ranks' losses.
     """
 
     gate_up_proj: Parameter
@@ -61,16 +63,19 @@ class ExpertParallelMLP(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Args:
+        """Make this rank's part of the experts.
+
+        Args:
             hidden_size, intermediate_size: H and I.
-            num_experts: E, of all ranks together, a multiple of W.
-            transposed: how parameters are stored.
-            max_tokens: most tokens that a rank may have in one call. Then ranks may have unlike numbers
-                of them, and none; each is filled up to so many. None: all ranks have as many.
-            capacity: as of :func:`mkernel.moe_dispatch_gemm`: rows for all of a rank's experts, so that
-                no shape depends on the routing.
-            group: names the world; None: the default one.
-            device, dtype: of the parameters.
+            num_experts: E, the number of experts of all ranks together, a multiple of W.
+            transposed: True if parameters are stored as ``torch.nn.Linear`` stores weights.
+            max_tokens: the most tokens that a rank may have in one call. Ranks may then have
+                different numbers of them, or none; each is padded to this number. None: all ranks
+                have equally many.
+            capacity: rows for all of a rank's experts, so that no shape depends on the routing, as
+                in :func:`mkernel.moe_dispatch_gemm`.
+            group: the group whose world is used; None: the default one.
+            device, dtype: device and dtype of the parameters.
 
         Raises:
             ArgumentError: ranks cannot share the experts. NotInitialized.
@@ -104,11 +109,15 @@ class ExpertParallelMLP(ShardedModule):
         capacity: int | None = None,
         group: Group = None,
     ) -> ExpertParallelMLP:
-        """This rank's part of experts that every rank has whole: a module with parameters
-        ``gate_up_proj`` [E, H, 2I] and ``down_proj`` [E, I, H] (``transposed``: [E, 2I, H] and
-        [E, H, I], as transformers' Qwen3-MoE), and perhaps its activation ``act_fn``; default: SiLU.
+        """Make this rank's part of experts that every rank has whole.
 
-        ShapeError: weights of other sizes.
+        Args:
+            experts: a module with parameters ``gate_up_proj`` [E, H, 2I] and ``down_proj`` [E, I,
+                H] (``transposed``: [E, 2I, H] and [E, H, I], as in transformers' Qwen3-MoE), and
+                optionally its activation ``act_fn``; default: SiLU.
+
+        Raises:
+            ShapeError: weights of other sizes.
         """
         gate_up, down = experts.gate_up_proj, experts.down_proj
         assert isinstance(gate_up, Tensor)
@@ -140,7 +149,8 @@ class ExpertParallelMLP(ShardedModule):
         return made
 
     def reset_parameters(self) -> None:
-        """As of ``torch.nn.Linear`` of each expert. Each rank draws from its own generator."""
+        """Initialise each expert as ``torch.nn.Linear`` does; each rank draws from its own
+        generator."""
         for name, inputs in (
             ("gate_up_proj", self.hidden_size),
             ("down_proj", self.intermediate_size),
@@ -149,13 +159,15 @@ class ExpertParallelMLP(ShardedModule):
             torch.nn.init.uniform_(getattr(self, name), -bound, bound)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Args:
+        """Apply each token's experts and add their weighted results.
+
+        Args:
             x: [..., H], this rank's tokens.
             topk_ids: [..., k] int32 or int64, the experts of each token, 0 to E - 1; -1: none.
             topk_weights: [..., k], floating point.
 
         Returns:
-            [..., H], as ``x``, in its dtype.
+            [..., H], shaped as ``x``, in its dtype.
 
         Raises:
             ShapeError: more tokens than ``max_tokens``; and the other errors of
@@ -193,7 +205,8 @@ class ExpertParallelMLP(ShardedModule):
         return out[:count].view(x.shape)
 
     def _fuses(self, x: Tensor, up: Tensor) -> bool:
-        """Whether the first op activates: where it can, and no gradients will want gate and up."""
+        """Return whether the first op applies the activation: it can, and no gradient will need
+        gate and up."""
         is_silu = self.activation is silu or isinstance(self.activation, SiLU)
         trains = torch.is_grad_enabled() and (x.requires_grad or up.requires_grad)
         claims = current(self.group).engine("moe_dispatch_gemm").claims
@@ -204,7 +217,7 @@ class ExpertParallelMLP(ShardedModule):
         return whole.chunk(self._ranks)[self._rank] if tuple(whole.shape) == expected else whole
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and over how many ranks it is shared."""
+        """Return the sizes of the whole layer and the number of ranks that share it."""
         return (
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"num_experts={self.num_experts}, ranks={self._ranks}"

@@ -1,13 +1,13 @@
-"""``torch.nn.Linear`` over the ranks of a group: its output features on different ranks, or its input
-features.
+"""``torch.nn.Linear`` with its output features, or its input features, split over the ranks of a
+group.
 
-With sequence parallelism the activations outside of a pair are split over the ranks along one
-dimension (the tokens), and both halves communicate while they compute: AllGather+GEMM in,
-GEMM+ReduceScatter out. Without it every rank holds all of them: only the second half communicates, by
-GEMM+AllReduce, and the first one's backward does.
+With sequence parallelism the activations outside a pair of layers are split over the ranks along
+one dimension (the tokens), and both halves communicate while they compute: AllGather+GEMM in,
+GEMM+ReduceScatter out. Without it every rank holds the whole activations: only the second half
+communicates, by GEMM+AllReduce, and so does the first one's backward pass.
 
-Source of the decomposition: Shoeybi et al., "Megatron-LM", 2019; of sequence parallelism: Korthikanti
-et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+Source of the decomposition: Shoeybi et al., "Megatron-LM", 2019; of sequence parallelism:
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mkernel.world.lifecycle import current
 class _ParallelLinear(ShardedModule):
     """A linear layer of which each rank has a part.
 
-    ``weight`` [out_features, in_features] of this rank's part, ``bias``. A state dict of the whole
-    ``torch.nn.Linear`` is loaded as well as one of the part: each rank takes what is its own.
+    ``weight`` [out_features, in_features] and ``bias`` are this rank's parts. A state dict of the
+    whole ``torch.nn.Linear`` is loaded as well as one of the part: each rank takes its own.
     """
 
     _split: int  # the dimension of the weight that ranks share
@@ -51,11 +51,14 @@ class _ParallelLinear(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Args:
-            in_features, out_features, bias, device, dtype: of the whole, as of ``torch.nn.Linear``.
-            sequence_parallel: whether the activations outside of a pair are split over the ranks.
-            sequence_dim: along which dimension they are split; not the last one.
-            group: names the world; None: the default one.
+        """Make this rank's part of the layer.
+
+        Args:
+            in_features, out_features, bias, device, dtype: those of the whole layer, as in
+                ``torch.nn.Linear``.
+            sequence_parallel: True if the activations outside a pair are split over the ranks.
+            sequence_dim: the dimension along which they are split; not the last one.
+            group: the group whose world is used; None: the default one.
 
         Raises:
             ArgumentError: features that the ranks cannot share. NotInitialized.
@@ -87,7 +90,7 @@ class _ParallelLinear(ShardedModule):
         sequence_dim: int = 0,
         group: Group = None,
     ) -> Any:
-        """This rank's part of a layer that every rank has whole."""
+        """Make this rank's part of a layer that every rank has whole."""
         made = cls(
             linear.in_features,
             linear.out_features,
@@ -102,8 +105,8 @@ class _ParallelLinear(ShardedModule):
         return made
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.Linear``, whose bound depends on the whole ``in_features``. Each rank draws
-        from its own generator."""
+        """Initialise as ``torch.nn.Linear`` does, whose bound depends on the whole ``in_features``.
+        Each rank draws from its own generator."""
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -bound, bound)
@@ -121,7 +124,7 @@ class _ParallelLinear(ShardedModule):
         return self.sequence_dim if self.sequence_parallel else None
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and how it is split."""
+        """Return the sizes of the whole layer and the way it is split."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, ranks={self._ranks}, "
@@ -130,38 +133,41 @@ class _ParallelLinear(ShardedModule):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """y = x @ weight^T + bias of which each rank has out_features / W features.
+    """The layer y = x @ weight^T + bias, of which each rank has out_features / W features.
 
-    Input: with ``sequence_parallel`` [..., in_features], this rank's part along ``sequence_dim``; else
-    all of it, the same on every rank. Output: [..., out_features / W] of the whole activation.
+    Input: with ``sequence_parallel`` [..., in_features], this rank's part along ``sequence_dim``;
+    otherwise all of it, the same on every rank. Output: [..., out_features / W] of the whole
+    activation.
     """
 
     _split = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """ShapeError and the other errors of :func:`mkernel.all_gather_gemm`."""
+        """Apply the layer. Raises ShapeError and the other errors of
+        :func:`mkernel.all_gather_gemm`."""
         return column_product(x, self.weight, self.bias, self._split_dim, self.group)
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = x @ weight^T + bias of which each rank has in_features / W of the inputs.
+    """The layer y = x @ weight^T + bias, of which each rank has in_features / W of the inputs.
 
-    Input: [..., in_features / W], of the whole activation. Output: [..., out_features], with
-    ``sequence_parallel`` this rank's part along ``sequence_dim``, which W divides; else all of it, the
-    same on every rank. The bias is the same on every rank, and so is its gradient.
+    Input: [..., in_features / W], of the whole activation. Output: [..., out_features]; with
+    ``sequence_parallel`` this rank's part along ``sequence_dim``, which W divides; otherwise all of
+    it, the same on every rank. The bias is the same on every rank, and so is its gradient.
     """
 
     _split = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """ShapeError and the other errors of :func:`mkernel.gemm_reduce_scatter`."""
+        """Apply the layer. Raises ShapeError and the other errors of
+        :func:`mkernel.gemm_reduce_scatter`."""
         return row_product(x, self.weight, self.bias, self._split_dim, self.group)
 
 
 def column_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, split: int | None, group: str
 ) -> Tensor:
-    """What :class:`ColumnParallelLinear` computes, of this rank's ``weight`` and ``bias``.
+    """Compute a :class:`ColumnParallelLinear` from this rank's ``weight`` and ``bias``.
 
     ``split``: the dimension along which ranks have parts of x; None: each has all of it.
     """
@@ -176,7 +182,7 @@ def column_product(
 def row_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, split: int | None, group: str
 ) -> Tensor:
-    """What :class:`RowParallelLinear` computes, of this rank's ``weight`` and the whole ``bias``.
+    """Compute a :class:`RowParallelLinear` from this rank's ``weight`` and the whole ``bias``.
 
     ``split``: the dimension along which ranks keep parts of the result; None: each keeps all of it.
     """
@@ -187,7 +193,7 @@ def row_product(
 
 
 def _check(x: Tensor, features: int, split: int | None) -> None:
-    """ShapeError, ArgumentError: in words of layers."""
+    """Check the shapes. Raises ShapeError or ArgumentError in the terms of layers."""
     if x.dim() < 2 or x.shape[-1] != features:
         raise ShapeError("x", tuple(x.shape), f"[..., {features}], at least two dimensions")
     if split is not None and not 0 <= split < x.dim() - 1:
@@ -199,8 +205,8 @@ def _check(x: Tensor, features: int, split: int | None) -> None:
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers of one input, computed by one product.
 
-    Of each of them a rank has its features; ``weight`` has these one layer after another. Output: one
-    tensor [..., features / W] for each.
+    A rank has its part of the features of each layer; ``weight`` stores these layer after layer.
+    Output: one tensor [..., features / W] for each layer.
     """
 
     def __init__(
@@ -210,9 +216,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         bias: bool = True,
         **options: Any,
     ) -> None:
-        """Args:
-        out_features: of each layer, by its name.
-        options: as of :class:`ColumnParallelLinear`.
+        """Make this rank's part of the layers.
+
+        Args:
+            out_features: features of each layer, by its name.
+            options: options of :class:`ColumnParallelLinear`.
         """
         super().__init__(in_features, sum(out_features.values()), bias, **options)
         self.layers = dict(out_features)
@@ -222,13 +230,13 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
                 raise ArgumentError(f"out_features of {name}", features, legal)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """As of :class:`ColumnParallelLinear`."""
+        """Apply the layers. Raises the errors of :class:`ColumnParallelLinear`."""
         own = [features // self._ranks for features in self.layers.values()]
         return torch.split(super().forward(x), own, dim=-1)
 
     def merged(self, wholes: Mapping[str, Tensor]) -> Tensor | None:
-        """A parameter of this rank's, of those of the single layers, or of this rank's parts of them.
-        None: they are of other sizes."""
+        """Merge the single layers' parameters, or this rank's parts of them, into one of this
+        rank's parameters. None: their sizes do not match."""
         parts = []
         for name, features in self.layers.items():
             given, own = wholes[name], features // self._ranks

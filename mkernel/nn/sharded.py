@@ -1,4 +1,4 @@
-"""Modules of which each rank has a part, and takes it from a state dict of the whole."""
+"""Base of modules of which each rank has a part, which it takes from a state dict of the whole."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch.nn import Module, Parameter
 class ShardedModule(Module):
     """A module whose parameters are parts of those of a whole layer.
 
-    It loads a state dict of the whole layer as well as one of this rank's part. With ``assign=True``
-    the parameters become tensors of the state dict, as in all of torch's modules; those that are cut
-    out of the whole are copied first, so that a rank keeps memory for its part alone.
+    It loads a state dict of the whole layer as well as one of this rank's part. With
+    ``assign=True`` the parameters become tensors of the state dict, as in all of torch's modules;
+    parts cut out of the whole are copied first, so that a rank keeps memory for its part only.
     """
 
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
-        """Return this rank's part of a whole parameter; ``whole`` itself where its sizes are others."""
+        """Return this rank's part of a whole parameter, or ``whole`` itself if its sizes differ
+        from the whole's."""
         raise NotImplementedError
 
     def _load_from_state_dict(
@@ -41,5 +42,5 @@ class ShardedModule(Module):
 
 
 def _shares(part: Tensor) -> bool:
-    """Return whether a tensor lies in memory that is larger than it is."""
+    """Return whether a tensor lies in memory that is larger than the tensor."""
     return part.untyped_storage().nbytes() > part.nbytes

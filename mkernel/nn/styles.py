@@ -1,9 +1,9 @@
-"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose linear layers communicate
-while they compute.
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose linear layers
+communicate while they compute.
 
-They take the place, and the arguments, of torch's styles of the same names: a plan needs another import
-alone. Parameters become DTensors, as torch's styles make them, so that checkpoints, optimisers and
-clipping see what they are used to. What no fused op computes (embeddings, subclasses of ``Linear``,
+They have the names and arguments of torch's styles, so a parallelization plan changes only its
+import. Parameters become DTensors, as torch's styles make them, so that checkpoints, optimisers and
+clipping work as before. Whatever no fused op computes (embeddings, subclasses of ``Linear``,
 layouts that change on the way) is left to torch's styles.
 """
 
@@ -25,7 +25,8 @@ from mkernel.world.lifecycle import current
 
 
 class _Layouts(NamedTuple):
-    """``split``: the dimension along which ranks have parts of the activation outside of the pair."""
+    """A layer's layouts. ``split``: the dimension along which ranks have parts of the activation
+    outside the pair."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
@@ -35,7 +36,7 @@ class _Layouts(NamedTuple):
 
 
 class _FusedLinear(Linear):
-    """A ``Linear`` whose parameters are DTensors. Takes and gives plain tensors or DTensors."""
+    """A ``Linear`` whose parameters are DTensors. It takes and returns plain tensors or DTensors."""
 
     _layouts: _Layouts
 
@@ -64,18 +65,19 @@ class _RowwiseLinear(_FusedLinear):
 
 
 class ColwiseParallel(TorchColwiseParallel):
-    """Each rank has out_features / W features of a ``Linear``.
+    """The style in which each rank has out_features / W features of a ``Linear``.
 
-    Fused for ``input_layouts`` ``Replicate()`` (GEMM+AllReduce in backward) and ``Shard(dim)`` of any
-    dimension but the last (AllGather+GEMM, GEMM+ReduceScatter in backward), with ``output_layouts``
-    ``Shard(-1)``. The world of the mesh must exist: ``mkernel.init(mesh)``.
+    The layer is fused for ``input_layouts`` ``Replicate()`` (GEMM+AllReduce in backward) and
+    ``Shard(dim)`` of any dimension but the last (AllGather+GEMM, GEMM+ReduceScatter in backward),
+    with ``output_layouts`` ``Shard(-1)``. The world of the mesh must exist: ``mkernel.init(mesh)``.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as of torch's ``ColwiseParallel``.
+        input_layouts, output_layouts, use_local_output: those of torch's ``ColwiseParallel``.
     """
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        """ArgumentError: ranks cannot share the features. NotInitialized."""
+        """Distribute the module and fuse it if possible. ArgumentError: ranks cannot share the
+        features. NotInitialized."""
         fused = _fused(module, self.input_layouts) and self.output_layouts == (Shard(-1),)
         if not fused:
             return super()._apply(module, device_mesh)
@@ -83,18 +85,19 @@ class ColwiseParallel(TorchColwiseParallel):
 
 
 class RowwiseParallel(TorchRowwiseParallel):
-    """Each rank has in_features / W inputs of a ``Linear``.
+    """The style in which each rank has in_features / W inputs of a ``Linear``.
 
-    Fused for ``output_layouts`` ``Replicate()`` (GEMM+AllReduce) and ``Shard(dim)`` of any dimension
-    but the last (GEMM+ReduceScatter, AllGather+GEMM in backward), with ``input_layouts`` ``Shard(-1)``.
-    The world of the mesh must exist: ``mkernel.init(mesh)``.
+    The layer is fused for ``output_layouts`` ``Replicate()`` (GEMM+AllReduce) and ``Shard(dim)`` of
+    any dimension but the last (GEMM+ReduceScatter, AllGather+GEMM in backward), with
+    ``input_layouts`` ``Shard(-1)``. The world of the mesh must exist: ``mkernel.init(mesh)``.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as of torch's ``RowwiseParallel``.
+        input_layouts, output_layouts, use_local_output: those of torch's ``RowwiseParallel``.
     """
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        """ArgumentError: ranks cannot share the features. NotInitialized."""
+        """Distribute the module and fuse it if possible. ArgumentError: ranks cannot share the
+        features. NotInitialized."""
         fused = _fused(module, self.output_layouts) and self.input_layouts == (Shard(-1),)
         if not fused:
             return super()._apply(module, device_mesh)
@@ -102,7 +105,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
 
 def _fused(module: Module, outside: Sequence[Placement]) -> bool:
-    """Whether ops compute a module whose activation has these layouts outside of a pair."""
+    """Return whether ops compute a module whose activation has these layouts outside a pair."""
     (layout,) = outside
     plain = type(module) is Linear
     return plain and (layout == Replicate() or (isinstance(layout, Shard) and layout.dim >= 0))
@@ -111,7 +114,7 @@ def _fused(module: Module, outside: Sequence[Placement]) -> bool:
 def _become(
     kind: type[_FusedLinear], style: Any, module: Module, mesh: DeviceMesh, shared: str
 ) -> Module:
-    """``module``, its parameters distributed, as a layer of ``kind``."""
+    """Turn ``module`` into a layer of ``kind`` and distribute its parameters."""
     world = current(mesh)
     features = getattr(module, shared)
     if features % world.size:
