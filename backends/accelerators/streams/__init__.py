@@ -1,7 +1,7 @@
 """The streams backend: every op with torch and torch.distributed, on any torch device.
 
-One call: ``backend.py`` hands it to ``worker.py``'s thread, which runs the op's file on two streams
-(``call_streams.py``): messages between ranks on one, matrix work on the other.
+For one call, ``backend.py`` passes it to the thread of ``worker.py``, which runs the op's file on
+two streams (``call_streams.py``): messages between ranks on one, matrix work on the other.
 """
 
 from mkernel.backends.accelerators.streams.backend import StreamsAccelerator

@@ -1,7 +1,7 @@
 """The abort word of a world's calls, as the threads that run them see it.
 
-A thread that is blocked in a message to a dead peer outlives its world on a CPU, and the word lies in
-the world's memory: nobody reads or writes it once the world has let go of it.
+On a CPU a thread that is blocked in a message to a dead peer outlives its world, but the word lies
+in the world's memory. So nobody may read or write the word once the world has released that memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mkernel.backends.transport import _transport
 
 
 class AbortWord:
-    """Thread-safe. ``pad``: address of the rank's signal pad."""
+    """A thread-safe view of the abort word. ``pad``: address of the rank's signal pad."""
 
     def __init__(self, pad: int) -> None:
         self._pad = pad
@@ -20,7 +20,7 @@ class AbortWord:
         self._gone = False
 
     def is_set(self) -> bool:
-        """Whether the world has ended its calls."""
+        """Return whether the world has ended its calls."""
         with self._lock:
             return self._gone or _transport.pad_aborted(self._pad)
 
@@ -31,6 +31,6 @@ class AbortWord:
                 _transport.pad_abort(self._pad, code, who)
 
     def let_go(self) -> None:
-        """The pad may be unmapped when this returns."""
+        """Stop all use of the pad, which may be unmapped when this returns."""
         with self._lock:
             self._gone = True

@@ -1,7 +1,7 @@
 """AllGather+GEMM: every rank's rows of a go to every rank, which multiplies them as they arrive.
 
-Own rows first, then the others' in the plan's order, one wait a chunk. No sums cross ranks. Scales of
-e4m3 rows go ahead of them.
+Own rows come first, then the others' in the plan's order, with one wait per chunk. No sums cross
+ranks. Scales of e4m3 rows are sent ahead of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mkernel.backends.contracts.accelerator import Call
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out`` and, where it is given, ``gathered``."""
+    """Fill ``out`` and, if it is given, ``gathered``."""
     how = call.plan.part(GatherSchedule)
     a, out = call.tensors["a"], call.tensors["out"]
     shape = (call.plan.world_size, *a.shape)
@@ -63,7 +63,8 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def _scales(call: Call, streams: CallStreams, own: Rows) -> tuple[torch.Tensor | None, Arrivals]:
-    """Where the scales of all ranks' e4m3 rows land, [source, rows, columns], and their messages."""
+    """Return the landing of the scales of all ranks' e4m3 rows, [source, rows, columns], and their
+    messages."""
     scale = own.scale
     if scale is None:
         return None, []

@@ -1,9 +1,9 @@
-"""AllReduce: rows of x go to their owners, who add them up in rank order and send the sums to every
+"""AllReduce: rows of x go to their owners, who add them in rank order and send the sums to every
 rank.
 
-Sums are float32 (of float64, float64) and rounded once, by their owner, so every rank holds the same
-bits. M needs not divide by W. ``out`` may be ``x``: a row of it is written when its owner, or this rank
-itself, has what x held there.
+Sums are float32 (float64 for float64 inputs) and rounded once, by their owner, so every rank holds
+the same bits. M need not be a multiple of W. ``out`` may be ``x``: a row of it is written only once
+the row's owner, or this rank itself, has the values that x held there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mkernel.plan.model import NormStep
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out``; with a norm ``residual_out`` too."""
+    """Fill ``out``; with a norm, ``residual_out`` too."""
     x, out = call.tensors["x"], call.tensors["out"]
     shares = shares_of(call, len(x))
     _sum_own(call, streams, [x[slice(*rows)] for rows in shares], out[slice(*shares[call.rank])])
@@ -31,19 +31,19 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def shares_of(call: Call, rows: int) -> list[tuple[int, int]]:
-    """[start, end) of the rows of each rank."""
+    """Return [start, end) of the rows of each rank."""
     world = call.plan.world_size
     return [share(rows, world, rank) for rank in range(world)]
 
 
 def spread(call: Call, streams: CallStreams, places: Sequence[torch.Tensor]) -> None:
-    """Each rank's sums to every rank, and what the plan has behind them.
+    """Send each rank's sums to every rank, and run the plan's norm step after that.
 
     Args:
-        places: the rows of each rank in ``out``; own ones hold sums.
+        places: the rows of each rank in ``out``; this rank's own hold sums.
     """
     own, landed = places[call.rank], places
-    if streams.one_sided:  # others can write to nothing but a landing
+    if streams.one_sided:  # peers can write only to a landing
         landed = [
             rows[: len(place)]
             for rows, place in zip(streams.landing("results"), places, strict=True)
@@ -58,8 +58,8 @@ def spread(call: Call, streams: CallStreams, places: Sequence[torch.Tensor]) -> 
 def _sum_own(
     call: Call, streams: CallStreams, terms: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """out = the sum over ranks of this rank's share. ``terms``: this rank's, by the rank that adds them
-    up."""
+    """Compute out = the sum over ranks of this rank's share. ``terms``: this rank's terms, by the
+    rank that adds them up."""
     rank, slots = call.rank, streams.landing("slots")
     own = terms[rank]
     arrivals = exchange(
@@ -82,8 +82,8 @@ def _sum_own(
 
 
 def _normalise(call: Call, streams: CallStreams, norm: NormStep) -> None:
-    """The residual is added to every row of ``out``, which is then normalised, once all have come and
-    own ones have been sent."""
+    """Add the residual to every row of ``out`` and normalise it, once all rows have arrived and own
+    ones have been sent."""
     if streams.communicates:
         streams.finish()
     tensors = call.tensors

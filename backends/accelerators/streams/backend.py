@@ -1,4 +1,5 @@
-"""The streams backend: the reference that others are compared with, and the planner's fallback."""
+"""The accelerator class of streams: the reference that others are compared with, and the planner's
+fallback."""
 
 from __future__ import annotations
 
@@ -47,9 +48,10 @@ _OPS = {
     "ring_attention": "ring_attention:run",
     "ring_attention_backward": "ring_attention_backward:run",
 }
-"""Where each op lies: ``module:function`` of this package."""
+"""The function of each op: ``module:function`` in this package."""
 PUT_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
-"""Ops whose messages can be puts: MoE's vary in size, and attention passes on what it gets."""
+"""Ops whose messages can be puts. MoE's cannot, because they vary in size; attention's cannot,
+because it passes on what it receives."""
 
 
 def _op(name: str) -> Op:
@@ -60,14 +62,15 @@ def _op(name: str) -> Op:
 
 
 class StreamsAccelerator(AcceleratorBackend, Instrumented):
-    """torch ops and torch.distributed on a CPU, on CUDA devices or on NPUs (torch_npu).
+    """The backend of torch ops and torch.distributed on a CPU, on CUDA devices or on NPUs
+    (torch_npu).
 
-    On CUDA devices a call returns when it is queued, and is queued when the one before it has ended.
-    Where these reach each other's memory, copy engines take the place of torch.distributed for the
+    On CUDA devices a call returns when it is queued, and it is queued when the previous call has
+    ended. If the devices reach each other's memory, copy engines replace torch.distributed for the
     GEMM ops (setting ``streams_copies``; it needs the native module of ``backends/cuda``).
 
-    Each rank uses the device that its tensors lie on. A process that has used none when it makes a
-    world gets the one that the topology places it on as its current device.
+    Each rank uses the device that its tensors lie on. If a process has used no device when it makes
+    a world, the device on which the topology places it becomes its current one.
     """
 
     name: ClassVar[str] = "streams"
@@ -80,17 +83,18 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
     preference: ClassVar[int] = 10
 
     def __init__(self, device: str | None = None) -> None:
-        """``device``: ``cpu``, ``cuda`` or ``npu``; default: the setting ``streams_device``."""
+        """Make the backend for ``device``: ``cpu``, ``cuda`` or ``npu``; default: the setting
+        ``streams_device``."""
         self._device = Device(device or load_as(StreamsSettings).device)
         self.device = self._device.name
         self.collectives = self._device.collectives
         self._capabilities = _capabilities(self._device, copies=self._device.copies)
-        self._left: list[Windows] = []  # of worlds whose calls did not end
-        self._windows: Windows | None = None  # of the world that is open, where there may be any
-        self._abort: AbortWord | None = None  # of the world that is open, once it has called
+        self._left: list[Windows] = []  # windows of worlds whose calls did not end
+        self._windows: Windows | None = None  # of the open world, if it has any
+        self._abort: AbortWord | None = None  # of the open world, once it has called
 
     def status(self) -> Status:
-        """Usable wherever torch.distributed is and the device is there."""
+        """Return a usable status wherever torch.distributed and the device are available."""
         missing = self._device.missing()
         if missing is not None:
             return Status(
@@ -102,16 +106,16 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def probe(self) -> tuple[Accelerator, ...]:
-        """The devices of that kind; on a CPU one prototype."""
+        """Return the devices of that kind; on a CPU one prototype."""
         return self._device.probe()
 
     def capabilities(self) -> StreamsCapabilities:
-        """All ops, any sizes."""
+        """Return the capabilities: all ops, any sizes."""
         return self._capabilities
 
     def capabilities_on(self, kind: KindName) -> StreamsCapabilities:
-        """Those of torch's devices of that kind, on a machine whose driver is in order; of this device
-        where torch has none."""
+        """Return the capabilities of torch's devices of that kind, on a machine whose driver works;
+        those of this device if torch has no such kind."""
         name = DEVICES.get(kind)
         if name is None:
             return self._capabilities
@@ -120,36 +124,38 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
-        """Messages or puts, their chunks and order, the products beside them."""
+        """Choose messages or puts, their chunks and order, and the products beside them."""
         return schedules.schedule(request)
 
     def group_options(self, timeout: timedelta) -> Any:
-        """Messages go before products, where the device knows priorities."""
+        """Return options that give messages priority over products, if the device has priorities."""
         return self._device.group_options(timeout)
 
     def open(self, device: Accelerator) -> None:
-        """Choose the process's device, where it has not."""
+        """Choose the process's device, unless the process has chosen one."""
         self._device.choose(device.index)
         self._windows = _windows(self._device)
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """The tensors' device, where symmetric memory lies on one."""
+        """Return a context of the tensors' device, if symmetric memory lies on a device."""
         return nullcontext() if self._windows is None else self._windows.on(tensors)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory of the current device where peers can map it; else shared host pages."""
+        """Allocate zeroed memory of the current device if peers can map it; otherwise shared host
+        pages."""
         if self._windows is None:
             return HostMemory.create(nbytes)
         return self._windows.allocate(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's memory. OSError where it is gone, or devices cannot reach it."""
+        """Map a same-node peer's memory. OSError if it is gone, or devices cannot reach it."""
         if self._windows is None:
             return HostMemory.attach(descriptor)
         return self._windows.attach(descriptor)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """A window where messages are puts; else none: torch's allocator serves the calls."""
+        """Return a window if messages are puts; otherwise nothing, because torch's allocator serves
+        the calls."""
         how = schedules.check(plan, self._device.name)
         if how.window_bytes == 0:
             return Workspace()
@@ -161,21 +167,22 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         return self._windows.workspace(plan)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
-        """The ids of all ranks' tokens."""
+        """Return the number of words of the ids of all ranks' tokens, plus one for the number of
+        rows."""
         from mkernel.backends.accelerators.streams.moe import routing_words  # needs torch
 
         return routing_words(world, tokens, top_k)
 
     def dispatched_rows(self, routing: torch.Tensor) -> int | None:
-        """Also of routings on devices that were not copied."""
+        """Return the number of rows, also of a routing on a device if the tensor is no copy."""
         from mkernel.backends.accelerators.streams.routing import known  # needs torch
 
         found = known(routing)
         return super().dispatched_rows(routing) if found is None else found.height
 
     def launch(self, call: Call) -> StreamsLaunch:
-        """Hand the call to the worker's thread. On a device that queues return once it is queued, else
-        at once."""
+        """Pass the call to the worker's thread. On a device with queues return once it is queued,
+        otherwise at once."""
         words = None if self._windows is None else self._windows.words(call)
         if self._abort is None:
             from mkernel.backends.accelerators.streams.abort_word import AbortWord  # native code
@@ -187,7 +194,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         return launch
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for a call that is only queued: its thread looks at the world's memory."""
+        """Wait for a call that is only queued: its thread reads the world's memory."""
         windows, self._windows = self._windows, None
         idle = not self._device.queues or self._worker.idle(timeout_s)
         self._worker.stop()

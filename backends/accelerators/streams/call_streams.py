@@ -1,10 +1,10 @@
 """The streams of one call: messages between ranks on one, matrix work on the other.
 
 Messages are point-to-point ones of torch.distributed, posted in the same order on every rank, so
-each wait is for one known peer; or puts into windows that peers map (``window.py``). Where the device
-has streams the communication stream is one of its own, and events tie the streams together; the host
-waits for nothing between chunks. On a CPU the messages travel in torch.distributed's own threads and
-a wait blocks the caller's worker.
+each wait is for one known peer; or they are puts into windows that peers map (``window.py``). If
+the device has streams, the communication stream is separate, and events order the streams; the host
+waits for nothing between chunks. On a CPU the messages travel in torch.distributed's own threads,
+and a wait blocks the caller's worker.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from mkernel.backends.accelerators.streams.window import Window, Words
 from mkernel.backends.contracts.accelerator import Call
 
 Parcel = tuple[int, torch.Tensor]
-"""(peer, contiguous tensor): where to put what comes from there."""
+"""(peer, contiguous tensor): the tensor that receives the peer's data."""
 
 
 class Sent(NamedTuple):
-    """A contiguous tensor for a peer, and where it is to lie there: at the place of ``landing`` in this
-    rank's own memory. The latter counts only for what ``CallStreams.landing`` made; None: elsewhere."""
+    """A contiguous tensor for a peer, and its destination there: the place that ``landing`` has in
+    this rank's own memory. The destination counts only for tensors from ``CallStreams.landing``;
+    None: it lies elsewhere."""
 
     peer: int
     tensor: torch.Tensor
@@ -45,7 +46,8 @@ _POLL_S = 0.0005
 
 
 class Broken(Exception):
-    """torch.distributed gave up on a message. ``timed_out``: else the connection was lost."""
+    """The error that torch.distributed gave up on a message. ``timed_out`` False: the connection
+    was lost."""
 
     def __init__(self, peer: int, chunk: int, *, timed_out: bool) -> None:
         self.peer = peer
@@ -55,14 +57,14 @@ class Broken(Exception):
 
 
 class Stopped(Exception):
-    """The call's abort word is set: whoever set it knows why."""
+    """The error that the call's abort word is set; the reason is recorded with the word."""
 
 
 @dataclass
 class Message:
-    """Tensors that were posted together. ``peer``: the first one that sends some, or that gets some
-    where none sends; ``target``: the first one that gets some. ``works``: (peer, is it a receive,
-    handle)."""
+    """Tensors that were posted together. ``peer``: the first one that sends some, or the first
+    receiver if none sends; ``target``: the first one that receives some. ``works``: (peer, is it a
+    receive, handle)."""
 
     peer: int
     target: int
@@ -73,7 +75,8 @@ class Message:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
     def waits_for(self) -> int | None:
-        """The peer that keeps it from being over, on a device with streams; None: it is over."""
+        """Return the peer that the message still waits for, on a device with streams; None: it is
+        complete."""
         for event, peer in ((self.arrived, self.peer), (self.sent, self.target)):
             if event is not None and not event.query():
                 return peer
@@ -85,10 +88,10 @@ class CallStreams:
     object.
 
     Attributes:
-        in_flight: independent products that run side by side.
+        in_flight: number of independent products that run side by side.
         one_sided: messages are puts.
-        communicates: False where the view asks for compute only: other ranks' data counts as
-            present. sequential: whether the streams must take turns.
+        communicates: False if the view is compute-only: other ranks' data counts as present.
+            sequential: True if the streams must take turns.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class CallStreams:
         *,
         words: Words | None = None,
     ) -> None:
-        """``words`` go with a workspace that is a window; None where it is not."""
+        """Set up the streams. ``words``: those of a workspace that is a window; None if it is not."""
         self.rank = call.rank
         self.communicates = call.view != "compute_only"
         self.sequential = call.view == "sequential"
@@ -112,7 +115,7 @@ class CallStreams:
         self._where = where
         self._scratch = scratch
         self._deadline = time.monotonic() + call.timeout_s
-        # Marks of time on a queue delay what is behind them.
+        # Timing events on a queue delay the work after them.
         self._timed = call.timed or not device.queues
         self._most = timedelta(seconds=call.timeout_s)  # for one message; the group may have more
         self._messages: list[Message] = []
@@ -136,8 +139,8 @@ class CallStreams:
         self._turn = 0
 
     def shared_cores(self) -> AbstractContextManager[None]:
-        """While it is entered neither stream's kernels keep the other's from running. All that was put
-        on the streams must have ended when it is left."""
+        """Return a context in which neither stream's kernels keep the other's from running. All
+        work that was put on the streams must have ended when the context is left."""
         if not (self.overlaps and self.communicates):
             return nullcontext()
         return self._device.shared(self._where, self._compute, self._comm, self._comm_share)
@@ -145,17 +148,17 @@ class CallStreams:
     # ---- communication -----------------------------------------------------------------------
 
     def landing(self, name: str) -> torch.Tensor:
-        """An uninitialised buffer of this call that peers send to, [source, rows, columns]; which there
-        are, ``landing.landings`` says."""
+        """Return an uninitialised buffer of this call that peers send to, [source, rows, columns].
+        ``landing.landings`` lists the names."""
         if self._window is not None:
             return self._window.landing(name)
         _, shape, dtype = landings(self._call.plan)[name]
         return self.scratch(name, shape, getattr(torch, dtype))
 
     def post(self, sends: Sequence[Sent], receives: Sequence[Parcel], chunk: int = 0) -> Message:
-        """Start messages, after all compute that was put on its stream before. Returns at once.
+        """Start messages, after all compute that was put on its stream before, and return at once.
 
-        Empty tensors are left out, so both ends must agree on what is empty. Raises Stopped.
+        Empty tensors are left out, so both ends must agree on which are empty. Raises Stopped.
         """
         self._stop_where_aborted()
         sends = [sent for sent in sends if sent.tensor.numel()]
@@ -190,7 +193,7 @@ class CallStreams:
         self, message: Message, window: Window, sends: Sequence[Sent], receives: Sequence[Parcel]
     ) -> None:
         for peer, tensor, landing in sends:
-            assert landing is not None  # or one end would put and the other one wait for a message
+            assert landing is not None  # otherwise one end puts while the other waits for a message
             window.put(peer, tensor, landing, self._comm)
         message.sent = self._mark(self._comm)
         for peer, _ in receives:
@@ -198,19 +201,20 @@ class CallStreams:
         message.arrived = self._mark(self._arrivals)
 
     def hold(self, cycles: int) -> None:
-        """Hold compute back for so many clock cycles, so that the messages that were posted start
-        first: a block of a product once started is not pushed aside."""
+        """Hold compute back for ``cycles`` clock cycles, so that the posted messages start first: a
+        block of a product, once started, is not preempted."""
         if cycles and self.overlaps and self._messages:
             self._device.hold(self._compute, cycles)
 
     def wait(self, message: Message) -> None:
-        """Compute put on its stream from now on sees what the message brought. Broken."""
+        """Make the message's data visible to compute that is put on its stream from now on. Raises
+        Broken."""
         if self._compute is not None and message.arrived is not None:
             self._compute.wait_event(message.arrived)
         self._finish(message, receives=True)
 
     def finish(self) -> None:
-        """Wait until everything posted has arrived and has been sent. Broken."""
+        """Wait until everything posted has arrived and has been sent. Raises Broken."""
         if self._compute is not None:
             for stream in self._beside:
                 self._compute.wait_stream(stream)
@@ -221,7 +225,8 @@ class CallStreams:
             self._finish(message, receives=False)
 
     def host_waits(self) -> None:
-        """The host waits for what is on the compute stream. Stopped; Broken past the deadline."""
+        """Block the host until the work on the compute stream is done. Raises Stopped; Broken past
+        the deadline."""
         if self._compute is None:
             return
         done, start = self._mark(self._compute), time.monotonic()
@@ -232,11 +237,12 @@ class CallStreams:
                 late = ((one.waits_for(), one.chunk) for one in self._messages)
                 missing = ((peer, chunk) for peer, chunk in late if peer is not None)
                 raise Broken(*next(missing, (self.rank, NO_CHUNK)), timed_out=True)
-            time.sleep(min(_POLL_S, (now - start) / 50))  # short waits must not get longer
+            time.sleep(min(_POLL_S, (now - start) / 50))  # a short wait must not become longer
 
     def abandon(self) -> bool:
-        """The call has failed: end waits on the device for peers that are not heard of any more. True
-        once its window may go. Messages of torch.distributed: ``Device.release``."""
+        """End waits on the device for silent peers, after the call has failed. Returns True once
+        the call's window may be freed. Messages of torch.distributed are ended by
+        ``Device.release``."""
         if self._window is None:
             return True
         return self._window.abandon((self._comm, self._arrivals, self._compute, *self._beside))
@@ -255,8 +261,8 @@ class CallStreams:
             raise Broken(peer, chunk, timed_out=_timed_out(error)) from error
 
     def _batch(self, told: Sequence[tuple[int, bool, torch.Tensor]], chunk: int) -> None:
-        """Together, as libraries ask that run messages as kernels: one alone would wait for ever. The
-        communication stream waits for them, not the host."""
+        """Post messages together, as libraries require that run messages as kernels: one alone
+        would wait for ever. The communication stream waits for them, not the host."""
         operations = [
             distributed.P2POp(
                 distributed.irecv if is_receive else distributed.isend,
@@ -284,21 +290,22 @@ class CallStreams:
         message.works = [entry for entry in message.works if entry[1] != receives]
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised buffer of this call, on its device; one a name."""
+        """Return an uninitialised buffer of this call, on its device; one per name."""
         return self._scratch.take(name, shape, dtype, self._where)
 
     # ---- compute -----------------------------------------------------------------------------
 
     @contextmanager
     def compute(self) -> Iterator[None]:
-        """Work inside counts as compute in ``seconds``."""
+        """Count the work inside as compute in ``seconds``."""
         with self._span(self._compute):
             yield
 
     @contextmanager
     def product(self, message: Message | None = None) -> Iterator[None]:
-        """Compute that needs nothing but what was there before the first product, and what ``message``
-        brings. Products run side by side where the device has room for more than one. Broken."""
+        """Run a product that needs only data present before the first product, and the data of
+        ``message``. Products run side by side if the device has room for more than one. Raises
+        Broken."""
         if self.in_flight == 1:
             if message is not None:
                 self.wait(message)
@@ -326,7 +333,7 @@ class CallStreams:
         self._spans.append((start, self._now(stream)))
 
     def _now(self, stream: Any) -> Any:
-        """Clock reading, or an event on the stream where there is one."""
+        """Return a clock reading, or an event on the stream if there is one."""
         return time.perf_counter() if stream is None else self._mark(stream)
 
     def _mark(self, stream: Any) -> Any:
@@ -335,16 +342,16 @@ class CallStreams:
         return event
 
     def seconds(self) -> dict[str, float]:
-        """``compute``: in which there was compute. ``comm``: from the first message posted to the last
-        one complete; the two overlap in a pipelined view. Only after the call has ended; nothing where
-        it was not timed."""
+        """Return the seconds of ``compute``, in which compute ran, and of ``comm``, from the first
+        message posted to the last one complete. The two overlap in a pipelined view. Valid only
+        after the call has ended; empty if it was not timed."""
         if not self._timed:
             return {}
         messages = [(self._first, end) for end in self._ends]
         return {"comm": self._covered(messages), "compute": self._covered(self._spans)}
 
     def _covered(self, spans: Sequence[tuple[Any, Any]]) -> float:
-        """Seconds that lie in any of the spans, which follow one another or overlap."""
+        """Return the seconds that lie in any of the spans, which follow one another or overlap."""
         if not spans:
             return 0.0
         first = spans[0][0]

@@ -1,7 +1,8 @@
-"""What differs between kinds of torch devices: names, streams and events. Nothing else may ask.
+"""The differences between kinds of torch devices: names, streams and events. No other file may
+depend on them.
 
-Planning on a CPU asks here too, so torch is imported only where it must answer; torch_npu, which needs
-Ascend's software and registers itself with torch, only where the device is an NPU.
+Planning on a CPU uses this file too, so torch is imported only where it is needed; torch_npu, which
+needs Ascend's software and registers itself with torch, only if the device is an NPU.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ DEVICES: dict[KindName, DeviceName] = {
     "ascend": "npu",
     "cpu": "cpu",
 }
-"""torch's name of each kind of device that it runs on."""
+"""torch's name of each kind of device that the backend runs on."""
 
 _used: dict[str, bool] = {}
-"""Whether the process had used a device of a type before it was asked which there are."""
+"""By type of device: True if the process had used one before the devices were probed."""
 
 
 class Device:
     """One kind of torch device: ``cpu``, ``cuda`` or ``npu``. Constructing it starts nothing."""
 
     def __init__(self, name: str | None) -> None:
-        """None: ``npu`` where torch_npu is installed and sees one, ``cuda`` where torch sees one, else
-        ``cpu``."""
+        """Choose the device. ``name`` None: ``npu`` if torch_npu is installed and sees one,
+        ``cuda`` if torch sees one, otherwise ``cpu``."""
         wanted = name or _found()
         known = next((one for one in _COLLECTIVES if one == wanted), None)
         if known is None:
@@ -60,11 +61,11 @@ class Device:
         described = torch_device(self.name)
         self.constants, self.cores = described.constants, described.cores
         self.has_streams = self.name != "cpu"
-        # An NPU's streams have limits while a call runs, which what comes after it must not have.
+        # An NPU's streams have limits while a call runs; work queued after it must not have them.
         self.queues = self.name == "cuda"
 
     def missing(self) -> str | None:
-        """What keeps the device from being used here, in words; None where nothing does."""
+        """Return what prevents use of the device here, in words; None if nothing does."""
         try:
             import torch
         except ImportError as error:
@@ -80,7 +81,7 @@ class Device:
         return npu.missing(self._module())
 
     def probe(self) -> tuple[Accelerator, ...]:
-        """The devices of this machine; for ``cpu`` one prototype, which is copied per rank."""
+        """Return the devices of this machine; for ``cpu`` one prototype, which is copied per rank."""
         if not self.has_streams:
             return (
                 Accelerator(
@@ -90,7 +91,7 @@ class Device:
         if self.missing() is not None:
             return ()
         module = self._module()
-        _used.setdefault(self.name, module.is_initialized())  # to ask for a name is to use one
+        _used.setdefault(self.name, module.is_initialized())  # querying a name uses the device
         return tuple(
             Accelerator(
                 id=f"{self.name}{index}",
@@ -104,7 +105,7 @@ class Device:
         )
 
     def _architecture(self, index: int) -> str | None:
-        """``sm_90``; None where it is no NVIDIA GPU."""
+        """Return the architecture (``sm_90``); None if the device is no NVIDIA GPU."""
         import torch
 
         if self.name != "cuda" or torch.version.cuda is None:
@@ -120,24 +121,27 @@ class Device:
         return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
     def group_options(self, timeout: timedelta) -> Any:
-        """torch.distributed's options for the process group of the calls; None: its defaults."""
+        """Return torch.distributed's options for the process group of the calls; None: its
+        defaults."""
         if self.name != "cuda":
             return None
         from torch.distributed import ProcessGroupNCCL
 
-        # NCCL's watchdog must neither end the process nor let the stream go on without data.
+        # NCCL's watchdog must neither end the process nor let the stream continue without data.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        # Else a thread of the group polls the store, which is Python code, until the process ends, and
-        # may find the interpreter gone.
+        # Otherwise a thread of the group polls the store, which is Python code, until the process
+        # ends, and may run after the interpreter has ended.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-        # Else blocks of a product that still wait for a multiprocessor go before those of a message.
+        # Otherwise blocks of a product that wait for a multiprocessor run before those of a
+        # message.
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout  # torch warns where it is not the group's
+        options._timeout = timeout  # torch warns if it differs from the group's
         return options
 
     def choose(self, index: int) -> None:
-        """Make device ``index`` the process's current one, unless the process has chosen one: it has
-        once it has used any. Where it is shown fewer than the host has, indices count anew."""
+        """Make device ``index`` the process's current one, unless the process has chosen one; using
+        any device counts as a choice. If the process sees fewer devices than the host has,
+        ``index`` is taken modulo their number."""
         if not self.has_streams:
             return
         module = self._module()
@@ -146,22 +150,22 @@ class Device:
         _used[self.name] = True
 
     def index(self) -> int:
-        """The current device's index."""
+        """Return the current device's index."""
         return int(self._module().current_device())
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:
-        """While it is entered ``device`` is the current one."""
+        """Return a context in which ``device`` is the current one."""
         entered: AbstractContextManager[None] = self._module().device(device)
         return entered
 
     def release(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """End messages that will never complete, so that the device's streams are not blocked for
-        good. On a CPU there is no way to, and they end at torch.distributed's deadline."""
+        """End messages that will never complete, so that they do not block the device's streams for
+        good. A CPU has no way to do that; there they end at torch.distributed's deadline."""
         if group is None or not self.has_streams:
             return
         import torch
 
-        with suppress(RuntimeError):  # a broken group cannot do more than end by itself
+        with suppress(RuntimeError):  # a broken group can only end by itself
             backend = group._get_backend(torch.device(self.name))
             abort = getattr(backend, "abort", None)
             if abort is not None:
@@ -170,30 +174,31 @@ class Device:
     # ---- streams; only where has_streams ---------------------------------------------------------
 
     def current(self, device: torch.device) -> Any:
-        """The calling thread's current stream on ``device``."""
+        """Return the calling thread's current stream on ``device``."""
         return self._module().current_stream(device)
 
     def stream(self, device: torch.device) -> Any:
-        """A new stream on ``device``."""
+        """Return a new stream on ``device``."""
         return self._module().Stream(device=device)
 
     def on(self, stream: Any) -> Any:
-        """Context: work is put on ``stream``, and on its device."""
+        """Return a context in which work is put on ``stream`` and on its device."""
         return self._module().stream(stream)
 
     def event(self, *, timed: bool) -> Any:
-        """A new event. ``timed``: it can measure time, which makes a device slower to pass it."""
+        """Return a new event. ``timed``: it can measure time, which makes it slower for a device to
+        pass."""
         return self._module().Event(enable_timing=timed)
 
     @cached_property
     def copies(self) -> bool:
-        """Whether messages inside a node may be puts by copy engines, into memory that peers map."""
+        """True if messages inside a node may be puts by copy engines, into memory that peers map."""
         return self._wants_copies and native.missing() is None
 
     @property
     def copies_with_a_driver(self) -> bool:
-        """The same on a machine elsewhere, whose driver and build of mkernel are in order, with these
-        settings."""
+        """The value of :attr:`copies` on another machine with these settings, given that its driver
+        and its build of mkernel work."""
         return self._wants_copies
 
     @property
@@ -201,15 +206,15 @@ class Device:
         return self.name == "cuda" and load_as(StreamsSettings).copies
 
     def hold(self, stream: Any, cycles: int) -> None:
-        """Hold ``stream`` back for so many clock cycles; on ``cuda``."""
+        """Hold ``stream`` back for ``cycles`` clock cycles. Only on ``cuda``."""
         with self.on(stream):
             self._module()._sleep(cycles)
 
     def shared(
         self, device: torch.device, compute: Any, comm: Any, share: int
     ) -> AbstractContextManager[None]:
-        """While it is entered the two streams' kernels leave each other cores: one vector core in
-        ``share`` is for messages. On ``npu``; 0: they take what they get."""
+        """Return a context in which the two streams' kernels leave each other cores: one vector
+        core in ``share`` is for messages. Only on ``npu``; 0: no limits are set."""
         if not share:
             return nullcontext()
         return npu.shared_cores(self._module(), device, compute, comm, share)
@@ -232,7 +237,7 @@ def _found() -> str:
 
 
 def _gpu_driver() -> bool:
-    """Whether a driver of NVIDIA's or AMD's is there, without which torch sees no ``cuda``."""
+    """Return whether a driver of NVIDIA or AMD is present, without which torch sees no ``cuda``."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

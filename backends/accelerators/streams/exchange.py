@@ -1,5 +1,5 @@
-"""Every rank sends something to every other: in rotation or all together, in chunks, all posted at
-once."""
+"""All-to-all exchange: every rank sends to every other, in rotation or all together, in chunks, all
+posted at once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def exchange(
     """Post all messages of one exchange; in a sequential view they have arrived on return.
 
     Args:
-        outgoing: rows for a rank; incoming: where to put the rows of a rank, where the streams are
-            one-sided a place of a landing, for this rank too. Contiguous. A chunk has the plan's
-            number of rows; both ends must know how many rows there are.
+        outgoing: returns the rows for a rank, contiguous.
+        incoming: returns the tensor that receives the rows of a rank, contiguous. If the streams
+            are one-sided, it is a place of a landing, for this rank too.
+
+    A chunk has the plan's number of rows; both ends must know the number of rows.
     """
     arrivals: Arrivals = []
     if not streams.communicates:
@@ -64,7 +66,7 @@ def take(
     landed: Sequence[torch.Tensor] | torch.Tensor,
     places: Sequence[torch.Tensor] | torch.Tensor,
 ) -> None:
-    """Copy each source's rows, as they arrive, from where they landed to where they belong."""
+    """Copy each source's rows, as they arrive, from their landing to their final place."""
     for source, start, end, message in arrivals:
         streams.wait(message)
         with streams.compute():
@@ -72,7 +74,7 @@ def take(
 
 
 def _rounds(parcels: Sequence[Parcel], step: int) -> list[list[Part]]:
-    """Every parcel's first chunk of ``step`` rows, every parcel's second, ..."""
+    """Return every parcel's first chunk of ``step`` rows, then every parcel's second, ..."""
     cut = [
         [(peer, start, rows[start:end]) for start, end in chunks(len(rows), step)]
         for peer, rows in parcels

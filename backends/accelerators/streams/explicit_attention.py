@@ -1,15 +1,15 @@
 """Attention of some queries on some keys, and its gradients, for tensors that torch has no kernel for.
 
-Everything is float32, or float64 of such tensors. A block of keys is scored at a time, so that memory
-stays bounded.
+Everything is float32 (float64 for float64 tensors). One block of keys is scored at a time, so that
+memory stays bounded.
 
 Forward: running maximum m, sum l and weighted values o of the scores seen so far; a block with scores
 s, values v and m' = max(m, max s) changes them to l·e^(m-m') + sum e^(s-m') and
 o·e^(m-m') + e^(s-m') v.
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
-Backward: with scores s = scale·q kᵀ, their log-sum-exp, p = e^(s - lse) and delta = sum(dO·O) a query,
-dS = p·(dO vᵀ - delta), dQ = scale·dS k, dK = scale·dSᵀ q, dV = pᵀ dO.
+Backward, with scores s = scale·q kᵀ, their log-sum-exp, p = e^(s - lse) and delta = sum(dO·O) a
+query, dS = p·(dO vᵀ - delta), dQ = scale·dS k, dK = scale·dSᵀ q, dV = pᵀ dO.
 Source: Dao et al., "FlashAttention", 2022.
 """
 
@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 _SCORES = 1 << 23
-"""Scores held at once."""
+"""Number of scores held at once."""
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of q [B, Hq, R, D] on k and v [B, Hkv, C, D]; causal: query i sees keys 0 to i, and
-    R = C.
+    """Compute attention of q [B, Hq, R, D] on k and v [B, Hkv, C, D]. Causal: query i sees keys 0
+    to i, and R = C.
 
     Returns:
-        out [B, Hq, R, D], zeros where all scores are -inf; the largest score of each query
-        [B, Hq, R]; and the sum of e^(score - largest) [B, Hq, R].
+        out [B, Hq, R, D], zeros where all scores are -inf; the largest score of each query [B, Hq,
+        R]; and the sum of e^(score - largest) [B, Hq, R].
     """
     heads, rows = q.shape[1:3]
     queries = _rows_of_groups(q, k.shape[1]) * scale
@@ -41,7 +41,7 @@ def attend(
     for keys, values, first in _blocks(queries, k, v):
         scores = _scores(queries, keys, rows, first if causal else None)
         higher = torch.maximum(top, scores.amax(3, keepdim=True))
-        # A row that has seen nothing yet has no maximum to subtract: -inf - -inf is not a number.
+        # A row that has seen nothing yet has no maximum to subtract: -inf - -inf is NaN.
         base = higher.masked_fill(higher == float("-inf"), 0.0)
         keep = (top - base).exp_()
         weights = scores.sub_(base).exp_()
@@ -64,10 +64,11 @@ def gradients(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys give to the gradient of q, and these queries to those of k and v, not rounded.
+    """Compute the contribution of these keys to the gradient of q, and of these queries to those of
+    k and v, not rounded.
 
-    ``out`` and its gradient [B, Hq, R, D] and ``lse`` [B, Hq, R] are of all keys that the queries see;
-    others as :func:`attend` takes them.
+    ``out`` and its gradient [B, Hq, R, D] and ``lse`` [B, Hq, R] cover all keys that the queries
+    see; the other arguments are those of :func:`attend`.
     """
     kv_heads, rows = k.shape[1], q.shape[2]
     queries, of_outs, outs = (_rows_of_groups(each, kv_heads) for each in (q, of_out, out))
@@ -88,13 +89,14 @@ def gradients(
 
 
 def _rows_of_groups(each: Tensor, kv_heads: int) -> Tensor:
-    """[B, Hkv, G·R, ...]: the queries of all heads that share keys, as rows; at least float32."""
+    """Return [B, Hkv, G·R, ...]: the queries of all heads that share keys, as rows, in at least
+    float32."""
     wide = each if each.dtype == torch.float64 else each.float()
     return wide.reshape(each.shape[0], kv_heads, -1, each.shape[-1])
 
 
 def _blocks(queries: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Some keys, their values, and the number of the first one; of the queries' dtype."""
+    """Yield some keys, their values, and the number of the first one, in the queries' dtype."""
     step = max(1, _SCORES // queries[..., 0].numel())
     for first in range(0, k.shape[2], step):
         keys, values = (each[:, :, first : first + step].to(queries.dtype) for each in (k, v))
@@ -102,7 +104,8 @@ def _blocks(queries: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Ten
 
 
 def _scores(queries: Tensor, keys: Tensor, rows: int, first: int | None) -> Tensor:
-    """[B, Hkv, G·R, c]; with ``first``, -inf where key ``first`` + i lies behind the row."""
+    """Return scores [B, Hkv, G·R, c]; with ``first``, -inf where key ``first`` + i comes after the
+    row."""
     scores = queries @ keys.transpose(2, 3)
     if first is not None:
         at = torch.arange(rows, device=scores.device)[:, None]

@@ -1,9 +1,10 @@
-"""GEMM+ReduceScatter and GEMM+AllReduce: partial sums of a @ b go to the owners of their rows, who add
-them up in rank order; for AllReduce they then send their rows to every rank.
+"""GEMM+ReduceScatter and GEMM+AllReduce: partial sums of a @ b go to the owners of their rows, who
+add them in rank order; for AllReduce they then send their rows to every rank.
 
-Rows of the next ranks first, own rows last, so that messages travel while the rest is computed.
-Partials stay float32 (of float64, float64) all the way. Rows are rounded once, by their owner, so every
-rank of an AllReduce holds the same bits. There M needs not divide by W.
+Rows of the next ranks come first and own rows last, so that messages travel while the rest is
+computed. Partials stay float32 (float64 for float64 inputs) throughout. Rows are rounded once, by
+their owner, so every rank of an AllReduce holds the same bits. For AllReduce, M need not be a
+multiple of W.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from mkernel.backends.contracts.accelerator import Call
 
 
 def scatter(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out``, this rank's M/W rows."""
+    """Fill ``out``, this rank's M/W rows."""
     _reduced(call, streams, shares_of(call, call.plan.gemm.m), call.tensors["out"])
     return {}
 
 
 def all_reduce(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out``; with a norm ``residual_out`` too."""
+    """Fill ``out``; with a norm, ``residual_out`` too."""
     out, shares = call.tensors["out"], shares_of(call, call.plan.gemm.m)
     places = [out[slice(*rows)] for rows in shares]
     _reduced(call, streams, shares, places[call.rank])
@@ -39,12 +40,12 @@ def all_reduce(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 def _reduced(
     call: Call, streams: CallStreams, shares: Sequence[tuple[int, int]], out: torch.Tensor
 ) -> None:
-    """out [rows of this rank's share, N] = these rows of the sum over ranks of a @ b."""
+    """Compute out [rows of this rank's share, N] = these rows of the sum over ranks of a @ b."""
     a, rank = own_rows(call), call.rank
     step = call.plan.part(RotatingSchedule).rows_per_chunk
     first, last = shares[rank]
     width, rows = out.shape[1], last - first
-    landing = streams.landing("slots")  # of as many rows as any rank has
+    landing = streams.landing("slots")  # with as many rows as the largest share
     multiply = products(call, landing.dtype)
     slots = landing[:, :rows]
 

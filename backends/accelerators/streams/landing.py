@@ -1,4 +1,5 @@
-"""Where in a rank's window its peers write: the landings of a plan, the same on every rank."""
+"""The landings of a plan: places in a rank's window that its peers write to, the same on every
+rank."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 
 
 _Wanted = dict[str, tuple[int, int, DtypeName]]
-"""Rows and columns from each source, and their dtype, by name."""
+"""By name: rows and columns from each source, and their dtype."""
 
 
 class Landing(NamedTuple):
@@ -26,13 +27,13 @@ class Landing(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The size of the landing in bytes."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def landings(plan: CommonPart) -> dict[str, Landing]:
-    """A plan's landings by name. MoE has none because its messages vary in size, attention because it
-    passes on what it gets."""
+    """Return a plan's landings by name. MoE has none because its messages vary in size, attention
+    because it passes on what it receives."""
     wanted = _of_sum(plan) if plan.op == "all_reduce" else _of_gemm(plan)
     found, end = {}, 0
     for name, (height, columns, dtype) in wanted.items():
@@ -66,7 +67,7 @@ def _of_gemm(plan: CommonPart) -> _Wanted:
 
 
 def landing_bytes(plan: CommonPart) -> int:
-    """Bytes of a window with all of a plan's landings; 0 where its messages are no puts."""
+    """Return the bytes of a window with all of a plan's landings; 0 if its messages are no puts."""
     if plan.world_size == 1 or any(route.kind != "p2p" for route in plan.routes.classes):
         return 0
     return max((each.offset + each.nbytes for each in landings(plan).values()), default=0)

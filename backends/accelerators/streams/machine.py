@@ -1,4 +1,5 @@
-"""Constants of the devices that torch runs on: ``machine.json`` beside this file, by torch's name."""
+"""Constants of the devices that torch runs on, from ``machine.json`` beside this file, by torch's
+name."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ FILE = Path(__file__).with_name("machine.json")
 
 
 class Traits(Sourced):
-    """How launches on one kind of device are best made."""
+    """The best way to make launches on one kind of device."""
 
     row_chunks: int = Field(ge=1, description="of a rank's rows by default")
     overlaps: bool = Field(True, description="messages and products run at the same time")
@@ -29,7 +30,7 @@ class Traits(Sourced):
 
 
 class TorchDevice(ChipMachine):
-    """One kind of device. Without constants nothing is predicted of it."""
+    """One kind of device. Without constants, no times are predicted for it."""
 
     source: str = ""
     traits: Traits
@@ -43,22 +44,22 @@ class _File(Model):
 
 @cache
 def torch_device(name: str) -> TorchDevice:
-    """The device of that name. These do not depend on the device that is here, because ranks on unlike
-    devices must plan alike."""
+    """Return the data of the device type of that name. They do not depend on the device present
+    here, because ranks on unlike devices must plan alike."""
     found: TorchDevice = getattr(_file(), name)
     return found
 
 
 @cache
 def scaled_mm(name: str) -> tuple[ScaleMode, ...]:
-    """Scales that ``torch._scaled_mm`` takes on such a device: on CPUs as tried with torch 2.13, the
-    first that is known to take both; on others nothing was tried."""
+    """Return the scales that ``torch._scaled_mm`` takes on such a device. For CPUs they were tried
+    with torch 2.13, the first release known to take both; on other devices nothing was tried."""
     return ("tensor", "row") if name == "cpu" and torch_release() >= (2, 13) else ()
 
 
 @cache
 def torch_release() -> tuple[int, int]:
-    """Of the torch that is installed, which is not imported for it; 5 ms."""
+    """Return the release of the installed torch without importing it; 5 ms."""
     major, minor, *_ = metadata.version("torch").split(".")
     return int(major), int(minor)
 

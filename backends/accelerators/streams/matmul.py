@@ -1,5 +1,5 @@
-"""Matrix products that accumulate in float32, or in float64 where a dtype is that, on every device and
-for every pair of dtypes."""
+"""Matrix products that accumulate in float32, or in float64 if an operand or the result is float64,
+on every device and for every pair of dtypes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Factor:
 
     On a CPU half-precision operands are widened first: torch's float16 product is slow there, and
     no half-precision product gives float32 sums. bfloat16 into bfloat16 is the exception: torch
-    accumulates that in float32, and some processors have instructions for it. So does the library
-    on CUDA devices, once it is told not to add parts of a product in half precision.
+    accumulates it in float32, and some processors have instructions for it. The library on CUDA
+    devices accumulates in float32 too, once it is told not to add parts of a product in half
+    precision.
     """
 
     def __init__(self, b: torch.Tensor, out_dtype: torch.dtype) -> None:
@@ -36,7 +37,7 @@ class Factor:
         self._b = b if self._direct or self._mixed else b.to(self._sums)
 
     def product(self, a: torch.Tensor, out: torch.Tensor) -> None:
-        """out = a @ b; sums are rounded once, to out's dtype. Rows may be none."""
+        """Compute out = a @ b; sums are rounded once, to out's dtype. There may be no rows."""
         if not len(a):
             return
         if self._direct:
@@ -59,7 +60,8 @@ class Factor:
 
 
 def mixed_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b of operands that may differ in dtype: then of both in the wider one."""
+    """Compute out = a @ b of operands that may differ in dtype; both are then converted to the
+    wider one."""
     if a.dtype != b.dtype:
         wide = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(wide), b.to(wide)
@@ -75,12 +77,13 @@ def grouped_product(
     *,
     grouped: bool,
 ) -> None:
-    """out = rows of ``a`` [R, K] times their experts' ``w`` [E, K, N]. Rows of experts without tokens
-    are not read.
+    """Compute out = rows of ``a`` [R, K] times their experts' ``w`` [E, K, N]. Rows of experts
+    without tokens are not read.
 
     Args:
-        counts: [E], rows of each expert. segments: (expert, first row, end row) of those that have any.
-        grouped: in one product where torch has it; else one an expert.
+        counts: [E], rows of each expert. segments: (expert, first row, end row) of those that have
+            any.
+        grouped: use one product for all experts if torch has it; otherwise one per expert.
     """
     packed = (a.data_ptr() | w.data_ptr()) % 16 == 0
     if grouped and len(a) and packed and _has_groups(a.device, w.is_contiguous()):
@@ -98,8 +101,8 @@ def _product_of_groups(a: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> 
 
 @cache
 def _has_groups(where: torch.device, row_major: bool) -> bool:
-    """Whether this torch has the product of groups on that device, of weights that lie so: older ones
-    have it on a few GPUs."""
+    """Return whether this torch has the grouped product on that device for weights of that layout;
+    older releases have it on a few GPUs."""
     if not hasattr(torch, "_grouped_mm"):
         return False
     a = torch.zeros((64, 64), dtype=torch.bfloat16, device=where)
@@ -113,8 +116,8 @@ def _has_groups(where: torch.device, row_major: bool) -> bool:
 
 @contextmanager
 def float32_sums() -> Iterator[None]:
-    """Products that are started here on CUDA devices add in float32 whatever they are cut into. The
-    switch is the process's; it is back where it was afterwards."""
+    """Make products that are started inside, on CUDA devices, add in float32 however they are
+    split. The switch is process-wide and is restored afterwards."""
     switches: Any = torch.backends.cuda.matmul
     before: dict[str, Any] = {}
     try:

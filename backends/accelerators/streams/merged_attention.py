@@ -1,4 +1,4 @@
-"""Results of attention on parts of the keys, merged into that on all of them."""
+"""Merging of attention results on parts of the keys into the result on all of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from mkernel.backends.accelerators.streams.torch_attention import Seen
 
 
 class MergedAttention:
-    """The result of some queries over the keys seen so far, in float32 (float64 of such tensors).
+    """The result of some queries over the keys seen so far, in float32 (float64 for float64
+    tensors).
 
-    Maximum m, sum l and weighted values o of the parts so far; a part with the result r, which has the
-    weight e^n · s, and m' = max(m, n) change them to l·e^(m-m') + s·e^(n-m') and
-    o·e^(m-m') + s·e^(n-m')·r. Parts are merged in the order in which they come, so equal calls give
-    equal bits.
+    The state is the maximum m, sum l and weighted values o of the parts so far. A part with the
+    result r, which has the weight e^n · s, and m' = max(m, n) change them to l·e^(m-m') +
+    s·e^(n-m') and o·e^(m-m') + s·e^(n-m')·r. Parts are merged in the order in which they come, so
+    equal calls give equal bits.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        """``out`` [B, Hq, R, D] of any dtype, and ``lse`` [B, Hq, R], whose dtype is that of the sums:
-        what :meth:`finish` fills."""
+        """Start with no keys seen. :meth:`finish` fills ``out`` [B, Hq, R, D], of any dtype, and
+        ``lse`` [B, Hq, R], whose dtype is that of the sums."""
         self._result, self._lse = out, lse
         in_place = out.dtype == lse.dtype
         self._out = out.zero_() if in_place else torch.zeros_like(out, dtype=lse.dtype)
@@ -27,10 +28,10 @@ class MergedAttention:
         self._sum = torch.zeros_like(lse)
 
     def add(self, rows: slice, seen: Seen) -> None:
-        """What the queries of these rows found in keys that they had not seen."""
+        """Merge what the queries of these rows found in keys that they had not seen."""
         out, top, total = (each[:, :, rows] for each in (self._out, self._top, self._sum))
         higher = torch.maximum(top, seen.top)
-        # Where all scores are -inf there is no maximum to subtract: -inf - -inf is not a number.
+        # If all scores are -inf there is no maximum to subtract: -inf - -inf is NaN.
         base = higher.masked_fill(higher == float("-inf"), 0.0)
         kept, new = (top - base).exp_(), (seen.top - base).exp_()
         if seen.sum is not None:
@@ -40,7 +41,7 @@ class MergedAttention:
         top.copy_(higher)
 
     def finish(self) -> None:
-        """Round the result, once, and write it where it belongs, with the log-sum-exp."""
+        """Round the result, once, and write it to its place, with the log-sum-exp."""
         torch.div(self._out, self._sum[..., None], out=self._out)
         if self._result is not self._out:
             self._result.copy_(self._out)

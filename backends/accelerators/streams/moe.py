@@ -1,11 +1,14 @@
-"""MoE: tokens go to the ranks of their experts, once a rank; results come home.
+"""MoE: tokens go to the ranks of their experts, once per rank, and results return.
 
-Dispatch: ids of all ranks are exchanged first (they are small), so every rank builds the tables by
-itself and no sizes need to be told. Tokens travel as soon as these say where they are wanted; or all of
-them to every rank right behind the ids, while the host waits for these and builds the tables.
-Combine: rows travel in their own dtype, one a place, and are weighted and added at home, in slot order,
-in float32. GEMM+combine: the experts' products first, then so; or the weighted sum of a token's results
-here travels, one row a token, and sums are added in rank order.
+Dispatch: the ids of all ranks are exchanged first (they are small), so every rank builds the tables
+by itself and no sizes go on the wire. Tokens travel as soon as the tables state their destinations;
+or all tokens go to every rank right after the ids, while the host waits for the ids and builds the
+tables.
+
+Combine: rows travel in their own dtype, one per place, and are weighted and added on the token's
+rank, in slot order, in float32. GEMM+combine: the experts' products come first, followed by a
+combine; or the weighted sum of a token's results on this rank travels, one row per token, and sums
+are added in rank order.
 """
 
 from __future__ import annotations
@@ -43,12 +46,13 @@ from mkernel.plan.model import CombineShape, GemmCombineShape, MoeShape
 
 
 def routing_words(world: int, tokens: int, top_k: int) -> int:
-    """The ids of all ranks, and how many rows the outputs have."""
+    """Return the number of words of the ids of all ranks, plus one for the number of rows of the
+    outputs."""
     return world * tokens * top_k + 1
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``routing``; returns ``outputs`` and ``counts``."""
+    """Fill ``routing``; return ``outputs`` and ``counts``."""
     x, w, rank, words = call.tensors["x"], call.tensors["w"], call.rank, call.tensors["routing"]
     how = call.plan.part(DispatchSchedule)
     ids, known = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
@@ -63,7 +67,7 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     with streams.compute():
         routing = route(ids, rank, len(w))
         height = _height(call, streams, routing)
-        words[-2] = height  # behind it the world's mark
+        words[-2] = height  # the world's mark follows it
         remember(words, Remembered(rank, height, routing))
         row_token = routing.row_source
     if how.gathers == "wanted":
@@ -94,7 +98,7 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 class _Rows(NamedTuple):
-    """Tokens under way, and which of them each row is."""
+    """Tokens in transit, and for each row the index of its token."""
 
     tokens: torch.Tensor
     row_token: torch.Tensor
@@ -104,7 +108,7 @@ class _Rows(NamedTuple):
 def _multiply(
     call: Call, streams: CallStreams, routing: Routing, rows: _Rows, out: torch.Tensor
 ) -> None:
-    """out = rows @ their experts' weights."""
+    """Compute out = rows @ their experts' weights."""
     w, how = call.tensors["w"], call.plan.part(DispatchSchedule)
     tokens, row_token, arrivals = rows
     factors: dict[int, Factor] = {}
@@ -124,7 +128,7 @@ def _multiply(
 
 
 def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out``."""
+    """Fill ``out`` with the weighted sums of the experts' results."""
     y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
     routing = routing_of(call, streams, "y")
     total = return_by_slot(call, streams, routing, y, weights)
@@ -134,7 +138,7 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out``."""
+    """Fill ``out`` with the weighted sums of the experts' products."""
     h, w2, weights, out = (call.tensors[name] for name in ("h", "w2", "topk_weights", "out"))
     how, shape = call.plan.part(GemmCombineSchedule), call.plan.shape
     assert isinstance(shape, GemmCombineShape)
@@ -166,8 +170,8 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
-    """The tables of the dispatch whose ``routing`` the call has. ShapeError: the tensor ``rows`` is of
-    another one."""
+    """Return the tables of the dispatch whose ``routing`` the call has. ShapeError: the tensor
+    ``rows`` belongs to another dispatch."""
     words, shape, world = call.tensors["routing"], call.plan.shape, call.plan.world_size
     assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
     known = recall(words, call.rank)
@@ -175,7 +179,7 @@ def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
         streams.host_waits()
         ids = _ids(call)
         found = route(ids, call.rank, shape.experts // world)
-        known = Remembered(call.rank, int(words[-2]), found)  # behind it the world's mark
+        known = Remembered(call.rank, int(words[-2]), found)  # the world's mark follows it
         remember(words, known)
     if len(known.routing.counts) * world != shape.experts:
         there = f"of {len(known.routing.counts)} experts a rank"
@@ -188,20 +192,21 @@ def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
 
 
 def _height(call: Call, streams: CallStreams, routing: Routing) -> int:
-    """Rows of the outputs. CapacityExceeded, on all ranks alike, where any rank has more."""
+    """Return the number of rows of the outputs. CapacityExceeded, on all ranks alike, if any rank
+    has more rows than its capacity."""
     shape = call.plan.shape
     assert isinstance(shape, MoeShape)
     if shape.capacity is None:
         return len(routing.row_token)
     most = max(routing.rows_on)
     if most > shape.capacity:
-        streams.finish()  # tokens may be under way into memory that goes
+        streams.finish()  # messages may still write memory that is about to be freed
         raise CapacityExceeded(routing.rows_on.index(most), most, shape.capacity)
     return shape.capacity
 
 
 def _ids(call: Call) -> torch.Tensor:
-    """[W, T, k]: of every rank, as the call's ``routing`` keeps them."""
+    """Return the ids of every rank, [W, T, k], as the call's ``routing`` keeps them."""
     shape, world = call.plan.shape, call.plan.world_size
     assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
     size = world, shape.tokens, shape.top_k
@@ -211,21 +216,22 @@ def _ids(call: Call) -> torch.Tensor:
 def _everyones(
     call: Call, streams: CallStreams, own: torch.Tensor
 ) -> tuple[torch.Tensor, Arrivals]:
-    """``own`` of every rank [W, ...], under way; own ones in the place of others' in a compute-only
-    view."""
+    """Start to gather ``own`` of every rank [W, ...]; in a compute-only view own ones stand in for
+    the others'."""
     gathered = _ids(call).copy_(own)
     return gathered, exchange(call, streams, lambda target: own, gathered.__getitem__)
 
 
 def _host_knows(streams: CallStreams, arrivals: Arrivals) -> None:
-    """Returns once these are there, whatever is under way beside them: their values will be read."""
+    """Wait on the host until these messages have arrived, because it will read their values; others
+    may still be in transit."""
     for *_, message in arrivals:
         streams.wait(message)
     streams.host_waits()
 
 
 def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Iterator[int | None]:
-    """Sources whose tokens are there now. None: all of them, at once."""
+    """Yield sources whose tokens have arrived. None: all of them, at once."""
     by_source = call.plan.part(DispatchSchedule).as_they_arrive and not streams.sequential
     if by_source:
         yield call.rank
@@ -240,7 +246,7 @@ def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Itera
 
 
 def segments(routing: Routing, source: int | None) -> Iterator[tuple[int, int, int]]:
-    """(expert, start, end) of the output rows of one source, or of all."""
+    """Yield (expert, start, end) of the output rows of one source, or of all."""
     start = 0
     for expert in range(len(routing.rows_by[0])):
         sizes = [rows[expert] for rows in routing.rows_by]

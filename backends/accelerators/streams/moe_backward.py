@@ -1,9 +1,10 @@
 """Backward of MoE: the movements of the dispatch and of the combine are each other's transposes.
 
-Of the dispatch: tokens go to their experts again, for the gradients of the weights; gradients of tokens
-are added up on the ranks of the experts, one row a token, and come home, where those of different ranks
-are added in rank order. Of the combine: dO goes where its tokens went, with their weights, and the
-gradients of these come home. Sums are float32 (of float64, float64), in a fixed order, rounded once.
+Dispatch: tokens go to their experts again, for the gradients of the weights; gradients of tokens
+are added on the ranks of the experts, one row per token, and return to the token's rank, which adds
+those of different ranks in rank order. Combine: dO goes where its tokens went, with their weights,
+and the gradients of the weights return. Sums are float32 (float64 for float64 inputs), in a fixed
+order, rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mkernel.backends.contracts.accelerator import Call
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``grad_x`` and ``grad_w``."""
+    """Fill ``grad_x`` and ``grad_w``."""
     x, w, gradients, of_x, of_w = (
         call.tensors[name] for name in ("x", "w", "grad_outputs", "grad_x", "grad_w")
     )
@@ -56,7 +57,7 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``grad_y`` and ``grad_weights``."""
+    """Fill ``grad_y`` and ``grad_weights``."""
     y, weights, gradient, of_y, of_weights = (
         call.tensors[name] for name in ("y", "topk_weights", "grad_out", "grad_y", "grad_weights")
     )
@@ -76,9 +77,10 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``grad_h``, ``grad_w2`` and ``grad_weights``. With g[r] = dO[token] @ w2^T of row r and
-    p its place: dh[r] = weight[p] g[r], dweight[p] = g[r] . h[r], so that the results of the forward
-    are not needed again."""
+    """Fill ``grad_h``, ``grad_w2`` and ``grad_weights``.
+
+    With g[r] = dO[token] @ w2^T of row r and p its place: dh[r] = weight[p] g[r], dweight[p] = g[r]
+    . h[r], so that the results of the forward pass are not needed again."""
     h, w2, weights, gradient = (
         call.tensors[name] for name in ("h", "w2", "topk_weights", "grad_out")
     )
@@ -109,7 +111,7 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 def _weights_home(
     call: Call, streams: CallStreams, routing: Routing, products: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Brings a number for each row [R, 1] to its place in ``out`` [T, k]; 0 to places without a row."""
+    """Move a number for each row [R, 1] to its place in ``out`` [T, k]; places without a row get 0."""
     with streams.compute():
         there = torch.split(products[routing.returning], routing.rows_to)
         home = products.new_zeros((sum(routing.rows_from) + 1, 1))  # the last: places without a row

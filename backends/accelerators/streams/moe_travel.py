@@ -1,8 +1,8 @@
-"""How rows of MoE travel: tokens to the ranks of their experts, results home.
+"""Movement of MoE's rows: tokens to the ranks of their experts, results back.
 
-Results come home by slot, one row a place, to be weighted and added there; or by rank, as the weighted
-sum of a token's results on that rank, one row a token. Sums are in the dtype of the weights, float32
-(of float64, float64), in the order of slots, and of ranks.
+Results return by slot, one row per place, and are weighted and added on the token's rank; or by
+rank, as the weighted sum of a token's results on that rank, one row per token. Sums are in the
+dtype of the weights, float32 (float64 for float64 inputs), in the order of slots, and of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mkernel.backends.contracts.accelerator import Call
 def send_tokens(
     call: Call, streams: CallStreams, routing: Routing, rows: torch.Tensor
 ) -> tuple[torch.Tensor, Arrivals]:
-    """Rows of tokens, under way to where the dispatch sent them: what comes from all ranks."""
+    """Send rows of tokens to where the dispatch sent them; return the rows that arrive from all
+    ranks, and their messages."""
     with streams.compute():
         packed = torch.split(rows[routing.outgoing], routing.tokens_to)
         landed = rows.new_empty((sum(routing.tokens_from), rows.shape[1]))
@@ -32,7 +33,8 @@ def send_tokens(
 def return_by_slot(
     call: Call, streams: CallStreams, routing: Routing, y: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """[T, D] in the dtype of ``weights`` [T, k]: the weighted sum of each token's rows of ``y``."""
+    """Return the weighted sum of each token's rows of ``y``, [T, D] in the dtype of ``weights`` [T,
+    k]."""
     with streams.compute():
         packed = torch.split(y[routing.returning], routing.rows_to)
         there = sum(routing.rows_from)
@@ -55,7 +57,8 @@ def return_by_slot(
 def return_by_rank(
     call: Call, streams: CallStreams, routing: Routing, of_tokens: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """``of_tokens``, a row for each token that came here, under way home: what comes from each rank."""
+    """Send ``of_tokens``, one row per token that came here, back to the tokens' ranks; return the
+    rows that arrive from each rank."""
     with streams.compute():
         home = of_tokens.new_empty((len(routing.outgoing), of_tokens.shape[1]))
         there = torch.split(of_tokens, routing.tokens_from)
@@ -68,18 +71,19 @@ def return_by_rank(
 def add_ranks(
     routing: Routing, back: Sequence[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The sum, in ``dtype``, of what came home from each rank: a row for each row of ``like``."""
+    """Return the sum, in ``dtype``, of the rows that returned from each rank, one row for each row
+    of ``like``."""
     total = torch.zeros_like(like, dtype=dtype)
     for which, part in zip(torch.split(routing.outgoing, routing.tokens_to), back, strict=True):
-        total[which] += part  # of one rank no token comes twice
+        total[which] += part  # no token returns twice from one rank
     return total
 
 
 def sum_by_token(
     routing: Routing, rows: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum of each token's rows here, in the order of its slots; the last row is no token's.
-    ``weights`` [tokens, k] of the tokens that came here."""
+    """Return the sum of each token's rows here, in the order of its slots; the last row belongs to
+    no token. ``weights`` [tokens, k] of the tokens that came here."""
     count = len(rows) - 1
     places = routing.row_token.new_full((sum(routing.tokens_from), routing.top_k), count)
     places[routing.row_token, routing.row_slot] = torch.arange(count, device=rows.device)

@@ -1,8 +1,9 @@
-"""What only NPUs have: a limit on the cores that the kernels of a stream use. Never run on an NPU.
+"""The part that only NPUs have: a limit on the cores that a stream's kernels use. Never run on an
+NPU.
 
 From torch_npu's public documentation: ``torch.npu.set_stream_limit(stream, cube_num, vector_num)``
-holds for the operators that are put on the stream from then on and that are written in Ascend C;
-``reset_stream_limit(stream)`` undoes it; ``get_device_limit(device)`` tells the cores that there are.
+applies to operators written in Ascend C that are put on the stream from then on;
+``reset_stream_limit(stream)`` undoes it; ``get_device_limit(device)`` returns the number of cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _NEEDED = ("set_stream_limit", "reset_stream_limit", "get_device_limit")
 
 
 def missing(module: Any) -> str | None:
-    """What ``torch.npu`` lacks, in words: a device, or what :func:`shared_cores` needs."""
+    """Return what ``torch.npu`` lacks, in words: a device, or functions that :func:`shared_cores`
+    needs."""
     if not module.is_available():
         return "torch_npu sees no NPU"
     lacking = [name for name in _NEEDED if not hasattr(module, name)]
@@ -29,11 +31,11 @@ def missing(module: Any) -> str | None:
 def shared_cores(
     module: Any, device: torch.device, compute: Any, comm: Any, share: int
 ) -> Iterator[None]:
-    """One in ``share`` vector cores is for ``comm``, the others for ``compute``; afterwards both may
-    use all again.
+    """Reserve one in ``share`` vector cores for ``comm`` and the others for ``compute``; afterwards
+    both may use all again.
 
-    ``compute`` is the caller's own stream, so it must not stay limited. Everything that was put on the
-    streams must have ended when the context is left.
+    ``compute`` is the caller's own stream, so it must not stay limited. Everything that was put on
+    the streams must have ended when the context is left.
     """
     cores = module.get_device_limit(device.index or 0)
     cubes, vectors = cores["cube_core_num"], cores["vector_core_num"]

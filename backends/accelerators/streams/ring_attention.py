@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go round the ring, one rank's block a step.
+"""Ring attention: keys and values go round the ring, one rank's block per step.
 
-In each step a rank passes the block it has on to the next rank, and attends to it while the next
-block travels. Blocks are taken in the order own, previous rank's, the one before it, …: fixed, so
-results are deterministic. Causal: positions are cut in 2·W pieces and rank r holds pieces r and
-2·W - 1 - r. So on the own keys attention is plainly causal; of an earlier rank's all queries see the
-first half; of a later rank's the second half of the queries sees all.
+In each step a rank passes its current block on to the next rank, and attends to it while the next
+block travels. Blocks are taken in the fixed order own, previous rank's, the one before it, …, so
+results are deterministic. Causal: positions are cut into 2·W pieces and rank r holds pieces r and
+2·W - 1 - r. So attention on the own keys is plainly causal; all queries see the first half of an
+earlier rank's keys; the second half of the queries sees all of a later rank's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mkernel.plan.model import AttentionShape
 
 
 class Part(NamedTuple):
-    """Rows of the own queries that meet rows of a rank's keys. ``causal``: the i-th of these queries
-    sees the first i + 1 keys; else each sees all of them."""
+    """Rows of the own queries that attend to rows of a rank's keys. ``causal``: the i-th of these
+    queries sees the first i + 1 keys; otherwise each sees all of them."""
 
     queries: slice
     keys: slice
@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A call's queries as parts are attended to: scores are ``scale`` > 0 times their products with
-    keys, and ``q`` is ``sign`` times the caller's."""
+    """A call's queries in the form used for parts: scores are ``scale`` > 0 times their products
+    with keys, and ``q`` is ``sign`` times the caller's."""
 
     q: Tensor
     scale: float
@@ -45,7 +45,7 @@ class Queries(NamedTuple):
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``out`` and ``lse``."""
+    """Fill ``out`` and ``lse``."""
     with streams.compute():
         q, scale, _ = queries(call)
         documents = boundaries(call)
@@ -70,23 +70,24 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 def shape(call: Call) -> AttentionShape:
-    """The plan's. TypeError for another op's."""
+    """Return the plan's attention shape. TypeError for another op's plan."""
     if not isinstance(call.plan.shape, AttentionShape):
         raise TypeError(f"a plan of {call.plan.op} has no attention shape")
     return call.plan.shape
 
 
 def queries(call: Call) -> Queries:
-    """Of positive scale: kernels take the largest score before they scale."""
+    """Return the queries with a positive scale: kernels take the largest score before they scale."""
     q, scale = call.tensors["q"], float(call.options["scale"])
     q, sign = q.to(compute_dtype(q)), (scale > 0) - (scale < 0)
     return Queries(q if sign == 1 else q * sign, abs(scale) or 1.0, sign)
 
 
 def boundaries(call: Call) -> Sequence[int] | None:
-    """Where the documents begin that are packed into the sequence, and its end. None: there are none.
+    """Return the start of each document packed into the sequence, and the sequence's end. None:
+    there are no documents.
 
-    ArgumentError: they are no such boundaries.
+    ArgumentError: the values are no such boundaries.
     """
     if not shape(call).documents:
         return None
@@ -94,7 +95,7 @@ def boundaries(call: Call) -> Sequence[int] | None:
 
 
 def parts(call: Call, source: int, documents: Sequence[int] | None) -> Iterator[Part]:
-    """What meets of a rank's keys."""
+    """Yield the parts of a rank's keys that the own queries attend to."""
     if documents is not None:
         yield from _parts_of_documents(call, source, documents)
         return
@@ -109,7 +110,7 @@ def parts(call: Call, source: int, documents: Sequence[int] | None) -> Iterator[
 
 
 def _parts_of_documents(call: Call, source: int, documents: Sequence[int]) -> Iterator[Part]:
-    """Each piece of the sequence that the own queries have, with each that the keys have, document by
+    """Yield each piece of the sequence of the own queries with each piece of the keys, document by
     document. Two pieces are the same one, or have no position in common."""
     causal = shape(call).causal
     for queries_at, queries_from, length in _pieces(call, call.rank):
@@ -124,7 +125,7 @@ def _parts_of_documents(call: Call, source: int, documents: Sequence[int]) -> It
 
 
 def _pieces(call: Call, rank: int) -> list[tuple[int, int, int]]:
-    """Of each piece that a rank has: its first row there, its first position, and its length."""
+    """Return the first row, the first position and the length of each piece that a rank has."""
     world, rows = call.plan.world_size, call.tensors["q"].shape[2]
     if not shape(call).causal:
         return [(0, rank * rows, rows)]
@@ -133,13 +134,14 @@ def _pieces(call: Call, rank: int) -> list[tuple[int, int, int]]:
 
 
 def _overlap(begin: int, end: int, length: int, at: int) -> slice | None:
-    """The positions ``begin`` to ``end``, as far as a piece has them, as rows; ``at`` is its first."""
+    """Return the rows of a piece that hold the positions ``begin`` to ``end``; ``at`` is the
+    piece's first row."""
     begin, end = max(begin, 0), min(end, length)
     return slice(at + begin, at + end) if begin < end else None
 
 
 def blocks(call: Call, streams: CallStreams) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(whose, k, v) of each step, passed on before they are handed out. The own ones, which come
+    """Yield (owner, k, v) of each step, passed on before they are yielded. The own ones, which come
     first, are the caller's tensors."""
     rank, world = call.rank, call.plan.world_size
     k, v = call.tensors["k"], call.tensors["v"]
@@ -167,8 +169,8 @@ def blocks(call: Call, streams: CallStreams) -> Iterator[tuple[int, Tensor, Tens
 
 
 def packed(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys and values as they travel, [S/W, 2, B, Hkv, D]: positions outermost, so that a chunk of
-    them is one message."""
+    """Pack keys and values as they travel, [S/W, 2, B, Hkv, D]: positions are outermost, so that a
+    chunk of them is one message."""
     batch, heads, rows, width = k.shape
     block = k.new_empty((rows, 2, batch, heads, width), dtype=dtype)
     for place, each in zip(unpacked(block), (k, v), strict=True):
@@ -177,13 +179,13 @@ def packed(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [B, Hkv, S/W, D] of a block's keys and values."""
+    """Return views [B, Hkv, S/W, D] of a block's keys and values."""
     k, v = block.permute(1, 2, 3, 0, 4)
     return k, v
 
 
 def pass_on(call: Call, streams: CallStreams, own: Tensor, place: Tensor) -> list[Message]:
-    """Start to send a block to the next rank, and to get one from the rank before, in chunks."""
+    """Start to send a block to the next rank, and to receive one from the previous rank, in chunks."""
     rank, world = call.rank, call.plan.world_size
     return [
         streams.post(

@@ -1,9 +1,10 @@
-"""Backward of ring attention: keys and values go round the ring again, and their gradients follow them.
+"""Backward of ring attention: keys and values go round the ring again, and their gradients follow
+them.
 
-In each step a rank passes the block it has on, adds what its queries give to the block's gradients, and
-passes these on too: a rank's gradients are home when its block has been everywhere. They are summed
-in float32 in the order in which the block comes by, and rounded once, so results are deterministic
-where the kernels are that attend to parts.
+In each step a rank passes its current block on, adds its queries' contribution to the block's
+gradients, and passes these on too: a rank's gradients have returned when its block has visited
+every rank. They are summed in float32 in the order in which the block passes the ranks, and rounded
+once, so results are deterministic if the kernels that attend to parts are.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from mkernel.backends.accelerators.streams.torch_attention import gradients
 from mkernel.backends.contracts.accelerator import Call
 
 _MORE = 8
-"""Columns beside the width of a head for a gradient of the log-sum-exp; a multiple that keeps rows
-aligned."""
+"""Columns added to the width of a head for a gradient of the log-sum-exp; a multiple that keeps
+rows aligned."""
 
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fills ``grad_q``, ``grad_k`` and ``grad_v``."""
+    """Fill ``grad_q``, ``grad_k`` and ``grad_v``."""
     tensors = call.tensors
     lse = tensors["lse"]
     batch, kv_heads, rows, width = tensors["k"].shape
@@ -66,11 +67,13 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 class _Queries(NamedTuple):
-    """What stays of a call: of each query, its result over all keys, and the gradient of that.
+    """The data kept from a call: each query, its result over all keys, and the gradient of that
+    result.
 
-    Kernels know no gradient of the log-sum-exp. Where there is one, all tensors have more columns, of
-    which kernels make it: with (dO, 1)·(O, -dlse) for sum(dO·O), while (dO, 1)·(v, 0) is dO·v as it
-    was, the gradient of a score is p·(dO vᵀ - sum(dO·O) + dlse). ``width``: without these columns.
+    Kernels know no gradient of the log-sum-exp. If there is one, all tensors have more columns,
+    from which kernels compute it: sum(dO·O) becomes (dO, 1)·(O, -dlse), while (dO, 1)·(v, 0) is
+    dO·v as before, so the gradient of a score is p·(dO vᵀ - sum(dO·O) + dlse). ``width``: the width
+    without these columns.
     """
 
     q: Tensor
@@ -94,7 +97,7 @@ class _Queries(NamedTuple):
         return cls(q, out, of_out, tensors["lse"], scale, sign, width, widened)
 
     def gradients(self, part: Part, k: Tensor, v: Tensor) -> list[Tensor]:
-        """What the part gives to those of q, k and v."""
+        """Return the part's contributions to the gradients of q, k and v."""
         k, v = (each.to(self.q.dtype) for each in (k, v))
         if self.widened:
             k, v = _wider(k), _wider(v)

@@ -1,8 +1,8 @@
 """Routing tables of MoE, built with torch ops on the device from the ids of all ranks.
 
-A *place* is (token, slot of top-k), numbered token by token. Experts are cut evenly over the ranks; a
-place whose id names no expert has no row. What calls of one routing share is the ids: tables that were
-built once are found again as long as these live.
+A *place* is (token, slot of top-k), numbered token by token. Experts are split evenly over the
+ranks; a place whose id names no expert has no row. Calls of one routing share the ids: tables that
+were built once are reused as long as the ids' tensor lives.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import torch
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows that one rank sends and gets. Lists are on the host, tensors on the device (int64).
+    """The rows that one rank sends and receives. Lists are on the host, tensors on the device
+    (int64).
 
     Attributes:
-        outgoing: tokens to send, rank by rank, each token once a rank; ``tokens_to``: how many.
+        outgoing: tokens to send, rank by rank, each token once per rank; ``tokens_to``: their
+            number.
         tokens_from: rows of tokens that come from each rank.
-        counts: rows of each expert here. rows: of ``rows_by[source][expert]``, how many.
-        row_token: for each output row, which of the received token rows it multiplies; ``row_source``:
-            which of all ranks' tokens that is; ``row_slot``: for which of the token's slots.
-        returning: output rows in the order in which they go home: by source rank, then place;
-            ``rows_to``: how many to each rank.
-        homecoming: for each own place, where its row lies among those that come home, which are
-            ordered by rank, then place; behind them, where it has none. ``rows_from``: how many from
-            each rank.
+        counts: rows of each expert here. ``rows_by[source][expert]``: their number by source.
+        row_token: for each output row, the index of its token among the received rows;
+            ``row_source``: its index among all ranks' tokens; ``row_slot``: its slot of that token.
+        returning: output rows in the order in which they return: by source rank, then place;
+            ``rows_to``: their number to each rank.
+        homecoming: for each own place, the index of its row among those that return, which are
+            ordered by rank, then place; one past their end if it has none. ``rows_from``: their
+            number from each rank.
         rows_on: rows of all experts of each rank.
         top_k: slots of a token.
     """
@@ -50,10 +52,11 @@ class Routing:
 
 
 def route(ids: torch.Tensor, rank: int, experts: int) -> Routing:
-    """The tables of ``rank``. On a device with streams the host waits here, for the sizes.
+    """Build the tables of ``rank``. On a device with streams the host waits here, for the sizes.
 
     Args:
-        ids: [W, T, k], the experts that the tokens of every rank go to. experts: of one rank.
+        ids: [W, T, k], the experts that the tokens of every rank go to. experts: number on one
+            rank.
     """
     world, _, top_k = ids.shape
     ids = ids.to(torch.int64)
@@ -106,7 +109,7 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 class Remembered(NamedTuple):
-    """The tables of a rank, and how many rows its outputs had."""
+    """The tables of a rank, and the number of rows of its outputs."""
 
     rank: int
     height: int
@@ -117,18 +120,18 @@ _known: WeakKeyDictionary[torch.UntypedStorage, tuple[int, Remembered]] = WeakKe
 
 
 def remember(words: torch.Tensor, found: Remembered) -> None:
-    """What follows from a call's tensor ``routing``, as long as that lives."""
+    """Keep the tables that follow from a call's tensor ``routing``, as long as that tensor lives."""
     _known[words.untyped_storage()] = _version(words), found
 
 
 def recall(words: torch.Tensor, rank: int) -> Remembered | None:
-    """What was remembered of a rank."""
+    """Return the tables kept for ``rank``."""
     found = known(words)
     return found if found is not None and found.rank == rank else None
 
 
 def known(words: torch.Tensor) -> Remembered | None:
-    """What was remembered; None where the tensor is a copy, or was written to since."""
+    """Return the tables kept; None if the tensor is a copy, or was written to since."""
     version, found = _known.get(words.untyped_storage(), (0, None))
     return found if version == _version(words) else None
 

@@ -1,8 +1,9 @@
-"""Products of e4m3 operands with scales (``mkernel/plan/scales.py``), and rows that have some.
+"""Products of e4m3 operands with scales (``mkernel/plan/scales.py``), and rows with optional
+scales.
 
-By ``torch._scaled_mm`` where the plan says so; else the reference: operands are dequantised in float32,
-multiplied with float32 sums, and results rounded once. Where torch's product accumulates in float32,
-as on CPUs, they differ by float32 roundings alone.
+They use ``torch._scaled_mm`` if the plan chooses it; otherwise the reference: operands are
+dequantised in float32, multiplied with float32 sums, and results rounded once. Where torch's
+product accumulates in float32, as on CPUs, the two differ only by float32 roundings.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from mkernel.plan.model import Scales
 
 
 class Rows(NamedTuple):
-    """Rows [R, K] of A; ``scale``: of e4m3 ones, one for all of them or some for each."""
+    """Rows [R, K] of A. ``scale``: the scales of e4m3 rows, one for all of them or some for each."""
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
 
     def part(self, start: int, end: int) -> Rows:
-        """Some of them."""
+        """Return the rows from ``start`` to ``end``."""
         scale = self.scale
         if scale is not None and len(scale) == len(self.values):
             scale = scale[start:end]
@@ -34,17 +35,17 @@ class Rows(NamedTuple):
 
 
 def own_rows(call: Call) -> Rows:
-    """This rank's A."""
+    """Return this rank's A."""
     return Rows(call.tensors["a"], call.tensors.get("a_scale"))
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory as carriers take it: not all know e4m3."""
+    """Return the same memory in a dtype that carriers take: not all know e4m3."""
     return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
 
 
 def products(call: Call, out_dtype: torch.dtype) -> Callable[[Rows, torch.Tensor], None]:
-    """What fills ``out`` with rows @ the call's B, of results in that dtype."""
+    """Return a function that fills ``out`` with rows @ the call's B, for results in ``out_dtype``."""
     b, scales = call.tensors["b"], call.plan.scales
     if scales is None:
         factor = Factor(b, out_dtype)
@@ -59,13 +60,13 @@ class ScaledFactor:
     def __init__(
         self, b: torch.Tensor, scale: torch.Tensor, scales: Scales, *, direct: bool
     ) -> None:
-        """``direct``: by ``torch._scaled_mm``."""
+        """Prepare the matrix. ``direct``: use ``torch._scaled_mm``."""
         self._scales, self._direct = scales, direct
         self._scale = scale.flatten().unsqueeze(0) if direct else scale
         self._b = b if direct else dequantised(b, scale)
 
     def product(self, rows: Rows, out: torch.Tensor) -> None:
-        """out = rows @ b; sums are rounded once, to out's dtype. Rows may be none."""
+        """Compute out = rows @ b; sums are rounded once, to out's dtype. There may be no rows."""
         a, scale = rows
         if not len(a):
             return
@@ -76,7 +77,7 @@ class ScaledFactor:
         torch._scaled_mm(
             a,
             self._b,
-            scale_a=scale.flatten().unsqueeze(1),  # torch asks for strides of single columns too
+            scale_a=scale.flatten().unsqueeze(1),  # torch checks strides of single columns too
             scale_b=self._scale,
             out_dtype=out.dtype,
             use_fast_accum=self._scales.use_fast_accum,

@@ -1,4 +1,4 @@
-"""What a launch of ``streams`` does: its messages, its chunks, and the products beside them."""
+"""The schedule of a ``streams`` launch: its messages, its chunks, and the products beside them."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ DeviceName = Literal["cpu", "cuda", "npu"]
 
 
 class StreamsCapabilities(AcceleratorCapabilities):
-    """Claims on one kind of torch device, whose kind schedules depend on."""
+    """The capabilities of one kind of torch device, on which schedules depend."""
 
     torch_device: DeviceName
     scaled_mm: tuple[ScaleMode, ...] = ()
-    """Scales that torch has a product for on such devices."""
+    """Scales for which torch has a product on such devices."""
 
 
 class StreamsSchedule(Schedule):
-    """What launches of all ops have.
+    """The fields that schedules of all ops have.
 
     Attributes:
         rows_per_chunk: rows (tokens, positions of a piece) of a message.
-        window_bytes: of a rank's window, which peers put rows into by copy engines; 0: messages are
-            those of torch.distributed.
-        comm_share: one in so many vector cores of an NPU moves messages; 0: the two streams share all
-            cores.
+        window_bytes: bytes of a rank's window, into which peers put rows by copy engines; 0:
+            messages are those of torch.distributed.
+        comm_share: one in this many vector cores of an NPU moves messages; 0: the two streams share
+            all cores.
     """
 
     rows_per_chunk: int = Field(ge=1)
@@ -61,19 +61,20 @@ class StreamsSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Into windows."""
+        """True if copy engines put rows into windows."""
         return self.window_bytes > 0
 
 
 class RotatingSchedule(StreamsSchedule):
-    """Every rank sends something to every other; ``order``: in which the others' rows are consumed."""
+    """A schedule in which every rank sends to every other. ``order``: the order in which the
+    others' rows are consumed."""
 
     order: Runs
 
 
 class ExchangeSchedule(RotatingSchedule):
-    """``peers_together``: messages of all peers are posted together, chunk by chunk; else those of one
-    peer after those of another."""
+    """A schedule with an exchange. ``peers_together``: messages of all peers are posted together,
+    chunk by chunk; otherwise peer after peer."""
 
     peers_together: bool
 
@@ -82,16 +83,18 @@ ScaledProducts = Literal["scaled_mm", "dequantised"]
 
 
 class ScaledSchedule(StreamsSchedule):
-    """A GEMM op. ``scaled_products``: those of e4m3 operands, by ``torch._scaled_mm``; or of operands
-    that were dequantised in float32, where torch has no such product. None: operands are others."""
+    """A GEMM op's schedule. ``scaled_products``: the way to multiply e4m3 operands, by
+    ``torch._scaled_mm``, or after dequantising them in float32 where torch has no such product.
+    None: operands are of other dtypes."""
 
     scaled_products: ScaledProducts | None = None
 
 
 class GatherSchedule(ExchangeSchedule, ScaledSchedule):
-    """AllGather+GEMM. ``products_in_flight`` products run side by side, on streams of their own; own
-    rows are cut in so many. ``head_start_cycles`` pass between the first messages and the first
-    product, which would take every multiprocessor before a message's kernel has started."""
+    """The schedule of AllGather+GEMM. ``products_in_flight`` products run side by side, each on its
+    own stream; own rows are cut into that many. ``head_start_cycles`` pass between the first
+    messages and the first product, which would otherwise occupy every multiprocessor before a
+    message's kernel has started."""
 
     kind: Literal["streams.all_gather_gemm"] = "streams.all_gather_gemm"
     products_in_flight: int = Field(ge=1)
@@ -99,19 +102,19 @@ class GatherSchedule(ExchangeSchedule, ScaledSchedule):
 
 
 class ReduceScatterSchedule(RotatingSchedule, ScaledSchedule):
-    """GEMM+ReduceScatter: one product and one message a chunk, one after the other."""
+    """The schedule of GEMM+ReduceScatter: one product and one message per chunk, chunk after chunk."""
 
     kind: Literal["streams.gemm_reduce_scatter"] = "streams.gemm_reduce_scatter"
 
 
 class AllReduceSchedule(ExchangeSchedule, ScaledSchedule):
-    """GEMM+AllReduce: the same, then an exchange of the sums."""
+    """The schedule of GEMM+AllReduce: that of GEMM+ReduceScatter, then an exchange of the sums."""
 
     kind: Literal["streams.gemm_all_reduce"] = "streams.gemm_all_reduce"
 
 
 class SumSchedule(ExchangeSchedule):
-    """AllReduce: an exchange of rows, one sum, and an exchange of sums."""
+    """The schedule of AllReduce: an exchange of rows, one sum, and an exchange of sums."""
 
     kind: Literal["streams.all_reduce"] = "streams.all_reduce"
 
@@ -120,11 +123,13 @@ Gathers = Literal["wanted", "whole"]
 
 
 class DispatchSchedule(ExchangeSchedule):
-    """MoE dispatch+GEMM. ``as_they_arrive``: tokens of each source are multiplied when they are there;
-    else all at once, which gives fewer and larger products. ``grouped``: these are one product for all
-    experts, which torch has for some dtypes; else one for each expert that has rows. ``gathers``:
-    tokens travel once to each rank that wants them, when the ids have told which; or all to every rank,
-    before."""
+    """The schedule of MoE dispatch+GEMM.
+
+    ``as_they_arrive``: tokens of each source are multiplied when they arrive; otherwise all at
+    once, which gives fewer and larger products. ``grouped``: those are one product for all experts,
+    which torch has for some dtypes; otherwise one for each expert that has rows. ``gathers``:
+    tokens travel once to each rank that wants them, after the ids have arrived; or all of them to
+    every rank, before that."""
 
     kind: Literal["streams.moe_dispatch"] = "streams.moe_dispatch"
     as_they_arrive: bool
@@ -133,19 +138,19 @@ class DispatchSchedule(ExchangeSchedule):
 
     @property
     def whole_tokens(self) -> bool:
-        """Return whether all tokens travel to every rank, as ``gathers`` says."""
+        """True if all tokens travel to every rank (``gathers``)."""
         return self.gathers == "whole"
 
 
 class CombineSchedule(ExchangeSchedule):
-    """MoE combine, and the backward of MoE ops: exchanges, then one sum."""
+    """The schedule of MoE combine, and of the backward of MoE ops: exchanges, then one sum."""
 
     kind: Literal["streams.moe_combine"] = "streams.moe_combine"
 
 
 class GemmCombineSchedule(ExchangeSchedule):
-    """MoE GEMM+combine: products, then an exchange of what ``returns`` says, then one sum. ``grouped``:
-    as of a dispatch."""
+    """The schedule of MoE GEMM+combine: products, then an exchange of the rows that ``returns``
+    names, then one sum. ``grouped``: as for a dispatch."""
 
     kind: Literal["streams.moe_gemm_combine"] = "streams.moe_gemm_combine"
     returns: Returns
@@ -153,7 +158,8 @@ class GemmCombineSchedule(ExchangeSchedule):
 
 
 class AttentionSchedule(StreamsSchedule):
-    """Ring attention: blocks go round the ring, and each is attended to when all of it is there."""
+    """The schedule of ring attention: blocks go round the ring, and each is attended to when all of
+    it has arrived."""
 
     kind: Literal["streams.ring_attention"] = "streams.ring_attention"
 
@@ -175,8 +181,8 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """Puts where the routes are; chunks and order by predicted times. TypeError for capabilities that
-    are not :class:`StreamsCapabilities`."""
+    """Choose puts where the routes are p2p, and chunks and order by predicted times. TypeError for
+    capabilities that are not :class:`StreamsCapabilities`."""
     plan, claims = request.plan, request.capabilities
     if not isinstance(claims, StreamsCapabilities):
         raise TypeError(f"schedules of 'streams' need StreamsCapabilities, not {claims!r}")
@@ -251,7 +257,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 def _scaled_products(
     plan: CommonPart, scaled_mm: tuple[ScaleMode, ...]
 ) -> tuple[ScaledProducts | None, ...]:
-    """How products of e4m3 operands may be made, the best way first. Of other operands: None."""
+    """Return the ways to multiply e4m3 operands, the best first; (None,) for operands of other
+    dtypes."""
     if plan.scales is None:
         return (None,)
     has = plan.scales.mode in scaled_mm
@@ -259,8 +266,8 @@ def _scaled_products(
 
 
 def _grouped(plan: CommonPart, results: DtypeName, device: str) -> bool:
-    """Whether torch has one product for all experts' rows, with float32 sums: of operands and results
-    of one dtype, whose rows are multiples of 16 bytes."""
+    """Return whether torch has one product for all experts' rows, with float32 sums: operands and
+    results must have one dtype, and their rows multiples of 16 bytes."""
     shape = plan.shape
     assert isinstance(shape, MoeShape | GemmCombineShape)
     some: dict[str, tuple[DtypeName, ...]] = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
@@ -272,8 +279,8 @@ def _grouped(plan: CommonPart, results: DtypeName, device: str) -> bool:
 def _gathering(
     request: ScheduleRequest, pipeline: Pipeline
 ) -> tuple[Gathers, tuple[Alternative, ...]]:
-    """How tokens travel, with uniform routing: those that are wanted alone, or whole, where that is
-    predicted to be faster, as it saves the wait for the ids."""
+    """Choose the movement of tokens, assuming uniform routing: only those that are wanted, or whole
+    if that is predicted to be faster, since it saves the wait for the ids."""
     plan, constants = request.plan, request.constants
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
@@ -290,19 +297,20 @@ def _gathering(
 
 
 def _products(plan: CommonPart) -> DtypeName:
-    """The dtype of the experts' products of a dispatch: an activation takes sums."""
+    """Return the dtype of the experts' products of a dispatch: an activation takes sums."""
     assert isinstance(plan.shape, MoeShape)
     return plan.out_dtype if plan.shape.activation is None else plan.sums
 
 
 def _results(plan: CommonPart, returns: Returns) -> DtypeName:
-    """The dtype of the experts' results of GEMM+combine: that in which they travel, or are added."""
+    """Return the dtype of the experts' results of GEMM+combine: the one in which they travel, or
+    are added."""
     assert isinstance(plan.shape, GemmCombineShape)
     return plan.sums if returns == "ranks" else plan.shape.partial_dtype
 
 
 def _most_rows(plan: CommonPart) -> int:
-    """Rows that one rank sends another at once."""
+    """Return the most rows that one rank sends another at once."""
     rows = rows_of_a_rank(plan.shape, plan.world_size)
     if isinstance(plan.shape, CombineShape) or (
         isinstance(plan.shape, GemmCombineShape) and plan.op == "moe_gemm_combine"
@@ -312,11 +320,11 @@ def _most_rows(plan: CommonPart) -> int:
 
 
 def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
-    """A plan's schedule, if launches on such a device follow every field of it.
+    """Return a plan's schedule if launches on such a device follow every field of it.
 
     Raises:
         Unsupported, TypeError: the op, or the plan, is not of this backend.
-        ArgumentError: a field, its value, what launches could follow.
+        ArgumentError: a field and its value, and the values that launches could follow.
     """
     if plan.op not in _SCHEDULES:
         raise Unsupported(f"accelerator 'streams' does not run {plan.op}")

@@ -1,7 +1,7 @@
-"""Buffers of calls, kept from one call to the next.
+"""Buffers of calls, reused from one call to the next.
 
 On a CPU every fresh page costs a fault: 12 MB fresh took 5.8 ms to fill on the machine of
-``bench/results/streams.json``, and 0.2 ms when reused. Devices with streams have torch's caching
+``bench/results/streams.json``, and 0.2 ms when reused. Devices with streams use torch's caching
 allocator, which also knows what other streams still use.
 """
 
@@ -14,7 +14,8 @@ import torch
 
 
 class Scratch:
-    """One worker thread's buffers. Calls run one after another, so each name has one user at a time."""
+    """One worker thread's buffers. Calls run one after another, so each name has one user at a
+    time."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -22,7 +23,8 @@ class Scratch:
     def take(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
-        """Uninitialised, contiguous; valid until the call ends. Must not be handed to users."""
+        """Return an uninitialised, contiguous buffer, valid until the call ends. It must not reach
+        users."""
         if where.type != "cpu":
             return torch.empty(tuple(shape), dtype=dtype, device=where)
         nbytes = prod(shape) * dtype.itemsize
@@ -32,5 +34,5 @@ class Scratch:
         return kept[:nbytes].view(dtype).view(tuple(shape))
 
     def drop(self) -> None:
-        """Keep nothing: messages of a call that failed may still write."""
+        """Release all buffers, because messages of a call that failed may still write to them."""
         self._kept.clear()

@@ -9,7 +9,7 @@ from mkernel.settings import BackendSettings
 
 
 class StreamsSettings(BackendSettings):
-    """Of accelerator streams."""
+    """The settings of accelerator streams."""
 
     model_config = SettingsConfigDict(env_prefix="MKERNEL_STREAMS_")
 

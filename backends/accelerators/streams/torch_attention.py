@@ -1,11 +1,11 @@
-"""Attention of some queries on some keys, and its gradients, by the kernel behind torch's scaled dot
-product attention on a CPU.
+"""Attention of some queries on some keys, and its gradients, by the kernel that torch's scaled dot
+product attention uses on a CPU.
 
-It scores blocks in caches and gives the log-sum-exp of the scores, so that results on parts of the keys
-can be merged, and memory does not grow with queries times keys. It computes in float32, or float64 of
-such tensors: nothing is rounded before parts are merged. What torch does not give it
-(``torch.nn.attention.sdpa_kernel`` is followed), and everything on another device, goes the explicit
-way.
+The kernel scores blocks in caches and returns the log-sum-exp of the scores, so that results on
+parts of the keys can be merged, and memory does not grow with queries times keys. It computes in
+float32 (float64 for float64 tensors): nothing is rounded before parts are merged. Inputs for which
+torch does not choose that kernel (``torch.nn.attention.sdpa_kernel`` is respected), and everything
+on other devices, use the explicit implementation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mkernel.backends.accelerators.streams import explicit_attention
 _aten = torch.ops.aten
 _FLASH = int(SDPBackend.FLASH_ATTENTION.value)
 _PRECISE = 128.0
-"""Largest log-sum-exp that is precise enough to weigh a part by: its rounding error is the
+"""Largest log-sum-exp that is precise enough to weight a part by: its rounding error is the
 weight's relative error."""
 
 
 class Seen(NamedTuple):
-    """What queries found in some keys: ``out`` [B, Hq, R, D], normalised, and its weight e^top · sum
-    [B, Hq, R]; ``sum`` None: 1."""
+    """The result of queries on some keys: ``out`` [B, Hq, R, D], normalised, and its weight e^top ·
+    sum [B, Hq, R]; ``sum`` None: 1."""
 
     out: Tensor
     top: Tensor
@@ -35,15 +35,16 @@ class Seen(NamedTuple):
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """In which parts are attended to."""
+    """Return the dtype in which parts are attended to."""
     if tensor.device.type != "cpu" or tensor.dtype == torch.float64:
         return tensor.dtype
     return torch.float32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Seen:
-    """Attention of q [B, Hq, R, D] on k and v [B, Hkv, C, D], with any strides, of the dtype that
-    :func:`compute_dtype` gives; ``scale`` is positive. Causal: query i sees keys 0 to i, and R = C."""
+    """Compute attention of q [B, Hq, R, D] on k and v [B, Hkv, C, D], with any strides, in the
+    dtype that :func:`compute_dtype` returns; ``scale`` is positive. Causal: query i sees keys 0 to
+    i, and R = C."""
     if _taken_by_kernel(q, k, v, causal, scale):
         out, lse = _forward(q, k, v, causal, scale)
         if _sound(q, k, lse):
@@ -62,10 +63,11 @@ def gradients(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys give to the gradient of q, and these queries to those of k and v.
+    """Compute the contribution of these keys to the gradient of q, and of these queries to those of
+    k and v.
 
-    ``out`` and its gradient, of q's shape and dtype, and ``lse`` [B, Hq, R] are of all keys that the
-    queries see; others as :func:`attend` takes them.
+    ``out`` and its gradient, of q's shape and dtype, and ``lse`` [B, Hq, R] cover all keys that the
+    queries see; the other arguments are those of :func:`attend`.
     """
     if _taken_by_kernel(q, k, v, causal, scale):
         return _backward(q, k, v, (out, of_out, lse), causal, scale)
@@ -73,7 +75,8 @@ def gradients(
 
 
 def _taken_by_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
-    """Whether torch takes the kernel for such tensors; else it would materialise the scores."""
+    """Return whether torch chooses the kernel for such tensors; otherwise it would materialise the
+    scores."""
     if q.device.type != "cpu":
         return False
     asked = q[:, : k.shape[1]]
@@ -81,15 +84,17 @@ def _taken_by_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 
 
 def _sound(q: Tensor, k: Tensor, lse: Tensor) -> bool:
-    """Whether the kernel gave what the explicit way gives: that keeps the maximum and the sum of
-    scores apart, and where all scores of a query are NaN the result is NaN, not zeros."""
+    """Return whether the kernel's result equals the explicit implementation's. The latter keeps the
+    maximum and the sum of scores apart, and if all scores of a query are NaN its result is NaN, not
+    zeros."""
     if not bool(torch.isfinite(q.sum() + k.sum())):
         return False
     return bool(lse.abs().amax() <= _PRECISE)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The kernel takes as many heads of keys as of queries."""
+    """Call the kernel, which takes equally many heads of keys and of queries, once or once per
+    batch entry."""
     if q.shape[1] == k.shape[1]:
         return _kernel(q, k, v, causal, scale)
     made = [_kernel(*_batch(at, q, k, v), causal, scale) for at in range(len(q))]
@@ -105,7 +110,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``of_queries``: out, its gradient and lse."""
+    """Call the kernel's backward. ``of_queries``: out, its gradient and lse."""
     if q.shape[1] == k.shape[1]:
         return _kernel_backward(q, k, v, *of_queries, causal, scale)
     made = []
@@ -117,8 +122,8 @@ def _backward(
 
 
 def _batch(at: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One of a batch: its heads of keys are a batch [Hkv, G, ...], in each of which all heads have the
-    same keys. All are views."""
+    """Return views of one batch entry in which its heads of keys are a batch [Hkv, G, ...]; in each
+    of these, all heads have the same keys."""
     queries, (kv_heads, groups) = q[at], (k.shape[1], q.shape[1] // k.shape[1])
     keys, values = (each[at][:, None].expand(-1, groups, -1, -1) for each in (k, v))
     return _heads(queries, kv_heads), keys, values

@@ -1,18 +1,18 @@
 """Messages between CUDA devices of a node as puts: copy engines write to memory that peers map.
 
 A rank's window is the world's symmetric memory on its device: the landings, each at the same place on
-every rank, so that a sender knows from its own window where something lies in a peer's. The words that
-go with it are set words of the ranks' signal pads (``transport/signal.hpp``). Peer p writes these of
-rank r's:
+every rank, so that a sender derives an address in a peer's window from its own. The accompanying
+words are set words of the ranks' signal pads (``transport/signal.hpp``). Peer p writes these words
+of rank r:
 
     free[p]      the latest call for which p's own window may be written to
     arrived[p]   the latest message of p's that lies in r's window
 
-Streams write them and wait for them: no multiprocessor takes part in a message. They lie in host
-memory, so that the host can end all waits for a peer that is dead. Streams may share a hardware queue,
-where a wait holds up all that was queued later. That is no danger: every rank first says that its
-window is free, then puts and awaits step by step in the plan's order, puts first, so what a wait is
-for never lies behind a wait for the same step or a later one.
+Streams write the words and wait for them: no multiprocessor takes part in a message. They lie in
+host memory, so that the host can end all waits for a dead peer. Streams may share a hardware queue,
+in which a wait delays everything that was queued later. This cannot deadlock: every rank first
+announces that its window is free, then puts and awaits step by step in the plan's order, puts
+first, so the put that a wait needs is never queued after a wait for the same step or a later one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAUSE_S = 0.001
 
 
 def words_of(world: int) -> int:
-    """Words of a signal pad that all windows of a world need together."""
+    """Return the number of words of a signal pad that all windows of a world need together."""
     return 2 * world
 
 
@@ -46,7 +46,8 @@ class Words:
     """The words of one world, on one rank, for its device to write and to wait for until ``close``."""
 
     def __init__(self, call: Call) -> None:
-        """``call``: one whose plan has the signals. CudaError where devices cannot address the pads."""
+        """Map the pads. ``call``: one whose plan has the signals. CudaError if devices cannot
+        address the pads."""
         self._rank, self._world = call.rank, call.plan.world_size
         self._pad = call.pad
         self._indices = range(words_of(self._world))
@@ -60,24 +61,24 @@ class Words:
             self._addresses[rank] = [_transport.word_address(pad, i) for i in self._indices]
 
     def free(self, peer: int) -> int:
-        """Number of the word free[peer]."""
+        """Return the number of the word free[peer]."""
         return peer
 
     def arrived(self, peer: int) -> int:
-        """Number of the word arrived[peer]."""
+        """Return the number of the word arrived[peer]."""
         return self._world + peer
 
     def write(self, rank: int, word: int, value: int, stream: Any) -> None:
-        """Write that rank's word once all that was put on ``stream`` before is done."""
+        """Write that rank's word once all work that was put on ``stream`` before is done."""
         self._native.write_word(self._addresses[rank][word], value, stream=stream.cuda_stream)
 
     def wait(self, word: int, value: int, stream: Any) -> None:
-        """``stream`` goes on once this rank's word is ``value`` or more."""
+        """Make ``stream`` wait until this rank's word is ``value`` or more."""
         address = self._addresses[self._rank][word]
         self._native.wait_word(stream.device_index, address, value, stream=stream.cuda_stream)
 
     def close(self) -> None:
-        """The pads may be unmapped. No stream may need the words any more."""
+        """Unmap the pads, which may be freed then. No stream may need the words any more."""
         self._mapped.clear()
 
     def end_waits(self) -> None:
@@ -101,19 +102,21 @@ class Window:
         self._native = native()
 
     def landing(self, name: str) -> torch.Tensor:
-        """What peers write to, [source, rows, columns]; contiguous, uninitialised."""
+        """Return the memory that peers write to, [source, rows, columns]; contiguous,
+        uninitialised."""
         found = self._landings[name]
         flat = bytes_at(self._base + found.offset, found.nbytes)
         return flat.view(getattr(torch, found.dtype)).view(found.shape)
 
     def open(self, stream: Any) -> None:
-        """Tell every peer that it may put. Whatever read this window in earlier calls has ended."""
+        """Announce to every peer that it may put. All reads of this window by earlier calls must
+        have ended."""
         for peer in self._peers:
             self._words.write(peer, self._words.free(self._rank), self._number(0), stream)
 
     def put(self, peer: int, rows: torch.Tensor, place: torch.Tensor, stream: Any) -> None:
-        """Once the peer's window is free, write ``rows`` to where ``place`` of this rank's lies in it,
-        and then the message's number. Contiguous, of equal size."""
+        """Write ``rows`` to the place in the peer's window that ``place`` has in this rank's, once
+        the window is free, and then the message's number. Both are contiguous and of equal size."""
         self._words.wait(self._words.free(peer), self._number(0), stream)
         self._native.copy(
             self._peers[peer] + place.data_ptr() - self._base,
@@ -126,19 +129,19 @@ class Window:
         self._words.write(peer, self._words.arrived(self._rank), number, stream)
 
     def arrive(self, peer: int, stream: Any) -> None:
-        """Work that is put on ``stream`` from now on sees the peer's next message."""
+        """Make the peer's next message visible to work that is put on ``stream`` from now on."""
         self._awaited[peer] += 1
         number = self._number(self._awaited[peer])
         self._words.wait(self._words.arrived(peer), number, stream)
 
     def _number(self, message: int) -> int:
-        """What says that a message of this call is there; 0: that the call may begin."""
+        """Return the value that announces a message of this call; message 0: the call may begin."""
         number: int = _transport.message_number(self._call, message)
         return number
 
     def abandon(self, used: Sequence[Any]) -> bool:
-        """The call has failed: end every wait for peers, which may be dead, until the streams ``used``
-        are through with what was put on them. Only then, and it is True, may the window be unmapped."""
+        """End every wait for peers, which may be dead, after the call has failed, until the streams
+        ``used`` have finished their work. The window may be unmapped only after it returned True."""
         deadline = time.monotonic() + _DRAIN_S
         with suppress(RuntimeError):  # a broken device runs nothing any more
             while time.monotonic() < deadline:

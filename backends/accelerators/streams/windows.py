@@ -29,7 +29,7 @@ class Windows:
         self._words: Words | None = None
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """The tensors' device. ArgumentError for another one than the memory's."""
+        """Return a context of the tensors' device. ArgumentError if it differs from the memory's."""
         for name, tensor in tensors.items():
             if self._index not in (None, tensor.get_device()):
                 raise ArgumentError(
@@ -40,25 +40,25 @@ class Windows:
         return self._device.at(next(iter(tensors.values())).device)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory of the current device. OSError where it has none that peers can map."""
+        """Allocate zeroed memory of the current device. OSError if it has none that peers can map."""
         self._index = self._device.index()
         with _advice():
             return DeviceMemory.create(nbytes, self._index)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's memory. OSError where it is gone, or the device cannot reach it."""
+        """Map a same-node peer's memory. OSError if it is gone, or the device cannot reach it."""
         if self._index is None:
             raise OSError("a peer's memory is mapped for the device of own memory; there is none")
         with _advice():
             return DeviceMemory.attach(descriptor, self._index)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """What a plan whose messages are puts needs."""
+        """Return the memory and signals that a plan needs whose messages are puts."""
         nbytes = plan.part(StreamsSchedule).window_bytes
         return Workspace((nbytes,), signals=words_of(plan.world_size))
 
     def words(self, call: Call) -> Words | None:
-        """The words of a call whose workspace is a window; None where it is not. OSError where the
+        """Return the words of a call whose workspace is a window; None if it is not. OSError if the
         device cannot address the pads."""
         if not call.plan.part(StreamsSchedule).window_bytes:
             return None
@@ -68,7 +68,7 @@ class Windows:
         return self._words
 
     def close(self) -> None:
-        """The world ends, and nothing of its calls runs any more."""
+        """Release the words as the world ends; none of its calls runs any more."""
         if self._words is not None:
             self._words.close()
 

@@ -1,8 +1,8 @@
-"""Calls run on a thread of their own, so that the world can wait in slices and see aborts.
+"""The worker thread that runs calls, so that the world can wait in slices and notice aborts.
 
-A message to a dead or absent peer blocks inside torch.distributed until that gives up. The world is
-told first, through the abort word; a thread that is still stuck then is left behind (it ends at
-torch.distributed's deadline) and the next call gets a new one.
+A message to a dead or absent peer blocks inside torch.distributed until that gives up. The world
+learns of the failure first, through the abort word. A thread that is still stuck then is abandoned
+(it ends at torch.distributed's deadline), and the next call gets a new one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from mkernel.backends.transport import _transport
 from mkernel.errors import CapacityExceeded, MkernelError, ShapeError
 
 Op = Callable[[Call, CallStreams], Mapping[str, Any]]
-"""Runs one op on its streams; returns outputs whose sizes only the call found out."""
+"""A function that runs one op on its streams and returns outputs whose sizes only the call
+determined."""
 
 _WORD_S = 3.0
-"""A lost connection is mostly the echo of a failure elsewhere; word of that failure may take so
-long."""
+"""Seconds to wait for news of a failure elsewhere, of which a lost connection is usually the
+consequence."""
 _LOOK_S = 0.02
 _JOIN_S = 10.0
-"""The worker's thread has only its own memory to free when it is joined."""
+"""Seconds to wait for the thread to end; when it is joined it only has its own memory to free."""
 
 
 class StreamsLaunch(Launch, InstrumentedLaunch):
@@ -51,7 +52,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         self._op = op
         self._device = device
         self._where = next(iter(call.tensors.values())).device
-        # The worker's thread takes these over from the caller's.
+        # The worker's thread adopts these settings of the caller's thread.
         self._threads = torch.get_num_threads()
         self.inference = torch.is_inference_mode_enabled()
         self._stream = device.current(self._where) if device.has_streams else None
@@ -61,11 +62,11 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         self._refused: MkernelError | None = None
         self._results: Mapping[str, Any] = {}
         self._seconds: dict[str, float] = {}
-        self._lasts = False  # on the device, though the call has failed
+        self._lasts = False  # still runs on the device although the call has failed
         self.stuck = False
 
     def run(self, scratch: Scratch) -> None:
-        """The whole call; the worker's thread. Never raises."""
+        """Run the whole call on the worker's thread. Never raises."""
         try:
             if torch.get_num_threads() != self._threads:
                 torch.set_num_threads(self._threads)
@@ -120,7 +121,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
                 if self._abort.is_set():
                     return
                 time.sleep(_LOOK_S)
-            # The world's error is the same on every rank; what the library said goes beside it.
+            # The world's error is the same on every rank; the library's message goes beside it.
             warnings.warn(f"torch.distributed: {broken.__cause__}", RuntimeWarning, stacklevel=2)
         who = _transport.Diagnosis()
         who.waiter = _transport.Waiter.comm_kernel
@@ -133,7 +134,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
     # ---- the world's side --------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """True once the call has ended or was aborted. Raises what the op's own work raised."""
+        """Return True once the call has ended or was aborted. Raises what the op's own work raised."""
         if self._ended.wait(timeout_s):
             error, self._error = self._error, None
             if error is not None:
@@ -146,23 +147,25 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
         return self.stuck
 
     def until_queued(self) -> None:
-        """Return once all of the call is on the device's streams: what the caller puts on its own one
-        then comes after it. At once where the call has failed."""
+        """Return once the whole call is on the device's streams, so that work the caller puts on
+        its stream comes after it; at once if the call has failed."""
         deadline = time.monotonic() + self._call.timeout_s
         while not self._queued.wait(_LOOK_S) and time.monotonic() < deadline:
             if self._abort.is_set():
                 return
 
     def ended(self, timeout_s: float) -> bool:
-        """Whether worker and device are through with it, also where it has failed."""
+        """Return whether worker and device have finished the call, successfully or not."""
         return self._ended.wait(timeout_s) and not self._lasts
 
     def times(self) -> LaunchTimes:
-        """Seconds of ``comm`` (first message posted to last one complete) and ``compute``."""
+        """Return the seconds of ``comm`` (first message posted to last one complete) and
+        ``compute``."""
         return LaunchTimes({"comm": 0.0, "compute": 0.0, **self._seconds})
 
     def results(self) -> Mapping[str, Any]:
-        """What the op returned. CapacityExceeded, ShapeError: it found the routing of another size."""
+        """Return what the op returned. CapacityExceeded, ShapeError: the op found that the routing
+        has another size."""
         refused, self._refused = self._refused, None
         if refused is not None:
             try:
@@ -173,7 +176,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
 
 
 class Worker:
-    """One thread that runs launches in order; replaced where a launch is stuck."""
+    """One thread that runs launches in order; it is replaced if a launch is stuck."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[StreamsLaunch | None] | None = None
@@ -183,14 +186,14 @@ class Worker:
     def start(
         self, call: Call, op: Op, device: Device, words: Words | None, abort: AbortWord
     ) -> StreamsLaunch:
-        """Run a call after those before it, but not after one that is stuck. A call whose workspace
-        is a window has ``words``."""
+        """Run a call after those before it, but not after one that is stuck. ``words``: those of a
+        call whose workspace is a window."""
         launch = StreamsLaunch(call, op, device, words, abort)
         if self._queue is None or (self._latest is not None and self._latest.stuck):
             launches: queue.SimpleQueue[StreamsLaunch | None] = queue.SimpleQueue()
             thread = Thread(_serve, launches, name="mkernel-streams")
             try:
-                thread.start()  # RuntimeError: the process can have no more
+                thread.start()  # RuntimeError: the process can have no more threads
                 self._queue, self._thread = launches, thread
             except BaseException:  # an interrupt too, when it may run already: there is none here
                 launches.put(None)
@@ -201,14 +204,14 @@ class Worker:
         return launch
 
     def idle(self, timeout_s: float) -> bool:
-        """Whether nothing runs on it; False at the deadline."""
+        """Return whether nothing runs on the thread; False at the deadline."""
         return self._latest is None or self._latest.ended(timeout_s)
 
     def stop(self) -> None:
         """End the thread after the launches that it has. ``start`` makes another one.
 
-        Waits for the thread where nothing runs on it: a thread that frees tensors while the interpreter
-        ends takes the process down.
+        Waits for the thread if nothing runs on it: a thread that frees tensors while the
+        interpreter ends crashes the process.
         """
         if self._queue is None or self._thread is None:
             return
