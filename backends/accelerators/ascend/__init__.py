@@ -1,4 +1,4 @@
-"""Ascend-style NPUs: kernels in a tile ISA, run by a multi-core simulator."""
+"""Backend for Ascend-style NPUs: kernels in a tile ISA, run by a multi-core simulator."""
 
 from mkernel.backends.accelerators.ascend.backend import AscendAccelerator, AscendLaunch
 

@@ -54,8 +54,8 @@ _OPS = {
     "moe_combine": "moe:MoeCombineOp",
     "ring_attention": "ring_attention:RingAttentionOp",
 }
-"""Where each op lies: ``module:class`` of this package. Imported when it is first asked for: it needs
-torch, and who only plans does without."""
+"""The class of each op: ``module:class`` in this package. It is imported on first use, because it
+needs torch, which planning alone does not."""
 
 
 def _op(plan: LaunchPlan) -> Op:
@@ -86,8 +86,9 @@ class AscendLaunch(Launch, InstrumentedLaunch):
         finish: Callable[[], Mapping[str, Any]] | None,
         race_folder: Path | None = None,
     ) -> None:
-        """Called by ``AscendAccelerator.launch``. ``finish``: as in :class:`.op.Prepared`.
-        ``race_folder``: for what races between ranks are found in."""
+        """Wrap a native launch; ``AscendAccelerator.launch`` calls this. ``finish``: as in
+        :class:`.op.Prepared`. ``race_folder``: the folder for the logs in which races between ranks
+        are found."""
         self._native = native
         self._races = race_folder
         self._rank, self._number = call.rank, call.number
@@ -102,7 +103,7 @@ class AscendLaunch(Launch, InstrumentedLaunch):
 
     def _finished(self, timeout_s: float) -> bool:
         done = True
-        # What went wrong is for the owner to hear, in its own `wait`.
+        # An error is for the owner, which gets it in its own `wait`.
         with contextlib.suppress(RuntimeError):
             done = self._native.wait(timeout_s)
         if done:
@@ -110,8 +111,9 @@ class AscendLaunch(Launch, InstrumentedLaunch):
         return done
 
     def wait(self, timeout_s: float) -> bool:
-        """True once both kernels have returned. RuntimeError where the simulator refused an
-        instruction (names core, instruction and buffer range); the kernels have returned then."""
+        """Return True once both kernels have returned. RuntimeError if the simulator refused an
+        instruction (the message names core, instruction and buffer range); the kernels have
+        returned then."""
         try:
             done = self._native.wait(timeout_s)
         except RuntimeError:
@@ -131,7 +133,8 @@ class AscendLaunch(Launch, InstrumentedLaunch):
         return done
 
     def results(self) -> Mapping[str, Any]:
-        """What the op's ``finish`` gave; empty before ``wait`` returned True. CapacityExceeded."""
+        """Return what the op's ``finish`` returned; empty before ``wait`` returned True.
+        CapacityExceeded."""
         refused, self._refused = self._refused, None
         if refused is not None:
             try:
@@ -141,24 +144,25 @@ class AscendLaunch(Launch, InstrumentedLaunch):
         return self._results
 
     def times(self) -> LaunchTimes:
-        """Host wall time of each kernel; a kernel that the view leaves out took 0 s."""
+        """Return the host wall time of each kernel; a kernel that the view leaves out took 0 s."""
         return LaunchTimes(
             {"comm": self._native.comm_seconds, "compute": self._native.compute_seconds}
         )
 
     def trace(self) -> bytes | None:
-        """Instruction record for :mod:`.timeline`, or None."""
+        """Return the instruction record for :mod:`.timeline`, or None."""
         return self._native.trace() if self._traced else None
 
 
 class AscendAccelerator(AcceleratorBackend, Instrumented):
-    """Simulated A2/A3-class NPUs: one process a rank, host threads as cores.
+    """Simulated A2/A3-class NPUs: one process per rank, host threads as cores.
 
-    ``slots`` bounds how many simulated cores of this process run at the same time; the others wait
-    their turn. By default the process's CPUs divided by the ranks of the plan, at least 1.
+    ``slots`` bounds the number of this process's simulated cores that run at the same time; the
+    others wait their turn. The default is the process's CPUs divided by the ranks of the plan, at
+    least 1.
 
-    ``strict``: what strict simulation (``sim/strict.hpp``) shall do; by default as the settings
-    ``ascend_strict`` and ``ascend_seed`` say. A hazard ends the call with a RuntimeError that names
+    ``strict``: options of strict simulation (``sim/strict.hpp``); the default follows the settings
+    ``ascend_strict`` and ``ascend_seed``. A hazard ends the call with a RuntimeError that names
     rank, core, pipe, instruction, the buffer's range and the line of the kernel's source.
     """
 
@@ -175,7 +179,8 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         self._newest: _ascend.Launch | None = None
 
     def status(self) -> Status:
-        """Usable wherever the native module imports. Says where a real NPU could be."""
+        """Return a usable status wherever the native module imports; it mentions an installed
+        torch_npu."""
         try:
             unit = native().matrix_unit()
         except BackendUnavailable as error:
@@ -184,11 +189,11 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         return Status(True, f"simulator ({unit} matrix unit), by name only{npu}")
 
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
-        """CANN, torch_npu and the driver of real NPUs."""
+        """Report CANN, torch_npu and the driver of real NPUs."""
         return software(root)
 
     def probe(self) -> tuple[Accelerator, ...]:
-        """One prototype of the simulated chip."""
+        """Return one prototype of the simulated chip."""
         if not self.status().usable:
             return ()
         chip = machine()
@@ -203,7 +208,8 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """All ops in three dtypes, both layouts of b, p2p in a node, NIC between nodes."""
+        """Return the capabilities: all ops in three dtypes, both layouts of b, p2p in a node, NIC
+        between nodes."""
         chip = machine()
         return AcceleratorCapabilities(
             ops=tuple(_OPS),
@@ -223,7 +229,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
-        """Tiles and chunks, order, cores."""
+        """Choose tiles and chunks, order, cores."""
         return schedules.schedule(request)
 
     def open(self, device: Accelerator) -> None:
@@ -231,17 +237,17 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         self._newest = None
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed shared host pages."""
+        """Allocate zeroed shared host pages."""
         return HostMemory.create(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's pages. OSError where they are gone."""
+        """Map a same-node peer's pages. OSError if they are gone."""
         return HostMemory.attach(descriptor)
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Inboxes and outboxes of even and odd epochs, scratch; words (``kernels/call.hpp``).
-        ArgumentError for a schedule that the kernels cannot run, such as one of tiles that the buffers
-        cannot hold."""
+        """Return the inboxes and outboxes of even and odd epochs, scratch, and words
+        (``kernels/call.hpp``). ArgumentError for a schedule that the kernels cannot run, such as
+        one of tiles that the buffers cannot hold."""
         try:
             g = _op(plan).geometry(plan)
         except ArgumentError:
@@ -253,13 +259,14 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         return Workspace(areas, signals=g.words)
 
     def model(self, plan: LaunchPlan, traces: Sequence[bytes], view: View) -> ModelledRun:
-        """Replay on the machine description that plans are made with, its NIC as fast as the plan's."""
+        """Replay on the machine description that plans are made with, with NICs as fast as the
+        plan's."""
         from mkernel.backends.accelerators.ascend.timeline import model
 
         return model(traces, machine().with_nics_of(plan.routes), view)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
-        """The tables of the routing, and the rows of the outputs."""
+        """Return the words of the routing's tables, plus one for the number of rows of the outputs."""
         from mkernel.backends.accelerators.ascend.moe import table_words  # needs torch
 
         return table_words(world, tokens, top_k, experts) + 1
@@ -310,7 +317,8 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
         return AscendLaunch(started, call, prepared.finish, self._races)
 
     def at_deadline(self) -> str:
-        """Strict simulation: every core of the newest call that was waiting then, and for what."""
+        """Return, in strict simulation, every core of the newest call that was waiting, and what it
+        waited for."""
         return "" if self._newest is None else self._newest.at_deadline
 
     @cached_property
@@ -328,8 +336,9 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
 
 
 def record(plan: LaunchPlan, rank: int) -> bytes:
-    """The trace that ``rank`` would leave in a call of ``plan``, without running it: no tensors, no
-    peers, no arithmetic. For :func:`.timeline.model` on shapes and worlds beyond this machine."""
+    """Return the trace that ``rank`` would leave in a call of ``plan``, without running it: no
+    tensors, no peers, no arithmetic. For :func:`.timeline.model` on shapes and worlds beyond this
+    machine."""
     node = plan.placement[rank].node
     op = _op(plan)
     prepared = op.record(plan, rank)
@@ -344,8 +353,8 @@ def record(plan: LaunchPlan, rank: int) -> bytes:
 
 
 def _constants() -> MachineConstants:
-    """Those of the machine; what settings say of plans is part of where they come from, by which
-    plans are told apart."""
+    """Return the machine's constants. Settings that affect plans are part of their ``source``, by
+    which plans are told apart."""
     made = machine().constants()
     chosen = load_as(AscendSettings).model_dump(
         exclude={"machine", "strict", "races", "seed"}, exclude_defaults=True
@@ -357,5 +366,5 @@ def _constants() -> MachineConstants:
 
 
 def _has_torch_npu() -> bool:
-    # Only looked for: importing it needs CANN, and it registers itself with torch.
+    # It is only looked for: importing it needs CANN, and it registers itself with torch.
     return importlib.util.find_spec("torch_npu") is not None

@@ -1,5 +1,5 @@
-"""Where the time of a modelled call goes: what each rank's pipes, memory and links were busy with, and
-whom its cores waited for. Modelled, never measured; microseconds."""
+"""Breakdown of a modelled call's time: how busy each rank's pipes, memory and links were, and whom
+its cores waited for. Modelled, never measured; microseconds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _OF_MEMORY = (Kind.TLOAD, Kind.TSTORE, Kind.TPUT, Kind.TGET)
 
 
 class RankUse(Model):
-    """One rank.
+    """One rank's use of its resources.
 
-    ``pipes``: how long a pipe of each unit executed, in the mean over the rank's cores of that unit;
-    it includes the time in which it held the pipe while a memory or link that ranks share was busy.
-    ``memory_us``, ``egress_us``, ``ingress_us`` and ``links`` (by the rank written to): bytes over
-    rate. ``waits``: by kernel and the rank waited for, in the mean over the kernel's cores.
+    ``pipes``: time for which a pipe of each unit executed, as the mean over the rank's cores of
+    that unit; it includes the time for which the pipe was held while a memory or link that ranks
+    share was busy. ``memory_us``, ``egress_us``, ``ingress_us`` and ``links`` (by the rank written
+    to): bytes over rate. ``waits``: by kernel and the rank waited for, as the mean over the
+    kernel's cores.
     """
 
     rank: int
@@ -40,8 +41,8 @@ class RankUse(Model):
 
 
 class Explanation(Model):
-    """A pipelined call, and its communication alone: every comm kernel by itself, whose data counts as
-    computed already. Both include one launch."""
+    """The times of a pipelined call, and of its communication alone: every comm kernel by itself,
+    whose data counts as already computed. Both include one launch."""
 
     pipelined_us: float
     communication_us: float

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class GemmOp:
-    """All three. Those that reduce share their compute kernel, and their kernels' arguments."""
+    """All three ops. Those that reduce share their compute kernel and their kernels' arguments."""
 
     def geometry(self, plan: LaunchPlan) -> _Geometry:
-        """ValueError for tiles that the on-chip buffers cannot hold."""
+        """Return the kernels' geometry. ValueError for tiles that the on-chip buffers cannot hold."""
         how: ProductSchedule = plan.part(GemmSchedule if _gathers(plan) else ReduceSchedule)
         shape, chunking, world = plan.gemm, how.chunking, plan.world_size
         cut = chunking.model_dump(exclude={"chunks_per_rank"})
@@ -63,12 +63,13 @@ class GemmOp:
         return geometry
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """Cube cores compute, vector cores communicate."""
+        """Return the cores: cube cores compute, vector cores communicate."""
         how: ProductSchedule = plan.part(GemmSchedule if _gathers(plan) else ReduceSchedule)
         return Blocks(comm=how.comm_cores, cube=how.cube_cores)
 
     def prepare(self, call: Call) -> Prepared:
-        """Gives the gathered A where the call asks for it."""
+        """Build the kernels of a call, which also fills the gathered A if the call has a tensor for
+        it."""
         plan = call.plan
         shapes = _shapes(plan)
         geometry = self.geometry(plan)
@@ -86,7 +87,7 @@ class GemmOp:
         return Prepared(kernels, partial(_gather, call, geometry))
 
     def record(self, plan: LaunchPlan, rank: int) -> Prepared:
-        """Takes every tensor to be dense."""
+        """Build the kernels without tensors; every tensor is assumed to be dense."""
         (_, k), (_, n) = _shapes(plan).a, _shapes(plan).b
         return Prepared(
             _kernels(
@@ -103,10 +104,10 @@ class GemmOp:
 def _gather(call: Call, geometry: _ascend.AgGemmGeometry) -> Mapping[str, Any]:
     """Fill ``call.tensors["gathered"]`` [M, K]: own rows from ``a``, others from their slots.
 
-    May run after the kernels have released the slots: a peer writes them again in epoch e + 2 at the
-    earliest, which it reaches only after epoch e + 1, for which it needs what this rank sends after
-    this call has returned, whatever the op. (Who makes calls without communication makes them between
-    barriers.)
+    May run after the kernels have released the slots: a peer writes them again in epoch e + 2 at
+    the earliest, which it reaches only after epoch e + 1, and for that it needs data that this rank
+    sends after this call has returned, whatever the op. (Callers that make calls without
+    communication make them between barriers.)
     """
     own, cut = call.tensors["a"], call.plan.part(GemmSchedule).chunking
     for source, part in enumerate(torch.split(call.tensors["gathered"], len(own))):

@@ -1,7 +1,10 @@
-"""Machine descriptions for the timed model: what a modelled chip, its fabric and its NIC can do.
+"""Machine descriptions for the timed model: the rates and latencies of a modelled chip, its fabric
+and its NIC.
 
-``machine.json`` beside this file is the default, and what plans know of the simulated chip. A user's
-own file has the same fields; unknown fields and values out of range are refused.
+``machine.json`` beside this file is the default, and holds the constants of the simulated chip that
+plans use. A user's own file has the same fields; unknown fields and values out of range are
+refused.
+
 Rates are GB/s (1e9 bytes a second) in one direction.
 """
 
@@ -40,8 +43,8 @@ class Cube(Model):
 
 
 class Vector(Model):
-    """The vector unit of an AIV core. All its instructions have one rate: an exponential or the sums
-    of rows take as long as adding two tiles of that size."""
+    """The vector unit of an AIV core. All its instructions have one rate: an exponential or row
+    sums take as long as adding two tiles of that size."""
 
     bytes_per_cycle: float = Field(gt=0, description="of the float32 tile worked on")
 
@@ -62,7 +65,7 @@ class Pipes(Model):
 
 
 class Shared(Model):
-    """What the cores of a rank share."""
+    """The resources that the cores of a rank share."""
 
     l2_gbs: float = Field(gt=0, description="all loads and stores together")
     hbm_gbs: float = Field(gt=0, description="what is read of a call's inputs for the first time")
@@ -81,22 +84,22 @@ class Fabric(Model):
 
     @property
     def link_rate(self) -> float:
-        """GB/s that one ordered pair of ranks gets."""
+        """The GB/s that one ordered pair of ranks gets."""
         return self.link_gbs * self.efficiency
 
     @property
     def egress_rate(self) -> float:
-        """GB/s that a rank sends in all."""
+        """The GB/s that a rank sends in all."""
         return self.egress_gbs * self.efficiency
 
     @property
     def ingress_rate(self) -> float:
-        """GB/s that a rank receives in all."""
+        """The GB/s that a rank receives in all."""
         return self.ingress_gbs * self.efficiency
 
 
 class NicModel(Model):
-    """The NIC of a node, shared by its ranks, each direction by itself."""
+    """The NIC of a node, shared by its ranks; each direction has its own rate."""
 
     gbs: float = Field(gt=0)
     latency_us: float = Field(ge=0, description="last byte sent to signal seen")
@@ -104,7 +107,7 @@ class NicModel(Model):
 
 
 class Chip(Model):
-    """A chip of the same kind with other cores."""
+    """A chip of the same kind with other numbers of cores."""
 
     name: str
     aic_cores: int = Field(ge=1)
@@ -130,7 +133,8 @@ class Machine(Model):
     )
 
     def with_nics_of(self, routes: RouteTable) -> Machine:
-        """The same with NICs as fast as those of a node's rails together, the slowest node's."""
+        """Return this machine with NICs as fast as a node's rails together; the slowest node
+        counts."""
         rails = {
             (route.src_site, rail.src_nic): rail.bandwidth_gbs
             for route in routes.classes
@@ -143,7 +147,7 @@ class Machine(Model):
         return self.model_copy(update={"nic": self.nic.model_copy(update={"gbs": gbs})})
 
     def native(self) -> _ascend.Machine:
-        """The same numbers in the replay's units (ns, bytes a ns)."""
+        """Return the same numbers in the replay's units (ns, bytes per ns)."""
         from mkernel.backends.accelerators.ascend import _ascend
 
         made = _ascend.Machine()
@@ -173,8 +177,8 @@ class Machine(Model):
         return made
 
     def constants(self) -> MachineConstants:
-        """What the planner needs of it, so that a plan predicts and a simulation models the same
-        machine."""
+        """Return the constants that the planner needs, so that a plan predicts and a simulation
+        models the same machine."""
 
         def tflops(macs_per_cycle: float) -> float:
             return round(2e-3 * macs_per_cycle * self.clock_ghz, 1)
@@ -198,11 +202,11 @@ class Machine(Model):
 
 
 def load_machine(which: str | Path | None = None) -> Machine:
-    """A machine description: the name of a chip of the default file, or a file. ``None``: as the
-    setting ``machine`` says, by default the A3-class chip.
+    """Load a machine description: the name of a chip of the default file, or a file. ``None``: the
+    setting ``machine``, by default the A3-class chip.
 
     Raises:
-        ArgumentError: the name of no chip, nor of a file.
+        ArgumentError: it is neither the name of a chip nor of a file.
         InputFileError: names the bad field.
     """
     if which is None:
@@ -217,13 +221,13 @@ def load_machine(which: str | Path | None = None) -> Machine:
 
 
 def machine() -> Machine:
-    """The one that :func:`using` gives, or the setting ``machine``."""
+    """Return the machine that :func:`using` set, or else that of the setting ``machine``."""
     return _given.get() or load_machine(load_as(AscendSettings).machine)
 
 
 @contextmanager
 def using(described: Machine) -> Iterator[None]:
-    """Plans and models within take this machine."""
+    """Make plans and models inside the context use this machine."""
     token = _given.set(described)
     try:
         yield

@@ -1,5 +1,5 @@
-"""MoE dispatch+GEMM and its combine. What a call finds out of its routing stays in an int32 tensor of
-tables (``kernels/moe/routing.hpp``), of which the combine gets those of the routing."""
+"""MoE dispatch+GEMM and its combine. A call keeps its routing in an int32 tensor of tables
+(``kernels/moe/routing.hpp``), of which the combine gets those of the routing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def balanced_ids(plan: LaunchPlan) -> torch.Tensor:
-    """[W, T, k] int32: a routing that gives every expert as many rows as any other, within one token,
-    and each token's slots to experts that are far apart. What a record takes where it is given no
+    """Return a routing [W, T, k] int32 that gives every expert equally many rows, within one token,
+    and sends each token's slots to experts that are far apart. A record uses it if it is given no
     other."""
     shape = _shape(plan)
     token = torch.arange(plan.world_size * shape.tokens, device="cpu").view(
@@ -33,29 +33,32 @@ def balanced_ids(plan: LaunchPlan) -> torch.Tensor:
 
 
 def table_words(world: int, tokens: int, top_k: int, experts: int) -> int:
-    """Words of the tables that a combine reads (``Routing::words`` of ``kernels/moe/routing.hpp``)."""
+    """Return the words of the tables that a combine reads (``Routing::words`` of
+    ``kernels/moe/routing.hpp``)."""
     begin, start = world * (tokens + 1), world
     return experts // world + 1 + begin + start + (world + 1) * tokens * top_k + 1
 
 
 class MoeDispatchOp:
-    """``moe_dispatch_gemm``. Its outputs have as many rows as the routing says: the first ones of as
-    many as there can be."""
+    """The op ``moe_dispatch_gemm``. Its outputs are the first rows, as many as the routing gives,
+    of a tensor for the largest possible number."""
 
     def geometry(self, plan: LaunchPlan) -> _ascend.MoeDispatchGeometry:
-        """ValueError for rows or tiles that the on-chip buffers cannot hold."""
+        """Return the kernels' geometry. ValueError for rows or tiles that the on-chip buffers
+        cannot hold."""
         shape = plan.shape
         assert isinstance(shape, MoeShape)
         how = plan.part(DispatchSchedule)
         return _dispatch_geometry(plan, shape.hidden, how.rows_per_chunk, how.tiling)
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """Cube cores multiply; vector cores send, build tables and spread tokens."""
+        """Return the cores: cube cores multiply; vector cores send, build tables and spread tokens."""
         how = plan.part(DispatchSchedule)
         return Blocks(comm=how.comm_cores, cube=how.cube_cores, vector=how.vector_cores)
 
     def prepare(self, call: Call) -> Prepared:
-        """Gives ``outputs`` [R, I], ``counts`` [E/W] int64 and, for the combine, ``state``."""
+        """Build the kernels of a call, which returns ``outputs`` [R, I] and ``counts`` [E/W] int64
+        and fills ``routing`` for the combine."""
         plan, geometry = call.plan, self.geometry(call.plan)
         shape = plan.shape
         assert isinstance(shape, MoeShape)
@@ -104,29 +107,30 @@ class MoeDispatchOp:
         return Prepared(kernels, finish)
 
     def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
-        """The schedule depends on the routing: ``ids`` [W, T, k] int32 of all ranks; default:
-        :func:`balanced_ids`. Recording writes the tables, which ``finish`` gives as ``routing``."""
+        """Build the kernels without tensors. The schedule depends on the routing ``ids`` [W, T, k]
+        int32 of all ranks; default: :func:`balanced_ids`. Recording writes the tables, which
+        ``finish`` returns as ``routing``."""
         given = (balanced_ids(plan) if ids is None else ids).contiguous()
         return _recorded(plan, rank, self.geometry(plan), given)
 
 
 class MoeCombineOp:
-    """``moe_combine``. There is nothing to multiply: its compute kernel has vector cores alone."""
+    """The op ``moe_combine``. It multiplies nothing: its compute kernel has only vector cores."""
 
     def geometry(self, plan: LaunchPlan) -> _ascend.MoeCombineGeometry:
-        """ValueError for rows that the on-chip buffers cannot hold."""
+        """Return the kernels' geometry. ValueError for rows that the on-chip buffers cannot hold."""
         made: _ascend.MoeCombineGeometry = native().MoeCombineGeometry(
             **_cut(plan, plan.part(CombineSchedule).rows_per_chunk), out_dtype=plan.out_dtype
         )
         return made
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """Vector cores send, and add up what came."""
+        """Return the cores: vector cores send, and add up what arrived."""
         how = plan.part(CombineSchedule)
         return Blocks(comm=how.comm_cores, cube=0, vector=how.vector_cores)
 
     def prepare(self, call: Call) -> Prepared:
-        """Fills ``out``."""
+        """Build the kernels of a call, which fills ``out``."""
         plan = call.plan
         shape, tables = _shape(plan), call.tensors["routing"]
         y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
@@ -135,7 +139,7 @@ class MoeCombineOp:
         words = table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
         places = shape.tokens * shape.top_k
         homes = int(tables[words - 1])
-        if homes < places:  # what has no expert adds a row of zeros, whatever its weight
+        if homes < places:  # a place without an expert adds a row of zeros, whatever its weight
             y = torch.cat([y[:rows], y.new_zeros(1, shape.features)])
             rows += 1
             without = tables[words - 1 - places : words - 1] >= homes
@@ -153,7 +157,8 @@ class MoeCombineOp:
         return Prepared(kernels, finish)
 
     def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
-        """Takes the tables that a dispatch with this routing leaves (:meth:`MoeDispatchOp.record`)."""
+        """Build the kernels with the tables that a dispatch of this routing leaves
+        (:meth:`MoeDispatchOp.record`)."""
         given = (balanced_ids(plan) if ids is None else ids).contiguous()
         rows_per_chunk = plan.part(CombineSchedule).rows_per_chunk
         geometry = _dispatch_geometry(plan, _LEAST_HIDDEN, rows_per_chunk, tiling(plan.dtype))
@@ -194,7 +199,7 @@ class MoeCombineOp:
 
 
 _LEAST_HIDDEN = 16
-"""The width of tokens in a dispatch that is recorded for its tables alone."""
+"""The width of tokens in a dispatch that is recorded only for its tables."""
 
 
 def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:
@@ -203,7 +208,7 @@ def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:
 
 
 def _cut(plan: LaunchPlan, rows_per_chunk: int) -> dict[str, Any]:
-    """What both geometries take alike."""
+    """Return the arguments that both geometries share."""
     shape = _shape(plan)
     return {
         "world": plan.world_size,
@@ -229,7 +234,7 @@ def _dispatch_geometry(
 def _recorded(
     plan: LaunchPlan, rank: int, geometry: _ascend.MoeDispatchGeometry, ids: torch.Tensor
 ) -> Prepared:
-    """Kernels whose ids and tables are real, and nothing else."""
+    """Return kernels in which only ids and tables are real."""
     tables = torch.empty(geometry.table_words, dtype=torch.int32, device="cpu")
     own = ids[rank]
     kernels = native().moe_dispatch(

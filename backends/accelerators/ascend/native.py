@@ -1,4 +1,4 @@
-"""The native module, and why there may be none."""
+"""The native module ``_ascend``, and the error if it is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mkernel.errors import INSTALL_AGAIN, BackendUnavailable
 
 
 def native() -> Any:
-    """The native module. BackendUnavailable where it does not import."""
+    """Return the native module. BackendUnavailable if it does not import."""
     try:
         from mkernel.backends.accelerators.ascend import _ascend
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the ascend backend asks of an op: its memory, its cores, and the kernels of a call."""
+"""The interface of an op of the ascend backend: its memory, its cores, and the kernels of a call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ Matrix = tuple[int, int, int]
 
 
 class Blocks(NamedTuple):
-    """Cores of a call: the comm kernel's, and of the compute kernel its cube and vector parts."""
+    """Cores of a call: those of the comm kernel, and the cube and vector parts of the compute
+    kernel."""
 
     comm: int
     cube: int
@@ -47,7 +48,7 @@ class Blocks(NamedTuple):
 
 
 class Geometry(Protocol):
-    """What a plan's kernels have agreed on; made by the native module."""
+    """The sizes that a plan's kernels share; made by the native module."""
 
     @property
     def inbox_bytes(self) -> int: ...
@@ -61,32 +62,36 @@ class Geometry(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Kernels of one call. ``finish`` runs once, when both have ended, and returns what the launch's
-    ``results()`` gives; it keeps alive whatever else the kernels use beside the call's tensors."""
+    """The kernels of one call. ``finish`` runs once, when both have ended, and returns what the
+    launch's ``results()`` returns; it keeps alive everything else that the kernels use beside the
+    call's tensors."""
 
     kernels: _ascend.Kernels
     finish: Callable[[], Mapping[str, Any]] | None = None
 
 
 class Op(Protocol):
-    """One op, or several alike, on simulated cores."""
+    """One op, or several similar ones, on simulated cores."""
 
     def geometry(self, plan: LaunchPlan) -> Geometry:
-        """ValueError for a plan that the kernels cannot run; Unsupported where none could."""
+        """Return the kernels' geometry. ValueError for a plan that the kernels cannot run;
+        Unsupported if no kernels could."""
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """The cores that the plan gives each kernel."""
+        """Return the cores that the plan gives each kernel."""
 
     def prepare(self, call: Call) -> Prepared:
-        """Kernels on the call's tensors. Errors name the tensor that does not fit the plan."""
+        """Build the kernels on the call's tensors. Errors name the tensor that does not fit the
+        plan."""
 
     def record(self, plan: LaunchPlan, rank: int) -> Prepared:
-        """The same without tensors: nothing of them will be touched, but tables that the kernels
+        """Build the kernels without tensors: none will be touched, except tables that the kernels
         need, which are kept alive as in a call. ``finish`` is not called."""
 
 
 def dense(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: str) -> int:
-    """The address of a contiguous tensor that fits the plan, else an error that names it."""
+    """Return the address of a contiguous tensor that fits the plan; otherwise raise an error that
+    names it."""
     _check(name, tensor, shape, *dtypes)
     if not tensor.is_contiguous():
         raise LayoutError(name, f"strides {tensor.stride()}", "contiguous, as planned")
@@ -94,8 +99,8 @@ def dense(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: str)
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: str) -> None:
-    """Raises an error that names the tensor unless it has the shape and one of the dtypes, and lies in
-    host memory."""
+    """Raise an error that names the tensor unless it has the shape and one of the dtypes, and lies
+    in host memory."""
     if str(tensor.dtype).removeprefix("torch.") not in dtypes:
         raise DtypeError(name, tensor.dtype, f"{' or '.join(dtypes)}, as planned")
     if tuple(tensor.shape) != shape:
@@ -107,7 +112,7 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: str
 def matrix(
     call: Call, name: str, shape: tuple[int, int], dtype: str, *, column_major: bool = False
 ) -> Matrix:
-    """A matrix argument that fits the plan, else an error that names it."""
+    """Return a matrix argument that fits the plan; otherwise raise an error that names it."""
     tensor = call.tensors[name]
     _check(name, tensor, shape, dtype)
     row, col = tensor.stride()

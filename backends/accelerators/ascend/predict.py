@@ -1,8 +1,10 @@
-"""Predicted times of the GEMM ops from a machine description: tiles in waves, each bound by the matrix
-unit or by a core's share of the way to memory; bytes over links; what follows the last tile.
+"""Predicted times of the GEMM ops and of ring attention from a machine description: tiles in waves,
+each bound by the matrix unit or by a core's share of the memory path; bytes over links; the work
+after the last tile.
 
-Closed forms of the schedule, whose replay (``sim/replay.hpp``) they are held against; no device, no
-record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at 1.
+These are closed forms of the schedule, and are compared with its replay (``sim/replay.hpp``); they
+need no device and no record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at
+1.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ from mkernel.topology.shared_links import SharedLinks
 L1, L0AB, L0C = 512 << 10, 64 << 10, 128 << 10
 """Bytes of a cube core's buffers (``isa/tile.hpp``)."""
 VECTORS_PER_CUBE = 2
-"""Vector cores of the compute kernel beside each of its cube cores, where it has any."""
+"""Vector cores of the compute kernel for each of its cube cores, if it has any."""
 MOST_QUERIES, MOST_KEYS, RESULTS = 128, 1024, 128 * 128
-"""Of a row block of attention, of a tile, and elements of a block's results; long pieces have tiles of
-``BLOCKS`` blocks and of all these keys, short ones of one and of half
-(``kernels/ring_attention/args.hpp``)."""
+"""Attention's limits: queries of a row block, keys of a tile, and elements of a block's results.
+Long pieces have tiles of ``BLOCKS`` blocks and of all these keys; short ones have tiles of one
+block and of half the keys (``kernels/ring_attention/args.hpp``)."""
 BLOCKS = 2
 VECTOR_PASSES = 6
-"""Over a tile of scores: scaled, row maximum, subtracted, exponential, row sum, rounded."""
+"""Passes over a tile of scores: scale, row maximum, subtract, exponential, row sum, round."""
 _STAGES = 4
 
 
 class Tiles(NamedTuple):
-    """Output tiles of a rank: ``number`` of them, on ``cores``; ``same_rows`` follow each other on a
-    core with the same rows of A, or ``same_columns`` with the same columns of B. ``stored``: the dtype
-    in which they leave L0C."""
+    """Output tiles of a rank: ``number`` of them, on ``cores``. ``same_rows`` tiles in succession
+    on a core have the same rows of A, or ``same_columns`` the same columns of B. ``stored``: the
+    dtype in which they leave L0C."""
 
     number: int
     cores: int
@@ -46,17 +48,17 @@ class Tiles(NamedTuple):
 
     @property
     def waves(self) -> int:
-        """Tiles of the busiest core."""
+        """The tiles of the busiest core."""
         return -(-self.number // self.cores)
 
     @property
     def stored_bytes(self) -> int:
-        """Of one tile."""
+        """The bytes that one tile stores."""
         return self.tiling.tile_m * self.tiling.tile_n * DTYPE_BYTES[self.stored]
 
     @property
     def loaded_bytes(self) -> float:
-        """Of one tile, in the mean: A and B, less what L1 keeps of either
+        """The bytes that one tile loads, on average: A and B, less the part of either that L1 keeps
         (``kernels/gemm/product.hpp``)."""
         t, size = self.tiling, DTYPE_BYTES[self.dtype]
         a, b = t.tile_m * t.tile_k * size, t.tile_n * t.tile_k * size
@@ -72,7 +74,8 @@ class Tiles(NamedTuple):
 
 
 def tile_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 0.0) -> float:
-    """One tile on one of many cores; ``other_bytes`` pass the memory for each tile beside its own."""
+    """Return the time of one tile on one of many cores. ``other_bytes``: bytes that pass the memory
+    per tile beside the tile's own."""
     t, cube = tiles.tiling, machine.cube
     busy = min(tiles.cores, tiles.number)
     steps = -(-tiles.k // t.step_k)
@@ -91,7 +94,7 @@ def tile_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 
 
 
 def product_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 0.0) -> float:
-    """All tiles of a rank, from the first load to the last store."""
+    """Return the time of all tiles of a rank, from the first load to the last store."""
     latency = machine.pipes.memory_latency_ns / 1e3
     store = tiles.stored_bytes / machine.pipes.fix_gbs / 1e3
     return tiles.waves * tile_us(tiles, machine, tflops, other_bytes) + 2 * latency + store
@@ -106,11 +109,11 @@ def reduced(
     partial_dtype: DtypeName,
     band: int,
 ) -> Prediction:
-    """GEMM+ReduceScatter and GEMM+AllReduce (``kernels/gemm_reduce``).
+    """Predict GEMM+ReduceScatter and GEMM+AllReduce (``kernels/gemm_reduce``).
 
-    T_m = (M/W·N·s of the partials, and of the results where all ranks get them) to each peer.
-    pipelined = max(T_c + tail, first wave + T_m + tail): the tail is what the last wave's tiles still
-    go through, the way to their owner, the sum, and the way to the others.
+    T_m = (M/W·N·s of the partials, and of the results if all ranks get them) to each peer.
+    pipelined = max(T_c + tail, first wave + T_m + tail): the tail is the remaining path of the last
+    wave's tiles, to their owner, through the sum, and to the other ranks.
     """
     shape, cut, world = plan.gemm, pipeline.chunking, plan.world_size
     assert cut is not None, "GEMM ops are cut in tiles"
@@ -119,7 +122,7 @@ def reduced(
     columns = -(-shape.n // cut.tile_n)
     count = -(-rows // cut.tile_m) * columns * (1 if everywhere else world)
     cores = pipeline.compute_blocks
-    # The next tile of a core is of the same rows where whole bands of all owners fill the cores.
+    # The next tile of a core has the same rows if whole bands of all owners fill the cores.
     at_once = band * world
     again = cores % at_once == 0 and (world == 1 or band % cut.tiles_per_chunk == 0)
     same_rows = max(1.0, columns * at_once / cores) if again else 1.0
@@ -160,7 +163,8 @@ def reduced(
 
 
 def _sum_us(tile: int, size: int, world: int, machine: Machine) -> float:
-    """A tile's partials loaded and added on one vector core, the last loads behind a latency."""
+    """Return the time to load and add a tile's partials on one vector core; the last loads add a
+    latency."""
     vector = machine.vector.bytes_per_cycle * machine.clock_ghz * 1e3
     passes = (2 * world + 1) if size == 2 else world
     work = passes * tile * 4 / vector
@@ -175,10 +179,11 @@ def gathered(
     constants: MachineConstants,
     machine: Machine,
 ) -> Prediction:
-    """AllGather+GEMM (``kernels/ag_gemm``): T_m = M/W·K·s to each peer. The blocks that serve a peer
-    send a chunk each at the same time, so that all of these come when the last of them does.
+    """Predict AllGather+GEMM (``kernels/ag_gemm``).
 
-    pipelined = max(T_c, first chunks + the waves of all but the own rows, T_m + a wave).
+    T_m = M/W·K·s to each peer. The blocks that serve a peer send a chunk each at the same time, so
+    all of these arrive when the last of them does. pipelined = max(T_c, first chunks + the waves of
+    all but the own rows, T_m + a wave).
     """
     shape, cut, world = plan.gemm, pipeline.chunking, plan.world_size
     assert cut is not None, "GEMM ops are cut in tiles"
@@ -214,12 +219,14 @@ def attended(
     machine: Machine,
     cubes: int,
 ) -> Prediction:
-    """Ring attention (``kernels/ring_attention``): scores, weights and parts pass the memory between a
-    cube core and its vector cores, and keys and values are loaded for each tile of queries. Cores take
-    these in turns, so that some have one more than others.
+    """Predict ring attention (``kernels/ring_attention``).
 
-    T_m = 2·B·H_kv·(S/W)·D·s to each peer. pipelined = T_c + what of T_m the products with own keys do
-    not cover, a share of 1/W.
+    Scores, weights and parts pass the memory between a cube core and its vector cores, and keys and
+    values are loaded for each tile of queries. Cores take the tiles in turns, so some have one more
+    than others.
+
+    T_m = 2·B·H_kv·(S/W)·D·s to each peer. pipelined = T_c + the part of T_m that the products with
+    own keys, a share of 1/W, do not cover.
     """
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, AttentionShape), "attention has no other shape"

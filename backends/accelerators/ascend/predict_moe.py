@@ -1,8 +1,9 @@
-"""Predicted times of MoE from a machine description: scalar instructions that make the tables, a token
-once over each link, and what follows the last chunk. Routing is uniform.
+"""Predicted times of MoE from a machine description: the scalar instructions that make the tables,
+one transfer of a token over each link, and the work after the last chunk. Routing is uniform.
 
-Closed forms of the schedule, whose replay (``sim/replay.hpp``) they are held against; no device, no
-record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at 1.
+These are closed forms of the schedule, and are compared with its replay (``sim/replay.hpp``); they
+need no device and no record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at
+1.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from mkernel.topology.shared_links import SharedLinks
 
 _ID_BYTES = 4
 _BAND_BYTES, _BAND_COLUMNS = 16 << 10, 512
-"""Of rows that a combine adds up at once, in float32 (``kernels/moe_combine/vector.hpp``)."""
+"""The limits of a band, the rows that a combine adds up at once, in float32
+(``kernels/moe_combine/vector.hpp``)."""
 _SLOT_INSTRUCTIONS, _SUM_INSTRUCTIONS, _SUM_PASSES = 8, 6, 3
-"""Of a combine: issued for each slot of a band beside the loads of its rows, and for the sum of all;
-what the vector pipe does over the rows of a slot: widen, weigh, add."""
+"""Costs of a combine: instructions issued for each slot of a band beside the loads of its rows, and
+for the sum of all slots; passes of the vector pipe over the rows of a slot (widen, weight, add)."""
 
 
 def dispatched(
@@ -33,11 +35,12 @@ def dispatched(
     vectors: int,
     cut: Tiling,
 ) -> Prediction:
-    """MoE dispatch+GEMM (``kernels/moe``). T_m = min(1, k/W)·T·H·s and T·k ids to each peer, behind the
-    search of the first chunk. T_c = tables, chunks spread in turns by the vector cores, the products,
-    which cannot begin before a first chunk is spread, nor end before the last one is.
+    """Predict MoE dispatch+GEMM (``kernels/moe``).
 
-    pipelined = max(T_c, T_m + what the last chunks still go through).
+    T_m = min(1, k/W)·T·H·s and T·k ids to each peer, after the search of the first chunk. T_c =
+    tables, chunks spread in turns by the vector cores, and the products, which cannot begin before
+    a first chunk is spread, nor end before the last one is. pipelined = max(T_c, T_m + the
+    remaining work on the last chunks).
     """
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape), "a dispatch has no other shape"
@@ -94,11 +97,11 @@ def combined(
     rows_per_chunk: int,
     vectors: int,
 ) -> Prediction:
-    """MoE combine (``kernels/moe_combine``). T_m = T·k/W·I·s to each peer, row by row. T_c = bands of
-    tokens in turns, whose rows the scalar pipe finds and has loaded one by one, again for each
-    ``_BAND_COLUMNS``.
+    """Predict MoE combine (``kernels/moe_combine``).
 
-    pipelined = max(T_c, T_m + a band).
+    T_m = T·k/W·I·s to each peer, row by row. T_c = bands of tokens in turns; the scalar pipe finds
+    their rows and issues the loads one by one, once for each ``_BAND_COLUMNS`` columns. pipelined =
+    max(T_c, T_m + a band).
     """
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, CombineShape), "a combine has no other shape"
@@ -109,8 +112,8 @@ def combined(
     columns = min(_BAND_COLUMNS, shape.features)
     tokens = max(1, min(rows_per_chunk, shape.tokens, _BAND_BYTES // (4 * columns)))
     bands = -(-shape.tokens // rows_per_chunk) * -(-rows_per_chunk // tokens)
-    # Of a slot of a band: a row's word or, where it is an own expert's, two, and its load; weights and
-    # flags, widening, and the sum.
+    # The cost of a slot of a band: one word per row, or two for an own expert's, and the row's
+    # load; weights and flags, widening, and the sum.
     found = tokens * (word * (1 + 1 / world) + issue) + _SLOT_INSTRUCTIONS * issue
     load_gbs = min(pipes.mte2_gbs, machine.chip.l2_gbs / min(vectors, bands))
     loaded = tokens * columns * size / load_gbs / 1e3

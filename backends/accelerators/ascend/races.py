@@ -1,5 +1,5 @@
-"""Races between ranks that are processes: each leaves logs of its strict calls in a folder, which are
-walked together afterwards (``sim/race_log.hpp``)."""
+"""Races between ranks that are processes: each rank leaves logs of its strict calls in a folder,
+which are examined together afterwards (``sim/race_log.hpp``)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SUFFIX = ".races"
 
 
 def keep(folder: Path, rank: int, number: int, log: bytes) -> None:
-    """Leave the log of a rank's call. OSError: the folder cannot be written to."""
+    """Write the log of a rank's call. OSError: the folder cannot be written to."""
     (folder / f"{rank}-{number}{_SUFFIX}").write_bytes(log)
 
 
 def between(folder: Path) -> str:
-    """The first race between ranks of the world that left its logs there, in words; empty where there
-    is none.
+    """Return the first race between ranks of the world that left its logs there, in words; empty if
+    there is none.
 
     Raises:
-        ValueError: there are no logs, or they are not those of one world's calls, all of them.
+        ValueError: there are no logs, or they are not those of all calls of one world.
     """
     logs: dict[int, dict[int, bytes]] = defaultdict(dict)
     for file in folder.glob(f"*-*{_SUFFIX}"):

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class RingAttentionOp:
-    """Products on cube cores; the softmax of each on two vector cores beside it."""
+    """The op ``ring_attention``: products on cube cores; each one's softmax on two vector cores
+    beside it."""
 
     def geometry(self, plan: LaunchPlan) -> _ascend.RingAttentionGeometry:
-        """ShapeError for heads that are too wide for the on-chip buffers."""
+        """Return the kernels' geometry. ShapeError for heads that are too wide for the on-chip
+        buffers."""
         shape = _shape(plan)
         widest = native().MAX_HEAD_DIM
         if shape.head_dim > widest:
@@ -41,13 +43,13 @@ class RingAttentionOp:
         return geometry
 
     def blocks(self, plan: LaunchPlan) -> Blocks:
-        """Cube cores, the vector cores beside them, and those of the comm kernel."""
+        """Return the cube cores, the vector cores beside them, and those of the comm kernel."""
         how = plan.part(AttentionSchedule)
         cube = how.cube_cores
         return Blocks(comm=how.comm_cores, cube=cube, vector=VECTORS_PER_CUBE * cube)
 
     def prepare(self, call: Call) -> Prepared:
-        """Fills ``out`` and ``lse``."""
+        """Build the kernels of a call, which fills ``out`` and ``lse``."""
         plan = call.plan
         shape = _shape(plan)
         rows = shape.sequence // plan.world_size
@@ -62,7 +64,7 @@ class RingAttentionOp:
         return self._prepared(plan, call.rank, addresses, call.options["scale"])
 
     def record(self, plan: LaunchPlan, rank: int) -> Prepared:
-        """What is computed does not depend on data."""
+        """Build the kernels without tensors; the computation does not depend on data."""
         return self._prepared(plan, rank, dict.fromkeys(("q", "k", "v", "out", "lse"), 0), 1.0)
 
     def _prepared(

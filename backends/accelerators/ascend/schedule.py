@@ -1,7 +1,7 @@
-"""What a launch on simulated NPUs does: chunks, tiles and cores.
+"""The schedule of a launch on simulated NPUs: chunks, tiles and cores.
 
-The order in which ranks are consumed is the kernels' own (``kernels/consumption.hpp``): those of the
-node first, then the others.
+The kernels themselves fix the order in which ranks are consumed (``kernels/consumption.hpp``):
+those of the node first, then the others.
 """
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ _PREFIX = str(AscendSettings.model_config["env_prefix"])
 
 MOE_CHUNKS: dict[OpName, int] = {"moe_dispatch_gemm": 32, "moe_combine": 64}
 MOE_TOKENS = 64
-"""The most chunks a rank, and the fewest tokens of a chunk where there are more than four."""
+"""The fewest tokens of a chunk if a rank has more than four chunks; MOE_CHUNKS is the most chunks
+per rank."""
 MOE_SENDERS: dict[OpName, int] = {"moe_dispatch_gemm": 2, "moe_combine": 4}
-"""Vector cores that send to one rank: then each core serves one, and none waits for another's link."""
+"""Vector cores that send to one rank; each core then serves one rank, and none waits for another's
+link."""
 GATHER_TILE = GemmTile(depth_bytes=256)
 REDUCE_TILE = GemmTile(depth_bytes=128)
-"""Narrow along K: then L1 has three or four stages of loads, and room for the columns of B, or the rows
-of A, that it keeps."""
+"""A tile that is narrow along K, so that L1 has three or four stages of loads, and room for the
+columns of B, or the rows of A, that it keeps."""
 SHORT_TILE, SHORT_K_BYTES = GemmTile(columns=128, depth_bytes=256, step_bytes=256), 3 << 10
-"""Of GEMM+ReduceScatter, for products of so short a K that L1 keeps all of A's rows: L0C holds two such
-tiles, so that one is stored while the next is multiplied, and no tile loads more for being narrow. An
-AllReduce gets each of its results with a link's latency twice, so that fewer and wider ones gain."""
+"""The tile of GEMM+ReduceScatter for products of so short a K that L1 keeps all of A's rows, and
+the bytes of the longest such K. L0C holds two such tiles, so that one is stored while the next is
+multiplied, and no tile loads more because it is narrow. An AllReduce pays a link's latency twice
+for each of its results, so it gains from fewer and wider ones."""
 
 
 class ProductSchedule(Schedule):
-    """How a GEMM op runs. ``chunking`` is of what a rank sends. ``cube_cores`` multiply;
-    ``comm_cores``, vector cores, communicate."""
+    """The schedule of a GEMM op. ``chunking`` applies to what a rank sends. ``cube_cores``
+    multiply; ``comm_cores``, vector cores, communicate."""
 
     chunking: Chunking
     cube_cores: int = Field(ge=1)
@@ -69,16 +72,17 @@ class ProductSchedule(Schedule):
 
 
 class GemmSchedule(ProductSchedule):
-    """AllGather+GEMM."""
+    """The schedule of AllGather+GEMM."""
 
     kind: Literal["ascend.gemm"] = "ascend.gemm"
 
 
 class ReduceSchedule(ProductSchedule):
-    """GEMM+ReduceScatter and GEMM+AllReduce. Results of single ranks travel in ``partial_dtype``:
-    float32, or that of the output, to which each is then rounded once before they are added. Output
-    tiles are numbered in bands of ``band`` groups of ``tile_m`` rows, within a band column by column
-    (``kernels/gemm_reduce/args.hpp``)."""
+    """The schedule of GEMM+ReduceScatter and GEMM+AllReduce.
+
+    Results of single ranks travel in ``partial_dtype``: float32, or the output's dtype, to which
+    each is then rounded once before they are added. Output tiles are numbered in bands of ``band``
+    groups of ``tile_m`` rows, within a band column by column (``kernels/gemm_reduce/args.hpp``)."""
 
     kind: Literal["ascend.gemm_reduce"] = "ascend.gemm_reduce"
     partial_dtype: DtypeName
@@ -86,14 +90,14 @@ class ReduceSchedule(ProductSchedule):
 
     @property
     def partials(self) -> str:
-        """``partial_dtype``."""
+        """The value of ``partial_dtype``."""
         return self.partial_dtype
 
 
 class DispatchSchedule(Schedule):
-    """How MoE dispatch+GEMM runs. Tokens travel in chunks of ``rows_per_chunk`` of their rank;
-    ``tiling`` is that of the products. ``cube_cores`` multiply; of the vector cores ``comm_cores``
-    send, and ``vector_cores`` build tables and spread tokens."""
+    """The schedule of MoE dispatch+GEMM. Tokens travel in chunks of ``rows_per_chunk`` of their
+    rank; ``tiling`` is that of the products. ``cube_cores`` multiply; of the vector cores
+    ``comm_cores`` send, and ``vector_cores`` build tables and spread tokens."""
 
     kind: Literal["ascend.moe_dispatch"] = "ascend.moe_dispatch"
     rows_per_chunk: int = Field(ge=1)
@@ -104,8 +108,9 @@ class DispatchSchedule(Schedule):
 
 
 class CombineSchedule(Schedule):
-    """How MoE combine runs. Results go home in chunks of ``rows_per_chunk`` tokens of the home rank.
-    Vector cores do it all: ``comm_cores`` send, ``vector_cores`` add up what came."""
+    """The schedule of MoE combine. Results return in chunks of ``rows_per_chunk`` tokens of the
+    token's rank. Vector cores do everything: ``comm_cores`` send, ``vector_cores`` add up what
+    arrived."""
 
     kind: Literal["ascend.moe_combine"] = "ascend.moe_combine"
     rows_per_chunk: int = Field(ge=1)
@@ -114,9 +119,9 @@ class CombineSchedule(Schedule):
 
 
 class AttentionSchedule(Schedule):
-    """How ring attention runs. Keys and values travel in chunks of ``rows_per_chunk`` positions.
-    ``cube_cores`` multiply, each with VECTORS_PER_CUBE vector cores for its softmax; ``comm_cores``,
-    further vector cores, send."""
+    """The schedule of ring attention. Keys and values travel in chunks of ``rows_per_chunk``
+    positions. ``cube_cores`` multiply, each with VECTORS_PER_CUBE vector cores for its softmax;
+    ``comm_cores``, further vector cores, send."""
 
     kind: Literal["ascend.ring_attention"] = "ascend.ring_attention"
     rows_per_chunk: int = Field(ge=1)
@@ -132,13 +137,13 @@ _BY_ROWS: dict[OpName, type[DispatchSchedule | CombineSchedule | AttentionSchedu
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """GEMM ops in chunks of tiles, the others in chunks of rows."""
+    """Schedule GEMM ops in chunks of tiles, the others in chunks of rows."""
     plan = request.plan
     made = _BY_ROWS.get(plan.op)
     if made is None:
         return _gemm(request)
     if plan.op == "ring_attention" and request.comm_blocks is None:
-        # A block sends as fast as a link; every further one costs half a cube core.
+        # One block sends as fast as a link; every further block costs half a cube core.
         destinations = plan.ranks_per_node - 1 + (plan.nodes > 1)
         request = replace(request, comm_blocks=max(1, destinations))
     if isinstance(plan.shape, MoeShape | CombineShape) and request.chunk is None:
@@ -181,7 +186,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 
 
 def _gemm(request: ScheduleRequest) -> Scheduled:
-    """What the settings say of tiles, cores and chunks stands; a call's own wish goes first."""
+    """Schedule a GEMM op. The settings of tiles, cores and chunks apply unless the call itself has
+    options for them."""
     how, claims = load_as(AscendSettings), request.capabilities
     request = replace(
         request,
@@ -202,8 +208,8 @@ def _gemm(request: ScheduleRequest) -> Scheduled:
 
 
 def _tile(usual: GemmTile, how: AscendSettings, dtype: DtypeName) -> GemmTile:
-    """Return the usual tile, or what the settings make of it. ArgumentError, by the settings' names:
-    the buffers of a cube core do not hold it."""
+    """Return the usual tile, changed by the settings. ArgumentError, which names the settings: the
+    buffers of a cube core do not hold the tile."""
     depth = usual.depth_bytes if how.tile_k is None else how.tile_k * DTYPE_BYTES[dtype]
     step = next(step for step in range(usual.step_bytes, 0, -1) if depth % step == 0)
     tile = GemmTile(
@@ -230,8 +236,9 @@ def _tile(usual: GemmTile, how: AscendSettings, dtype: DtypeName) -> GemmTile:
 
 
 def _gather(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
-    """Chunks and blocks by predicted times: few blocks a destination and small chunks bring the first
-    chunks early, many send at the link's rate without a gap for their signals."""
+    """Choose chunks and blocks by predicted times: few blocks per destination and small chunks
+    bring the first chunks early; many blocks send at the link's rate without a gap for their
+    signals."""
     plan, constants = request.plan, request.constants
     world = plan.world_size
     tile = _tile(GATHER_TILE, how, plan.dtype)
@@ -279,11 +286,12 @@ def _gather(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
 
 
 def _reduce(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
-    """Bands of as many row groups as give all ranks' owners together one tile a core; chunks of one
-    tile, or of what divides a band, so that a core goes on with the same rows. All vector cores
-    communicate.
-    Partial results travel in the output's dtype where that is predicted to gain, and sums are large
-    enough that the error stays within one rounding's (``LEAST_FUSED_SUMS``)."""
+    """Choose bands and chunks. A band has as many row groups as give all ranks' owners together one
+    tile per core. A chunk is one tile, or a number of tiles that divides a band, so that a core
+    continues with the same rows. All vector cores communicate.
+
+    Partial results travel in the output's dtype if that is predicted to be faster, and sums are
+    large enough that the error stays within one rounding's (``LEAST_FUSED_SUMS``)."""
     plan, claims = request.plan, request.capabilities
     shape, world = plan.gemm, plan.world_size
     everywhere = plan.op == "gemm_all_reduce"
@@ -337,16 +345,16 @@ def _reduce(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
 
 
 def _band(cores: int, world: int, groups: int) -> int:
-    """Row groups of an owner that are computed at once: the most with which bands of all owners fill
-    the cores evenly; where none do, as many as there are cores for."""
+    """Return the row groups of an owner that are computed at once: the most with which bands of all
+    owners fill the cores evenly, or else as many as there are cores for."""
     most = max(1, min(cores // world, groups))
     even = [band for band in range(1, most + 1) if cores % (band * world) == 0]
     return max(even, default=most)
 
 
 def _chunk(tiles: int, band: int, most: int) -> int:
-    """Tiles a chunk: the fewest that divide a band and make at most so many chunks of an owner's, else
-    whole bands."""
+    """Return the tiles of a chunk: the fewest that divide a band and make at most ``most`` chunks
+    of an owner's tiles, or else whole bands."""
     least = -(-tiles // most)
     for chunk in range(least, band + 1):
         if band % chunk == 0:
@@ -361,13 +369,13 @@ def _decided(found: Scheduled) -> dict[str, Any]:
 
 
 def cores(op: OpName, cube: int, comm: int, vectors: int) -> dict[str, int]:
-    """The fields of a schedule that give its kernels cores.
+    """Return the fields of a schedule that give its kernels cores.
 
     Args:
-        cube, comm: cores for each kernel as the cost model has them; vectors: vector cores of the chip,
-            which both kernels of MoE and of attention share. In a dispatch at most half of them
-            communicate, in a combine two thirds; in attention all but those of one cube core, and so
-            there may be fewer cube cores.
+        cube, comm: cores for each kernel according to the cost model.
+        vectors: vector cores of the chip, which both kernels of MoE and of attention share. At most
+            half of them communicate in a dispatch, two thirds in a combine; in attention all but
+            those of one cube core may, so there may be fewer cube cores.
     """
     if op == "ring_attention":
         comm = min(comm, vectors - VECTORS_PER_CUBE)
@@ -381,5 +389,6 @@ def cores(op: OpName, cube: int, comm: int, vectors: int) -> dict[str, int]:
 
 
 def _most_senders(op: OpName, vectors: int) -> int:
-    """Vector cores of MoE that may communicate: a combine's have more to do than its sums."""
+    """Return the most vector cores of MoE that may communicate: a combine has more to send than to
+    add."""
     return max(1, vectors * 2 // 3 if op == "moe_combine" else vectors // 2)

@@ -9,7 +9,7 @@ from mkernel.settings import BackendSettings
 
 
 class AscendSettings(BackendSettings):
-    """Of accelerator ascend."""
+    """The settings of accelerator ascend."""
 
     model_config = SettingsConfigDict(env_prefix="MKERNEL_ASCEND_")
 

@@ -1,8 +1,10 @@
-"""What of Ascend's own software is on a machine. Only looked for: nothing of it is imported or run.
+"""Detection of Ascend's own software on a machine. Files are only looked for; nothing is imported
+or run.
 
 Places are those of the vendor's installers: ``ASCEND_HOME_PATH`` (or the older
 ``ASCEND_TOOLKIT_HOME``) as ``set_env.sh`` sets it, else ``/usr/local/Ascend``; device nodes
-``/dev/davinci<n>``. Seen in public documentation; not tried on a machine with an NPU.
+``/dev/davinci<n>``. They come from public documentation and were not tried on a machine with an
+NPU.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _USE = "install {}, as docs/ascend.md says, to use an NPU"
 
 
 def software(root: Path) -> tuple[tuple[str, Status], ...]:
-    """CANN, torch_npu, npu-smi with driver and devices. ``root``: of /usr and /dev."""
+    """Report CANN, torch_npu, and npu-smi with driver and devices. ``root``: the folder that holds
+    /usr and /dev."""
     return (("CANN", _cann(root)), ("torch_npu", _torch_npu()), ("npu-smi", _driver(root)))
 
 

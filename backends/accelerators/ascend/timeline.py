@@ -30,7 +30,8 @@ _SPAN = np.dtype(
     ]
 )
 _SAME_RUN_US = 2.0
-"""Equal instructions of one chunk whose gap is at most this long make one slice of the timeline."""
+"""Microseconds: equal instructions of one chunk whose gap is at most this make one slice of the
+timeline."""
 
 _VECTOR_WORK = 0xFF
 """The kind that stands for all work of the vector unit and the stores of its results."""
@@ -50,8 +51,8 @@ def model(
     """Replay the traces of all ranks of one call (any view's; ``pipelined`` is the usual one).
 
     ``compute_only`` ignores signals and leaves the comm kernel out; ``sequential`` starts compute
-    when communication has ended on every rank. RuntimeError, naming core and signal, where a wait
-    is never satisfied.
+    when communication has ended on every rank. Raises RuntimeError, naming core and signal, if a
+    wait is never satisfied.
     """
     from mkernel.backends.accelerators.ascend import _ascend
 
@@ -73,7 +74,7 @@ def model(
 
 
 def replayed_spans(traces: Sequence[bytes], machine: Machine) -> tuple[float, _Spans]:
-    """Microseconds of a pipelined call, and every instruction that its cores executed."""
+    """Return the microseconds of a pipelined call, and every instruction that its cores executed."""
     from mkernel.backends.accelerators.ascend import _ascend
 
     total, _, raw = _ascend.replay(list(traces), machine.native(), "pipelined", True)
@@ -81,7 +82,7 @@ def replayed_spans(traces: Sequence[bytes], machine: Machine) -> tuple[float, _S
 
 
 def _cores(spans: _Spans) -> Iterator[tuple[str, Role, _Spans]]:
-    """(name, kind, what it did by start) of each core, rank by rank."""
+    """Yield (name, kind, its spans by start) of each core, rank by rank."""
     order = np.lexsort((spans["start_ns"], spans["core"], spans["role"], spans["rank"]))
     spans = spans[order]
     key = (
@@ -96,8 +97,8 @@ def _cores(spans: _Spans) -> Iterator[tuple[str, Role, _Spans]]:
 
 
 def _track(name: str, role: Role, spans: _Spans) -> Track:
-    """A core as a whole: what it is there for, one thing at a time, and the waits in which nothing
-    else happened."""
+    """Return a core's track as a whole: its main work, one thing at a time, and the waits in which
+    nothing else happened."""
     worked = _one_at_a_time(_runs(_work(role, spans)))
     return Track(
         int(spans["rank"][0]),
@@ -108,8 +109,8 @@ def _track(name: str, role: Role, spans: _Spans) -> Track:
 
 
 def _work(role: Role, spans: _Spans) -> _Spans:
-    """Cube cores: products and their stores. Vector cores: puts, vector work and what they compute
-    scalar by scalar; of a core whose vector unit does nothing the stores themselves."""
+    """Return a core's main work. Cube cores: products and their stores. Vector cores: puts, vector
+    work and scalar computation; for a core whose vector unit does nothing, the stores themselves."""
     pipe = spans["pipe"]
     work: _Spans
     if role == Role.CUBE:
@@ -123,7 +124,7 @@ def _work(role: Role, spans: _Spans) -> _Spans:
 
 
 def _one_at_a_time(slices: list[Span]) -> list[Span]:
-    """Slices by start; where one begins before the last one's end, that is left to the last one."""
+    """Return slices by start; an overlap of two slices is attributed to the earlier one."""
     kept: list[Span] = []
     free = 0.0
     for each in slices:
@@ -135,7 +136,7 @@ def _one_at_a_time(slices: list[Span]) -> list[Span]:
 
 
 def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Track]:
-    """Every pipe of a core by itself."""
+    """Yield a track for each pipe of a core."""
     for pipe in Pipe:
         own = spans[spans["pipe"] == pipe]
         if len(own):
@@ -144,7 +145,8 @@ def _pipes(name: str, role: Role, spans: _Spans) -> Iterator[Track]:
 
 
 def _links(spans: _Spans) -> Iterator[Track]:
-    """Each link of a rank: when any core put something to that peer, or the peer's got it."""
+    """Yield a track for each link of a rank: the times at which any core put to that peer, or the
+    peer's got from it."""
     moved = spans[np.isin(spans["kind"], (Kind.TPUT, Kind.TGET)) & (spans["peer"] != spans["rank"])]
     gets = moved["kind"] == Kind.TGET
     moved["rank"], moved["peer"] = (
@@ -170,8 +172,7 @@ def _of(spans: _Spans, *kinds: int) -> _Spans:
 
 
 def _runs(spans: _Spans) -> list[Span]:
-    """Consecutive like spans of one chunk, and with one peer, as one slice each; signals one by
-    one."""
+    """Merge consecutive spans of one kind, chunk and peer into one slice each; signals stay single."""
     if not len(spans):
         return []
     start = spans["start_ns"] / 1e3
@@ -200,7 +201,7 @@ def _chunk(value: int) -> int | None:
 
 
 def _waits(spans: _Spans, busy: list[Span]) -> list[Span]:
-    """Waits for signals, less the time in which the core's other pipes still worked."""
+    """Return waits for signals, less the time for which the core's other pipes still worked."""
     slices = []
     at = 0
     for span in _of(spans, Kind.TWAIT):

@@ -1,5 +1,5 @@
-"""The trace blob of sim/trace.hpp from Python: schedules that no kernel of ours runs, for the timed
-model."""
+"""The trace blob of sim/trace.hpp from Python, for schedules in the timed model that none of our
+kernels runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 class Kind(IntEnum):
-    """Instructions: ``sim::Kind``."""
+    """The kinds of instructions: ``sim::Kind``."""
 
     TLOAD = 0
     TSTORE = 1
@@ -47,7 +47,7 @@ class Kind(IntEnum):
 
 
 class Pipe(IntEnum):
-    """``isa::Pipe``."""
+    """The pipes of a core: ``isa::Pipe``."""
 
     S = 0
     V = 1
@@ -59,8 +59,8 @@ class Pipe(IntEnum):
 
 
 class Role(IntEnum):
-    """``sim::Role``: the cube part of the compute kernel, the comm kernel, or the vector part of
-    the compute kernel."""
+    """The kinds of cores, ``sim::Role``: the cube part of the compute kernel, the comm kernel, or
+    the vector part of the compute kernel."""
 
     CUBE = 0
     COMM = 1
@@ -68,12 +68,12 @@ class Role(IntEnum):
 
     @property
     def unit(self) -> str:
-        """What the chip calls such a core."""
+        """The chip's name of such a core."""
         return "AIC" if self == Role.CUBE else "AIV"
 
     @property
     def kernel(self) -> str:
-        """``comm`` or ``compute``."""
+        """The kernel that such a core runs, ``comm`` or ``compute``."""
         return "comm" if self == Role.COMM else "compute"
 
 
@@ -93,7 +93,7 @@ RECORD = np.dtype(
         ("width", "<u4"),
     ]
 )
-"""``sim::Record``."""
+"""The layout of ``sim::Record``."""
 
 Records = npt.NDArray[np.void]
 Core = tuple[Role, Records]
@@ -113,23 +113,24 @@ def instruction(
     amount: int = 0,
     width: int = 0,
 ) -> Records:
-    """One record; ``amount``, ``width`` and, of loads and puts, ``signal`` as in ``sim::Record``."""
+    """Return one record; ``amount``, ``width`` and, for loads and puts, ``signal`` are as in
+    ``sim::Record``."""
     return np.array([(kind, pipe, 0, 0, chunk, signal, peer, amount, 0, width)], dtype=RECORD)
 
 
 def set_flag(source: Pipe, waiting: Pipe, event: int = 0) -> Records:
-    """``waiting`` may pass the matching :func:`wait_flag` once ``source`` has come this far."""
+    """Return a record that lets ``waiting`` pass the matching :func:`wait_flag` once ``source`` has
+    reached it."""
     return np.array([(Kind.SET_FLAG, source, waiting, event, NO_CHUNK, *[0] * 5)], dtype=RECORD)
 
 
 def wait_flag(source: Pipe, waiting: Pipe, event: int = 0) -> Records:
-    """Holds ``waiting``."""
+    """Return a record that holds ``waiting`` until the matching :func:`set_flag`."""
     return np.array([(Kind.WAIT_FLAG, source, waiting, event, NO_CHUNK, *[0] * 5)], dtype=RECORD)
 
 
 def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
-    """A rank's trace on node 0. Cores of a kind are numbered
-    in the order given."""
+    """Return a rank's trace on node 0. Cores of a kind are numbered in the order given."""
     parts = [_HEADER.pack(_MAGIC, rank, world, 0, len(cores), 0)]
     numbers = dict.fromkeys(Role, 0)
     for kind, records in cores:
@@ -139,7 +140,7 @@ def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
 
 
 def cores(trace: bytes) -> list[Core]:
-    """The cores of a rank's trace, in the order in which it holds them."""
+    """Return the cores of a rank's trace, in the order in which it holds them."""
     *_, count, _ = _HEADER.unpack_from(trace)
     at, found = _HEADER.size, []
     for _ in range(count):
@@ -151,10 +152,10 @@ def cores(trace: bytes) -> list[Core]:
 
 
 def communication(traces: Sequence[bytes]) -> list[bytes]:
-    """The traces of all ranks of a call without their compute kernels.
+    """Return the traces of all ranks of a call without their compute kernels.
 
-    What only a compute kernel would raise counts as there, so that its waits are left out; what the
-    comm kernels tell each other is waited for.
+    Signals that only a compute kernel would raise count as raised, so waits for them are left out;
+    waits for signals between comm kernels are kept.
     """
     kept = []
     raised: dict[tuple[int, int], int] = {}

@@ -13,7 +13,7 @@ __all__ = ["PublishedRow", "PublishedTable", "Shape", "published", "trace"]
 
 
 class PublishedRow(Model):
-    """A published time. ``fitted``: constants of the default machine description were fitted on it;
+    """A published time. ``fitted``: constants of the default machine description were fitted to it;
     the other rows only check them."""
 
     ranks: int = Field(ge=2)
@@ -30,7 +30,7 @@ class PublishedRow(Model):
 
 
 class PublishedTable(Model):
-    """Rows as published, smallest world first. ``credit``: who published them."""
+    """The rows as published, smallest world first. ``credit``: their publisher."""
 
     title: str
     credit: str
@@ -38,5 +38,5 @@ class PublishedTable(Model):
 
 
 def published() -> PublishedTable:
-    """The eight rows (``published.json``)."""
+    """Return the eight rows (``published.json``)."""
     return PublishedTable.from_file(Path(__file__).with_name("published.json"), "published times")

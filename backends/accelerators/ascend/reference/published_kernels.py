@@ -1,14 +1,14 @@
 """The published AllGather+GEMM as a schedule for the timed model; described, not run.
 
-What its description says, in our words: a rank's rows of A are cut in tiles of 128 x 256, tiles in
+Its description states, in our words: a rank's rows of A are cut into tiles of 128 x 256, tiles in
 chunks. Communication blocks are dealt out evenly to the other ranks; each sends a contiguous range
-of chunks: the tiles, a fence, then the chunk's flag and a counter a source. A compute block takes
-whole *row groups* of 128 rows, the own rank's first and without waits, then those of the other ranks:
-for each output tile of 128 x 256 it goes along K, waiting for a chunk the first time it meets it. L1
-and L0 are double-buffered, L0C is not.
+of chunks: the tiles, a fence, then the chunk's flag and a counter per source. A compute block takes
+whole *row groups* of 128 rows, the own rank's first and without waits, then those of the other
+ranks: for each output tile of 128 x 256 it goes along K, waiting for a chunk the first time it
+meets it. L1 and L0 are double-buffered, L0C is not.
 
-What it leaves open, and we assume: row groups go round-robin to blocks in the order of consumption;
-that order takes one other rank after the other, the next one first; a busy poll costs nothing else.
+We assume what it leaves open: row groups go round-robin to blocks in the order of consumption; that
+order takes one other rank after the other, the next one first; a busy poll costs nothing else.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from mkernel.backends.accelerators.ascend.trace import (
 )
 
 BASE_M, BASE_N, STEP_K = 128, 256, 64
-"""Rows of a tile; columns of a tile of A and of an output tile; K of one matrix instruction."""
+"""The published tile sizes: rows of a tile; columns of a tile of A and of an output tile; K of one
+matrix instruction."""
 _ITEMSIZE, _OUT_ITEMSIZE = 2, 4
 _MAX_CHUNKS, _CHUNK, _MAX_CHUNK = 128, 4, 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """C [m, n] = A [m, k] @ B [k, n], whole on every rank; A sharded by rows.
+    """The product C [m, n] = A [m, k] @ B [k, n], whole on every rank; A is sharded by rows.
 
     Raises:
         ValueError: a dimension that the published kernels do not take.
@@ -64,17 +65,17 @@ class Shape:
 
     @property
     def row_groups(self) -> int:
-        """Groups of 128 rows that one rank owns."""
+        """The groups of 128 rows that one rank owns."""
         return self.m // self.ranks // BASE_M
 
     @property
     def k_tiles(self) -> int:
-        """Tiles of a row group."""
+        """The tiles of a row group."""
         return self.k // BASE_N
 
     @property
     def chunk_tiles(self) -> int:
-        """Tiles of a chunk: 4, or what makes about 128 chunks a source."""
+        """The tiles of a chunk: 4, or the number that gives about 128 chunks per source."""
         tiles = self.row_groups * self.k_tiles
         if tiles <= _CHUNK * _MAX_CHUNKS:
             return _CHUNK
@@ -83,20 +84,20 @@ class Shape:
 
     @property
     def chunks(self) -> int:
-        """Chunks that one rank sends to each other rank."""
+        """The chunks that one rank sends to each other rank."""
         return -(-self.row_groups * self.k_tiles // self.chunk_tiles)
 
     def flag(self, source: int, chunk: int) -> int:
-        """The signal of a chunk, at each receiver."""
+        """Return the signal of a chunk, at each receiver."""
         return source * self.chunks + chunk
 
     def summary(self, source: int) -> int:
-        """The counter of a source's chunks."""
+        """Return the counter of a source's chunks."""
         return self.ranks * self.chunks + source
 
 
 def trace(shape: Shape, rank: int, *, compute_blocks: int = 24, comm_blocks: int = 48) -> bytes:
-    """A rank's trace, for :func:`~mkernel.backends.accelerators.ascend.timeline.model`."""
+    """Return a rank's trace, for :func:`~mkernel.backends.accelerators.ascend.timeline.model`."""
     comm = [_comm(shape, rank, block, comm_blocks) for block in range(comm_blocks)]
     compute = [_compute(shape, rank, block, compute_blocks) for block in range(compute_blocks)]
     cores: list[Core] = [(Role.COMM, each) for each in comm]
@@ -105,14 +106,15 @@ def trace(shape: Shape, rank: int, *, compute_blocks: int = 24, comm_blocks: int
 
 
 def _joined(parts: list[Records]) -> Records:
-    """As bytes: of records numpy would compare all fields, part by part, for most of a trace's time."""
+    """Concatenate records as bytes: numpy would compare all fields of records, part by part, which
+    takes most of a trace's time."""
     kind = instruction(Kind.FENCE).dtype
     whole: Records = np.frombuffer(b"".join(part.tobytes() for part in parts), kind).copy()
     return whole
 
 
 def _share(items: int, members: int, member: int) -> range:
-    """A contiguous part of ``range(items)``; parts differ by at most one."""
+    """Return a contiguous part of ``range(items)``; parts differ by at most one."""
     bounds = [items * i // members for i in range(members + 1)]
     return range(*list(pairwise(bounds))[member])
 
@@ -180,7 +182,7 @@ _NO_WAITS: _Waits = {}
 
 
 def _waits(shape: Shape, source: int, group: int) -> _Waits:
-    """The wait before each K tile of a row group that is the first of its chunk."""
+    """Return the wait before each K tile of a row group that is the first of its chunk."""
     found = {}
     seen = None
     for k_tile in range(shape.k_tiles):
@@ -195,7 +197,8 @@ def _waits(shape: Shape, source: int, group: int) -> _Waits:
 
 
 def _output_tile(k_tiles: int, half: int, waits: _Waits) -> Records:
-    """All of K, from this half of L1 on; then it leaves L0C."""
+    """Return the records of an output tile: all of K, starting with this half of L1, then the store
+    from L0C."""
     parts = [wait_flag(Pipe.FIX, Pipe.M)]
     for k_tile in range(k_tiles):
         if k_tile in waits:
@@ -214,7 +217,8 @@ def _output_tile(k_tiles: int, half: int, waits: _Waits) -> Records:
 
 @cache
 def _k_tile(half: int, first: bool) -> Records:
-    """A [128, 256] and B [256, 256] from memory, multiplied into L0C in steps of 64."""
+    """Return the records that load A [128, 256] and B [256, 256] and multiply them into L0C in
+    steps of 64."""
     parts = [
         wait_flag(Pipe.MTE1, Pipe.MTE2, half),
         instruction(Kind.TLOAD, Pipe.MTE2, amount=BASE_M * BASE_N * _ITEMSIZE),
