@@ -1,4 +1,5 @@
-"""NVIDIA GPUs of compute capability 9.0: persistent kernels that use NVLink while they compute."""
+"""Backend for NVIDIA GPUs of compute capability 9.0: persistent kernels that use NVLink while they
+compute."""
 
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 

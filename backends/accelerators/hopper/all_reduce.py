@@ -1,11 +1,11 @@
-"""AllReduce on one rank, by one of three ways:
+"""AllReduce on one rank, in one of three ways:
 
   mail        one kernel: x ──▶ every peer's mail ──▶ sums ──▶ norm ──▶ out
               (``kernels/sum_rows.hpp``)
   two_shot    a collective: x ──▶ owners ──▶ sums ──▶ every rank's out
               (``kernels/collectives.hpp``); where there is a norm, a kernel behind it
   mail_twice  the same, by mail (``kernels/mail_collectives.hpp``); symmetric outs as two_shot
-All views are one, but for compute_only, in which this rank's terms are all of the sum.
+All views run alike, except compute_only, in which the sum has only this rank's terms.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 
 class SumExecutor:
-    """AllReduce, into ``out``: one plan's calls in a world."""
+    """The executor of one plan's AllReduce calls in a world, into ``out``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         made, how = native(), call.plan.part(SumSchedule)
         self._by_mail = how.way == "mail"
         self._world = device_world(call, context)
@@ -56,12 +57,12 @@ class SumExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a plan needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that a plan needs. Unsupported."""
         world, how, made = one_node(plan), plan.part(SumSchedule), native()
         if how.way == "mail":
             try:
                 made.check_sum_rows(world, rows_of(plan, how.blocks))
-            except ValueError as error:  # too much mail, or rows that are too long to keep
+            except ValueError as error:  # too many bytes, or rows too long to keep
                 raise Unsupported(f"{plan.op} of {plan.summed}: {error}") from None
         if how.way == "mail_twice" and (sent := _mail(plan)) > mail.MAIL_BYTES:
             raise Unsupported(
@@ -74,7 +75,7 @@ class SumExecutor:
         return Workspace((made.DATA_OFFSET + _staging(plan),), outputs=outputs)
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream."""
+        """Queue one call on a stream."""
         if self._by_mail:
             world = self._alone if call.view == "compute_only" else self._world
             blocks = call.plan.part(SumSchedule).blocks
@@ -89,7 +90,7 @@ class SumExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> None:
-        """None: native code knows calls of GEMM ops alone."""
+        """Return None: native code starts only calls of GEMM ops."""
 
     def _two_shot(self, call: Call, stream: int) -> None:
         made, x, out = native(), call.tensors["x"], call.tensors["out"]
@@ -101,13 +102,14 @@ class SumExecutor:
 
 
 def _mail(plan: LaunchPlan) -> int:
-    """Bytes of mail that two exchanges are."""
+    """Return the bytes that two Lamport exchanges send."""
     elements, dtype = plan.summed.m * plan.summed.n, plan.dtype
     return mail.of_two_exchanges(elements, plan.world_size, dtype, dtype)
 
 
 def _staging(plan: LaunchPlan) -> int:
-    """Bytes of the data area that the collective needs; enough also where outs are not symmetric."""
+    """Return the bytes of the data area that the collective needs; enough also if outs are not
+    symmetric."""
     if plan.world_size == 1 or plan.part(SumSchedule).way == "mail":
         return 0
     made, shape = native(), plan.summed

@@ -7,18 +7,18 @@ Data flow:
   wait for a peer's flag, q on its k, v ─────┤  on a third stream, the rank before this one first
   all of them ──one kernel, float32──────────┴▶ out, lse; it ends the call
 
-Where the blocks of one call of the library leave multiprocessors idle at its end, those of another
-stream's run.
+When the last blocks of one library call leave multiprocessors idle, blocks of another stream's call
+use them.
 
-Causal calls are split in zigzag: rank r has pieces r and 2·W - 1 - r of 2·W. On the own keys attention
-is plainly causal; of an earlier rank's keys all queries see the first half and no more; of a later
-rank's the second half of the queries sees all. What no query sees is neither sent nor computed.
-Where documents are packed into the sequence, FlashAttention stands in cuDNN's place
+Causal calls are split in a zigzag: rank r has pieces r and 2·W - 1 - r of 2·W. Attention on the own
+keys is plainly causal; all queries see only the first half of an earlier rank's keys; the second
+half of the queries sees all of a later rank's. Keys that no query sees are neither sent nor
+computed. If documents are packed into the sequence, FlashAttention replaces cuDNN
 (:mod:`.attention_documents`).
 
-Errors. A library rounds what it finds in each part to the tensors' dtype, as it does its weights; the
-merge is float32 and rounds once more. So the relative error of out is that of three independent
-roundings at most, 1.7 times that of one, however many ranks there are: of random tensors 2.8e-3 in
+Errors. A library rounds each part's result, and its weights, to the tensors' dtype; the merge is
+float32 and rounds once more. So the relative error of out is at most that of three independent
+roundings, 1.7 times that of one, however many ranks there are: for random tensors 2.8e-3 in
 bfloat16, 3.5e-4 in float16; up to 3.2e-3 where weights are nearly even. lse is float32.
 """
 
@@ -60,10 +60,11 @@ if TYPE_CHECKING:
 
 
 class AttentionExecutor:
-    """Ring attention, into ``out`` and ``lse``: one plan's calls in a world."""
+    """The executor of one plan's ring attention calls in a world, into ``out`` and ``lse``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
         how = _checked(plan)
@@ -79,7 +80,7 @@ class AttentionExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What ring attention needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that ring attention needs. Unsupported."""
         _checked(plan)
         keys, world = ring_keys(plan), plan.world_size
         if world == 1:
@@ -93,11 +94,12 @@ class AttentionExecutor:
         )
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         if self._loads and not torch.cuda.is_current_stream_capturing():
-            # The library's kernels are loaded by their first launch, which the driver may delay until
-            # running kernels end: one of ours too, that waits for a NIC. An emulated one's copies ask
-            # the driver, and would wait as well. So all is launched once without waits.
+            # The library's kernels are loaded by their first launch, which the driver may delay
+            # until running kernels end, including one of ours that waits for a NIC. The copies of
+            # an emulated NIC use the driver, and would wait as well. So everything is launched once
+            # without waits.
             self._loads = False
             self._queue(replace(call, view="compute_only"), stream)
         self._queue(call, stream)
@@ -127,8 +129,9 @@ class AttentionExecutor:
         world: _hopper.DeviceWorld | None,
         stream: int,
     ) -> list[Seen]:
-        """What the queries found in each part, the own one first; the others on the third stream.
-        ``world``: whose flags are waited for there; None: parts are taken as they lie."""
+        """Return what the queries found in each part, the own one first; the others run on the
+        third stream. ``world``: the world whose flags are waited for there; None: parts are read
+        without waiting."""
         with self._ring.beside(call, world, stream) as kernels:
             parts = [attended(own)]
             with on_stream(self._context.device, kernels):
@@ -138,11 +141,11 @@ class AttentionExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: the library is called from Python."""
+        """Return None: the library is called from Python."""
         return None
 
     def _attended(self, call: Call) -> Callable[[Source], Seen]:
-        """What finds what the call's queries see in a source, on torch's current stream."""
+        """Return a function that attends the call's queries to a source, on torch's current stream."""
         q, scale, _ = Queries.of(call)
         documents = Documents(call) if self._packed else None
 
@@ -153,7 +156,7 @@ class AttentionExecutor:
             given = (q, source.k, source.v, source.first, causal, scale)
             if not self._core:
                 return attend(*given)
-            # The own part and the others', which come one after another, may run at a time.
+            # The own part may run at the same time as the others' parts, which follow one another.
             counters = attention_core.counters_of(call.workspace, source.rank != call.rank)
             return attention_core.attend(*given, counters)
 
@@ -161,7 +164,7 @@ class AttentionExecutor:
 
 
 def _checked(plan: LaunchPlan) -> AttentionSchedule:
-    """The schedule. ArgumentError for one that a call would not follow."""
+    """Return the schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionSchedule)
     check_library(plan, how.library)
     return how

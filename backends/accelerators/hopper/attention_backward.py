@@ -9,16 +9,16 @@ Data flow:
                                     └──▶ parts of dk, dv ──copy engines──▶ owner    │
   lot by lot: wait for the flags of what came home; one kernel, float32 ────────────┴▶ dq, dk, dv
 
-Where the blocks of one call of the library leave multiprocessors idle at its end, those of the other
-stream's run. The last lot travels home while others are added up.
+When the last blocks of one library call leave multiprocessors idle, blocks of the other stream's
+call use them. The last lot travels to its owner while others are added up.
 
-What a call needs of a query beside its keys is of all keys (Dao et al., "FlashAttention", 2022):
-dS = e^(s - lse)·(dO vᵀ - dO·O). So parts are added up, in a fixed order: what this rank gives first,
-then, to dq, the parts in the order of the forward; to dk and dv, what came from the rank after this
-one, the one after that, and so on.
+Apart from its part of the keys, a call needs values of a query over all keys (Dao et al.,
+"FlashAttention", 2022): dS = e^(s - lse)·(dO vᵀ - dO·O). So parts are added in a fixed order: this
+rank's contribution first, then, for dq, the parts in the order of the forward; for dk and dv, the
+contributions of the rank after this one, the one after that, and so on.
 
-Errors. The library rounds what each part gives, as it does its weights; sums are float32 and rounded
-once more. Equal calls give equal bits where the library's do.
+Errors. The library rounds each part's contribution, and its weights; sums are float32 and rounded
+once more. Equal calls give equal bits if the library's do.
 """
 
 from __future__ import annotations
@@ -63,32 +63,33 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """What a part gives to a gradient: to its rows from ``first`` on."""
+    """A part's contribution to a gradient, for its rows from ``first`` on."""
 
     of: torch.Tensor
     first: int = 0
 
 
 class Lot(NamedTuple):
-    """Heads of keys whose gradients travel at a time, and those of the queries that have them."""
+    """Heads of keys whose gradients travel together, and the heads of queries that use them."""
 
     keys: slice
     queries: slice
 
 
 class Found(NamedTuple):
-    """What the own keys give, and each peer's in turn, a lot of heads after another."""
+    """The contributions of the own keys, and of each peer's in turn, lot of heads after lot."""
 
     own: Gradients
     parts: list[list[Gradients]]
 
 
 class AttentionBackwardExecutor:
-    """The backward of ring attention, into ``grad_q``, ``grad_k``, ``grad_v``: one plan's calls in a
-    world."""
+    """The executor of one plan's ring attention backward calls in a world, into ``grad_q``,
+    ``grad_k``, ``grad_v``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan, made = call.plan, native()
         self._context, self._plan, self._rank = context, plan, call.rank
         how = _checked(plan)
@@ -101,14 +102,14 @@ class AttentionBackwardExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What the backward needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that the backward needs. Unsupported."""
         world = one_node(plan)
         _checked(plan)
         keys = ring_keys(plan)
         return Workspace((keys.workspace_bytes(world, gradients=True) if world > 1 else NO_DATA,))
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         ring = self._ring
         world = self._world.of_call(call_id(call), call.timeout_s)
         exchanges = call.view != "compute_only" and bool(ring.sources)
@@ -137,7 +138,7 @@ class AttentionBackwardExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: the library is called from Python."""
+        """Return None: the library is called from Python."""
         return None
 
     def _given(self, call: Call) -> tuple[Queries, Results]:
@@ -153,10 +154,10 @@ class AttentionBackwardExecutor:
         world: _hopper.DeviceWorld | None,
         stream: int,
     ) -> Found:
-        """What the parts give. ``world``: the others' are waited for, and sent home; None: they are
-        taken as they lie."""
+        """Return the parts' contributions. ``world``: the others' keys are waited for, and their
+        gradients sent to the owners; None: parts are read without waiting, and nothing is sent."""
         order = self._context.order
-        travels = []  # whose memory is another's once the call is queued
+        travels = []  # kept until the call is queued; then their memory may be reused
         with self._ring.beside(call, world, stream) as kernels:
             found = Found(part(own), [])
             with on_stream(self._context.device, kernels):
@@ -179,7 +180,7 @@ class AttentionBackwardExecutor:
         return gradients(results, k, v, source.first, causal, scale)
 
     def _packed(self, part: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of keys and values as they travel."""
+        """Return the gradients of keys and values packed as they travel."""
         return self._ring.packed(part.k), self._ring.packed(part.v)
 
     def _send(
@@ -190,7 +191,7 @@ class AttentionBackwardExecutor:
         given: tuple[torch.Tensor, torch.Tensor],
         stream: int,
     ) -> None:
-        """A lot of heads, to the owner of the keys."""
+        """Send a lot of heads to the owner of the keys."""
         k, v = given
         native().push_gradients(
             self._context.device,
@@ -206,7 +207,7 @@ class AttentionBackwardExecutor:
         )
 
     def _place(self, lot: Lot) -> int:
-        """Of its gradients behind those of the first head."""
+        """Return the byte offset of a lot's gradients from those of the first head."""
         of_head = self._ring.keys.bytes // attention_shape(self._plan).kv_heads
         return int(of_head * lot.keys.start)
 
@@ -215,8 +216,8 @@ class AttentionBackwardExecutor:
         return int(made.GRADIENT_FLAGS + number * made.MOST_RANKS + source)
 
     def _came_home(self, lot: Lot) -> list[Source]:
-        """What the rank after this one gives to the gradients of the own keys and values, the one after
-        that, and so on."""
+        """Return the contributions to the gradients of the own keys and values: those of the rank
+        after this one first, then of the one after that, and so on."""
         world, ring = self._plan.world_size, self._ring
         found = []
         for step in range(1, world):
@@ -242,7 +243,7 @@ class AttentionBackwardExecutor:
         ends: bool,
         stream: int,
     ) -> None:
-        """The gradients of a lot's keys, and of the queries that have them."""
+        """Compute the gradients of a lot's keys, and of the queries that use them."""
         made, shape, lot = native(), attention_shape(self._plan), self._lots[number]
         own = found.own
         of_q = [
@@ -268,7 +269,8 @@ class AttentionBackwardExecutor:
 
 
 def lots(shape: AttentionShape, count: int) -> list[Lot]:
-    """So many, or as many as there are heads of keys, of nearly the same size."""
+    """Cut the heads of keys into ``count`` lots of nearly equal size, or as many as there are
+    heads."""
     heads, groups = shape.kv_heads, shape.heads // shape.kv_heads
     cuts = [heads * each // count for each in range(count + 1)]
     return [
@@ -294,7 +296,7 @@ def _sum_of(out: torch.Tensor, given: Sequence[Given], factor: int) -> _hopper.S
 
 
 def _checked(plan: LaunchPlan) -> AttentionBackwardSchedule:
-    """The schedule. ArgumentError for one that a call would not follow."""
+    """Return the schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionBackwardSchedule)
     if attention_shape(plan).documents:
         raise ArgumentError("plan.shape.documents", True, "False: it has no gradients of these")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float, counters: int
 ) -> Seen:
-    """As :func:`.attention_library.attend`, of heads of 128. ``counters``: see :func:`core`."""
+    """Compute :func:`.attention_library.attend` for heads of 128. ``counters``: see :func:`core`."""
     seeing = q[:, :, first:] if first else q
     out = torch.empty_like(seeing)
     lse = torch.empty(seeing.shape[:3], dtype=torch.float32, device=q.device)
@@ -30,9 +30,11 @@ def core(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     counters: int,
 ) -> _hopper.Core:  # fmt: skip
-    """Attention of q [B, Hq, R, 128] on k and v [B, Hkv, K, 128] into ``out``, like q, and ``lse``
-    [B, Hq, R], packed. ``counters``: address of two words that every launch leaves zero, as it found
-    them, after a failed wait too; launches at a time have their own (:func:`counters_of`)."""
+    """Describe attention of q [B, Hq, R, 128] on k and v [B, Hkv, K, 128] into ``out``, like q, and
+    ``lse`` [B, Hq, R], packed.
+
+    ``counters``: address of two words that every launch leaves zero, as it found them, also after a
+    failed wait; launches that may run at the same time have their own (:func:`counters_of`)."""
     made: _hopper.Core = native().Core(
         [(each.data_ptr(), each.stride()[:3]) for each in (q, k, v, out)],
         lse.data_ptr(),
@@ -46,7 +48,8 @@ def core(
 
 
 def counters_of(workspace: int, which: int = 0) -> int:
-    """Those of a workspace, for the first or the second launch at a time of its call."""
+    """Return the counters in a workspace for the first or the second of two concurrent launches of
+    its call."""
     made = native()
     at: int = workspace + made.COUNTERS_OFFSET + which * made.COUNTERS_BYTES
     return at

@@ -1,10 +1,10 @@
-"""Attention where several documents are packed into one sequence, by FlashAttention's kernel of
-sequences of various lengths, which torch brings.
+"""Attention for several documents packed into one sequence, by FlashAttention's variable-length
+kernel, which torch contains.
 
-A document is consecutive positions, and those that a rank has of it are consecutive rows: in zigzag a
-document that reaches both pieces of a rank is the last one of the first, and the first one of the
-second. So in each pair of parts documents meet pairwise, and where they begin is all that the kernel
-needs.
+A document is consecutive positions, and a rank's positions of it are consecutive rows: in the
+zigzag, a document that reaches both pieces of a rank is the last one of the first piece and the
+first one of the second. So in each pair of parts documents meet pairwise, and the kernel needs only
+their start offsets.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _aten = torch.ops.aten
 
 
 class Bounds(NamedTuple):
-    """Where each document begins in some rows, and where the last one ends: ``at`` [N + 1] int32 on the
-    device. ``longest``: no document has more of these rows."""
+    """The start of each document in some rows, and the end of the last one: ``at`` [N + 1] int32 on
+    the device. ``longest``: the most of these rows that a document has, or more."""
 
     at: Tensor
     longest: int
 
 
 class Documents:
-    """Those of one call, in the rows of each rank."""
+    """The documents of one call, in the rows of each rank."""
 
     def __init__(self, call: Call) -> None:
-        """ArgumentError: boundaries that lie on the CPU, in a graph."""
+        """Compute the bounds in every piece. ArgumentError: boundaries that lie on the CPU, in a
+        graph."""
         bounds, device = call.tensors["cu_seqlens"], call.tensors["q"].device
         shape, world = attention_shape(call.plan), call.plan.world_size
         self._rank, self._world, self._causal = call.rank, world, shape.causal
@@ -43,7 +44,7 @@ class Documents:
         length = shape.sequence // pieces
         starts = torch.arange(0, shape.sequence, length, dtype=torch.int32, device=bounds.device)
         table = (bounds[None] - starts[:, None]).clamp_(0, length)
-        if shape.causal:  # of ranks, behind those of pieces
+        if shape.causal:  # rows of ranks, after those of pieces
             table = torch.cat((table, table[:world] + table.flip(0)[:world]))
         self._longest = [length] * pieces + [shape.sequence // world] * (len(table) - pieces)
         if bounds.device != device and torch.cuda.is_current_stream_capturing():
@@ -55,10 +56,11 @@ class Documents:
         self._table = table
 
     def queries(self, source: Source) -> Bounds:
-        """In the own queries that see keys of that rank.
+        """Return the bounds in the own queries that see keys of the source's rank.
 
-        Where no document has more than one query and heads are grouped, the library takes a group's
-        queries as one sequence, and then each document must have exactly one: it is told of two.
+        If no document has more than one query and heads are grouped, the library treats a group's
+        queries as one sequence, and then each document must have exactly one. So ``longest`` is at
+        least 2.
         """
         last = source.first > 0
         at, longest = (
@@ -67,7 +69,7 @@ class Documents:
         return Bounds(at, max(longest, 2))
 
     def keys(self, source: Source) -> Bounds:
-        """In the keys of that rank, as far as they are seen."""
+        """Return the bounds in the keys of the source's rank, as far as they are seen."""
         if self._causal and source.rank < self._rank:
             return self._piece(source.rank)
         return self._of(source.rank)
@@ -82,8 +84,8 @@ class Documents:
 def attend_packed(
     q: Tensor, source: Source, documents: Documents, causal: bool, scale: float
 ) -> Seen:
-    """What the queries from ``source.first`` on find in the source's keys of their own documents; in
-    order where ``causal``. The log-sum-exp of a query that finds none is -inf, its result 0."""
+    """Attend the queries from ``source.first`` on to the source's keys of their own documents; in
+    order if ``causal``. A query without such keys has the log-sum-exp -inf and the result 0."""
     queries, keys = documents.queries(source), documents.keys(source)
     found = [
         _aten._flash_attention_forward(
@@ -95,6 +97,6 @@ def attend_packed(
     out, lse = (
         each[0][None] if len(found) == 1 else torch.stack(each) for each in zip(*found, strict=True)
     )
-    # The library says inf of a query without keys; of scores that are not finite, the result is NaN.
+    # The library returns inf for a query without keys; for scores that are not finite, NaN.
     lse = torch.where(lse == torch.inf, -torch.inf, lse)
     return Seen(out.transpose(1, 2), lse, source.first)

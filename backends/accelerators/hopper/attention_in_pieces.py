@@ -1,14 +1,14 @@
-"""Ring attention of sequences that are too long for their keys, or for what all queries find in a part,
-to lie in memory at once.
+"""Ring attention of sequences so long that their keys, or the results of all queries on a part, do
+not fit in memory at once.
 
-Data flow, of some rows of queries after others (:mod:`.attention_pieces`):
+Data flow, for some rows of queries after others (:mod:`.attention_pieces`):
   pieces of k, v (own) ──copy engines, a second stream──▶ slots of peers, a flag behind each
   q on own k, v, those before its rows and those of its rows ──cuDNN──▶ out, log-sum-exp ─┐
   wait for a piece's flag, q on it, a flag back to its owner: the slot is free ───────────┤
   each with what was found before ──a kernel, float32──▶ what was found so far ... ───────┴▶ out, lse
 
-The last of the kernels ends the call. What each piece gives is rounded by the library and weighed in
-float32; of their sums the last one alone is rounded. So the error is that of :mod:`.attention`.
+The last of the kernels ends the call. The library rounds each piece's result, which is weighted in
+float32; only the last of the sums is rounded. So the error is that of :mod:`.attention`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """A call's tensors, where kernels can address them, and how it is queued. ``exchanges``: pieces are
-    sent and waited for, else taken as they lie."""
+    """A call's tensors, at addresses that kernels can use, and the way it is queued. ``exchanges``:
+    pieces are sent and waited for; otherwise they are read without waiting."""
 
     queries: Queries
     k: torch.Tensor
@@ -59,10 +59,11 @@ class Given(NamedTuple):
 
 
 class AttentionInPiecesExecutor:
-    """Ring attention, into ``out`` and ``lse``: one plan's calls in a world."""
+    """The executor of one plan's ring attention calls in a world, into ``out`` and ``lse``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan = call.plan
         self._context, self._plan, self._rank = context, plan, call.rank
         self._workspace = call.workspace
@@ -77,13 +78,13 @@ class AttentionInPiecesExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What ring attention needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that ring attention needs. Unsupported."""
         world = one_node(plan)
         _checked(plan)
         return Workspace((native().DATA_OFFSET + pieces_of(plan).area if world > 1 else NO_DATA,))
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         order = self._context.order
         exchanges = call.view != "compute_only" and bool(self._steps)
         beside = exchanges and call.view != "sequential"
@@ -115,11 +116,12 @@ class AttentionInPiecesExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: the library is called from Python."""
+        """Return None: the library is called from Python."""
         return None
 
     def _attend(self, given: Given, number: int, found: Found) -> None:
-        """Queue what the queries of a cut need but the last merge, for which ``found`` has the rest."""
+        """Queue everything that the queries of a cut need except the last merge, whose inputs
+        ``found`` then has."""
         queries = self._pieces.cuts[number]
         q, out = (each[:, :, queries.all] for each in (given.queries.q, given.out))
         found.clear()
@@ -137,7 +139,7 @@ class AttentionInPiecesExecutor:
         )
 
     def _own(self, given: Given, q: torch.Tensor, queries: Cut) -> list[Seen]:
-        """Of the own keys: where causal, those of the queries' own rows, and those before them."""
+        """Attend to the own keys: if causal, those of the queries' own rows, and those before them."""
         k, v, scale = given.k, given.v, given.queries.scale
         if not self._causal:
             return [attend(q, k, v, 0, False, scale)]
@@ -166,7 +168,8 @@ class AttentionInPiecesExecutor:
         return seen
 
     def _send(self, given: Given, turn: int) -> None:
-        """Queue what peers read up to that turn of theirs, and is not queued yet."""
+        """Queue the sends of pieces that peers read up to that turn, as far as they are not queued
+        yet."""
         made, device, pieces = native(), self._context.device, self._pieces
         while self._pending and self._pending[0][1].turn <= turn:
             reader, step = self._pending.popleft()
@@ -187,13 +190,13 @@ class AttentionInPiecesExecutor:
 
 
 def pieces_of(plan: LaunchPlan) -> Pieces:
-    """The pieces of a plan's calls."""
+    """Return the pieces of a plan's calls."""
     how = plan.part(AttentionInPiecesSchedule)
     return Pieces(attention_shape(plan), plan.world_size, how.piece_rows, how.slots)
 
 
 def _checked(plan: LaunchPlan) -> AttentionInPiecesSchedule:
-    """The schedule. ArgumentError for one that a call would not follow."""
+    """Return the schedule. ArgumentError for one that a call would not follow."""
     how, shape = plan.part(AttentionInPiecesSchedule), attention_shape(plan)
     if shape.documents:
         raise ArgumentError("plan.shape.documents", True, "False: pieces have none that are packed")

@@ -4,9 +4,9 @@ Data flow:
   k, v (own) ──copy engines, a second stream──▶ slots of the peers, chunk by chunk, a flag behind each
   q, own k, v, and those in the slots as flags come ──one kernel──▶ out, lse; it ends the call
 
-Each query sees the own keys first and then those of the rank before this one, of the one before that,
-and so on, as :mod:`.attention_ring` says; nothing is rounded between them. Heads are of 128, and a
-rank's pieces of the sequence multiples of 128 positions.
+Each query sees the own keys first, then those of the rank before this one, of the one before that,
+and so on (:mod:`.attention_ring`); nothing is rounded between them. Heads have a width of 128, and
+a rank's pieces of the sequence multiples of 128 positions.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ if TYPE_CHECKING:
 
 
 class AttentionKernelExecutor:
-    """Ring attention, into ``out`` and ``lse``: one plan's calls in a world."""
+    """The executor of one plan's ring attention calls in a world, into ``out`` and ``lse``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         how = _checked(call.plan)
         self._context, self._how = context, how
         self._ring = AttentionRing(call, context, how.chunk_rows)
         self._world = device_world(call, context)
-        # Copies within a device need room on its multiprocessors, of which the kernel leaves none.
+        # Copies within a device need room on its multiprocessors, and the kernel leaves none.
         self._copies_first = native().shares_device(context.device, self._world)
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What ring attention needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that ring attention needs. Unsupported."""
         world = one_node(plan)
         _checked(plan)
         return Workspace((ring_keys(plan).workspace_bytes(world),))
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         world = self._world.of_call(call_id(call), call.timeout_s)
         exchanges = call.view != "compute_only"
         beside = call.view == "pipelined" and not self._copies_first
@@ -68,7 +69,7 @@ class AttentionKernelExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: calls are started from Python."""
+        """Return None: calls are started from Python."""
         return None
 
     def _attend(self, call: Call, world: _hopper.DeviceWorld, exchanges: bool, stream: int) -> None:
@@ -78,7 +79,7 @@ class AttentionKernelExecutor:
         k, v = (aligned(call.tensors[name]) for name in "kv")
         out = call.tensors["out"]
         written, counters = writable(out), counters_of(call.workspace)
-        slots = sources[0].k  # the others' lie behind it in their order (host/attention.hpp)
+        slots = sources[0].k  # the others follow in their order (host/attention.hpp)
         ring = made.Ring(
             core(q, k, v, written, call.tensors["lse"], self._ring.causal, scale, counters),
             [made.RingPart(each.rank, each.first, each.k.shape[2]) for each in sources],
@@ -93,7 +94,7 @@ class AttentionKernelExecutor:
 
 
 def _checked(plan: LaunchPlan) -> AttentionKernelSchedule:
-    """The schedule. ArgumentError for one that a call would not follow."""
+    """Return the schedule. ArgumentError for one that a call would not follow."""
     how = plan.part(AttentionKernelSchedule)
     if not kernel_takes(plan):
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.ring_attention'")

@@ -1,11 +1,11 @@
 """A library's attention of some queries on some keys, and its gradients.
 
 The library is cuDNN, which takes fewer heads of keys than of queries, and any layout whose rows are
-packed. torch keeps its plans by the strides of q, k and v alone, so what is given beside q for the same
-queries (the result, its gradient) lies as q does, gaps between rows included.
+packed. torch caches its plans by the strides of q, k and v only, so tensors that accompany q for
+the same queries (the result, its gradient) must have the layout of q, gaps between rows included.
 
-Under ``torch.use_deterministic_algorithms`` gradients are those of FlashAttention-2, which then adds in
-a fixed order; cuDNN's backward does not promise one.
+Under ``torch.use_deterministic_algorithms`` gradients are those of FlashAttention-2, which then
+adds in a fixed order; cuDNN's backward does not promise one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _aten = torch.ops.aten
 
 
 class Seen(NamedTuple):
-    """What some queries found in some keys: ``out`` [B, H, R, D] and ``lse`` [B, H, R] of the queries
-    from ``first`` on."""
+    """The result of some queries on some keys: ``out`` [B, H, R, D] and ``lse`` [B, H, R] of the
+    queries from ``first`` on."""
 
     out: Tensor
     lse: Tensor
@@ -30,8 +30,8 @@ class Seen(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Queries with what they found in all keys they see: ``q``, ``out`` and its gradient ``of_out``
-    [B, H, R, D], which lie alike; ``lse``, and its gradient ``of_lse`` or None, [B, H, R]."""
+    """Queries with their results over all keys that they see: ``q``, ``out`` and its gradient
+    ``of_out`` [B, H, R, D], in one layout; ``lse``, and its gradient ``of_lse`` or None, [B, H, R]."""
 
     q: Tensor
     out: Tensor
@@ -40,18 +40,19 @@ class Results(NamedTuple):
     of_lse: Tensor | None
 
     def heads(self, which: slice) -> Results:
-        """Of these heads."""
+        """Return the results of these heads."""
         return Results(*(None if each is None else each[:, which] for each in self))  # type: ignore[arg-type]
 
     def rows(self, first: int) -> Results:
-        """Of the queries from ``first`` on."""
+        """Return the results of the queries from ``first`` on."""
         if not first:
             return self
         return Results(*(None if each is None else each[:, :, first:] for each in self))  # type: ignore[arg-type]
 
 
 class Gradients(NamedTuple):
-    """What some keys give to the gradient of queries, and these to those of keys and values."""
+    """The contribution of some keys to the gradient of queries, and of these queries to those of
+    keys and values."""
 
     q: Tensor
     k: Tensor
@@ -59,15 +60,16 @@ class Gradients(NamedTuple):
 
 
 def on_stream(device: int, stream: int) -> AbstractContextManager[object]:
-    """What a library is called for inside is queued on that stream. What it allocates there is free for
-    calls on the same stream alone, so that those must come after whatever reads it."""
+    """Return a context in which library calls are queued on that stream. Memory that they allocate
+    there is reused by calls on the same stream only, so those must be queued after every read of
+    it."""
     one = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
     return torch.cuda.stream(one)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float) -> Seen:
-    """Attention of the queries from ``first`` on over keys and values that each of them sees, or in
-    order where ``causal``. Heads of k and v may be fewer."""
+    """Attend the queries from ``first`` on to keys and values, all of which each query sees, or in
+    order if ``causal``. k and v may have fewer heads."""
     seeing = q[:, :, first:] if first else q
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         seeing, k, v, None, True, 0.0, causal, False, scale=scale
@@ -79,11 +81,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: flo
 def gradients(
     given: Results, k: Tensor, v: Tensor, first: int, causal: bool, scale: float
 ) -> Gradients:
-    """The gradients of what :func:`attend` computes, with the results of all keys.
+    """Compute the gradients of :func:`attend`, given the results over all keys.
 
-    Each is rounded to the dtype of ``q``. The library knows no gradient of the log-sum-exp. What it
-    gives to scores, p·dlse, is what a second call computes, with values of 0 and results whose products
-    with their gradients are -dlse; that is added to the first call's, and rounded once more.
+    Each is rounded to the dtype of ``q``. The library knows no gradient of the log-sum-exp. That
+    gradient's contribution to the scores, p·dlse, comes from a second call, with values of 0 and
+    results whose products with their gradients are -dlse; it is added to the first call's, and
+    rounded once more.
     """
     given = given.rows(first)
     found = _gradients(given, k, v, causal, scale)
@@ -92,14 +95,14 @@ def gradients(
     ones, sums = (_zeros_lying_like(given.q) for _ in range(2))
     ones[..., :2] = 1
     sums[..., 0] = -given.of_lse
-    sums[..., 1] = -(given.of_lse + sums[..., 0])  # what the first one's rounding took off
+    sums[..., 1] = -(given.of_lse + sums[..., 0])  # the remainder of the first one's rounding
     more = _gradients(given._replace(out=sums, of_out=ones), k, torch.zeros_like(v), causal, scale)
     return Gradients(found.q + more.q, found.k + more.k, found.v)
 
 
 def _gradients(given: Results, k: Tensor, v: Tensor, causal: bool, scale: float) -> Gradients:
     q, lse = given.q, given.lse.contiguous()
-    none = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that drops nothing
+    none = torch.empty((), dtype=torch.int64, device=q.device)  # generator state; dropout is 0
     sizes = q.shape[2], k.shape[2]
     if torch.are_deterministic_algorithms_enabled():
         found = _aten._scaled_dot_product_flash_attention_backward(
@@ -115,7 +118,7 @@ def _gradients(given: Results, k: Tensor, v: Tensor, causal: bool, scale: float)
 
 
 def _zeros_lying_like(tensor: Tensor) -> Tensor:
-    """With the same strides, also where torch's zeros_like would leave gaps out."""
+    """Return zeros with the same strides, also where torch's zeros_like would remove gaps."""
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     ).zero_()
@@ -123,7 +126,8 @@ def _zeros_lying_like(tensor: Tensor) -> Tensor:
 
 @cache
 def _more_dimensions(device: torch.device) -> tuple[int, ...]:
-    """How torch's cuDNN attention has the log-sum-exp: [B, H, R] and these, by the version of torch."""
+    """Return the extra dimensions of the log-sum-exp of torch's cuDNN attention after [B, H, R],
+    which depend on the version of torch."""
     q = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device=device)
     _, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)
     more: int = lse.dim() - 3

@@ -1,4 +1,5 @@
-"""The merge of what queries found in parts of the keys, and memory for what is merged already."""
+"""The merge of queries' results on parts of the keys, and memory for results that are merged
+already."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Found:
-    """What some queries found so far.
+    """The results of some queries so far.
 
     Attributes:
-        out, lse: memory of what is merged, float32, packed. merged: whether they hold something.
-        parts: what is not merged yet.
+        out, lse: memory of the merged results, float32, packed. merged: True if they hold any.
+        parts: results that are not merged yet.
     """
 
     out: torch.Tensor
@@ -32,7 +33,8 @@ class Found:
 
     @classmethod
     def of_rows(cls, rows: int, like: torch.Tensor) -> Found:
-        """Nothing, and memory for so many of the queries that ``like`` [B, H, R, D] has results of."""
+        """Make an empty one, with memory for ``rows`` of the queries whose results ``like`` [B, H,
+        R, D] holds."""
         batch, heads, _, width = like.shape
         made = torch.empty(
             batch * heads * rows * (width + 1), dtype=torch.float32, device=like.device
@@ -43,13 +45,13 @@ class Found:
         )
 
     def clear(self) -> None:
-        """Other queries follow."""
+        """Forget the results, because other queries follow."""
         self.merged, self.parts = False, []
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How parts are merged on a device, by a kernel of ``blocks`` blocks."""
+    """The merge of parts on a device, by a kernel of ``blocks`` blocks."""
 
     context: DispatchContext
     blocks: int
@@ -65,8 +67,8 @@ class Merge:
         ends: bool,
         before: Found | None = None,
     ) -> None:
-        """Merge parts, and what was merged ``before``, into ``out`` [B, H, R, D] and ``lse`` [B, H, R],
-        whose heads' rows are packed. ``ends``: that also ends the call."""
+        """Merge parts, and what was merged ``before``, into ``out`` [B, H, R, D] and ``lse`` [B, H,
+        R], whose heads' rows are packed. ``ends``: the merge also ends the call."""
         made = native()
         merged = before is not None and before.merged
         running = made.Running(*_addresses(before if merged else None), merged, False)
@@ -75,7 +77,8 @@ class Merge:
     def keep(
         self, found: Found, out: torch.Tensor, world: _hopper.DeviceWorld, stream: int
     ) -> None:
-        """Merge the parts into the memory of what is merged. ``out``: where results will be."""
+        """Merge the parts into the memory of merged results. ``out``: the tensor for the final
+        results."""
         running = native().Running(*_addresses(found), found.merged, True)
         self._queue(found.parts, out, found.lse, running, world, False, stream)
         found.parts, found.merged = [], True

@@ -1,5 +1,5 @@
-"""How keys and values of ring attention travel between the ranks of a node, and what each rank sees of
-them."""
+"""The movement of ring attention's keys and values between the ranks of a node, and the part of
+them that each rank sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """A peer, its keys and values as far as this rank sees them, and the first query that does."""
+    """A peer, its keys and values as far as this rank sees them, and the first query that sees
+    them."""
 
     rank: int
     k: torch.Tensor
@@ -31,7 +32,7 @@ class Source(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A call's queries as a library is given them: scores are ``scale`` > 0 times their products with
+    """A call's queries as passed to a library: scores are ``scale`` > 0 times their products with
     keys, and ``q`` is ``sign`` times the caller's."""
 
     q: torch.Tensor
@@ -40,7 +41,7 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> Queries:
-        """A library takes the largest score before it scales."""
+        """Make the scale positive, because a library takes the largest score before it scales."""
         q, scale = aligned(call.tensors["q"]), float(call.options["scale"])
         sign = (scale > 0) - (scale < 0)
         return cls(q if sign == 1 else q * sign, abs(scale) or 1.0, sign)
@@ -50,13 +51,14 @@ class AttentionRing:
     """The keys and values of one plan's calls on one rank.
 
     Attributes:
-        keys: how those of one rank lie, for the native module.
-        sources: the other ranks in the order in which they are consumed: the one before this first.
+        keys: the layout of one rank's keys, for the native module.
+        sources: the other ranks in the order in which they are consumed, the one before this first.
     """
 
     def __init__(self, call: Call, context: DispatchContext, chunk_rows: int | None = None) -> None:
-        """``call``: any of them; what differs from call to call is not looked at. ``chunk_rows``: of a
-        rank, that travel at a time with a flag of their own; None: all."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read. ``chunk_rows``: rows of a rank that travel together with a flag of their own;
+        None: all."""
         self._plan, self._rank, self._device = call.plan, call.rank, context.device
         self._workspace, self._order = call.workspace, context.order
         shape = attention_shape(call.plan)
@@ -66,15 +68,15 @@ class AttentionRing:
         self.sources = tuple(self._sources())
 
     def put(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every rank of another node. They are copied first, on the
-        device itself, which waits for whatever runs there: nothing long may come before."""
+        """Send the own keys and values to every rank of another node. They are first copied on the
+        device itself, after everything that runs there: no long work may precede this."""
         if self._plan.nodes > 1:
             k, v = (call.tensors[name].data_ptr() for name in "kv")
             native().put_keys(self._device, world, k, v, self.keys, stream)
 
     def push(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send them to every peer of this node, a flag behind each chunk; what other nodes send
-        lands."""
+        """Send the own keys and values to every peer of this node, with a flag after each chunk;
+        land the data that other nodes send."""
         made, (k, v) = native(), (call.tensors[name].data_ptr() for name in "kv")
         made.push_keys(self._device, world, k, v, self.keys, self.causal, self._chunk, stream)
         if self._plan.nodes == 1:
@@ -85,18 +87,19 @@ class AttentionRing:
                 made.land_keys(self._device, world, source.rank, self.keys, stream)
 
     def wait(self, world: _hopper.DeviceWorld, source: Source, stream: int) -> None:
-        """What follows on ``stream`` reads what the source sent, in one chunk."""
+        """Make work that follows on ``stream`` wait for the source's data, sent in one chunk."""
         native().await_part(self._device, world, source.rank, source.rank, stream)
 
     def exchange(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> None:
-        """Send the own ones, and wait for those of every source."""
+        """Send the own keys and values, and wait for those of every source."""
         self.put(call, world, stream)
         self.push(call, world, stream)
         for source in self.sources:
             self.wait(world, source, stream)
 
     def arriving(self, world: _hopper.DeviceWorld | None, stream: int) -> Iterator[Source]:
-        """The sources, each when what follows on ``stream`` may read it; at once without ``world``."""
+        """Yield the sources, each when work that follows on ``stream`` may read it; at once without
+        ``world``."""
         for source in self.sources:
             if world is not None:
                 self.wait(world, source, stream)
@@ -104,8 +107,8 @@ class AttentionRing:
 
     @contextmanager
     def sending(self, call: Call, world: _hopper.DeviceWorld, stream: int) -> Iterator[None]:
-        """The own keys and values travel meanwhile, on the second stream; at the end ``stream`` waits
-        for it. What goes to other nodes leaves before anything that follows on ``stream``."""
+        """Send the own keys and values on the second stream meanwhile; at the end ``stream`` waits
+        for it. Data for other nodes leaves before any work that follows on ``stream``."""
         self.put(call, world, stream)
         with ExitStack() as ends:
             travelling = self._order.fork(stream)
@@ -115,9 +118,9 @@ class AttentionRing:
 
     @contextmanager
     def beside(self, call: Call, world: _hopper.DeviceWorld | None, stream: int) -> Iterator[int]:
-        """The third stream, for others' parts, from what is on ``stream`` on; at the end that waits for
-        it. ``world``: the own keys and values travel meanwhile, on the second one; None: nothing
-        does."""
+        """Yield the third stream, for others' parts, ordered after the work on ``stream``; at the
+        end ``stream`` waits for it. ``world``: the own keys and values travel meanwhile on the
+        second stream; None: nothing is sent."""
         with ExitStack() as ends:
             kernels = self._order.fork_kernels(stream)
             ends.callback(self._order.join_kernels, stream)
@@ -126,18 +129,18 @@ class AttentionRing:
             yield kernels
 
     def lying(self, offset: int, rows: int, heads: int | None = None) -> torch.Tensor:
-        """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of the own data area.
-        ``heads``: instead of Hkv."""
+        """Return [B, Hkv, rows, D], packed in the layout of the plan's tensors, at that offset of
+        the own data area. ``heads``: replaces Hkv."""
         return lying(self._plan, self._workspace, offset, rows, heads)
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of [B, Hkv, rows, D] in the order in which those of the plan's tensors lie."""
+        """Return the elements of [B, Hkv, rows, D] in the memory order of the plan's tensors."""
         if attention_shape(self._plan).layout == "positions":
             tensor = tensor.transpose(1, 2)
         return tensor.contiguous()
 
     def rows_seen(self, rank: int, of: int) -> int:
-        """How many of the keys of rank ``of`` another rank sees, the first ones."""
+        """Return how many of the keys of rank ``of`` another rank sees; they are the first ones."""
         return self.rows // 2 if self.causal and of < rank else self.rows
 
     def _sources(self) -> Iterator[Source]:
@@ -153,8 +156,8 @@ class AttentionRing:
 def lying(
     plan: LaunchPlan, workspace: int, offset: int, rows: int, heads: int | None = None
 ) -> torch.Tensor:
-    """[B, Hkv, rows, D], packed as the plan's tensors lie, at that offset of a workspace's data.
-    ``heads``: instead of Hkv."""
+    """Return [B, Hkv, rows, D], packed in the layout of the plan's tensors, at that offset of a
+    workspace's data. ``heads``: replaces Hkv."""
     shape, dtype = attention_shape(plan), getattr(torch, plan.dtype)
     heads = shape.kv_heads if heads is None else heads
     sizes = [shape.batch, heads, rows, shape.head_dim]
@@ -166,7 +169,7 @@ def lying(
 
 
 def stretches(plan: LaunchPlan, first: int, rows: int) -> _hopper.Piece:
-    """Where those rows of one rank's keys, and of its values, lie."""
+    """Return the memory ranges of those rows of one rank's keys, and of its values."""
     keys = ring_keys(plan)
     row = keys.pitch * plan.world_size // attention_shape(plan).sequence
     piece: _hopper.Piece = native().Piece(
@@ -176,7 +179,8 @@ def stretches(plan: LaunchPlan, first: int, rows: int) -> _hopper.Piece:
 
 
 def ring_keys(plan: LaunchPlan) -> _hopper.Keys:
-    """How the keys of one rank, and its values, lie; the first half of the positions by itself."""
+    """Return the layout of one rank's keys, and of its values; the first half of the positions is
+    separate."""
     shape = attention_shape(plan)
     rows = shape.sequence // plan.world_size
     whole = shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]

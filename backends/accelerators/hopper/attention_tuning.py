@@ -1,4 +1,4 @@
-"""How ring attention is scheduled, and what it is predicted to take.
+"""The schedule of ring attention, and its predicted time.
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 """
@@ -31,14 +31,14 @@ from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
 
 _MACHINE = machine()
-_FEWEST_ROWS = 64  # of a piece
+_FEWEST_ROWS = 64  # fewest rows of a piece
 KERNEL_ROWS = 128
-"""Of a step of kernels/ring_attention.hpp."""
+"""Rows of a step of kernels/ring_attention.hpp."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """How a plan of ring attention, or of its backward, runs. Keys and values travel whole, whatever
-    chunk is wished."""
+    """Schedule a plan of ring attention, or of its backward. Keys and values travel whole, whatever
+    chunk is requested."""
     found, plan = by_rows(request, chunks=1), request.plan
     cores = found.pipeline.compute_blocks
     constants = request.constants if plan.nodes == 1 else None
@@ -72,7 +72,8 @@ class _Way(NamedTuple):
 def _forward(
     plan: CommonPart, cores: int, constants: MachineConstants | None
 ) -> tuple[_Way, tuple[Alternative, ...]]:
-    """By one kernel or by parts, whichever is predicted to be sooner; and both, where there are."""
+    """Choose one kernel or parts, whichever is predicted to be faster; return the choice and both
+    alternatives, if there are two."""
     wished = load_as(HopperSettings).attention
     parts = _by_parts(plan, cores * _MACHINE.attention.merge_blocks_a_core, constants)
     judged = plan.world_size <= _MACHINE.attention.kernel_ranks
@@ -95,7 +96,8 @@ def _forward(
 
 
 def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None) -> _Way:
-    """In pieces where parts would take more memory than may be; between nodes always whole."""
+    """Schedule parts, or pieces if parts would take more memory than allowed; between nodes keys
+    always travel whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
     if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
         shape, own_rows = attention_shape(plan), _MACHINE.attention.core_rows
@@ -111,10 +113,11 @@ def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None)
 
 
 def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | None:
-    """Rows of a piece, a power of two; None: keys and values travel whole.
+    """Return the rows of a piece, a power of two; None: keys and values travel whole.
 
-    Parts take what the queries find in each, and the peers' keys and values; a row of pieces what three
-    parts find and what was found before in float32, and its place in each peer's slots.
+    Parts take memory for the queries' results on each, and for the peers' keys and values. A row of
+    pieces takes memory for three parts' results, for the results so far in float32, and for its
+    place in each peer's slots.
     """
     how, rows = _MACHINE.attention, shape.sequence // world
     queries = shape.batch * shape.heads * shape.head_dim * element_bytes
@@ -129,8 +132,8 @@ def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | N
 
 
 class _Times(NamedTuple):
-    """Of one rank's call, in microseconds: on the own keys, on each peer's, the kernel that makes one
-    result of them, and the copies of one rank's keys and values."""
+    """Times of one rank's call, in microseconds: the work on the own keys, on each peer's, the
+    kernel that merges the results, and the copies of one rank's keys and values."""
 
     own: float
     part: float
@@ -139,10 +142,10 @@ class _Times(NamedTuple):
 
 
 def _times(plan: CommonPart, calls: CallTimes, merged: int) -> _Times:
-    """The rank that sends most, which is the last one where attention is causal.
+    """Predict the times of the rank that sends most, which is the last one if attention is causal.
 
-    A call on a part takes call_us + flop / rate; the merge merge_us + what it moves / rate. ``merged``:
-    tensors like q that it reads and writes.
+    A call on a part takes call_us + flop / rate; the merge takes merge_us + moved bytes / rate.
+    ``merged``: the number of tensors like q that it reads and writes.
     """
     shape, how = attention_shape(plan), _MACHINE.attention
     rows = shape.sequence // plan.world_size
@@ -161,9 +164,9 @@ def _times(plan: CommonPart, calls: CallTimes, merged: int) -> _Times:
 
 
 def predicted(plan: CommonPart, constants: MachineConstants, core: bool = False) -> Prediction:
-    """Parts come one after another, each in two copies with a flag behind. The call on one starts when
-    it is there and the one before has ended; that on the own keys runs where others leave room.
-    ``core``: calls are of our own kernel."""
+    """Predict the work by parts. Parts arrive one after another, each in two copies followed by a
+    flag. The call on a part starts when the part has arrived and the previous call has ended; the
+    call on the own keys runs where others leave room. ``core``: calls use our own kernel."""
     world, how = plan.world_size, _MACHINE.attention
     own, part, merge, sent = _times(plan, how.core if core else how.forward, world + 1)
     last = 0.0
@@ -175,8 +178,9 @@ def predicted(plan: CommonPart, constants: MachineConstants, core: bool = False)
 
 
 def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConstants) -> Prediction:
-    """Each chunk comes in two copies with a flag behind; the last one is computed when it is there, and
-    tiles that come to a chunk too early wait for a share of all copies."""
+    """Predict the work by one kernel. Each chunk arrives in two copies followed by a flag; the last
+    one is computed when it has arrived, and tiles that reach a chunk too early wait for a share of
+    all copies."""
     shape, world = attention_shape(plan), plan.world_size
     own, part, _, _ = _times(plan, _MACHINE.attention.kernel, 0)
     rows = shape.sequence // world
@@ -198,14 +202,15 @@ def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConsta
 
 
 def _chunk_rows(plan: CommonPart) -> int:
-    """Rows of the least that is worth a copy, whole steps of the kernel."""
+    """Return the rows of the smallest chunk that is worth a copy, in whole steps of the kernel."""
     shape = attention_shape(plan)
     a_row = shape.batch * shape.kv_heads * shape.head_dim * DTYPE_BYTES[plan.dtype]
     return -(-_MACHINE.attention.chunk_bytes // (a_row * KERNEL_ROWS)) * KERNEL_ROWS
 
 
 def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants) -> Prediction:
-    """Calls and merges one after another; where copies take longer than these, as long as they take."""
+    """Predict the work in pieces: calls and merges one after another, or the copies if these take
+    longer."""
     shape, how, world = attention_shape(plan), _MACHINE.attention, plan.world_size
     pieces = Pieces(shape, world, rows, how.slots)
     own, part, _, _ = _times(plan, how.forward, world + 1)
@@ -226,9 +231,9 @@ def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants
 def predicted_backward(
     plan: CommonPart, lots: int, constants: MachineConstants | None
 ) -> Prediction:
-    """The same. A call takes its share of a part, and call_us more than that where there are others.
-    A lot's gradients travel when its call has ended and the copies before have; it is added up when all
-    of it is home."""
+    """Predict the backward, in the same way. A call takes its share of a part, plus call_us for
+    each further lot. A lot's gradients travel when its call and the copies before it have ended;
+    they are added up when all of the lot has arrived."""
     world, calls = plan.world_size, _MACHINE.attention.backward
     own, part, merge, sent = _times(plan, calls, 2 * world + 2)
     part += (lots - 1) * calls.call_us
@@ -239,7 +244,7 @@ def predicted_backward(
         for _ in range(lots):
             last += part / lots
             home = max(home, last) + sent / lots
-    # Blocks of either stream run as they come: the parts end last where the own part came first.
+    # Blocks of both streams run as they come: the parts end last if the own part came first.
     if world > 1:
         home = max(home, compute + sent / lots)
     ended = max(compute + merge, home + merge / lots)
@@ -248,18 +253,21 @@ def predicted_backward(
 
 
 def library_of(shape: AttentionShape) -> AttentionLibrary:
-    """What computes attention: the faster one, which takes no packed documents."""
+    """Return the library that computes attention: the faster one, unless packed documents need the
+    other."""
     return "flash" if shape.documents else "cudnn"
 
 
 def core_takes(shape: AttentionShape) -> bool:
-    """Whether our own kernel computes such attention, and may: heads of 128, no packed documents."""
+    """Return whether our own kernel supports such attention and is enabled: heads of 128, no packed
+    documents."""
     return shape.head_dim == 128 and not shape.documents and capabilities.claimed("attention core")
 
 
 def kernel_takes(plan: CommonPart) -> bool:
-    """Whether one kernel computes all parts: heads of 128, no packed documents, several ranks of one
-    node, whose pieces of the sequence are whole steps and whose keys fit beside a call's tensors."""
+    """Return whether one kernel can compute all parts: heads of 128, no packed documents, several
+    ranks of one node, whose pieces of the sequence are whole steps and whose keys fit beside a
+    call's tensors."""
     shape, world = attention_shape(plan), plan.world_size
     rows = shape.sequence // world
     keys = 2 * shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
@@ -273,7 +281,7 @@ def kernel_takes(plan: CommonPart) -> bool:
 
 
 def check_library(plan: CommonPart, library: AttentionLibrary | AttentionCore) -> None:
-    """ArgumentError for a schedule's library that a call of the plan would not use."""
+    """Raise ArgumentError for a schedule's library that a call of the plan would not use."""
     shape = attention_shape(plan)
     if library == "mkernel" and core_takes(shape):
         return
@@ -283,7 +291,7 @@ def check_library(plan: CommonPart, library: AttentionLibrary | AttentionCore) -
 
 
 def attention_shape(plan: CommonPart) -> AttentionShape:
-    """The plan's. TypeError for another op's."""
+    """Return the plan's attention shape. TypeError for another op's plan."""
     if not isinstance(plan.shape, AttentionShape):
         raise TypeError(f"a plan of {plan.op} has no attention shape")
     return plan.shape

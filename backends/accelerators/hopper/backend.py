@@ -1,6 +1,6 @@
 """The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink and NICs.
 
-Its capabilities can be asked for without torch; a world's session (``device_session.py``) needs it.
+Its capabilities can be queried without torch; a world's session (``device_session.py``) needs it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 
 class HopperAccelerator(AcceleratorBackend, Instrumented):
-    """GPUs of compute capability 9.0, on one node each reaching the others' memory.
+    """The backend for GPUs of compute capability 9.0; those of one node reach each other's memory.
 
-    A rank uses one device: torch's current one when the world is made, or, where the process has not
-    used CUDA by then, the one that the topology places it on. Calls run on torch's current stream and
-    one after another; with CUDA graphs, replays and other calls are ordered by their streams alone.
+    A rank uses one device: torch's current one when the world is made, or, if the process has not
+    used CUDA by then, the one on which the topology places it. Calls run on torch's current stream
+    and one after another; with CUDA graphs, only the streams order replays and other calls.
     """
 
     name: ClassVar[str] = "hopper"
@@ -66,13 +66,14 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
     device = "cuda"
 
     def __init__(self) -> None:
-        """Starts nothing."""
+        """Make the backend without starting anything."""
         self._session: DeviceSession | None = None
         self._left: list[DeviceSession] = []  # their worlds ended before their kernels did
         self._capabilities: AcceleratorCapabilities | None = None
 
     def status(self) -> Status:
-        """Usable where the kernels were built, and a device, its driver and torch are fit for them."""
+        """Return a usable status if the kernels were built and a device, its driver and torch can
+        run them."""
         lacking = missing()
         if lacking is not None:
             return lacking
@@ -97,11 +98,11 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
-        """The compiler that the kernels are built with."""
+        """Report the compiler that the kernels are built with."""
         return software(root)
 
     def probe(self) -> tuple[Accelerator, ...]:
-        """The devices of compute capability 9.0 of this process."""
+        """Return this process's devices of compute capability 9.0."""
         if not self.status().usable:
             return ()
         return tuple(
@@ -118,13 +119,14 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def nic_access(self) -> Status:
-        """What the driver says of the first device."""
+        """Return what the driver reports for the first device."""
         if missing() is not None or not _devices():
             return Status(False, "there is no device")
         return nic_access(_devices()[0].index)
 
     def side_by_side(self, ranks: int) -> Status:
-        """Under MPS, where their kernels take multiprocessors of their own."""
+        """Return whether ranks run side by side: they do under MPS, if their kernels take separate
+        multiprocessors."""
         shared = super().side_by_side(ranks)
         found = [] if missing() is not None else _devices()
         if not found or not found[0].mps:
@@ -142,8 +144,9 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """The GEMM ops, AllReduce, MoE and ring attention in half precision; of e4m3 operands the GEMM
-        ops on the library path, and fused where fewer bits do."""
+        """Return the capabilities: the GEMM ops, AllReduce, MoE and ring attention in half
+        precision; for e4m3 operands the GEMM ops on the library path, and fused where sums with
+        fewer bits are allowed."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -192,7 +195,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
-        """Tiles, chunks, who pushes them; on the library path, what is sent and how."""
+        """Choose tiles, chunks and who pushes them; on the library path, what is sent and how."""
         if isinstance(request.plan.shape, AttentionShape):
             return attention_tuning.schedule(request)
         if request.plan.op in MOE:
@@ -209,7 +212,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         offer_mover()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the device, and let go of it."""
+        """Wait for the device and release it."""
         session, self._session = self._session, None
         if session is None or session.close(timeout_s):
             return True
@@ -217,56 +220,56 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         return False
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """The rank's device. ArgumentError for tensors on another one."""
+        """Return a context of the rank's device. ArgumentError for tensors on another one."""
         return self._open_session().on(tensors)
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory of the rank's device."""
+        """Allocate zeroed memory of the rank's device."""
         return self._open_session().allocate(nbytes)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's memory for the rank's device. OSError where it is gone."""
+        """Map a same-node peer's memory for the rank's device. OSError if it is gone."""
         return self._open_session().attach(descriptor)
 
     def format(self, memory: SymmetricMemory) -> None:
-        """Write the number of the first call, where kernels look for it."""
+        """Write the number of the first call to the words where kernels read it."""
         self._open_session().format(memory)
 
     def allocate_staging(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed host memory that kernels address, by the same addresses."""
+        """Allocate zeroed host memory that kernels access at the same addresses."""
         return self._open_session().allocate_staging(nbytes)
 
     def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
-        """More memory for outputs of AllReduces that peers write."""
+        """Add memory for outputs of AllReduces that peers write."""
         return self._open_session().add_outputs(own, everywhere)
 
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """Of such an output."""
+        """Return the allocation of such an output."""
         return self._open_session().allocation(plan, shape, dtype)
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """For such outputs of a graph."""
+        """Return a pool for a graph's outputs that peers write."""
         return self._open_session().outputs.graph_pool()
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
-        """A workspace, shared by all plans of a world. Its flags are its own: signals are for other
-        nodes."""
+        """Return a workspace, shared by all plans of a world. It holds its own flags; signals are
+        for other nodes."""
         from mkernel.backends.accelerators.hopper.dispatch import executor_of
 
         return executor_of(plan).workspace(plan)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
-        """The ids of all ranks, tables for the device, and how many rows the outputs have
-        (kernels/moe/tables.cuh)."""
+        """Return the words of the ids of all ranks, of tables for the device, and of the number of
+        rows of the outputs (kernels/moe/tables.cuh)."""
         from mkernel.backends.accelerators.hopper.moe import sizes_of
 
         words: int = sizes_of(world, tokens, top_k, experts).table_words()
         return words
 
     def dispatched_rows(self, routing: torch.Tensor) -> int | None:
-        """Of dispatches of this process."""
+        """Return the number of rows of a dispatch of this process."""
         from mkernel.backends.accelerators.hopper.moe import known_height
 
         return known_height(routing)
@@ -281,7 +284,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         return self._open_session().await_device()
 
     def refused(self) -> MkernelError | None:
-        """A dispatch whose rows were more than its capacity."""
+        """Return the error of a dispatch that had more rows than its capacity."""
         return None if self._session is None else self._session.refused()
 
     def launch(self, call: Call) -> HopperLaunch:
@@ -289,13 +292,13 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         return self._open_session().launch(call)
 
     def abort(self, code: _transport.AbortCode) -> None:
-        """Set the word that waiting kernels look at."""
+        """Set the word that waiting kernels poll."""
         session = self._session
         if session is not None:
             session.control.abort(code)
 
     def failure(self) -> tuple[_transport.AbortCode, _transport.Diagnosis] | None:
-        """The first time-out that a kernel of this world recorded."""
+        """Return the first time-out that a kernel of this world recorded."""
         session = self._session
         if session is None or not session.control.failed:
             return None

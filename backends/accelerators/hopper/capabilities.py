@@ -1,6 +1,6 @@
-"""Declares the ops that the planner may choose. Claims do not depend on the build: a machine
-without the kernels plans for one that has them, and :meth:`HopperAccelerator.status` reports what
-cannot run here."""
+"""The ops and features that the planner may choose. Capabilities do not depend on the build: a
+machine without the kernels plans for one that has them, and :meth:`HopperAccelerator.status`
+reports what cannot run here."""
 
 from __future__ import annotations
 
@@ -15,78 +15,79 @@ SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
 UNCLAIMED: tuple[str, ...] = ()
-"""Names what has kernels but is not run by worlds yet, because it has not been seen right on GPUs:
-ops; for ring attention also packed ``documents``, worlds ``between nodes``, long sequences in
-``pieces``, our own kernel on parts, ``attention core``, and in place of parts,
-``attention kernel``; for MoE ``experts between nodes``; for GEMM+AllReduce on nodes of several ranks
-``hierarchical all-reduce``; for 16-bit operands on the library path ``products in parts``."""
+"""Names of features that have kernels but that worlds do not run yet, because they have not been
+seen to be right on GPUs: ops; for ring attention also packed ``documents``, worlds ``between
+nodes``, long sequences in ``pieces``, our own kernel on parts, ``attention core``, and instead of
+parts, ``attention kernel``; for MoE ``experts between nodes``; for GEMM+AllReduce on nodes of
+several ranks ``hierarchical all-reduce``; for 16-bit operands on the library path ``products in
+parts``."""
 MOST_RANKS = 16
-"""Of a world; as in device/network.cuh."""
+"""The most ranks of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
-"""The first torch that has products of half-precision inputs in float32 (``aten::mm.dtype_out``); its
-calls of cuDNN's attention are the same from then on."""
+"""The first torch that has products of half-precision inputs in float32 (``aten::mm.dtype_out``);
+its calls of cuDNN's attention are the same from then on."""
 
 _SCALED_TORCH = (2, 10)
-"""The first torch that takes scales by blocks as cuBLAS reads them (``aten::_scaled_mm_v2``)."""
+"""The first torch that takes block scales as cuBLAS reads them (``aten::_scaled_mm_v2``)."""
 
 
 def ops() -> tuple[str, ...]:
-    """Return the names of the ops that have kernels and are claimed."""
+    """Return the names of the ops that have kernels and are enabled."""
     written = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
     return tuple(op for op in written if claimed(op))
 
 
 def claimed(what: str) -> bool:
-    """Whether worlds run it."""
+    """Return whether worlds run the feature of that name."""
     return what not in UNCLAIMED
 
 
 def documents() -> tuple[str, ...]:
-    """Ops that take packed documents."""
+    """Return the names of the ops that take packed documents."""
     return ("ring_attention",) if claimed("documents") else ()
 
 
 def one_node_ops() -> tuple[str, ...]:
-    """Ops that run on one node only."""
+    """Return the names of the ops that run on one node only."""
     attention = ATTENTION[1:] if claimed("between nodes") else ATTENTION
     return (*SUMS, *attention, *(() if claimed("experts between nodes") else MOE))
 
 
 def hierarchical_ops() -> tuple[str, ...]:
-    """Names of the ops that nodes of several ranks also exchange hierarchically."""
+    """Return the names of the ops that nodes of several ranks also exchange hierarchically."""
     return OPS if claimed("hierarchical all-reduce") else OPS[:2]
 
 
 def library_ops() -> tuple[str, ...]:
-    """Names of the ops that also have the library path, with this torch."""
+    """Return the names of the ops that also have the library path, with this torch."""
     return tuple(op for op in ops() if op in OPS) if torch_is_fit() else ()
 
 
 def scale_modes() -> tuple[ScaleMode, ...]:
-    """Scales of e4m3 operands that the library path has products for, with this torch."""
+    """Return the scales of e4m3 operands for which the library path has products, with this torch."""
     return ("tensor", "row", "block") if library_ops() and torch_is_fit(_SCALED_TORCH) else ()
 
 
 def fused_scale_modes() -> tuple[ScaleMode, ...]:
-    """Scales of e4m3 operands that the kernels take where they add with fewer bits."""
+    """Return the scales of e4m3 operands that the kernels take if they add with fewer bits."""
     return tuple(mode for mode in scale_modes() if mode != "block")
 
 
 def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
-    """The same where they add in float32."""
+    """Return the scales of e4m3 operands that the kernels take if they add in float32."""
     return scale_modes()
 
 
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:
-    """Whether the installed torch is that version or a newer one: by default, has what the library
-    path and attention need. Does not import it."""
+    """Return whether the installed torch has at least that version, by default the one that the
+    library path and attention need. Does not import torch."""
     return _torch(metadata.version) >= least
 
 
 @cache
 def _torch(version_of: Callable[[str], str]) -> tuple[int, int]:
-    """The installed torch's version; (0, 0) where it has none that can be read. Each plan asks a few
-    times, and to read it takes 2 ms."""
+    """Return the installed torch's version; (0, 0) if it has none that can be read. Each plan
+    queries it a few times, and reading it takes 2 ms."""
     try:
         major, minor, *_ = version_of("torch").split(".")
         return int(major), int(minor)

@@ -1,15 +1,15 @@
-"""Products of the library path that native code asks of cuBLAS itself, as torch.mm asks.
+"""Products of the library path for which native code calls cuBLAS itself, exactly as torch.mm does.
 
-torch.mm takes its host 12 us on a quick CPU and 20 to 35 on a slow one, and small eager calls wait for
-their host. Of 16-bit operands torch.mm is one function of cuBLAS, told the same each time
-(``host/cublas_handle.hpp``). That function of the same library, with a workspace as large, gives the
-same bits. Whatever else torch would do with a product is left to torch: where its switches are not the
-usual ones, or the environment sizes its workspace, a bias, vectors, matrices that it copies first, and
-kinds of which cuBLAS leaves terms out, or may and was not tried.
+torch.mm takes its host 12 us on a fast CPU and 20 to 35 on a slow one, and small eager calls are
+host-bound. For 16-bit operands torch.mm is one cuBLAS function with the same arguments each time
+(``host/cublas_handle.hpp``). The same function of the same library, with a workspace of the same
+size, gives the same bits. Everything else is left to torch: products under unusual switches of
+torch, or with a workspace size from the environment; a bias, vectors, and matrices that torch
+copies first; and kinds of products of which cuBLAS loses terms, or may lose some and was not tried.
 
 Calls of a world are ordered on its device, so its products share a workspace, and room for partial
-results or gathered rows, which live as long as the world: graphs keep their addresses. Another world's
-may run at the same time and have their own.
+results or gathered rows. These live as long as the world, because graphs keep their addresses.
+Another world's products may run at the same time and have their own.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
 
 WORKSPACE_BYTES = 32 << 20
-"""torch's on Hopper (ATen/cuda/CublasHandlePool.cpp): of another size cuBLAS chooses other kernels."""
+"""Bytes of torch's workspace on Hopper (ATen/cuda/CublasHandlePool.cpp); with another size cuBLAS
+chooses other kernels."""
 
 ROOM_BYTES = 8 << 20
-"""For what a call has between product and exchange; larger things are in a tensor of their own, whose
-allocation the device's time then hides."""
+"""Bytes for the data that a call has between product and exchange. Larger data gets a tensor of its
+own, whose allocation the device's time then hides."""
 
 _MOST = (1 << 31) - 1
-"""cuBLAS takes sizes and pitches as int."""
+"""The largest size or pitch, because cuBLAS takes them as int."""
 
 Switch = tuple[Callable[[], object], object]
-"""A function of torch's, and what it returns while torch multiplies as cuBLAS is asked to here."""
+"""A function of torch, and its result while torch multiplies as cuBLAS is called here."""
 
 
 def open_cublas(context: DispatchContext, plan: LaunchPlan) -> None:
-    """Makes what products of the world share, before its first call of such a plan is queued.
-    CudaError, and OSError where the device has no memory left."""
+    """Make the data that the world's products share, before its first call of such a plan is
+    queued. CudaError, and OSError if the device has no memory left."""
     version = torch.version.cuda
     wanted = plan.world_size > 1 and plan.scales is None and context.cublas is None
     if not wanted or version is None or _capturing():
@@ -63,8 +64,8 @@ def product_of(
     strides: Mapping[str, Sequence[int]],
     torchs: _hopper.LibraryProduct,
 ) -> _hopper.LibraryProduct:
-    """What multiplies without ``torchs`` in calls whose tensors have these strides; it, where nothing
-    does."""
+    """Return a product that bypasses ``torchs`` in calls whose tensors have these strides;
+    ``torchs`` itself if there is none."""
     shape, gathers = plan.gemm, plan.op == "all_gather_gemm"
     m, n, k = shape.m, shape.n, shape.k
     if context.cublas is None or "b" not in strides:
@@ -97,8 +98,8 @@ def product_of(
 
 
 def switches(dtype: DtypeName) -> tuple[Switch, ...]:
-    """All that changes how torch multiplies operands of this dtype. A version of torch that lacks one
-    of the functions lacks the switch."""
+    """Return everything that changes how torch multiplies operands of this dtype. A version of
+    torch that lacks one of the functions lacks the switch."""
     named: dict[str, object] = {
         "_get_deterministic_algorithms": False,
         "_get_sm_carveout_experimental": None,
@@ -110,32 +111,32 @@ def switches(dtype: DtypeName) -> tuple[Switch, ...]:
         named["_get_cublas_allow_fp16_accumulation"] = False
     else:
         reduces = "_get_cublas_allow_bf16_reduced_precision_reduction"
-    # In later versions of torch a pair: whether K may be split, too.
+    # In later versions of torch it is a pair, whose second item allows K to be split.
     named[reduces] = (True, True) if isinstance(getattr(torch._C, reduces)(), tuple) else True
     found = ((getattr(torch._C, name, None), usual) for name, usual in named.items())
     return tuple((function, usual) for function, usual in found if function is not None)
 
 
 def _memory(nbytes: int, device: int) -> torch.Tensor:
-    """The device's own, not torch's: what torch allocates in a call is of a CUDA graph's pool where its
-    compiler warms one up with that call, and then nobody may keep it."""
+    """Allocate memory of the device, not of torch: if torch's compiler warms up a CUDA graph with a
+    call, torch's memory in that call belongs to the graph's pool, and must not be kept."""
     try:
         made = DeviceMemory.create(nbytes, device)
     except OSError:
-        torch.cuda.empty_cache()  # torch may have what lacks
+        torch.cuda.empty_cache()  # torch may hold unused memory
         made = DeviceMemory.create(nbytes, device)
     return made.tensor(0, (nbytes,), torch.uint8)
 
 
 def _capturing() -> bool:
-    """What is made now would belong to a graph."""
+    """Return whether a graph is being captured, to which new memory would belong."""
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return started and torch.cuda.is_current_stream_capturing()
 
 
 def _layout(shape: tuple[int, int], strides: Sequence[int]) -> tuple[bool, int] | None:
-    """(Is it column-major, elements from row to row or from column to column) of a matrix; None: torch
-    copies one that lies so before it multiplies."""
+    """Return (is it column-major, elements from row to row or from column to column) of a matrix;
+    None: torch copies a matrix of that layout before it multiplies."""
     (rows, columns), (down, along) = shape, strides
     if along == 1 and columns <= down <= _MOST:
         return False, down

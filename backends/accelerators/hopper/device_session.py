@@ -48,8 +48,9 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         again: Callable[[], Again | None] = lambda: None,
         results: Mapping[str, Any] | None = None,
     ) -> None:
-        """``number``: the call's number in ``order``. ``events``: the call lies between them, where
-        it is timed. ``again``: of :meth:`again`. ``results``: outputs that only the call found out."""
+        """Wrap a queued call. ``number``: its number in ``order``. ``events``: those before and
+        after it, if it is timed. ``again``: the implementation of :meth:`again`. ``results``:
+        outputs whose sizes only the call determined."""
         self._order = order
         self._number = number
         self._events = events
@@ -57,19 +58,20 @@ class HopperLaunch(Launch, InstrumentedLaunch):
         self._results = results or {}
 
     def wait(self, timeout_s: float) -> bool:
-        """True once the device is past the call. RuntimeError where the device has failed."""
+        """Return True once the device is past the call. RuntimeError if the device has failed."""
         return _await(self._order, self._number, timeout_s)
 
     def results(self) -> Mapping[str, Any]:
-        """Outputs whose sizes only the call found out."""
+        """Return the outputs whose sizes only the call determined."""
         return self._results
 
     def again(self) -> Again | None:
-        """By the executor's starter."""
+        """Return the executor's starter."""
         return self._again()
 
     def times(self) -> LaunchTimes:
-        """``compute`` is the whole call on the device; communication runs inside it."""
+        """Return ``compute``, the time of the whole call on the device; communication runs inside
+        it."""
         if self._events is None:
             return LaunchTimes()
         start, end = self._events
@@ -80,12 +82,12 @@ class StartedCalls(Launch):
     """All calls of a world that starters have queued, and those between them."""
 
     def __init__(self, order: Any) -> None:
-        """``order``: the world's CallOrder."""
+        """Start with no calls. ``order``: the world's CallOrder."""
         self._order = order
         self._over = 0
 
     def wait(self, timeout_s: float) -> bool:
-        """True once the device is past the last one. RuntimeError where the device has failed."""
+        """Return True once the device is past the last call. RuntimeError if the device has failed."""
         latest = self._order.latest
         if _await(self._order, latest, timeout_s):
             self._over = latest
@@ -95,12 +97,12 @@ class StartedCalls(Launch):
         return False
 
     def calls_over(self) -> int:
-        """The number of the last one that is known to be over."""
+        """Return the number of the last call that is known to have ended."""
         return self._over
 
 
 def _await(order: _hopper.CallOrder, number: int, timeout_s: float) -> bool:
-    """Whether a call is over, at the latest then."""
+    """Return whether a call has ended, at the latest after ``timeout_s``."""
     if order.finished(number):
         return True
     if timeout_s <= 0:
@@ -110,7 +112,7 @@ def _await(order: _hopper.CallOrder, number: int, timeout_s: float) -> bool:
         waited = time.monotonic() - start
         if waited >= timeout_s:
             return False
-        time.sleep(min(_LONGEST_PAUSE_S, waited / 50))  # short waits must not get longer
+        time.sleep(min(_LONGEST_PAUSE_S, waited / 50))  # a short wait must not become longer
     return True
 
 
@@ -120,7 +122,7 @@ class DeviceSession:
     def __init__(self, device: Accelerator) -> None:
         """Choose the rank's device and make what its calls need there. BackendUnavailable."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # The topology counts the host's devices; a rank may be shown fewer, often just its own.
+            # The topology counts the host's devices; a rank may see fewer, often just its own.
             torch.cuda.set_device(device.index % torch.cuda.device_count())
         index = torch.cuda.current_device()
         if torch.cuda.get_device_capability(index) != ARCHITECTURE:
@@ -147,7 +149,7 @@ class DeviceSession:
         self._used = False
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the device. False at the deadline: kernels of the world did not end."""
+        """Wait for the device. Returns False at the deadline: kernels of the world did not end."""
         if self._used and not self._drained(timeout_s):
             return False
         self._order.announce_to(0)
@@ -163,8 +165,9 @@ class DeviceSession:
         return self._order.captured and not torch.cuda.is_current_stream_capturing()
 
     def await_device(self) -> threading.Event:
-        """Return an event that is set once the device is past all that was queued so far."""
-        # No call of CUDA's waits with a deadline; a thread that is left behind waits for good.
+        """Return an event that is set once the device is past all work queued so far."""
+        # No CUDA call waits with a deadline; after the deadline the thread is abandoned and waits
+        # on.
         over = threading.Event()
         Thread(_synchronize, self.index, over, name="mkernel-drain").start()
         return over
@@ -173,8 +176,8 @@ class DeviceSession:
         return self.await_device().wait(timeout_s)
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """The rank's device. ArgumentError for tensors on another one, but for boundaries of documents,
-        which may lie on the CPU."""
+        """Return a context of the rank's device. ArgumentError for tensors on another one, except
+        boundaries of documents, which may lie on the CPU."""
         for name, tensor in tensors.items():
             if tensor.get_device() != self.index and name != "cu_seqlens":
                 raise ArgumentError(
@@ -185,37 +188,38 @@ class DeviceSession:
         return _ALREADY if torch._C._cuda_getDevice() == self.index else self._current
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory of the device."""
+        """Allocate zeroed memory of the device."""
         return DeviceMemory.create(nbytes, self.index)
 
     def allocate_staging(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed host memory that the device addresses, for a NIC too."""
+        """Allocate zeroed host memory that the device and a NIC can access."""
         with self._current:
             return PinnedMemory.create(nbytes)
 
     @property
     def outputs(self) -> OutputPool:
-        """Which peers may write."""
+        """The pool of outputs that peers may write."""
         if self._context.outputs is None:
             self._context.outputs = OutputPool(self.index)
         return self._context.outputs
 
     def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
-        """One more range of memory for outputs that peers may write; whether they take more."""
+        """Add a range of memory for outputs that peers may write; return whether further ranges are
+        possible."""
         return self.outputs.add(own, everywhere)
 
     def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """From that memory."""
+        """Return the allocation of an output from the pool."""
         return self.outputs.empty, (shape, dtype)
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's memory for the device. OSError where it is gone."""
+        """Map a same-node peer's memory for the device. OSError if it is gone."""
         return DeviceMemory.attach(descriptor, self.index)
 
     def format(self, memory: SymmetricMemory) -> None:
-        """Write the number of the first call, where kernels look for it."""
+        """Write the number of the first call to the words where kernels read it."""
         assert isinstance(memory, DeviceMemory)
         for offset in native().epoch_offsets():
             memory.write_word(offset, _FIRST_EPOCH)
@@ -223,7 +227,7 @@ class DeviceSession:
     def launch(self, call: Call) -> HopperLaunch:
         """Queue the call on torch's current stream, after the world's previous one."""
         self._used = True
-        # As torch's own compiler asks: torch.cuda.current_stream makes an object for it, in 4 us.
+        # torch's own compiler uses this call: torch.cuda.current_stream makes an object, in 4 us.
         stream: int = torch._C._cuda_getCurrentRawStream(self.index)
         key = (call.plan.digest(), call.workspace)
         calls = self._calls[key]
@@ -252,7 +256,7 @@ class DeviceSession:
         )
 
     def refused(self) -> CapacityExceeded | None:
-        """What a call refused once it had seen its data, since this was last asked."""
+        """Return the error of a call that refused its data, since the last query."""
         return self._context.reports.refused()
 
     def _again(

@@ -1,4 +1,5 @@
-"""What every kernel of a call is told of the world: its workspaces, this rank, and how long to wait."""
+"""The world as every kernel of a call sees it: its workspaces, this rank, and the deadline of
+waits."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ NO_DATA = 1 << 20
 
 @dataclass
 class DispatchContext:
-    """What all executors of a world share.
+    """The state that all executors of a world share.
 
     Attributes:
         device: its number in this process.
-        order: of the world's calls; it also has the second stream for copies.
+        order: the order of the world's calls; it also has the second stream for copies.
         control: address of the rank's HostControl; ``control_block``: its owner.
         multiprocessors: the most that kernels take; None: all.
-        network: the way to other nodes, from the first call on that has one.
-        reports: of MoE dispatches.
-        outputs: which peers may write; None: no plan has wanted any.
+        network: the way to other nodes, set by the first call that needs it.
+        reports: reports of MoE dispatches.
+        outputs: the pool of outputs that peers may write; None: no plan has needed any.
         one: 1.0 on the device, made outside of any capture.
-        cublas: what products share that go to cuBLAS without torch, from the first call on that has
-            some; None: there are none.
+        cublas: the data that products share which bypass torch, set by the first call that has such
+            products; None: there are none.
     """
 
     device: int
@@ -51,8 +52,9 @@ class DispatchContext:
     cublas: _hopper.Cublas | None = None
 
     def network_of(self, call: Call) -> _hopper.Network | None:
-        """What the kernels of this call use to reach other nodes; None: there are none. ArgumentError,
-        CudaError: the device cannot push to the session's FIFO, or address what lies on the host."""
+        """Return what the kernels of this call use to reach other nodes; None: there are none.
+        ArgumentError, CudaError: the device cannot push to the session's FIFO, or cannot address
+        memory of the host."""
         made = native()
         if call.plan.nodes == 1:
             return None
@@ -67,8 +69,8 @@ class DispatchContext:
 
 
 def between_nodes(plan: LaunchPlan, nbytes: int, area: int) -> Workspace:
-    """What a plan of several nodes needs of symmetric memory: a workspace of ``nbytes``, and ``area``
-    bytes that NICs read and write, behind that or, where routes are staged, on the host."""
+    """Return the symmetric memory that a plan of several nodes needs: a workspace of ``nbytes``,
+    and ``area`` bytes that NICs read and write, at its end or, if routes are staged, on the host."""
     staged = plan.routes.staged
     return Workspace(
         (nbytes if staged else nbytes + area,),
@@ -78,7 +80,7 @@ def between_nodes(plan: LaunchPlan, nbytes: int, area: int) -> Workspace:
 
 
 def one_node(plan: LaunchPlan) -> int:
-    """The world's size. Unsupported where it has several nodes."""
+    """Return the world's size. Unsupported if it has several nodes."""
     if plan.nodes != 1:
         raise Unsupported(
             f"accelerator 'hopper' runs {plan.op} on one node; this plan has {plan.nodes}"
@@ -87,7 +89,7 @@ def one_node(plan: LaunchPlan) -> int:
 
 
 def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
-    """The world as the kernels of this call see it."""
+    """Return the world as the kernels of this call see it."""
     workspaces = [0] * call.plan.world_size
     workspaces[call.rank] = call.workspace
     for rank, peer in call.peers.items():
@@ -104,10 +106,10 @@ def device_world(call: Call, context: DispatchContext) -> _hopper.DeviceWorld:
 
 
 def collective_blocks(context: DispatchContext) -> int:
-    """The most blocks of a collective, two a multiprocessor; 0: as many as the device has."""
+    """Return the most blocks of a collective, two per multiprocessor; 0: as many as the device has."""
     return 2 * (context.multiprocessors or 0)
 
 
 def call_id(call: Call) -> int:
-    """The call's number in its world as kernels note it: the low 32 bits."""
+    """Return the call's number in its world as kernels record it: the low 32 bits."""
     return call.number & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Which executor runs a plan's calls."""
+"""The choice of the executor that runs a plan's calls."""
 
 from __future__ import annotations
 
@@ -35,24 +35,27 @@ from mkernel.plan.model import LaunchPlan
 
 
 class Executor(Protocol):
-    """One plan's calls in a world: what stays the same from call to call is worked out once."""
+    """The executor of one plan's calls in a world; values that are the same for every call are
+    computed once."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """The symmetric memory that a plan needs on each rank. Unsupported."""
+        """Return the symmetric memory that a plan needs on each rank. Unsupported."""
 
     def start(self, call: Call, stream: int) -> Mapping[str, Any] | None:
-        """Queue one on a stream, which comes after the world's previous call; returns at once. Returns
-        outputs whose sizes only the call finds out: for these the host waits."""
+        """Queue one call on a stream, after the world's previous call, and return at once. Returns
+        outputs whose sizes only the call determines; for these the host waits."""
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """The capsule by which native code starts calls whose tensors lie so (``Call.symmetric``) and
-        have these strides, in the view of the product, without a second output; None: there is none."""
+        """Return the capsule with which native code starts calls whose tensors have these places
+        (``Call.symmetric``) and strides, in the product's view, without a second output; None:
+        there is none."""
 
 
 FUSED: dict[str, type[Executor]] = {
@@ -69,7 +72,7 @@ FUSED: dict[str, type[Executor]] = {
 
 
 def executor_of(plan: LaunchPlan) -> type[Executor]:
-    """What runs the plan's calls. Unsupported."""
+    """Return the executor of the plan's calls. Unsupported."""
     if plan.op not in FUSED:
         raise Unsupported(
             f"accelerator 'hopper' has no kernel of {plan.op}; it has: {', '.join(FUSED)}"

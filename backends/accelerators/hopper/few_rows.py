@@ -2,7 +2,7 @@
 (``kernels/few_rows.cuh``).
 
 Data flow of the views:
-  pipelined     the kernel, where the schedule says so with the norm of the rows, else one behind it
+  pipelined     the kernel; the schedule puts the norm of the rows in it, or in one that follows
   sequential    the kernel in a world of one rank, then a collective of its product
   compute_only  the kernel in a world of one rank, into a product that nobody reads
 """
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 
 class FewRowsExecutor:
-    """GEMM+AllReduce or GEMM+ReduceScatter of few rows, into ``out``: one plan's calls in a world."""
+    """The executor of one plan's GEMM+AllReduce or GEMM+ReduceScatter calls of few rows in a world,
+    into ``out``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
         self._normalises = plan.part(FewRowsSchedule).normalises
@@ -52,19 +54,19 @@ class FewRowsExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a plan needs of symmetric memory, in any view. Unsupported."""
+        """Return the symmetric memory that a plan needs, in any view. Unsupported."""
         world, shape = one_node(plan), plan.gemm
         if world == 1:
             return Workspace((NO_DATA,))
         made = native()
         try:
             made.check_few_rows(world, shape.n, _schedule(plan))
-        except ValueError as error:  # too much mail
+        except ValueError as error:  # too many bytes to exchange
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         return Workspace((made.DATA_OFFSET + _staging(plan),))
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream."""
+        """Queue one call on a stream."""
         operands = Operands.of(call)
         pipelined = call.plan.world_size == 1 or call.view == "pipelined"
         norm = RowNorm.of(call) if pipelined and self._normalises else None
@@ -81,7 +83,7 @@ class FewRowsExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object:
-        """Starts calls; each rank writes its own ``out``, wherever that lies."""
+        """Return a starter of calls; each rank writes its own ``out``, wherever that lies."""
         context = self._context
         return native().few_rows_starter(
             context.device,
@@ -120,7 +122,7 @@ class FewRowsExecutor:
         calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, **more)
 
     def _together(self, call: Call) -> _hopper.Collective:
-        """The collective of the sequential view."""
+        """Return the collective of the sequential view."""
         context = self._context
         world = self._world.of_call(call_id(call), call.timeout_s)
         made: _hopper.Collective = native().Collective(
@@ -130,7 +132,7 @@ class FewRowsExecutor:
 
 
 def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
-    """ArgumentError for a schedule that a call would not follow."""
+    """Return the native schedule. ArgumentError for a schedule that a call would not follow."""
     how = plan.part(FewRowsSchedule)
     if how.product not in (plan.out_dtype, "float32"):
         raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
@@ -158,7 +160,7 @@ def _tiles(plan: LaunchPlan) -> int:
 
 
 def _product(plan: LaunchPlan) -> _hopper.Product:
-    """The plan's product, without tensors yet. Neither tiling nor band mean anything to the kernel."""
+    """Return the plan's product, without tensors yet. The kernel ignores tiling and band."""
     made = native()
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
@@ -174,7 +176,7 @@ def _product(plan: LaunchPlan) -> _hopper.Product:
 
 
 def _staging(plan: LaunchPlan) -> int:
-    """Bytes that the collective of the sequential view needs."""
+    """Return the bytes that the collective of the sequential view needs."""
     made, world, shape = native(), plan.world_size, plan.gemm
     element, elements = getattr(made.Element, plan.out_dtype), shape.m * shape.n
     needed: int

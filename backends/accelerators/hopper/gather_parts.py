@@ -1,12 +1,12 @@
-"""AllGather+GEMM by a library's products on each rank's rows as they come.
+"""AllGather+GEMM by a library's products on each rank's rows as they arrive.
 
 Data flow:
   a (own), its scales ──copy engines, a second stream──▶ their place in every peer's workspace
   own rows ──product──▶ their rows of out ─────────────────────┐
   wait for a peer's flag, its rows ──product──▶ its rows of out┤
   all read: a kernel ends the call ────────────────────────────┘
-A bias is added in float32, before ``out`` is rounded: by products of 16-bit operands, or to products in
-float32.
+A bias is added in float32, before ``out`` is rounded: inside products of 16-bit operands, or to
+products in float32.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 
 class GatherPartsExecutor:
-    """AllGather+GEMM, into ``out`` and, where they are given, ``gathered`` and ``gathered_scale``: one
-    plan's calls in a world."""
+    """The executor of one plan's AllGather+GEMM calls in a world, into ``out`` and, if they are
+    given, ``gathered`` and ``gathered_scale``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan = call.plan
         self._plan, self._rank = plan, call.rank
         self._exchange = PartsExchange(call, context)
@@ -59,7 +60,7 @@ class GatherPartsExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a plan needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that a plan needs. Unsupported."""
         checked(plan, GatherPartsSchedule)
         rows = rounded_up(plan.gemm.m * plan.gemm.k * DTYPE_BYTES[plan.dtype])
         height, width = scales_of_a_rank(plan)
@@ -67,7 +68,7 @@ class GatherPartsExecutor:
         return Workspace((native().DATA_OFFSET + rows + rounded_up(scales),))
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         a, scale, out = aligned(call.tensors["a"]), call.tensors.get("a_scale"), call.tensors["out"]
         into, bias = out, call.tensors["bias"] if self._plan.bias == "launch" else None
         if self._product != out.dtype:
@@ -89,7 +90,8 @@ class GatherPartsExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls of 16-bit operands, without ``gathered``, whose products fill ``out``."""
+        """Return a starter of calls of 16-bit operands, without ``gathered``, whose products fill
+        ``out``."""
         plan, shape, dtype = self._plan, self._plan.gemm, self._product
         if plan.scales is not None or self._how.product != plan.out_dtype:
             return None
@@ -109,7 +111,8 @@ class GatherPartsExecutor:
         *,
         waits_first: bool = False,
     ) -> None:
-        """All that comes before the end. ``waits_first``: products begin when all rows have come."""
+        """Queue everything that comes before the end. ``waits_first``: products begin when all rows
+        have arrived."""
         self._send(running, a, scale)
         theirs = [
             (source, first, last, self._exchange.flag(source, number))
@@ -126,7 +129,8 @@ class GatherPartsExecutor:
             self._multiply_theirs(multiply, source, first, last, out)
 
     def _send(self, running: Exchanges, a: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Own rows to every peer, the rank before this one first; their scales ahead of them."""
+        """Send own rows to every peer, the rank before this one first; their scales go ahead of
+        them."""
         exchange, start = (
             self._exchange,
             share(self._plan.gemm.m, self._plan.world_size, self._rank)[0],
@@ -157,7 +161,7 @@ class GatherPartsExecutor:
         multiply(self._rows[first:last], scale, out[first:last])
 
     def _deliver(self, call: Call, into: torch.Tensor) -> None:
-        """The call's ``out``, where products are wider."""
+        """Fill the call's ``out``, if products have a wider dtype."""
         out = call.tensors["out"]
         if into is out:
             return
@@ -167,7 +171,7 @@ class GatherPartsExecutor:
             out.copy_(into)
 
     def _keep(self, call: Call, a: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """What was gathered, where the call wants it."""
+        """Copy the gathered rows and scales to the call's tensors, if it has any."""
         for name, mine, landed in (
             ("gathered", a, self._rows),
             ("gathered_scale", scale, self._scales),

@@ -1,4 +1,4 @@
-"""The GEMM ops on one rank: what a plan needs of the workspace, and how a call is queued.
+"""The GEMM ops on one rank: a plan's workspace, and the queueing of its calls.
 
 Data flow of the views:
   AllGather+GEMM   pipelined: copy engines (a second stream) or blocks of the kernel push the rows
@@ -6,8 +6,9 @@ Data flow of the views:
                    blocks do it, in the sequential view a launch of their own
   reductions       pipelined: one kernel; sequential: the product alone, then a collective of it
   compute_only     the same kernel, which waits for nothing and sends nothing
-Rows of a and b may lie apart (``pitched``). The rank that owns a result adds the bias in float32 and
-then rounds. Addresses must be multiples of 16: tensors that are not go through a copy.
+Rows of a and b may have gaps between them (``pitched``). The rank that owns a result adds the bias
+in float32 and then rounds. Addresses must be multiples of 16; tensors at other addresses are
+copied.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 
 
 def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> bool:
-    """ArgumentError: where nodes or their ranks are one, hierarchical is direct by another name; and
-    not every op claims it."""
+    """Return whether the exchange is hierarchical. ArgumentError: it equals the direct one if there
+    is one node or one rank per node, and not every op supports it."""
     wanted = how.exchange == "hierarchical"
     if wanted and (1 in (plan.nodes, plan.ranks_per_node) or plan.op not in hierarchical_ops()):
         raise ArgumentError(
@@ -85,7 +86,7 @@ def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule
 
 
 def _staging(plan: LaunchPlan) -> int:
-    """Bytes that the collective of the sequential view needs."""
+    """Return the bytes that the collective of the sequential view needs."""
     made, world, elements = native(), plan.world_size, plan.gemm.m * plan.gemm.n
     element, way = _element(plan), made.Way.two_shot
     needed: int = (
@@ -105,10 +106,12 @@ def _element(plan: LaunchPlan) -> _hopper.Element:
 
 
 class AllGatherExecutor:
-    """AllGather+GEMM, into ``out`` and, if there is one, ``gathered``: one plan's calls in a world."""
+    """The executor of one plan's AllGather+GEMM calls in a world, into ``out`` and, if there is
+    one, ``gathered``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan, made = call.plan, native()
         how, schedule = _gather(plan)
         self._context = context
@@ -118,14 +121,14 @@ class AllGatherExecutor:
         self._product = _product(plan, how, how.tiling, how.last_splits)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
-        self._sent = made.AllGatherSchedule(rows, how.chunk_rows)  # when the rows were sent before
+        self._sent = made.AllGatherSchedule(rows, how.chunk_rows)  # when the rows have been sent
         self._pipelined = made.PipelinedGather(
             context.device, context.order, self._world, self._product, schedule
         )
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What AllGather+GEMM needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that AllGather+GEMM needs. Unsupported."""
         world = plan.world_size
         how = plan.part(GatherSchedule)
         if world == 1:
@@ -142,7 +145,7 @@ class AllGatherExecutor:
         return between_nodes(plan, needed if staged else made.DATA_OFFSET, gathered)
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream."""
+        """Queue one call on a stream."""
         operands = Operands.of(call)
         number, tensors = call_id(call), operands.tensors()
         if call.view == "pipelined":
@@ -155,7 +158,7 @@ class AllGatherExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls into ``out`` alone."""
+        """Return a starter of calls that have ``out`` only."""
         context = self._context
         found: object = native().gather_starter(
             context.device,
@@ -169,7 +172,7 @@ class AllGatherExecutor:
     def _one_after_the_other(
         self, call: Call, operands: Operands, tensors: _hopper.GemmTensors, stream: int
     ) -> None:
-        """What carries the rows and then the kernel, or the kernel alone."""
+        """Queue the transfer of the rows and then the kernel, or the kernel alone."""
         made, device = native(), self._context.device
         world = self._world.of_call(call_id(call), call.timeout_s)
         product, waits = self._product.of(tensors), False
@@ -188,8 +191,8 @@ class AllGatherExecutor:
         made.all_gather_gemm(device, world, product, schedule, waits, stream)
 
     def _copy_gathered(self, call: Call, operands: Operands, stream: int) -> None:
-        """Own rows and scales as the call has them, the others' from the workspace, where they lie
-        until all have copied."""
+        """Copy own rows and scales from the call's tensors, and the others' from the workspace,
+        where they stay until all have copied."""
         ranks, how = call.plan.world_size, call.plan.part(GatherSchedule)
         rows = call.workspace + native().DATA_OFFSET
         scales = rows + native().gathered_scales_at(ranks * operands.a.nbytes)
@@ -214,10 +217,12 @@ class AllGatherExecutor:
 
 
 class ReduceExecutor:
-    """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``: one plan's calls in a world."""
+    """The executor of one plan's GEMM+ReduceScatter or GEMM+AllReduce calls in a world, into
+    ``out``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan, made = call.plan, native()
         how = plan.part(ReduceSchedule)
         self._context = context
@@ -248,7 +253,7 @@ class ReduceExecutor:
         )
 
     def _outputs_of(self, context: DispatchContext) -> _hopper.Outputs:
-        """What calls tell of theirs: an AllReduce's."""
+        """Return the outputs that an AllReduce's calls announce."""
         if self._everywhere:
             return outputs_of(self._plan, context)
         nothing: _hopper.Outputs = native().Outputs()
@@ -256,7 +261,7 @@ class ReduceExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a reduction needs of symmetric memory, in any view. Unsupported."""
+        """Return the symmetric memory that a reduction needs, in any view. Unsupported."""
         world = plan.world_size
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
         owned = tuning.owned_rows(plan.op, plan.gemm.m, world, how.rows)
@@ -280,7 +285,7 @@ class ReduceExecutor:
         return between_nodes(plan, fused, area)
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream."""
+        """Queue one call on a stream."""
         operands = Operands.of(call)
         number, tensors = call_id(call), operands.tensors()
         outs = self._outs(call.symmetric) if operands.out is call.tensors["out"] else []
@@ -298,7 +303,7 @@ class ReduceExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls into an ``out`` that lies as this one."""
+        """Return a starter of calls whose ``out`` has the same place."""
         context = self._context
         found: object = native().reduce_starter(
             context.device,
@@ -311,7 +316,8 @@ class ReduceExecutor:
         return found
 
     def _outs(self, symmetric: Mapping[str, tuple[int, ...]]) -> list[int]:
-        """Every rank's ``out``, where kernels write to all of them: not between nodes."""
+        """Return every rank's ``out`` if kernels write to all of them, which they do not between
+        nodes."""
         if not self._everywhere or self._plan.nodes > 1:
             return []
         return list(symmetric.get("out", ()))
@@ -367,7 +373,7 @@ def _check_network_blocks(plan: LaunchPlan, how: ReduceSchedule) -> None:
 
 
 class Operands(NamedTuple):
-    """A call's tensors where kernels can address them: its own, or copies."""
+    """A call's tensors at addresses that kernels can use: its own, or copies."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -398,7 +404,7 @@ class Operands(NamedTuple):
         return 0 if self.bias is None else self.bias.data_ptr()
 
     def tensors(self) -> _hopper.GemmTensors:
-        """As native code takes them."""
+        """Return them as native code takes them."""
         strides = {"a": self.a.stride(), "b": self.b.stride()}
         found: _hopper.GemmTensors = native().GemmTensors(
             self.a.data_ptr(),
@@ -412,16 +418,17 @@ class Operands(NamedTuple):
         return found
 
     def deliver(self, call: Call) -> None:
-        """Fill the caller's ``out``, where kernels write to another."""
+        """Fill the caller's ``out``, if kernels write to another tensor."""
         deliver(self.out, call.tensors["out"])
 
 
 def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """How far rows of a and b lie apart where the tensors have these strides; 0: they are packed."""
+    """Return the distances between rows of a and of b for tensors of these strides; 0: they are
+    packed."""
     a_rows = plan.gemm.m // (plan.world_size if plan.op == "all_gather_gemm" else 1)
     by_rows = strides["b"] if plan.b_layout == "row" else strides["b"][::-1]
     return {
-        "a_pitch": strides["a"][0] if a_rows > 1 else 0,  # torch may say anything of a single row
+        "a_pitch": strides["a"][0] if a_rows > 1 else 0,  # the stride of a single row is arbitrary
         "b_pitch": by_rows[0],
     }
 
@@ -442,8 +449,9 @@ def _with_kept_splits(
     rows: int,
     others: int,
 ) -> int:
-    """What ``nbytes`` of a workspace become with the splits that are kept behind them. ``owners``: of
-    ``rows`` rows each; ``others``: blocks of the kernel that have no tiles."""
+    """Return the bytes of a workspace of ``nbytes`` followed by the splits that are kept.
+    ``owners``: ranks that own ``rows`` rows each; ``others``: blocks of the kernel that have no
+    tiles."""
     if how.last_splits == 1:
         return nbytes
     made = native()
@@ -463,9 +471,9 @@ def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> 
 def _product(
     plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName, splits: int = 1
 ) -> _hopper.Product:
-    """The plan's product, without tensors yet. ``splits``: of tiles of its last wave. ArgumentError:
-    tiles that add with fewer bits than asked for, or that are of e4m3 operands only; splits where there
-    are none."""
+    """Return the plan's product, without tensors yet. ``splits``: those of tiles of its last wave.
+    ArgumentError: tiles that add with fewer bits than required, or that are for e4m3 operands only;
+    splits where there are none."""
     made = native()
     promotes = plan.scales is not None and not plan.scales.use_fast_accum
     if promotes != (tiling == "promoted"):

@@ -1,4 +1,4 @@
-"""AllReduce into outputs that peers may write, each rank's at a place of its own
+"""AllReduce into outputs that peers may write, each rank's at its own place
 (``device/landing.cuh``)."""
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 
 LEAST_BYTES = 4 << 20
-"""Of a result: a smaller one is copied in less time than its allocation takes the host."""
+"""Bytes of the smallest result to which peers write: a smaller one is copied in less time than the
+host takes to allocate it."""
 _PIECE, _LARGE_PIECE, _LEAST_ALONE = 2 << 20, 20 << 20, 10 << 20
-"""Torch's allocator takes memory in multiples of the first, for tensors below the third the second."""
+"""The sizes of torch's allocator: it takes memory in multiples of the first; for tensors below the
+third it takes the second."""
 
 
 def wanted(plan: LaunchPlan) -> int:
-    """Bytes of memory for outputs of an AllReduce; 0: its calls tell no places. The same for
-    all ranks."""
+    """Return the bytes of memory for outputs of an AllReduce; 0: its calls announce no places. The
+    same on all ranks."""
     nbytes = _result_bytes(plan)
     if plan.nodes > 1 or plan.world_size == 1 or nbytes < LEAST_BYTES:
         return 0
@@ -31,8 +33,8 @@ def wanted(plan: LaunchPlan) -> int:
 
 
 def outputs_of(plan: LaunchPlan, context: DispatchContext) -> _hopper.Outputs:
-    """What calls of such a plan tell of theirs: nothing as long as no rank has memory for them, which
-    is so on all ranks. (One that has a pool for graphs may have none.)"""
+    """Return the outputs that calls of such a plan announce: none as long as no rank has memory for
+    them, which is so on all ranks. (A rank with a pool for graphs may have none.)"""
     made = native()
     if context.outputs is None or not context.outputs.memory.ranges or not wanted(plan):
         nothing: _hopper.Outputs = made.Outputs()

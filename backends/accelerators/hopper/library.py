@@ -4,9 +4,9 @@
   GEMM+ReduceScatter  mm ──▶ partial results (scratch) ──▶ reduce_scatter ──▶ out
   GEMM+AllReduce      mm ──▶ partial results (scratch) ──▶ all_reduce ──▶ out; of few rows that are
                       normalised, sum_rows, which does both
-Scales of e4m3 rows are gathered beside them. A bias is added in float32 before ``out`` is rounded: by
-the product's epilogue, by the collective, or to a product in float32.
-Scratch comes from torch's allocator on the call's stream, so a captured graph owns its own.
+Scales of e4m3 rows are gathered with them. A bias is added in float32 before ``out`` is rounded: by
+the product's epilogue, by the collective, or to a product in float32. Scratch comes from torch's
+allocator on the call's stream, so a captured graph owns its own.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ if TYPE_CHECKING:
 
 
 Allocation = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
-"""(function, arguments) that make a tensor on a device, which is the current one then."""
+"""(function, arguments) that allocate a tensor on a device, which must be the current one then."""
 
 
 class LibraryExecutor:
-    """One plan's calls in a world, on torch's current stream."""
+    """The executor of one plan's calls in a world, on torch's current stream."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan, made = call.plan, native()
         shape, how = plan.gemm, plan.part(LibrarySchedule)
         self._plan, self._context = plan, context
@@ -84,14 +85,14 @@ class LibraryExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a plan on this path needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that a plan on this path needs. Unsupported."""
         one_node(plan)
         _check(plan)
         nbytes = native().DATA_OFFSET + _staging(plan)
         return Workspace((nbytes,), outputs=wanted(plan) if _lands(plan) else 0)
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         if self._gathers:
             self._gather_then_product(call, stream)
         elif self._world_size == 1:
@@ -104,11 +105,11 @@ class LibraryExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls without ``gathered``."""
+        """Return a starter of calls without ``gathered``."""
         plan, context, made = self._plan, self._context, native()
         dtype = torch_dtype(plan.dtype)
         height, width = scales_of_a_rank(plan)
-        scales = None  # where those of all rows are gathered
+        scales = None  # the tensor for the gathered scales of all rows
         if height and self._gathers:
             places = (plan.world_size * height, width)
             scales = allocation(places, torch.float32, context.device)
@@ -143,7 +144,7 @@ class LibraryExecutor:
             scaled: _hopper.LibraryProduct = made.scaled_product(self._multiply)
             return scaled
         apart = self._product != torch_dtype(plan.dtype)
-        whole = None  # what out is rounded from
+        whole = None  # the tensor from which out is rounded
         if apart and (self._gathers or self._world_size == 1):
             shape = plan.gemm.m, plan.gemm.n
             whole = allocation(shape, self._product, self._context.device)
@@ -186,8 +187,8 @@ class LibraryExecutor:
         scales: torch.Tensor | None,
         stream: int,
     ) -> None:
-        """All ranks' rows, and what they have as ``own`` into ``scales``: beside them, or, where rows
-        go straight to every rank, behind."""
+        """Gather all ranks' rows, and their ``own`` scales into ``scales``: together with the rows,
+        or, if rows go straight to every rank, after them."""
         gather, together = native().all_gather, self._together(call)
         if own is None or scales is None:
             gather(together, mine.data_ptr(), mine.nbytes, outs, stream)
@@ -239,7 +240,7 @@ class LibraryExecutor:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """``out`` from a whole ``a``, rounded once."""
+        """Compute ``out`` from a whole ``a``, rounded once."""
         how = self._plan.part(LibrarySchedule)
         behind = self._product != out.dtype
         multiply = multiply_by(
@@ -254,8 +255,9 @@ class LibraryExecutor:
 
 
 def starters_product(plan: LaunchPlan, whole: Allocation | None = None) -> _hopper.LibraryProduct:
-    """What native code multiplies 16-bit operands with. ``whole``: an allocation of what results are
-    rounded from, where they are of another dtype than products."""
+    """Return the product with which native code multiplies 16-bit operands. ``whole``: an
+    allocation of the tensor from which results are rounded, if they have another dtype than
+    products."""
     product = torch_dtype(plan.part(ProductSchedule).product)
     more = (product,) if product != torch_dtype(plan.dtype) else ()
     mm, addmm = (
@@ -268,8 +270,9 @@ def starters_product(plan: LaunchPlan, whole: Allocation | None = None) -> _hopp
 
 
 def allocation(shape: tuple[int, int], dtype: torch.dtype, device: int) -> Allocation:
-    """What makes such a tensor."""
-    # As torch's own compiler allocates: past the dispatcher, in a quarter of the time of torch.empty.
+    """Return the allocation of a tensor."""
+    # torch's own compiler allocates in this way: past the dispatcher, in a quarter of the time of
+    # torch.empty.
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if quick is not None:
         return quick, (shape, (shape[1], 1), dtype)
@@ -277,7 +280,7 @@ def allocation(shape: tuple[int, int], dtype: torch.dtype, device: int) -> Alloc
 
 
 def _check(plan: LaunchPlan) -> None:
-    """ArgumentError for a schedule that a call would not follow."""
+    """Raise ArgumentError for a schedule that a call would not follow."""
     how = plan.part(LibrarySchedule)
     check_product(plan, how)
     reduced = plan.op == "gemm_all_reduce" and plan.world_size > 1
@@ -308,12 +311,12 @@ def _check(plan: LaunchPlan) -> None:
 
 
 def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
-    """ArgumentError for products that calls would not make."""
+    """Raise ArgumentError for products that calls would not make."""
     product, scales = how.product, plan.scales
     legal = {plan.out_dtype, "float32"}
     whole = plan.op == "all_gather_gemm" or plan.world_size == 1
     if whole and scales is not None and plan.bias == "launch":
-        legal = {"float32"}  # what adds the bias comes behind the product
+        legal = {"float32"}  # the bias is added after the product
     if product not in legal:
         raise ArgumentError("plan.schedule.product", product, " or ".join(sorted(legal)))
     ways: tuple[ScaledBy | None, ...] = (None,)
@@ -326,7 +329,7 @@ def check_product(plan: LaunchPlan, how: ProductSchedule) -> None:
 
 
 def _staging(plan: LaunchPlan) -> int:
-    """Bytes of the data area; enough also where outs turn out not to be symmetric."""
+    """Return the bytes of the data area; enough also if outs turn out not to be symmetric."""
     made, shape, world = native(), plan.gemm, plan.world_size
     if world == 1:
         return 0
@@ -346,7 +349,7 @@ def _staging(plan: LaunchPlan) -> int:
 
 
 def scales_of_a_rank(plan: LaunchPlan) -> tuple[int, int]:
-    """The shape of the scales of one rank's rows; none: of operands without."""
+    """Return the shape of the scales of one rank's rows; (0, 0) for operands without scales."""
     if plan.scales is None:
         return 0, 0
     shape = plan.gemm
@@ -355,7 +358,7 @@ def scales_of_a_rank(plan: LaunchPlan) -> tuple[int, int]:
 
 
 def _lands(plan: LaunchPlan) -> bool:
-    """Whether ranks put results into each other's outputs where these may be written."""
+    """Return whether ranks put results into each other's outputs where these may be written."""
     how = plan.part(LibrarySchedule)
     return how.way == "two_shot" and not how.by_mail
 
@@ -372,7 +375,7 @@ def torch_dtype(name: DtypeName) -> torch.dtype:
 
 
 def element_of(plan: LaunchPlan) -> _hopper.Element:
-    """The native name of the elements that are added up and of the results."""
+    """Return the native name of the elements that are added and of the results."""
     sent = plan.part(ProductSchedule).product
     name = plan.out_dtype if sent == plan.out_dtype else f"{sent}_to_{plan.out_dtype}"
     element: _hopper.Element = getattr(native().Element, name)

@@ -1,5 +1,5 @@
-"""How the GEMM ops of 16-bit operands are scheduled on the library path: one product and one
-collective, or parts. Those of e4m3 operands are in :mod:`.scaled_tuning`.
+"""The schedule of GEMM ops of 16-bit operands on the library path: one product and one collective,
+or parts. Those of e4m3 operands are in :mod:`.scaled_tuning`.
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 """
@@ -22,8 +22,9 @@ _MACHINE = machine()
 
 
 def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
-    """How a plan of 16-bit operands runs; ``found``: of one product and one collective, with their
-    times. Parts are of as many rows as a caller wishes of a chunk who asks for this path."""
+    """Schedule a plan of 16-bit operands. ``found``: the schedule of one product and one
+    collective, with its times. If a caller requests this path and a chunk, parts have that chunk's
+    rows."""
     plan, whole, constants = request.plan, found.prediction, request.constants
     cores = found.pipeline.compute_blocks
     if plan.world_size > 1 and request.path == "library" and request.chunk is not None:
@@ -64,7 +65,7 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
 
 
 def times(plan: CommonPart, parts: int, cores: int, constants: MachineConstants) -> Times:
-    """A call in so many parts of each rank, at least one."""
+    """Predict a call in ``parts`` parts of each rank's rows, at least one."""
     path, shape = constants.library, plan.gemm
     assert path is not None
 
@@ -90,7 +91,7 @@ def _predicted(
 
 
 def library(plan: CommonPart, constants: MachineConstants | None = None) -> LibrarySchedule:
-    """One product and one collective."""
+    """Schedule one product and one collective."""
     shape, world, product = plan.gemm, plan.world_size, product_dtype(plan)
     gathers, summed = plan.op == "all_gather_gemm", plan.op == "gemm_all_reduce" and world > 1
     way = _MACHINE.way(shape, product, world) if summed else None
@@ -113,8 +114,8 @@ def by_mail(
     nbytes: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Whether the one collective of a plan goes by mail. ``nbytes``: what a rank sends to each peer in
-    one exchange; of two, all its partial results."""
+    """Return whether the one collective of a plan is a Lamport exchange. ``nbytes``: bytes that a
+    rank sends to each peer in one exchange; for two exchanges, all its partial results."""
     if way == "two_shot":
         results = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
         faster = _MACHINE.twice_by_mail(nbytes, results, plan.world_size, constants)
@@ -124,7 +125,7 @@ def by_mail(
 
 
 def product_dtype(plan: CommonPart) -> DtypeName:
-    """In which products are rounded: that of results, or float32 where these are few."""
+    """Return the dtype of partial products: the result's, or float32 for small results."""
     return _product_dtype(plan.op, plan.gemm, plan.dtype, plan.world_size)
 
 

@@ -1,6 +1,6 @@
-"""Constants of the machines with Hopper GPUs: ``machine.json`` beside this file, the one place of them.
+"""Constants of the machines with Hopper GPUs, all of them in ``machine.json`` beside this file.
 
-The numbers say how fast things are and what is chosen when; they change times, never results.
+They are rates, and the limits by which ways are chosen; they change times, never results.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FILE = Path(__file__).with_name("machine.json")
 
 
 class Tilings(Sourced):
-    """The menu of output tiles. ``clusters``: rows and columns of the output that a cluster of blocks,
-    one to ``block_rows``, computes at a time; ``promoted``: of e4m3 operands whose products are added
-    up in float32, and of no others."""
+    """The menu of output tiles. ``clusters``: rows and columns of the output that a cluster of
+    blocks, one for each ``block_rows`` rows, computes at a time. ``promoted`` is for e4m3 operands
+    whose products are added in float32, and for no others."""
 
     block_rows: int = Field(ge=1)
     clusters: dict[TilingName, tuple[int, int]]
@@ -37,7 +37,7 @@ class Tilings(Sourced):
 
 
 class Pushing(Sourced):
-    """How blocks of the kernel push a shard."""
+    """The parameters by which blocks of the kernel push a shard."""
 
     blocks: int = Field(ge=1)
     threads_of_a_block: int = Field(ge=1, description="that push, each a chunk of its own")
@@ -46,7 +46,7 @@ class Pushing(Sourced):
 
 
 class Network(Sourced):
-    """What blocks of the kernel send to other nodes."""
+    """The parameters of sends to other nodes by blocks of the kernel."""
 
     blocks: int = Field(ge=2, multiple_of=2, description="that send, whole clusters")
     band: int = Field(ge=1, description="as of tilings, where rows come from other nodes")
@@ -57,7 +57,7 @@ class Network(Sourced):
 
 
 class Slicing(Sourced):
-    """When copies come in slices of K."""
+    """The conditions under which copies are cut into slices of K."""
 
     slices: int = Field(ge=1)
     from_share: float = Field(ge=0, description="of the product's time, that the copies take")
@@ -66,13 +66,13 @@ class Slicing(Sourced):
 
 
 class Partials(Sourced):
-    """Which products of the library are rounded by a copy of their own."""
+    """The products of the library that are rounded by a separate copy."""
 
     scattered_elements: int = Field(ge=0, description="whole products of up to so many elements")
 
 
 class CallTimes(Model):
-    """What a library's call on a part takes: call_us + flop / rate."""
+    """The time of a library's call on a part: call_us + flop / rate."""
 
     work: float = Field(gt=0, description="flop a pair of a query and a key that meet, and element")
     tflops: float = Field(gt=0, description="all multiprocessors, random half precision")
@@ -81,7 +81,7 @@ class CallTimes(Model):
 
 
 class Attention(Sourced):
-    """Ring attention by a library: calls on parts, and the merge of what they found."""
+    """Ring attention by a library: calls on parts, and the merge of their results."""
 
     head_dims: tuple[int, ...] = Field(min_length=1)
     positions: int = Field(
@@ -112,7 +112,8 @@ class Attention(Sourced):
 
 
 class Experts(Sourced):
-    """The grouped product of MoE. Rates are of all multiprocessors, random half precision."""
+    """The grouped product of MoE. Rates are those of all multiprocessors, for random half
+    precision."""
 
     gathered_tflops: float = Field(gt=0, description="each block gathers its rows")
     permuted_tflops: float = Field(gt=0, description="rows are put in order beside the product")
@@ -154,7 +155,7 @@ class Scaled(Sourced):
 
 
 class Parts(Sourced):
-    """What is between a library's products where rows travel in parts."""
+    """The costs between a library's products if rows travel in parts."""
 
     gap_us: float = Field(ge=0, description="of a further product, and the wait before it")
     sum_us: float = Field(ge=0, description="start and end of the kernel that adds parts up")
@@ -176,13 +177,13 @@ class Parts(Sourced):
 
 
 class Spread(Model):
-    """How a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
+    """The way a reduction spreads its transfers over the call, for shares of K from ``from_k`` on.
 
-    ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed after
-    the other owners' tiles of the next. A panel is so large that its tiles of all owners, or of the
-    others, are one wave; None: one panel is all. ``pace``: least clock cycles between two puts of a
-    block. ``by_outbox``: puts come from memory, not straight from the block that made the tile:
-    smoother, and worth its memory traffic where the link is nearly full.
+    ``wave_of``: an owner's tiles are cut into panels, and the own tiles of a panel are computed
+    after the other owners' tiles of the next. A panel is so large that its tiles of all owners, or
+    of the others, are one wave; None: there is one panel. ``pace``: least clock cycles between two
+    puts of a block. ``by_outbox``: puts come from memory, not straight from the block that made the
+    tile. That is smoother, and worth its memory traffic if the link is nearly full.
     """
 
     from_k: int = Field(ge=0)
@@ -192,21 +193,21 @@ class Spread(Model):
 
 
 class Spreads(Sourced):
-    """By op: ordered by ``from_k``, the longest first; the last is for all."""
+    """The spreads by op, ordered by ``from_k``, the largest first; the last is for all."""
 
     gemm_reduce_scatter: tuple[Spread, ...] = Field(min_length=1)
     gemm_all_reduce: tuple[Spread, ...] = Field(min_length=1)
 
 
 class Norms(Sourced):
-    """What residual and RMSNorm of few rows that are summed add to a call."""
+    """The time that residual and RMSNorm add to a call that sums few rows."""
 
     behind_us: float = Field(ge=0, description="by a kernel behind")
     inside_us: float = Field(ge=0, description="by the kernel that sums them")
 
 
 class HopperMachine(ChipMachine):
-    """The whole file."""
+    """The contents of the whole file."""
 
     constants: MachineConstants
     tilings: Tilings
@@ -223,13 +224,13 @@ class HopperMachine(ChipMachine):
     copies: Engines
 
     def way(self, shape: GemmShape, product: DtypeName, world: int) -> Way:
-        """How partial results of that dtype are added up on every rank."""
+        """Return the way in which partial results of that dtype are added on every rank."""
         nbytes = shape.m * shape.n * DTYPE_BYTES[product]
         return "one_shot" if self.one_shot.takes(nbytes, world) else "two_shot"
 
     def by_mail(self, nbytes: int, world: int, constants: MachineConstants | None = None) -> bool:
-        """Whether a collective of one exchange, in which a rank sends so many bytes to each peer, goes
-        by mail."""
+        """Return whether a collective of one exchange, in which a rank sends ``nbytes`` to each
+        peer, is a Lamport exchange."""
         library = (constants or self.constants).library
         mail = None if library is None else library.mail
         return world > 1 and mail is not None and mail.takes(world * nbytes)
@@ -237,8 +238,8 @@ class HopperMachine(ChipMachine):
     def twice_by_mail(
         self, nbytes: int, results: int, world: int, constants: MachineConstants | None = None
     ) -> bool:
-        """Whether an all-reduce of two exchanges goes by mail. ``nbytes``: of a rank's partial results;
-        ``results``: of their sums."""
+        """Return whether an all-reduce of two exchanges uses Lamport exchanges. ``nbytes``: bytes
+        of a rank's partial results; ``results``: bytes of their sums."""
         library = (constants or self.constants).library
         return library is not None and paths.twice_by_mail(
             nbytes / world, results / world, world, library
@@ -246,14 +247,14 @@ class HopperMachine(ChipMachine):
 
     @property
     def one_shot(self) -> OneShot:
-        """Of our collectives, whoever calls them."""
+        """The one-shot limits of our collectives, whoever calls them."""
         library = self.constants.library
         assert library is not None
         assert library.one_shot is not None
         return library.one_shot
 
     def on_links_of(self, plan: CommonPart) -> Self:
-        """Return the machine where no rank sends more than the plan's links carry; itself where these
+        """Return a machine on which no rank sends more than the plan's links carry; itself if these
         are as fast as those that it was measured on."""
         egress_gbs = plan.egress_gbs
         constants = self.constants.limited_to(egress_gbs)
@@ -275,5 +276,5 @@ class HopperMachine(ChipMachine):
 
 @cache
 def machine() -> HopperMachine:
-    """The constants that come with mkernel; read once."""
+    """Return the constants that come with mkernel; the file is read once."""
     return HopperMachine.from_file(FILE, "constants of hopper")

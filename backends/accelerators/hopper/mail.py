@@ -1,6 +1,8 @@
-"""How much mail the ranks of a call send (``device/mailbox.cuh``), and how much a call may have.
+"""Bytes of Lamport exchanges ("mail", ``device/mailbox.cuh``): those that the ranks of a call send,
+and the most that a call may send.
 
-Pure functions of a plan's sizes.
+A rank writes data into a mailbox of its peer, which holds a sentinel (-0) until the data arrives,
+so no flag is needed. Pure functions of a plan's sizes.
 """
 
 from __future__ import annotations
@@ -10,22 +12,24 @@ from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
 from mkernel.plan.scales import scale_sizes
 
 MAIL_BYTES = 16 << 20
-"""Of one call; as in device/workspace.cuh."""
+"""Bytes that one call may send; as in device/workspace.cuh."""
 _SLOT_BYTES = 128
-"""What a rank sends is rounded up to so many; as in kernels/{sum_rows,mail_collectives}.cu."""
+"""A rank's data is rounded up to a multiple of this; as in kernels/{sum_rows,mail_collectives}.cu."""
 _PLACE_BYTES = 16
-"""Of gathered bits, beside which goes one more byte; as in kernels/mail_collectives.cu."""
+"""Bytes of gathered data with each of which one more byte travels; as in
+kernels/mail_collectives.cu."""
 _OWNED = 8
-"""Elements of which an all-reduce's owners have multiples; as in kernels/collectives.cu."""
+"""The elements of an all-reduce's owner are a multiple of this; as in kernels/collectives.cu."""
 
 
 def of_sums(nbytes: int, world: int) -> int:
-    """Bytes where each rank sends so many to each peer, to be added up."""
+    """Return the bytes sent if each rank sends ``nbytes`` to each peer, to be added."""
     return world * _slot(nbytes)
 
 
 def of_two_exchanges(elements: int, world: int, product: DtypeName, result: DtypeName) -> int:
-    """Bytes of an all-reduce whose owners add up their parts and send their sums to all peers."""
+    """Return the bytes of an all-reduce whose owners add up their parts and send their sums to all
+    peers."""
     owned = -(-elements // (world * _OWNED)) * _OWNED
     each = sum(_slot(owned * DTYPE_BYTES[dtype]) for dtype in (product, result))
     return (world - 1) * each
@@ -36,8 +40,8 @@ def _slot(nbytes: int) -> int:
 
 
 def of_plan(plan: CommonPart, product: DtypeName, way: Way | None) -> int:
-    """Bytes of a GEMM op's one collective. ``product``: the dtype in which partial results travel.
-    ``way``: of an all-reduce."""
+    """Return the bytes of a GEMM op's one collective. ``product``: the dtype in which partial
+    results travel. ``way``: the way of an all-reduce."""
     shape, world = plan.gemm, plan.world_size
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -53,5 +57,5 @@ def of_plan(plan: CommonPart, product: DtypeName, way: Way | None) -> int:
 
 
 def fits(plan: CommonPart, product: DtypeName, way: Way | None) -> bool:
-    """Whether a call may have as much as :func:`of_plan` says."""
+    """Return whether a call may send the bytes that :func:`of_plan` returns."""
     return of_plan(plan, product, way) <= MAIL_BYTES

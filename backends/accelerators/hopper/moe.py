@@ -1,4 +1,4 @@
-"""The MoE ops on one rank: what a plan needs of the workspace, and how a call is queued.
+"""The MoE ops on one rank: a plan's workspace, and the queueing of its calls.
 
 Data flow of a dispatch:
   x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind;
@@ -8,12 +8,14 @@ Data flow of a dispatch:
   rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
       rows into memory of their own, one below the other
 Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe_nodes`).
-Results come home by slot, straight from the grouped product or from ``y``, and are added there; or a
-token's results on one rank are added first (kernels/moe/home.hpp), as they are between nodes.
+Results return by slot, straight from the grouped product or from ``y``, and are added on the
+token's rank; or a token's results on one rank are added first (kernels/moe/home.hpp), as is always
+done between nodes.
 
-Errors. Sums are float32. What travels is of ``partial_dtype``; by rank, results are rounded to it too
-before they are added. Where a rank gets more rows than its capacity, no rank computes anything: outputs
-are zeros, combined tokens NaN, and the next call that waits for the device raises the error.
+Errors. Sums are float32. Results travel in ``partial_dtype``; if they return by rank, they are also
+rounded to it before they are added. If a rank gets more rows than its capacity, no rank computes
+anything: outputs are zeros, combined tokens NaN, and the next call that waits for the device raises
+the error.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ _heights: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDict
 
 
 def known_height(routing: torch.Tensor) -> int | None:
-    """Rows of the outputs of the dispatch that made these words in this process; None: it is not known
-    without waiting for the device."""
+    """Return the rows of the outputs of the dispatch that made these words in this process; None:
+    the number is not known without waiting for the device."""
     version, height = _heights.get(routing.untyped_storage(), (-1, 0))
     return height if version == _version(routing) else None
 
@@ -61,7 +63,7 @@ def _version(words: torch.Tensor) -> int:
 
 
 def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _hopper.MoeSizes:
-    """As kernels take them. ``experts``: of all ranks."""
+    """Return the sizes as kernels take them. ``experts``: of all ranks."""
     made: _hopper.MoeSizes = native().MoeSizes(
         world=world, tokens=tokens, top_k=top_k, experts=experts // world
     )
@@ -69,10 +71,11 @@ def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _hopper.MoeSi
 
 
 class _Moe:
-    """What the executors of all MoE ops have."""
+    """Base of the executors of all MoE ops."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan = call.plan
         self._context, self._plan = context, plan
         self._sizes = _sizes(plan)
@@ -85,7 +88,7 @@ class _Moe:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """None: calls are started from Python."""
+        """Return None: calls are started from Python."""
         return None
 
     def _of_call(self, call: Call) -> _hopper.DeviceWorld:
@@ -97,7 +100,8 @@ class _Moe:
     def _copy(
         self, call: Call, rows: torch.Tensor, count: int, row_bytes: int
     ) -> Callable[[int], None]:
-        """What queues on a stream copies of ``count`` rows to every peer of this node."""
+        """Return a function that queues copies of ``count`` rows to every peer of this node on a
+        stream."""
         made, device = native(), self._context.device
         whole = made.AllGatherSchedule(count, count)
         return lambda stream: made.push_rows(
@@ -111,8 +115,8 @@ class _Moe:
         to_near: Callable[[int], None],
         to_far: Callable[[int], None],
     ) -> bool:
-        """``to_near`` and ``to_far`` queue on a stream what goes to this node's ranks and to those of
-        others. Whether it is under way on a second stream, which is to be joined."""
+        """Queue the transfers to this node's ranks (``to_near``) and to those of other nodes
+        (``to_far``). Returns whether they run on a second stream, which must be joined."""
         context, beside = self._context, stream
         forks = call.view == "pipelined" and not self._copies_first
         if forks:
@@ -187,18 +191,20 @@ class _Moe:
 
 
 class DispatchExecutor(_Moe):
-    """MoE dispatch+GEMM, into ``routing`` and tensors of its own: one plan's calls in a world."""
+    """The executor of one plan's MoE dispatch+GEMM calls in a world, into ``routing`` and tensors
+    of its own."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a dispatch needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that a dispatch needs. Unsupported."""
         plan.part(DispatchSchedule)
         assert isinstance(plan.shape, MoeShape)
         check_size(plan)
         return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
 
     def start(self, call: Call, stream: int) -> Mapping[str, Any]:
-        """Queue one on a stream; the host waits for the number of rows where there is no capacity."""
+        """Queue one call on a stream; the host waits for the number of rows if there is no
+        capacity."""
         made, context, plan = native(), self._context, self._plan
         shape, how = plan.shape, plan.part(DispatchSchedule)
         assert isinstance(shape, MoeShape)
@@ -255,7 +261,8 @@ class DispatchExecutor(_Moe):
         return {"outputs": outputs, "counts": counts}
 
     def _tokens(self, call: Call, x: torch.Tensor, ids: torch.Tensor) -> Callable[[int], None]:
-        """What queues on a stream the own tokens' way to the peers of this node."""
+        """Return a function that queues the transfer of the own tokens to the peers of this node on
+        a stream."""
         made, device = native(), self._context.device
         row_bytes, blocks = _row_bytes(self._plan), self._plan.part(DispatchSchedule).push_blocks
         if blocks == 0:
@@ -271,7 +278,7 @@ class DispatchExecutor(_Moe):
 
 
 class _Returns(_Moe):
-    """What the executors of both combines have."""
+    """Base of the executors of both combines."""
 
     def _by_rank(
         self,
@@ -283,8 +290,8 @@ class _Returns(_Moe):
         *,
         wide: bool,
     ) -> None:
-        """Queue the way home as sums by rank, of what ``rows`` queues while weights travel: results of
-        experts, of ``row_bytes`` each, float32 where ``wide``."""
+        """Queue the return of results as sums by rank. ``rows`` queues the experts' results, while
+        weights travel: rows of ``row_bytes`` each, float32 if ``wide``."""
         made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
         weights, out = call.tensors["topk_weights"], call.tensors["out"]
         written, steps = writable(out), made.HomeStep
@@ -311,12 +318,12 @@ class _Returns(_Moe):
 
 
 class CombineExecutor(_Returns):
-    """MoE combine, into ``out``: one plan's calls in a world. Between nodes as sums by rank, in
-    float32."""
+    """The executor of one plan's MoE combine calls in a world, into ``out``. Between nodes results
+    return as sums by rank, in float32."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a combine needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that a combine needs. Unsupported."""
         plan.part(CombineSchedule)
         shape = plan.shape
         assert isinstance(shape, CombineShape)
@@ -328,7 +335,7 @@ class CombineExecutor(_Returns):
         return workspace_of(plan, _sizes(plan).home_bytes(row_bytes, True), outbox)
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream."""
+        """Queue one call on a stream."""
         made, device, world = native(), self._context.device, self._of_call(call)
         blocks = self._plan.part(CombineSchedule).sum_blocks
         y, out = aligned(call.tensors["y"]), call.tensors["out"]
@@ -344,11 +351,11 @@ class CombineExecutor(_Returns):
 
 
 class GemmCombineExecutor(_Returns):
-    """MoE GEMM+combine, into ``out``: one plan's calls in a world."""
+    """The executor of one plan's MoE GEMM+combine calls in a world, into ``out``."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What GEMM+combine needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that GEMM+combine needs. Unsupported."""
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)
         row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
@@ -356,7 +363,7 @@ class GemmCombineExecutor(_Returns):
         return workspace_of(plan, nbytes, plan.world_size * shape.tokens * row_bytes)
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one on a stream."""
+        """Queue one call on a stream."""
         made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)

@@ -1,9 +1,9 @@
-"""What of a call of MoE comes from ranks of other nodes, and goes to them.
+"""The part of an MoE call that communicates with ranks of other nodes.
 
-Every rank sends its tokens whole, once to each of them, by puts of a NIC, and its ids, or its weights,
-with them. One small kernel, which is running before anything waits for tokens, sets the flags that
-ranks of the node set themselves. Results go home by rank alone: sums for another node's ranks leave
-through an outbox.
+Every rank sends its tokens whole, once to each of these ranks, by puts of a NIC, together with its
+ids or its weights. One small kernel, which runs before anything waits for tokens, sets the flags
+that ranks of the node set themselves. Results return by rank only: sums for another node's ranks
+leave through an outbox.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
-    """Of ``nbytes`` on one node; between nodes what NICs write, and an ``outbox`` of as many bytes
-    behind it, is the same area, laid out alike."""
+    """Return a workspace of ``nbytes`` on one node. Between nodes the memory that NICs write is an
+    area of the same size and layout, followed by ``outbox`` bytes."""
     if plan.nodes == 1:
         return Workspace((nbytes,))
     offset = native().DATA_OFFSET
@@ -31,17 +31,17 @@ def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
 
 
 class FarRanks:
-    """Those of other nodes, in the calls of one plan."""
+    """The ranks of other nodes, in the calls of one plan."""
 
     def __init__(self, device: int, sizes: _hopper.MoeSizes, row_bytes: int) -> None:
-        """``row_bytes``: of a token, or of a sum that comes home."""
+        """Prepare the calls. ``row_bytes``: bytes of a token, or of a returning sum."""
         self._device, self._sizes, self._row_bytes = device, sizes, row_bytes
 
     def send_tokens(
         self, world: _hopper.DeviceWorld, x: torch.Tensor, ids: torch.Tensor, stream: int
     ) -> None:
-        """The own tokens and ids leave, those of others land: ids first, so that who has waited for
-        them knows that what sets the flags of tokens is running."""
+        """Send the own tokens and ids, and land those of others. Ids come first: a wait for them
+        guarantees that the kernel which sets the flags of tokens is running."""
         made = native()
         slots = self._sizes.far_ids(self._row_bytes), self._sizes.far_tokens(self._row_bytes)
         for each, tensor in zip(slots, (ids, x), strict=True):
@@ -49,13 +49,13 @@ class FarRanks:
         made.land_far(self._device, world, slots, stream)
 
     def send_weights(self, world: _hopper.DeviceWorld, weights: torch.Tensor, stream: int) -> None:
-        """The own weights leave, those of others land."""
+        """Send the own weights, and land those of others."""
         made, slots = native(), self._sizes.far_weights()
         made.send_far(self._device, world, weights.data_ptr(), slots, stream)
         made.land_far(self._device, world, [slots], stream)
 
     def send_sums(self, world: _hopper.DeviceWorld, stream: int) -> None:
-        """What lies in the outbox leaves, the sums of others land."""
+        """Send the contents of the outbox, and land the sums of others."""
         made, slots = native(), self._sizes.far_sums(self._row_bytes)
         outbox = self._sizes.outbox_offset(self._row_bytes)
         made.send_outbox(self._device, world, outbox, slots, stream)

@@ -1,4 +1,5 @@
-"""What kernels of MoE dispatches tell the host: how many rows there are, and if they are too many."""
+"""Reports of MoE dispatches' kernels to the host: the number of rows, and whether it exceeds the
+capacity."""
 
 from __future__ import annotations
 
@@ -16,22 +17,23 @@ _LOOK_S = 0.05
 
 
 class MoeReports:
-    """Of one world on one rank."""
+    """The reports of one world on one rank."""
 
     def __init__(self) -> None:
-        """Nothing was told yet."""
+        """Start without reports."""
         self._block: _hopper.ReportBlock | None = None
 
     @property
     def block(self) -> _hopper.ReportBlock:
-        """What kernels write to; made when it is first used."""
+        """The memory that kernels write to; made on first use."""
         if self._block is None:
             self._block = native().ReportBlock()
         return self._block
 
     def rows(self, call: int) -> int:
-        """Rows of this rank in that call, once they are known. The kernel's own waits have deadlines;
-        before it starts, the user's work may be queued. RuntimeError where the device has failed."""
+        """Wait for and return the rows of this rank in that call. The kernel's own waits have
+        deadlines; before it starts, the user's work may be queued. RuntimeError if the device has
+        failed."""
         import torch
 
         start = looked = time.monotonic()
@@ -45,6 +47,7 @@ class MoeReports:
         return rows
 
     def refused(self) -> CapacityExceeded | None:
-        """Of the first call since this was last asked that had more rows than its capacity."""
+        """Return the error of the first call, since the last query, that had more rows than its
+        capacity."""
         found = None if self._block is None else self._block.take_refusal()
         return None if found is None else CapacityExceeded(*found)

@@ -1,4 +1,4 @@
-"""How the MoE ops are scheduled.
+"""The schedule of the MoE ops.
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 """
@@ -31,24 +31,24 @@ from mkernel.plan.standard import by_rows
 from mkernel.settings import load_as
 
 TILE_ROWS = 256
-"""Of a cluster; as in kernels/moe/tables.cuh."""
+"""Rows of a cluster's tile; as in kernels/moe/tables.cuh."""
 SUM_BLOCKS_A_CORE = 8
-"""Of 256 threads: as many as a multiprocessor runs at a time."""
+"""Blocks of 256 threads that a multiprocessor runs at a time."""
 MOST_ROW_BYTES = 1 << 35
-"""Bounds the bytes of a product's rows, exclusively: kernels count them by 16 bytes, in 31 bits."""
+"""Exclusive bound on the bytes of a product's rows: kernels count them by 16 bytes, in 31 bits."""
 MOST_WORDS = (1 << 31) - 1
-"""Limits the words of a routing's tables (kernels/moe/tables.cuh)."""
+"""The most words of a routing's tables (kernels/moe/tables.cuh)."""
 MOST_EXPERTS = (192 << 10) // 12
-"""Limits the experts of a rank, which kernels count in shared memory (kernels/moe/routing.cu)."""
+"""The most experts of a rank, which kernels count in shared memory (kernels/moe/routing.cu)."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """How a plan of an MoE op runs. A rank's tokens are one chunk, whatever chunk is wished."""
+    """Schedule a plan of an MoE op. A rank's tokens are one chunk, whatever chunk is requested."""
     plan = request.plan
     check_size(plan)
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
-    # Between nodes a block of another kernel has a multiprocessor while tokens land.
+    # Between nodes a block of another kernel occupies a multiprocessor while tokens land.
     blocks = max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0))
     sums = processors * SUM_BLOCKS_A_CORE
     made: Schedule
@@ -61,7 +61,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
         early = early_tiles(plan, processors, found.prediction, pushing)
         made = DispatchSchedule(
-            # Beside early tiles the push needs room; it is over before any others begin.
+            # The push needs room beside early tiles; it has ended before any others begin.
             blocks=max(2, blocks - pushing) if early else blocks,
             push_blocks=pushing,
             early_tiles=early,
@@ -82,7 +82,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 
 
 def check_size(plan: CommonPart) -> None:
-    """TooLarge: kernels could not number the rows, places or experts of a dispatch."""
+    """Raise TooLarge if kernels could not number the rows, places or experts of a dispatch."""
     shape, world = plan.shape, plan.world_size
     if not isinstance(shape, MoeShape):
         return
@@ -102,7 +102,7 @@ def check_size(plan: CommonPart) -> None:
 
 
 class _Product:
-    """What a rank's grouped product takes, in microseconds, of balanced routing."""
+    """The predicted time of a rank's grouped product, in microseconds, for balanced routing."""
 
     def __init__(self, plan: CommonPart) -> None:
         shape, element = plan.shape, DTYPE_BYTES[plan.dtype]
@@ -116,11 +116,11 @@ class _Product:
         self.weights_us = self._memory_us(weights)
 
     def us(self, tflops: float) -> float:
-        """At that rate, where rows are read as they are multiplied."""
+        """Return the time at that rate, if rows are read as they are multiplied."""
         return max(self.weights_us, self._work / (tflops * 1e6))
 
     def permuted_us(self) -> float:
-        """Where they are copied first, beside it."""
+        """Return the time if rows are copied into order first, beside the product."""
         how = machine().experts
         copied = self.weights_us + self._memory_us(2.0 * self._rows * self._row_bytes)
         return how.permute_us + max(copied, self._work / (how.permuted_tflops * 1e6))
@@ -130,27 +130,30 @@ class _Product:
 
 
 def permutes(plan: CommonPart) -> bool:
-    """Whether rows are copied first: the product is then faster, but moves more bytes."""
+    """Return whether rows are copied into order first: the product is then faster, but moves more
+    bytes."""
     product = _Product(plan)
     return product.permuted_us() < product.us(machine().experts.gathered_tflops)
 
 
 def reads_weights(plan: CommonPart) -> bool:
-    """Whether a product takes as long as reading its weights."""
+    """Return whether a product takes as long as reading its weights."""
     product = _Product(plan)
     return product.us(machine().experts.ready_tflops) <= product.weights_us
 
 
 def tiling(k: int) -> ExpertTiling:
-    """Of many rows of so many elements."""
+    """Return the tiling for many rows of ``k`` elements."""
     least, most = machine().experts.deep_k
     return "deep" if least <= k <= most else "wide"
 
 
 def push_blocks(plan: CommonPart, processors: int) -> tuple[int, tuple[Alternative, ...]]:
-    """Blocks that send each token once to each rank that wants it, where that is predicted to be faster
-    than copies of all tokens to every rank, or asked for (:class:`HopperSettings`); 0: the copies. And
-    both ways, where there are two: between nodes tokens always travel whole."""
+    """Choose the blocks that send each token once to each rank that wants it; 0: copies of all
+    tokens to every rank.
+
+    Blocks are chosen if they are predicted to be faster, or requested (:class:`HopperSettings`).
+    Also returns both alternatives, if there are two: between nodes tokens always travel whole."""
     wished = load_as(HopperSettings).tokens
     if plan.world_size == 1 or plan.nodes > 1 or wished == "whole":
         return 0, ()
@@ -166,8 +169,9 @@ def push_blocks(plan: CommonPart, processors: int) -> tuple[int, tuple[Alternati
 
 
 def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
-    """A balanced dispatch whose tokens travel by so many blocks, or by copy engines: own rows, where
-    experts have many, are multiplied while the others travel, beside the blocks that push."""
+    """Predict a balanced dispatch whose tokens travel by ``pushing`` blocks, or by copy engines. If
+    experts have many own rows, these are multiplied while the others travel, beside the blocks that
+    push."""
     product = _Product(plan)
     multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
     own = 0.0
@@ -178,9 +182,9 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
 
 
 def travel_us(plan: CommonPart, pushing: int) -> float:
-    """Until a rank's tokens are at all others of its node, by so many blocks, each once to each rank
-    that wants it (:func:`mkernel.plan.predict.wanted` of them), or whole by copy engines, to one rank
-    after another."""
+    """Predict the time until a rank's tokens are at all others of its node: by ``pushing`` blocks,
+    each token once to each rank that wants it (:func:`mkernel.plan.predict.wanted` of them), or
+    whole by copy engines, to one rank after another."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     nbytes, copies = (
@@ -196,7 +200,7 @@ def travel_us(plan: CommonPart, pushing: int) -> float:
 
 
 def _many_own_rows(plan: CommonPart) -> bool:
-    """Whether an expert gets a tile of rows from one rank."""
+    """Return whether an expert gets a tile of rows from one rank."""
     shape = plan.shape
     assert isinstance(shape, MoeShape)
     return shape.tokens * shape.top_k / shape.experts >= early_rows(plan)
@@ -205,8 +209,9 @@ def _many_own_rows(plan: CommonPart) -> bool:
 def early_tiles(
     plan: CommonPart, processors: int, prediction: Prediction | None, pushing: int = 0
 ) -> int:
-    """Tiles that are multiplied while other ranks' tokens travel: of own tokens; none where an expert
-    gets few. ``prediction``: of the plan; ``pushing``: :func:`push_blocks`."""
+    """Return the number of tiles of own tokens that are multiplied while other ranks' tokens
+    travel; 0 if an expert gets few rows. ``prediction``: that of the plan; ``pushing``:
+    :func:`push_blocks`."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
     rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
@@ -223,6 +228,7 @@ def early_tiles(
 
 
 def early_rows(plan: CommonPart) -> int:
-    """Multiples of so many own rows of an expert make tiles that come first. Its other rows are tiles
-    of their own, and need the weights again: whole tiles but where tokens take long to come."""
+    """Return the multiple of own rows of an expert that makes tiles which come first. Its other
+    rows are separate tiles, and need the weights again. So these are whole tiles unless tokens take
+    long to arrive."""
     return machine().experts.far_early_rows if plan.nodes > 1 else TILE_ROWS

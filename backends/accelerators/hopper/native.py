@@ -1,4 +1,4 @@
-"""The kernels' native module, and why there may be none."""
+"""The kernels' native module ``_hopper``, and the reasons why it may be missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @cache
 def native() -> ModuleType:
-    """``_hopper``. BackendUnavailable where it was not built."""
+    """Return the module ``_hopper``. BackendUnavailable if it was not built."""
     try:
         from mkernel.backends.accelerators.hopper import _hopper
     except ImportError as error:
@@ -24,7 +24,7 @@ def native() -> ModuleType:
 
 
 def missing() -> Status | None:
-    """What keeps the kernels from running here; None where nothing does."""
+    """Return what prevents the kernels from running here; None if nothing does."""
     try:
         native()
     except BackendUnavailable as error:

@@ -1,4 +1,5 @@
-"""Sums of rows by mail, and the norm of summed rows: by what sums them, or by one more kernel behind.
+"""Sums of rows by Lamport exchanges, and the norm of summed rows, in the kernel that sums them or
+in one that follows.
 
 sum_by_mail  terms ──▶ the mail of every peer ──▶ sums ──▶ out, or their norm (``kernels/sum_rows.hpp``)
 normalise    out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class RowNorm(NamedTuple):
-    """What a norm reads and writes, where kernels can address it: the call's own tensors, or copies."""
+    """The tensors that a norm reads and writes, at addresses that kernels can use: the call's own,
+    or copies."""
 
     weight: torch.Tensor
     residual: torch.Tensor | None
@@ -30,7 +32,7 @@ class RowNorm(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> RowNorm | None:
-        """None where the launch does not normalise."""
+        """Return the norm of a call; None if the launch does not normalise."""
         norm: NormStep | None = call.plan.norm
         if norm is None or norm.step != "launch":
             return None
@@ -41,7 +43,7 @@ class RowNorm(NamedTuple):
         )
 
     def addresses(self) -> _hopper.RowNorm:
-        """As native code takes them."""
+        """Return the addresses as native code takes them."""
         made: _hopper.RowNorm = native().RowNorm(
             weight=self.weight.data_ptr(),
             residual=0 if self.residual is None else self.residual.data_ptr(),
@@ -51,12 +53,12 @@ class RowNorm(NamedTuple):
         return made
 
     def deliver(self, call: Call) -> None:
-        """Fill the caller's new residual, where kernels write to another."""
+        """Fill the caller's new residual, if kernels write to another tensor."""
         deliver(self.new, call.tensors["residual_out"])
 
 
 def rows_of(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSums:
-    """The rows that a plan sums, as the kernel takes them."""
+    """Return the rows that a plan sums, as the kernel takes them."""
     shape = plan.shape
     assert isinstance(shape, GemmShape | SumShape)
     made: _hopper.RowsOfSums = native().RowsOfSums(
@@ -72,8 +74,8 @@ def rows_of(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSu
 def sum_by_mail(
     call: Call, world: _hopper.DeviceWorld, terms: torch.Tensor, blocks: int, stream: int
 ) -> None:
-    """Queue the sums of all ranks' ``terms`` into ``out``, normalised where the launch does that.
-    ``terms``: packed rows, where kernels can address them."""
+    """Queue the sums of all ranks' ``terms`` into ``out``, normalised if the launch does that.
+    ``terms``: packed rows, at an address that kernels can use."""
     norm, out = RowNorm.of(call), writable(call.tensors["out"])
     given = {} if norm is None else {"norm": norm.addresses()}
     sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
@@ -84,7 +86,7 @@ def sum_by_mail(
 
 
 def normalise(call: Call, stream: int) -> None:
-    """Queue the norm of ``out``, where the launch has one, behind the kernels that sum it."""
+    """Queue the norm of ``out``, if the launch has one, after the kernels that sum it."""
     norm = RowNorm.of(call)
     if norm is None:
         return

@@ -1,7 +1,9 @@
-"""Parts that ranks of a node put into each other's memory by copy engines, around a library's products.
+"""Exchange of parts, which ranks of a node put into each other's memory by copy engines, around a
+library's products.
 
-A part is rows of a matrix, on their way beside products on the call's stream; a flag behind it says
-that it has come. The call ends by a kernel (``device/call.cuh``), so slots are free for the next call.
+A part is rows of a matrix, which travel beside products on the call's stream; a flag after it
+announces its arrival. A kernel ends the call (``device/call.cuh``), so slots are free for the next
+call.
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ class Part(NamedTuple):
 
 
 def share(rows: int, world: int, rank: int) -> tuple[int, int]:
-    """[first, last) of a rank's rows: equal shares rounded up; the last ranks may have fewer."""
+    """Return [first, last) of a rank's rows: equal shares rounded up; the last ranks may have
+    fewer."""
     each = -(-rows // world)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def parts_of(plan: LaunchPlan, rank: int) -> list[Part]:
-    """The parts of the rows that a rank owns, in order; a share of fewer rows may have fewer."""
+    """Return the parts of the rows that a rank owns, in order; a share of fewer rows may have fewer
+    parts."""
     world = plan.world_size
     first, last = share(plan.gemm.m, world, rank)
     most = share(plan.gemm.m, world, 0)[1]
