@@ -1,8 +1,8 @@
 """Bytes of Lamport exchanges ("mail", ``device/mailbox.cuh``): those that the ranks of a call send,
 and the most that a call may send.
 
-A rank writes data into a mailbox of its peer, which holds a sentinel (-0) until the data arrives,
-so no flag is needed. Pure functions of a plan's sizes.
+A word of a rank's mail area that is zero has not arrived yet; senders write +0 as -0, so neither
+fence nor flag follows the data. Pure functions of a plan's sizes.
 """
 
 from __future__ import annotations

@@ -66,13 +66,14 @@ class PartsExchange:
     """One plan's exchanges on one rank.
 
     Attributes:
-        peers: the other ranks, those after this one first. What each sends here first is read first, as
-            each sends to the rank before it first.
-        world: as kernels see it.
+        peers: the other ranks, those after this one first. Parts are read in the order in which
+            they are sent, because each rank sends first to the rank before it.
+        world: the world as kernels see it.
     """
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         self._context = context
         open_cublas(context, call.plan)
         self.world = device_world(call, context)
@@ -85,27 +86,29 @@ class PartsExchange:
         self.peers = tuple((rank + step) % world for step in range(1, world))
 
     def address(self, rank: int, offset: int) -> int:
-        """Of what lies so many bytes into a rank's data area, in this process."""
+        """Return the address, in this process, of byte ``offset`` of a rank's data area."""
         at: int = self._workspaces[rank] + native().DATA_OFFSET + offset
         return at
 
     def lying(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """The matrix that lies so many bytes into the own data area."""
+        """Return the matrix at byte ``offset`` of the own data area."""
         nbytes = shape[0] * shape[1] * dtype.itemsize
         return bytes_at(self.address_here(offset), nbytes).view(dtype).view(shape)
 
     def address_here(self, offset: int) -> int:
-        """Of what lies so many bytes into the own data area."""
+        """Return the address of byte ``offset`` of the own data area."""
         at: int = self._own + native().DATA_OFFSET + offset
         return at
 
     def flag(self, sender: int, number: int, turn: int = 0) -> int:
-        """That of a sender's part. ``turn``: of exchanges of a call, 0 and 1."""
+        """Return the flag of a sender's part. ``turn``: the number of the exchange in its call, 0
+        or 1."""
         return (turn * (len(self.peers) + 1) + sender) * self._chunks + number
 
     @contextmanager
     def of_call(self, call: Call, stream: int) -> Iterator[Running]:
-        """What one call sends and waits for on ``stream``, and beside it where that is its view."""
+        """Yield the sends and waits of one call on ``stream``, and beside it if the view is
+        pipelined."""
         world = self.world.of_call(call_id(call), call.timeout_s)
         beside = call.view == "pipelined"
         running = Running(self._context, world, stream, call.plan, beside=beside)
@@ -116,16 +119,16 @@ class PartsExchange:
 
 
 class Exchanges(Protocol):
-    """What a call sends and waits for, in its order."""
+    """The sends and waits of a call, in its order."""
 
     def fork(self) -> None:
-        """What is sent from here on comes after all that the call's stream has by now."""
+        """Order later sends after all work that the call's stream has by now."""
 
     def send(self, peer: int, rows: torch.Tensor, to: int, flag: int | None = None) -> None:
-        """Packed rows to an address of a peer's memory, and the flag behind them."""
+        """Send packed rows to an address of a peer's memory, followed by the flag."""
 
     def wait(self, source: int, flag: int) -> None:
-        """The call's stream goes on when that flag has come."""
+        """Make the call's stream wait for that flag."""
 
     def add(
         self,
@@ -135,16 +138,16 @@ class Exchanges(Protocol):
         *,
         ends: bool,
     ) -> None:
-        """The sum of packed rows, in that order, and of a bias; ``ends``: it also ends the call."""
+        """Add packed rows, in that order, and a bias; ``ends``: the sum also ends the call."""
 
     def copy(self, landed: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows that have come, to their place in the call's ``out``."""
+        """Copy rows that have arrived to their place in the call's ``out``."""
 
     def join(self) -> None:
-        """The call's stream goes on when all has been sent. Once."""
+        """Make the call's stream wait until everything is sent. To be called once."""
 
     def end(self) -> None:
-        """The end of the call, where no kernel of it does that."""
+        """End the call, if none of its kernels does that."""
 
 
 class Running(Exchanges):
@@ -159,7 +162,8 @@ class Running(Exchanges):
         *,
         beside: bool,
     ) -> None:
-        """``beside``: copies go on the second stream; else between the products."""
+        """Start a call's exchanges. ``beside``: copies go on the second stream; otherwise between
+        the products."""
         self._context, self.world, self.stream = context, world, stream
         self._plan, self._beside, self._forked = plan, beside, False
         self._copies = stream
@@ -224,7 +228,7 @@ _Schedule = TypeVar("_Schedule", bound=PartsSchedule)
 
 
 def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
-    """The schedule. Unsupported; ArgumentError for one that calls would not follow."""
+    """Return the schedule. Unsupported; ArgumentError for one that calls would not follow."""
     world, how = one_node(plan), plan.part(kind)
     check_product(plan, how)
     if world == 1:
@@ -241,5 +245,5 @@ def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
 
 
 def rounded_up(nbytes: int) -> int:
-    """Bytes of a slot for so many."""
+    """Return the bytes of a slot for ``nbytes``."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

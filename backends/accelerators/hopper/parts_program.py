@@ -1,5 +1,5 @@
-"""What native code does in each call of a plan of 16-bit operands in parts: the steps that its executor
-takes, told once with tensors that have no memory."""
+"""The native program of each call of a plan of 16-bit operands in parts: the steps that its
+executor takes, recorded once with tensors that have no memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class RecordedCall(Exchanges):
-    """Stands for the exchanges of a call, and tells native code what they would do. What lies elsewhere
-    in each call is a tensor of :meth:`tensor`; all other tensors lie where they do."""
+    """A recorder that stands in for the exchanges of a call and passes their steps to native code.
+    Tensors whose place differs from call to call come from :meth:`tensor`; all others keep their
+    place."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class RecordedCall(Exchanges):
         partial: Allocation | None = None,
         blocks: int = 1,
     ) -> None:
-        """``strides``: of a call's tensors. ``partial``: makes the partial results, where products are
-        no results of the call; ``blocks`` of a kernel that adds them up."""
+        """Start a program. ``strides``: those of a call's tensors. ``partial``: allocates the
+        partial results, if products are not results of the call; ``blocks``: blocks of the kernel
+        that adds them."""
         self._context = context
         self._names: dict[int, str] = {}
         product = cublas.product_of(plan, context, strides, starters_product(plan))
@@ -49,7 +51,8 @@ class RecordedCall(Exchanges):
         dtype: torch.dtype,
         strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """``a`` or ``out`` of each call, or ``partial``; packed unless ``strides`` says otherwise."""
+        """Return a stand-in for ``a`` or ``out`` of each call, or for ``partial``; packed unless
+        ``strides`` is given."""
         made = torch.empty_strided(
             shape, tuple(strides or (shape[1], 1)), dtype=dtype, device="meta"
         )
@@ -57,7 +60,7 @@ class RecordedCall(Exchanges):
         return made
 
     def starter(self) -> object:
-        """What starts such calls (``Executor.starter``)."""
+        """Return the starter of such calls (``Executor.starter``)."""
         context = self._context
         found: object = native().parts_starter(
             context.device, context.order, context.control_block, self._program
@@ -65,7 +68,7 @@ class RecordedCall(Exchanges):
         return found
 
     def multiply(self, rows: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor) -> None:
-        """A product, into rows of ``out`` or ``partial``."""
+        """Record a product, into rows of ``out`` or ``partial``."""
         ours = self._name(rows) == "a"
         self._program.multiply(
             None if ours else rows,
@@ -118,6 +121,7 @@ class RecordedCall(Exchanges):
 
 
 def _first(rows: torch.Tensor) -> int:
-    """The number of the first of these rows in their matrix, whose single row may have any stride."""
+    """Return the number of the first of these rows in their matrix; a single row may have any
+    stride."""
     before = int(rows.storage_offset())
     return before // rows.stride(0) if before else 0

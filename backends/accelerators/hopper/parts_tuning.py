@@ -1,5 +1,5 @@
-"""What a GEMM op takes whose library's products run in parts beside copy engines (:mod:`.gather_parts`,
-:mod:`.reduce_parts`), and the schedules of that.
+"""The predicted times and the schedules of GEMM ops whose library's products run in parts beside
+copy engines (:mod:`.gather_parts`, :mod:`.reduce_parts`).
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 """
@@ -22,13 +22,14 @@ from mkernel.topology.cost import transfer_us
 
 _MACHINE = machine()
 EXCHANGES = 2
-"""Of a call, at most, each of which has flags of its own."""
+"""The most exchanges of a call, each of which has its own flags."""
 WHOLE = 0
-"""Parts of a call of one product and one collective."""
+"""The number of parts that stands for one product and one collective."""
 
 
 class Times(NamedTuple):
-    """Of one call, in microseconds, without its start: all products, all transfers, and the call."""
+    """Times of one call, in microseconds, without its start: all products, all transfers, and the
+    call."""
 
     compute: float
     comm: float
@@ -36,7 +37,7 @@ class Times(NamedTuple):
 
 
 def ways(plan: CommonPart) -> tuple[int, ...]:
-    """The numbers of parts of each rank that a call may run in; :data:`WHOLE` first."""
+    """Return the numbers of parts of each rank in which a call may run, :data:`WHOLE` first."""
     how, wide = _MACHINE.parts, plan.scales is None
     if plan.world_size == 1 or (wide and plan.op not in how.ops_of_16_bits):
         return (WHOLE,)
@@ -45,26 +46,27 @@ def ways(plan: CommonPart) -> tuple[int, ...]:
 
 
 def wished(plan: CommonPart, chunk: int) -> int:
-    """The number of parts of each rank that have ``chunk`` rows, or all that it has; larger ones where
-    so many had no flags."""
+    """Return the number of parts of each rank that have ``chunk`` rows, or all its rows; fewer,
+    larger parts if there are not enough flags."""
     parts = -(-rows_of(plan) // min(chunk, rows_of(plan)))
     return min(parts, FLAGS // (EXCHANGES * plan.world_size))
 
 
 def rows_of(plan: CommonPart) -> int:
-    """Of one rank, at most."""
+    """Return the most rows of one rank."""
     return -(-plan.gemm.m // plan.world_size)
 
 
 def name_of(parts: int) -> str:
-    """A way, for people."""
+    """Return a readable name of a way."""
     return f"{parts} of each rank" if parts else "the whole"
 
 
 def schedule(
     plan: CommonPart, parts: int, product: DtypeName, scaled_by: ScaledBy | None, cores: int
 ) -> PartsSchedule:
-    """In so many parts of each rank; ``product`` and ``scaled_by`` as there."""
+    """Schedule ``parts`` parts of each rank; ``product`` and ``scaled_by`` as in
+    :class:`.schedule.ProductSchedule`."""
     if plan.op == "all_gather_gemm":
         return GatherPartsSchedule(product=product, scaled_by=scaled_by, chunks=parts)
     blocks = cores * _MACHINE.parts.sum_blocks_a_core
@@ -76,15 +78,16 @@ def schedule(
 def times(
     plan: CommonPart, parts: int, product: DtypeName, multiplied_us: Callable[[int], float]
 ) -> Times:
-    """A call in so many parts of each rank. ``product``: in which partial results travel;
-    ``multiplied_us``: the time of a product of so many rows."""
+    """Predict a call in ``parts`` parts of each rank. ``product``: the dtype in which partial
+    results travel; ``multiplied_us``: returns the time of a product of that many rows."""
     if plan.op == "all_gather_gemm":
         return _gathered(plan, parts, multiplied_us)
     return _summed(plan, parts, product, multiplied_us)
 
 
 def _gathered(plan: CommonPart, parts: int, multiplied_us: Callable[[int], float]) -> Times:
-    """Own rows are multiplied first; each part when the product before has ended and it has come."""
+    """Predict AllGather+GEMM. Own rows are multiplied first; each part when the previous product
+    has ended and the part has arrived."""
     shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
     rows = shape.m // world
     step = -(-rows // parts)
@@ -100,8 +103,8 @@ def _gathered(plan: CommonPart, parts: int, multiplied_us: Callable[[int], float
 def _summed(
     plan: CommonPart, parts: int, product: DtypeName, multiplied_us: Callable[[int], float]
 ) -> Times:
-    """Peers' rows are multiplied first, and leave part by part; own parts are added up when the peers'
-    have come, and those of an all-reduce leave again."""
+    """Predict a reduction. Peers' rows are multiplied first and leave part by part; own parts are
+    added when the peers' have arrived, and those of an all-reduce are sent on."""
     shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
     step = -(-rows_of(plan) // parts)
     of_sums, of_out = DTYPE_BYTES[product], DTYPE_BYTES[plan.out_dtype]
@@ -130,5 +133,5 @@ def _summed(
 
 
 def _copy_us(plan: CommonPart, nbytes: int) -> float:
-    """By a copy engine, a flag behind."""
+    """Return the time of a copy by a copy engine, followed by a flag."""
     return _MACHINE.on_links_of(plan).copies.choose("put", nbytes, 0, flagged=True).microseconds

@@ -1,6 +1,6 @@
 """Products of the library path, by torch: sums are rounded once, to the dtype of the result.
 
-Those of e4m3 operands have scales (``mkernel/plan/scales.py``).
+Products of e4m3 operands have scales (``mkernel/plan/scales.py``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mkernel.backends.cuda.long_products import addmm, mm
 from mkernel.plan.model import Scales
 
 Multiply = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
-"""(rows of A, their scales, results): fills the results."""
+"""A function of (rows of A, their scales, results) that fills the results."""
 
 
 def multiply_of(
     call: Call, how: ProductSchedule, context: DispatchContext, bias: torch.Tensor | None = None
 ) -> Multiply:
-    """Products with a call's B, as :func:`multiply_by`."""
+    """Return products with a call's B, as :func:`multiply_by` makes them."""
     return multiply_by(
         call.tensors["b"], call.tensors.get("b_scale"), call.plan.scales, how, context, bias
     )
@@ -39,8 +39,8 @@ def multiply_by(
     context: DispatchContext,
     bias: torch.Tensor | None = None,
 ) -> Multiply:
-    """Products with a B and, where it has some, its scales. ``bias``: of operands without scales, in
-    their dtype, which is also that of the results: added before these are rounded."""
+    """Return products with a B and, if it has some, its scales. ``bias``: for operands without
+    scales, in their dtype, which is also the results': added before these are rounded."""
     if scales is None or scale is None:
         return (
             _with_bias(b, bias) if bias is not None else lambda rows, _, out: mm(rows, b, out=out)
@@ -50,7 +50,7 @@ def multiply_by(
 
 
 def _with_bias(b: torch.Tensor, bias: torch.Tensor) -> Multiply:
-    """The library's epilogue adds it before it rounds."""
+    """Return products to which the library's epilogue adds the bias before it rounds."""
 
     def multiply(rows: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor) -> None:
         addmm(bias, rows, b, out=out)
@@ -68,16 +68,17 @@ class ScaledFactor:
         scales: Scales,
         one: torch.Tensor | None = None,
     ) -> None:
-        """``scale``: as callers have it. ``one``: 1.0 on the device, where a kernel scales products."""
+        """Prepare the matrix. ``scale``: in the caller's layout. ``one``: 1.0 on the device, if a
+        kernel scales products."""
         self._b, self._scales, self._one = aligned(b), scales, one
         if scales.mode == "block":
             self._scale = padded_blocks(scale)
-        else:  # torch asks for strides of single columns too
+        else:  # torch checks strides of single columns too
             self._scale = aligned(scale.reshape(1, -1))
 
     def product(self, a: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
-        """out = a @ b. ``scale``: [rows, ..] of these rows; where one is of a whole tensor also [W, 1],
-        one for each W-th of the rows. Rows may be none."""
+        """Compute out = a @ b. ``scale``: [rows, ..] of these rows; for one scale per tensor also
+        [W, 1], one for each W-th of the rows. There may be no rows."""
         assert scale is not None
         if not len(a):
             return
@@ -101,7 +102,8 @@ class ScaledFactor:
 def scale_results(
     unscaled: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """out = float32 products times scales [rows, 1] and [1, N], rounded once; all of them packed."""
+    """Compute out = float32 products times scales [rows, 1] and [1, N], rounded once; all tensors
+    are packed."""
     device = out.get_device()
     native().scale_results(
         device,
@@ -123,7 +125,7 @@ def scaled_mm(
     out: torch.Tensor,
     fast: bool,
 ) -> None:
-    """out = a @ b, with scales [rows, 1] and [1, N], or one each."""
+    """Compute out = a @ b, with scales [rows, 1] and [1, N], or one each."""
     torch._scaled_mm(
         a, b, scale_a=of_a, scale_b=of_b, out_dtype=out.dtype, use_fast_accum=fast, out=out
     )

@@ -7,8 +7,9 @@ Data flow:
   wait for the peers' flags, their slots ┴─one kernel, float32──▶ own rows of out; it ends the call
   AllReduce: own rows of out ──copy engines──▶ out of every peer where that is symmetric, else a slot
              there and then its out; a kernel ends the call, and one behind it normalises rows
-Sums are in the order of the collectives (``kernels/collectives.hpp``), then a bias is added, and they
-are rounded once. Whoever sent this rank's rows is in this call: its symmetric ``out`` may be written.
+Sums are made in the order of the collectives (``kernels/collectives.hpp``), then a bias is added,
+and they are rounded once. A rank that has sent this rank's rows is in this call, so its symmetric
+``out`` may be written.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ from mkernel.backends.contracts.memory import Workspace
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 _RESULTS = 1
-"""The exchange of sums, after that of partial results."""
+"""The number of the exchange of sums, which follows that of partial results."""
 
 
 class ReducePartsExecutor:
-    """GEMM+ReduceScatter or GEMM+AllReduce, into ``out``: one plan's calls in a world."""
+    """The executor of one plan's GEMM+ReduceScatter or GEMM+AllReduce calls in a world, into
+    ``out``."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
-        """``call``: any of them; what differs from call to call is not looked at."""
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
         plan = call.plan
         self._plan, self._rank, self._context = plan, call.rank, context
         self._how = checked(plan, ReducePartsSchedule)
@@ -65,7 +68,7 @@ class ReducePartsExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """What a plan needs of symmetric memory. Unsupported."""
+        """Return the symmetric memory that a plan needs. Unsupported."""
         checked(plan, ReducePartsSchedule)
         needed = (plan.world_size - 1) * _slot_bytes(plan)
         if plan.op == "gemm_all_reduce":
@@ -73,7 +76,7 @@ class ReducePartsExecutor:
         return Workspace((native().DATA_OFFSET + needed,))
 
     def start(self, call: Call, stream: int) -> None:
-        """Queue one; ``stream`` is torch's current one."""
+        """Queue one call; ``stream`` is torch's current one."""
         a, scale = call.tensors["a"], call.tensors.get("a_scale")
         partial = a.new_empty((self._plan.gemm.m, self._plan.gemm.n), dtype=self._product)
         multiply = multiply_of(call, self._how, self._context)
@@ -96,7 +99,7 @@ class ReducePartsExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Starts calls of 16-bit operands."""
+        """Return a starter of calls of 16-bit operands."""
         plan, shape = self._plan, self._plan.gemm
         if plan.scales is not None:
             return None
@@ -121,7 +124,7 @@ class ReducePartsExecutor:
         bias: torch.Tensor | None,
         outs: tuple[int, ...],
     ) -> None:
-        """All of a call. ``outs``: the address of every rank's ``out``, where ranks reach it."""
+        """Queue all of a call. ``outs``: the address of every rank's ``out``, if ranks reach it."""
         self._send_partials(running, rows)
         self._sum_own(running, rows, out, bias, outs)
         if self._everywhere:
@@ -146,7 +149,7 @@ class ReducePartsExecutor:
         bias: torch.Tensor | None,
         outs: tuple[int, ...],
     ) -> None:
-        """Own rows of ``out``; of an all-reduce they go on to every peer."""
+        """Sum own rows of ``out``; in an all-reduce send them to every peer."""
         exchange, parts = self._exchange, parts_of(self._plan, self._rank)
         for part in parts:
             rows.multiply(part)
@@ -185,7 +188,8 @@ class ReducePartsExecutor:
         return mine
 
     def _slot_at(self, owner: int, sender: int) -> int:
-        """Where a sender's partial results lie at their owner: those of the next rank first."""
+        """Return the byte offset of a sender's partial results at their owner; those of the next
+        rank come first."""
         return (sender - owner - 1) % self._plan.world_size * self._slot
 
     def _send_results(
@@ -200,7 +204,7 @@ class ReducePartsExecutor:
             running.send(peer, mine, to + below, flag)
 
     def _take_results(self, running: Exchanges, out: torch.Tensor, symmetric: bool) -> None:
-        """The peers' rows of ``out``; then the call is over."""
+        """Take the peers' rows of ``out``, and end the call."""
         exchange, landed = self._exchange, self._landed
         assert landed is not None
         for source in reversed(exchange.peers):
@@ -213,7 +217,7 @@ class ReducePartsExecutor:
 
 
 class _Rows:
-    """A call's rows, and where their products go."""
+    """A call's rows, and the memory for their products."""
 
     def __init__(
         self,
@@ -225,7 +229,7 @@ class _Rows:
         self._multiply, self._a, self._scale, self.partial = multiply, a, scale, partial
 
     def multiply(self, part: Part) -> torch.Tensor:
-        """The partial results of a part of them."""
+        """Return the partial results of a part of the rows."""
         rows, scale = slice(part.first, part.last), self._scale
         if scale is not None and len(scale) == len(self._a):
             scale = scale[rows]
@@ -234,6 +238,6 @@ class _Rows:
 
 
 def _slot_bytes(plan: LaunchPlan) -> int:
-    """Of the partial results of one sender."""
+    """Return the bytes of the partial results of one sender."""
     rows = -(-plan.gemm.m // plan.world_size)
     return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[checked(plan, ReducePartsSchedule).product])

@@ -1,5 +1,5 @@
-"""How the GEMM ops of e4m3 operands are scheduled on the library path: one product and one collective,
-or parts. And what the fused path, whose schedules :mod:`.tuning` makes, is predicted to take.
+"""The schedule of GEMM ops of e4m3 operands on the library path: one product and one collective, or
+parts. It also predicts the time of the fused path, whose schedules :mod:`.tuning` makes.
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 """
@@ -31,7 +31,8 @@ _MACHINE = machine()
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """How a plan of e4m3 operands runs. Parts are of as many rows as the caller wishes of a chunk."""
+    """Schedule a plan of e4m3 operands. If the caller requests a chunk, parts have that chunk's
+    rows."""
     plan, found = request.plan, by_rows(request, chunks=1)
     cores = found.pipeline.compute_blocks
     options = parts_tuning.ways(plan)
@@ -57,7 +58,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 def fused(
     plan: CommonPart, tiling: TilingName, cores: int, constants: MachineConstants
 ) -> Prediction | None:
-    """What the fused path of a plan takes with such tiles. None: not measured, and never chosen."""
+    """Predict the fused path of a plan with such tiles. None: it was not measured, and is never
+    chosen."""
     assert plan.scales is not None
     how = _MACHINE.on_links_of(plan).scaled
     found = how.fused if plan.scales.use_fast_accum else how.promoted
@@ -78,7 +80,7 @@ def fused(
 def of_few_rows(
     plan: CommonPart, cores: int, few: FewRowsConstants, constants: MachineConstants
 ) -> Prediction:
-    """What the kernel for few rows takes."""
+    """Predict the kernel for few rows."""
     times = paths.of_few_rows(
         plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, few
     )
@@ -97,7 +99,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
-    """What scales a product of so many rows: a kernel, where that is faster and may be."""
+    """Return what scales a product of ``rows`` rows: a kernel, if that is faster and possible."""
     assert plan.scales is not None
     mode = plan.scales.mode
     by_rows = mode == "row" or (mode == "tensor" and _of_all_ranks(plan, rows))
@@ -108,14 +110,14 @@ def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
 
 
 def product_dtype(plan: CommonPart) -> DtypeName:
-    """In which products are rounded: that of results, or float32 where more is added to them."""
+    """Return the dtype of products: the result's, or float32 if more is added to them."""
     if plan.op == "all_gather_gemm" or plan.world_size == 1:
         return "float32" if plan.bias == "launch" else plan.out_dtype
     return paths.partial_dtype(plan.gemm, plan.out_dtype)
 
 
 def _sent_bytes(plan: CommonPart) -> int:
-    """What one rank's collective sends to a peer, in one exchange."""
+    """Return the bytes that one rank's collective sends to a peer in one exchange."""
     shape, world = plan.gemm, plan.world_size
     if plan.op == "all_gather_gemm":
         return shape.m * shape.k // world
@@ -124,7 +126,7 @@ def _sent_bytes(plan: CommonPart) -> int:
 
 
 def times(plan: CommonPart, chunks: int, cores: int) -> Times:
-    """A call in so many parts of each rank; 0: one product, one collective."""
+    """Predict a call in ``chunks`` parts of each rank; 0: one product, one collective."""
     if plan.world_size == 1 or not chunks:
         return _whole(plan, cores)
     return parts_tuning.times(
@@ -133,7 +135,7 @@ def times(plan: CommonPart, chunks: int, cores: int) -> Times:
 
 
 def _whole(plan: CommonPart, cores: int) -> Times:
-    """T_c + T_m; an all-reduce exchanges twice."""
+    """Predict T_c + T_m; an all-reduce exchanges twice."""
     shape, world = plan.gemm, plan.world_size
     compute = _product_us(plan, shape.m, cores)
     if world == 1:
@@ -152,7 +154,7 @@ def _whole(plan: CommonPart, cores: int) -> Times:
 
 
 def _of_all_ranks(plan: CommonPart, rows: int) -> bool:
-    """Whether so many rows are several ranks', each of which has a scale of its own."""
+    """Return whether ``rows`` rows belong to several ranks, each of which has its own scale."""
     return plan.op == "all_gather_gemm" and plan.world_size > 1 and rows == plan.gemm.m
 
 
@@ -172,7 +174,7 @@ def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
 
 
 def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:
-    """A product without scales, in float32, and the kernel behind it."""
+    """Predict a product without scales, in float32, followed by the kernel that scales."""
     how, elements = _MACHINE.scaled, rows * plan.gemm.n
     moved = elements * (2 * DTYPE_BYTES["float32"] + DTYPE_BYTES[plan.out_dtype])
     scaled = transfer_us(moved, how.scale_gbs, how.scale_us)

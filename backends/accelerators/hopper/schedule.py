@@ -1,4 +1,4 @@
-"""What a launch on Hopper does that is no common part of a plan: the schedules of its kernels."""
+"""The schedules of Hopper's kernels: the part of a plan that only this backend's launches follow."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
 AttentionLibrary = Literal["cudnn", "flash"]
 AttentionCore = Literal["mkernel"]
-"""Our own kernel (kernels/attention_core.hpp)."""
+"""The name of our own kernel (kernels/attention_core.hpp)."""
 
 FLAGS = 114_688
-"""Of a workspace, one a chunk of each rank; as in device/workspace.cuh."""
+"""Flags of a workspace, one for each chunk of each rank; as in device/workspace.cuh."""
 MOST_NORMED_COLUMNS = 48 << 10
-"""Of rows that the kernel which sums them normalises; as in kernels/sum_rows.hpp."""
+"""The most columns of rows that are normalised by the kernel which sums them; as in
+kernels/sum_rows.hpp."""
 
 
 class GatherSchedule(Schedule):
-    """How the fused AllGather+GEMM runs. A rank's rows travel in chunks of ``chunk_rows``, moved by
-    the kernel's first ``push_blocks`` blocks or, where that is 0, by copy engines; these move the
-    chunk that comes last in ``slices`` of K. ``columns_ahead`` tile columns of the own rows are
-    computed before the others' rows; 0: all. ``band`` rows of clusters share columns of B in L2.
-    ``blocks``: of the kernel, at most one a multiprocessor. ``last_splits``: parts along K of each tile
-    of a last wave that has fewer tiles than there are clusters. Where a call wants the gathered rows
-    too, ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines).
-    ``exchange``: between nodes; hierarchical: the pushing blocks also share what comes with the
-    node."""
+    """The schedule of the fused AllGather+GEMM.
+
+    A rank's rows travel in chunks of ``chunk_rows``, moved by the kernel's first ``push_blocks``
+    blocks or, if that is 0, by copy engines; these move the chunk that comes last in ``slices`` of
+    K. ``columns_ahead`` tile columns of the own rows are computed before the others' rows; 0: all.
+    ``band`` rows of clusters share columns of B in L2. ``blocks``: blocks of the kernel, at most
+    one per multiprocessor. ``last_splits``: parts along K of each tile of a last wave that has
+    fewer tiles than there are clusters. If a call has a tensor for the gathered rows,
+    ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines).
+    ``exchange``: the exchange between nodes; hierarchical: the pushing blocks also share arriving
+    data with the node."""
 
     kind: Literal["hopper.all_gather_gemm"] = "hopper.all_gather_gemm"
     tiling: TilingName
@@ -51,21 +54,23 @@ class GatherSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Return whether copy engines carry the rows, as they do where no blocks push."""
+        """True if copy engines carry the rows, which they do if no blocks push."""
         return self.push_blocks == 0
 
 
 class ReduceSchedule(Schedule):
-    """How a fused GEMM with a reduction runs. One rank owns ``rows`` rows of the sum. An owner's
-    tiles are cut into panels of ``panel_rows`` rows of clusters and ``panel_columns`` columns of
-    tiles; the own tiles of a panel are computed after the other owners' tiles of the next.
-    ``pace``: least clock cycles between two puts of a block. ``by_outbox``: puts come from memory,
-    not straight from the block that made the tile: smoother, and worth its memory traffic where the
-    link is nearly full. ``band``, ``blocks`` and ``last_splits`` are as above.
-    ``product_tiling``: of the whole product by itself, which the sequential view computes first.
-    ``network_blocks``: the first ones, whole clusters, which hear of other nodes instead of
-    computing tiles; 0 where there are none. ``exchange``: between nodes; hierarchical: a rank adds
-    its node's parts up before they leave."""
+    """The schedule of a fused GEMM with a reduction.
+
+    One rank owns ``rows`` rows of the sum. An owner's tiles are cut into panels of ``panel_rows``
+    rows of clusters and ``panel_columns`` columns of tiles; the own tiles of a panel are computed
+    after the other owners' tiles of the next. ``pace``: least clock cycles between two puts of a
+    block. ``by_outbox``: puts come from memory, not straight from the block that made the tile.
+    That is smoother, and worth its memory traffic if the link is nearly full. ``band``, ``blocks``
+    and ``last_splits`` are as in :class:`GatherSchedule`. ``product_tiling``: the tiling of the
+    whole product by itself, which the sequential view computes first. ``network_blocks``: the
+    number of first blocks, whole clusters, that receive from other nodes instead of computing
+    tiles; 0 if there are none. ``exchange``: the exchange between nodes; hierarchical: a rank adds
+    its node's parts before they leave."""
 
     kind: Literal["hopper.gemm_reduce"] = "hopper.gemm_reduce"
     tiling: TilingName
@@ -83,15 +88,15 @@ class ReduceSchedule(Schedule):
 
     @property
     def partials(self) -> str:
-        """Return ``results``: each partial result is rounded to the dtype of results."""
+        """The value ``results``: each partial result is rounded to the dtype of results."""
         return "results"
 
 
 class FewRowsSchedule(Schedule):
-    """How a GEMM op of few rows runs. Clusters of ``splits`` blocks, at most ``blocks`` in all, take
-    128 columns at a time, each block a part of K. ``product``: the dtype in which a rank's sums
-    travel. ``normalises``: where rows of the sum are normalised, the kernel does that too, else another
-    one behind it."""
+    """The schedule of a GEMM op of few rows. Clusters of ``splits`` blocks, at most ``blocks`` in
+    all, take 128 columns at a time, each block a part of K. ``product``: the dtype in which a
+    rank's sums travel. ``normalises``: if rows of the sum are normalised, the same kernel does
+    that; otherwise one that follows."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
     splits: int = Field(ge=1)
@@ -101,19 +106,20 @@ class FewRowsSchedule(Schedule):
 
     @property
     def one_exchange(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     @property
     def partials(self) -> str:
-        """Return the dtype of the products, in which partial results travel."""
+        """The dtype of the products, in which partial results travel."""
         return self.product
 
 
 class AttentionSchedule(Schedule):
-    """How ring attention runs. Each rank's keys and values travel whole, by copy engines; ``library``,
-    or our own kernel, computes attention on the own ones and, beside that, on each peer's as they come,
-    the rank before this one first; a kernel of ``merge_blocks`` blocks merges what was found."""
+    """The schedule of ring attention by parts. Each rank's keys and values travel whole, by copy
+    engines. ``library``, or our own kernel, computes attention on the own ones and, beside that, on
+    each peer's as they arrive, the rank before this one first. A kernel of ``merge_blocks`` blocks
+    merges the results."""
 
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary | AttentionCore
@@ -121,14 +127,15 @@ class AttentionSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
 class AttentionKernelSchedule(Schedule):
-    """How ring attention runs as one kernel, of at most ``blocks`` blocks. Each rank's keys and values
-    travel by copy engines, ``chunk_rows`` rows at a time with a flag behind; the kernel takes the own
-    ones first and then each peer's as flags come, the rank before this one first."""
+    """The schedule of ring attention as one kernel, of at most ``blocks`` blocks. Each rank's keys
+    and values travel by copy engines, ``chunk_rows`` rows at a time, each followed by a flag; the
+    kernel takes the own ones first and then each peer's as flags arrive, the rank before this one
+    first."""
 
     kind: Literal["hopper.ring_attention_kernel"] = "hopper.ring_attention_kernel"
     chunk_rows: int = Field(ge=128, multiple_of=128)
@@ -136,15 +143,15 @@ class AttentionKernelSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
 class AttentionInPiecesSchedule(Schedule):
-    """How ring attention of a long sequence runs. Some rows of queries come after others, at most
-    ``piece_rows``; for each of these, keys and values of the peers travel again, in pieces of as many
-    rows, into ``slots`` slots for each peer. A kernel of ``merge_blocks`` blocks merges what was found
-    with what was found before."""
+    """The schedule of ring attention of a long sequence. Queries are taken in cuts of at most
+    ``piece_rows`` rows; for each cut, the peers' keys and values travel again, in pieces of as many
+    rows, into ``slots`` slots for each peer. A kernel of ``merge_blocks`` blocks merges new results
+    with earlier ones."""
 
     kind: Literal["hopper.ring_attention_in_pieces"] = "hopper.ring_attention_in_pieces"
     library: AttentionLibrary
@@ -154,16 +161,16 @@ class AttentionInPiecesSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
 class AttentionBackwardSchedule(Schedule):
-    """How the backward of ring attention runs. Keys and values travel as in :class:`AttentionSchedule`,
-    and what each part gives to their gradients travels home, by copy engines; ``library`` computes what
-    the parts give, on the own keys beside the peers' parts. Each of these is computed in ``lots`` of
-    heads, one after another, whose gradients travel as soon as they are there. A kernel of
-    ``sum_blocks`` blocks adds a lot's parts up."""
+    """The schedule of the backward of ring attention. Keys and values travel as in
+    :class:`AttentionSchedule`, and each part's contribution to their gradients travels to the
+    owner, by copy engines. ``library`` computes the contributions, on the own keys beside the
+    peers' parts. Each of these is computed in ``lots`` of heads, one after another, whose gradients
+    travel as soon as they are computed. A kernel of ``sum_blocks`` blocks adds a lot's parts."""
 
     kind: Literal["hopper.ring_attention_backward"] = "hopper.ring_attention_backward"
     library: AttentionLibrary
@@ -172,30 +179,33 @@ class AttentionBackwardSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
 class ProductSchedule(Schedule):
-    """A library multiplies. ``product``: the dtype that products are rounded to, in which partial
-    results travel; the output keeps its own. ``scaled_by``: what scales products of e4m3 operands; a
-    kernel does it behind the library's product without scales. None: there are none."""
+    """A schedule in which a library multiplies. ``product``: the dtype that products are rounded
+    to, in which partial results travel; the output keeps its own. ``scaled_by``: what scales
+    products of e4m3 operands, the library or a kernel after the library's product without scales.
+    None: there are no scales."""
 
     product: DtypeName
     scaled_by: ScaledBy | None = None
 
     @property
     def partials(self) -> str:
-        """Return the dtype of the products, in which partial results travel."""
+        """The dtype of the products, in which partial results travel."""
         return self.product
 
 
 class LibrarySchedule(ProductSchedule):
-    """How a library's product and a collective run. ``way``: of an all-reduce, everything to everyone
-    at once, or sums in an exchange of their own; None: there is none. ``by_mail``: what the collective
-    sends says itself that it has come, instead of by flags. Two exchanges into symmetric results go by
-    flags all the same. ``normalises``: where rows of the sum are normalised, what sums them at once
-    does that too, else a kernel behind it."""
+    """The schedule of a library's product and a collective.
+
+    ``way``: the way of an all-reduce, either everything to everyone at once, or an exchange of
+    partial results and one of sums; None: there is no all-reduce. ``by_mail``: the collective is a
+    Lamport exchange, whose data announces its own arrival, instead of using flags. Two exchanges
+    into symmetric results use flags all the same. ``normalises``: if rows of the sum are
+    normalised, the kernel that sums them at once does that too; otherwise one that follows."""
 
     kind: Literal["hopper.library"] = "hopper.library"
     way: Way | None = None
@@ -204,7 +214,7 @@ class LibrarySchedule(ProductSchedule):
 
     @property
     def one_exchange(self) -> bool:
-        """Return whether ``way`` sends everything to everyone at once."""
+        """True if ``way`` sends everything to everyone at once."""
         return self.way == "one_shot"
 
 
@@ -212,9 +222,10 @@ SumWay = Literal["mail", "mail_twice", "two_shot"]
 
 
 class SumSchedule(Schedule):
-    """How AllReduce runs: everything to everyone at once, by mail, in a kernel of ``blocks`` blocks
-    that normalises the rows that it sums; or sums in an exchange of their own, by mail too or by flags,
-    in a kernel of twice as many, and a norm in a kernel behind them."""
+    """The schedule of AllReduce: everything to everyone at once, by a Lamport exchange, in a kernel
+    of ``blocks`` blocks that normalises the rows that it sums; or an exchange of partial results
+    and one of sums, by Lamport exchanges or by flags, in a kernel of twice as many blocks, with a
+    norm in a kernel that follows."""
 
     kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
     way: SumWay
@@ -222,46 +233,48 @@ class SumSchedule(Schedule):
 
     @property
     def one_exchange(self) -> bool:
-        """Return whether ``way`` sends everything to everyone at once."""
+        """True if ``way`` sends everything to everyone at once."""
         return self.way == "mail"
 
 
 class PartsSchedule(ProductSchedule):
-    """How a library's products run beside copy engines that carry rows. A rank multiplies the rows of
-    each rank by themselves, and cuts those that travel into ``chunks``, each a product and a copy of
-    its own."""
+    """The schedule of a library's products that run beside copy engines, which carry rows. A rank
+    multiplies each rank's rows separately, and cuts those that travel into ``chunks``, each with
+    its own product and copy."""
 
     chunks: int = Field(ge=1)
 
     @property
     def copy_engines(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
 class GatherPartsSchedule(PartsSchedule):
-    """AllGather+GEMM in parts."""
+    """The schedule of AllGather+GEMM in parts."""
 
     kind: Literal["hopper.gather_parts"] = "hopper.gather_parts"
 
 
 class ReducePartsSchedule(PartsSchedule):
-    """GEMM+ReduceScatter and GEMM+AllReduce in parts. A kernel of at most ``sum_blocks`` blocks adds
-    partial results up."""
+    """The schedule of GEMM+ReduceScatter and GEMM+AllReduce in parts. A kernel of at most
+    ``sum_blocks`` blocks adds partial results."""
 
     kind: Literal["hopper.reduce_parts"] = "hopper.reduce_parts"
     sum_blocks: int = Field(ge=1)
 
 
 class DispatchSchedule(Schedule):
-    """How MoE dispatch+GEMM runs. While the device sorts their ids, tokens travel: all of them to
-    every rank, by copy engines; or, by a kernel of ``push_blocks`` blocks where that is not 0, each
-    once to each rank that has an expert of it. Then a kernel of ``blocks`` blocks multiplies the rows
-    of all experts, tile by tile: first up to ``early_tiles`` that need own tokens alone, which have a
-    multiple of ``early_rows`` of each expert. ``permutes``: the same
-    blocks first copy the tokens of a tile into rows that lie one below the other, for tiles of
-    ``tiling``; else each block gathers them for itself, and tiles are deep. Plans that do
-    not say ``early_rows`` were made when early tiles were whole ones."""
+    """The schedule of MoE dispatch+GEMM.
+
+    While the device sorts their ids, tokens travel: all of them to every rank, by copy engines; or,
+    by a kernel of ``push_blocks`` blocks if that is not 0, each once to each rank that has an
+    expert for it. Then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
+    tile: first up to ``early_tiles`` that need only own tokens, and have a multiple of
+    ``early_rows`` rows of each expert. ``permutes``: the same blocks first copy the tokens of a
+    tile into contiguous rows, for tiles of ``tiling``; otherwise each block gathers them for
+    itself, and tiles are deep. Plans without ``early_rows`` were made when early tiles were whole
+    ones."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
@@ -273,28 +286,28 @@ class DispatchSchedule(Schedule):
 
     @property
     def copy_engines(self) -> bool:
-        """For the tokens, where no blocks push."""
+        """True if copy engines carry the tokens, which they do if no blocks push."""
         return self.push_blocks == 0
 
     @property
     def whole_tokens(self) -> bool:
-        """Return whether all tokens travel to every rank, as they do where no blocks push."""
+        """True if all tokens travel to every rank, which they do if no blocks push."""
         return self.push_blocks == 0
 
 
 class CombineSchedule(Schedule):
-    """How the MoE combine runs. Rows go to their places at home, where they are added; each by a kernel
-    of ``sum_blocks`` blocks."""
+    """The schedule of the MoE combine. Rows go to their places on the token's rank, where they are
+    added; a kernel of ``sum_blocks`` blocks does each of the two."""
 
     kind: Literal["hopper.moe_combine"] = "hopper.moe_combine"
     sum_blocks: int = Field(ge=1)
 
 
 class GemmCombineSchedule(Schedule):
-    """How MoE GEMM+combine runs. A kernel of ``blocks`` blocks multiplies, in tiles of ``tiling``.
-    ``returns``: it writes each result to its place at home (``slots``); or a token's results of one
-    rank are added there, and their sum goes home (``ranks``). Sums are made by kernels of
-    ``sum_blocks`` blocks."""
+    """The schedule of MoE GEMM+combine. A kernel of ``blocks`` blocks multiplies, in tiles of
+    ``tiling``. ``returns``: it writes each result to its place on the token's rank (``slots``); or
+    a token's results on one rank are added there, and their sum is returned (``ranks``). Kernels of
+    ``sum_blocks`` blocks make the sums."""
 
     kind: Literal["hopper.moe_gemm_combine"] = "hopper.moe_gemm_combine"
     tiling: ExpertTiling

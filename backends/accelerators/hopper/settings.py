@@ -11,7 +11,7 @@ from mkernel.settings import BackendSettings
 
 
 class HopperSettings(BackendSettings):
-    """Of accelerator hopper."""
+    """The settings of accelerator hopper."""
 
     model_config = SettingsConfigDict(env_prefix="MKERNEL_HOPPER_")
 

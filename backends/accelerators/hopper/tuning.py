@@ -1,7 +1,7 @@
-"""How the GEMM ops are scheduled: tile sizes, chunks, who pushes them, bands, exchanges.
+"""The schedule of the GEMM ops: tile sizes, chunks, who pushes them, bands, exchanges.
 
-Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which says
-where each was measured; they change times, never results.
+Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which
+states where each was measured; they change times, never results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from mkernel.topology.cost import (
 )
 
 COPIED_CHUNKS = 16
-"""Copy engines move at most so many chunks: there are so many copies of the epoch for them."""
+"""The most chunks that copy engines move, which is the number of copies of the epoch that exist for
+them."""
 
 ELEMENT_BYTES = 2
 
@@ -50,7 +51,7 @@ CLUSTER_TILES = _MACHINE.tilings.clusters
 BAND = _MACHINE.tilings.band
 PUSH_BLOCKS = _MACHINE.pushing.blocks
 PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
-"""Threads that push; each has a chunk of its own under way."""
+"""Threads that push; each has its own chunk in transit."""
 PUSHED_ROWS = _MACHINE.pushing.most_rows
 PUSHED_BYTES = _MACHINE.pushing.least_bytes
 SLICES = _MACHINE.slicing.slices
@@ -61,7 +62,7 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 
 
 def _whole_tiles(path: PathConstants | None) -> PathConstants:
-    """The same where no tile is cut."""
+    """Return the same constants without cut tiles."""
     assert path is not None
     tiles = tuple(tile.model_copy(update={"cut": None}) for tile in path.tiles)
     return path.model_copy(update={"tiles": tiles})
@@ -71,12 +72,13 @@ _WHOLE_TILES = _whole_tiles(_MACHINE.constants.fused)
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """How a plan runs."""
+    """Schedule a plan of a GEMM op or of AllReduce."""
     return _with_norm(request, _scheduled(request))
 
 
 def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
-    """The same, with the time of a norm of summed rows: by what sums them, or by a kernel behind."""
+    """Add the time of a norm of summed rows, either in the kernel that sums them or in one that
+    follows."""
     plan, times, made = request.plan, found.prediction, found.schedule
     if plan.norm is None or times is None:
         return found
@@ -147,8 +149,8 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
 
 
 def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
-    """The fused path of e4m3 operands: its kernels load and multiply as many bytes in a time as those
-    of 16-bit ones, so that their times are those of half as long a K."""
+    """Schedule the fused path of e4m3 operands. Its kernels load and multiply as many bytes per
+    unit of time as those of 16-bit operands, so their times are those of half as long a K."""
     plan, cores, constants = request.plan, found.pipeline.compute_blocks, request.constants
     shape, world = plan.gemm, plan.world_size
     assert plan.scales is not None
@@ -175,8 +177,8 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
 
 
 def _tiling_of_scaled_call(request: ScheduleRequest, k: int, processors: int) -> TilingName | None:
-    """By which a call of e4m3 operands is predicted to be the fastest; ``k``: of as many bytes of
-    16-bit operands. None: constants do not say."""
+    """Return the tiling with which a call of e4m3 operands is predicted to be the fastest. ``k``:
+    the K of as many bytes of 16-bit operands. None: there are no constants for it."""
     plan, constants = request.plan, request.constants
     times: dict[TilingName, float] = {}
     for name in CLUSTER_TILES:
@@ -189,8 +191,8 @@ def _tiling_of_scaled_call(request: ScheduleRequest, k: int, processors: int) ->
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
-    """The tiling of a product of ``owners`` blocks of ``rows`` rows each on ``processors``
-    multiprocessors, by itself and with whole tiles: the one that is predicted to be the fastest."""
+    """Return the tiling that is predicted to be the fastest for a product of ``owners`` blocks of
+    ``rows`` rows each on ``processors`` multiprocessors, by itself and with whole tiles."""
     found = fastest(
         products(
             _WHOLE_TILES, owners, rows, n, k,
@@ -204,7 +206,8 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
 def tiling_of(
     cluster: tuple[int, int], rows: int, owners: int, n: int, k: int, processors: int
 ) -> TilingName:
-    """The tiling with such tiles of clusters: a deep one where wide ones make few waves of a long K."""
+    """Return the tiling with such tiles of clusters: a deep one if wide ones make few waves of a
+    long K."""
     menu, (height, width) = _MACHINE.tilings, cluster
     name = next(each for each, size in menu.clusters.items() if size == cluster)
     waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
@@ -213,7 +216,8 @@ def tiling_of(
 
 
 def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | None:
-    """By which a call of one node is predicted to be the fastest. None: constants do not say."""
+    """Return the tiling with which a call of one node is predicted to be the fastest. None: there
+    are no constants for it."""
     plan, constants = request.plan, request.constants
     if constants is None or constants.fused is None:
         return None
@@ -229,23 +233,24 @@ def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | N
 
 
 def _named(plan: CommonPart, cluster: tuple[int, int], k: int, processors: int) -> TilingName:
-    """Of a call within a node; ``k``: as of 16-bit operands."""
+    """Return the tiling of a call within a node. ``k``: as of 16-bit operands."""
     shape, world = plan.gemm, plan.world_size
     owners, rows = owned_rows(plan.op, shape.m, world, -(-shape.m // world))
     return tiling_of(cluster, rows, owners, shape.n, k, processors)
 
 
 def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:
-    """Into how many blocks of how many rows a reduction within a node is cut that share no tile, where
-    an owner has ``rows``: those of an all-reduce have whole tiles, so it is one block."""
+    """Return (number of blocks, rows of each) into which a reduction within a node is cut, where no
+    two blocks share a tile and an owner has ``rows`` rows. An all-reduce's owners have whole tiles,
+    so it is one block."""
     return (1, m) if op == "gemm_all_reduce" else (world, rows)
 
 
 def last_splits(
     tiling: TilingName, tiles: int, k: int, processors: int, path: PathConstants | None
 ) -> int:
-    """Into how many parts along K tiles of the last wave are cut, of so many ``tiles`` of clusters on
-    ``processors`` multiprocessors. 1: they are not."""
+    """Return the number of parts along K into which tiles of the last wave are cut, for ``tiles``
+    tiles of clusters on ``processors`` multiprocessors. 1: they are not cut."""
     size = CLUSTER_TILES[tiling]
     if path is not None:
         for tile in path.tiles:
@@ -257,7 +262,8 @@ def last_splits(
 def tiles_shared_out(
     op: str, shape: GemmShape, world: int, how: GatherSchedule | ReduceSchedule
 ) -> tuple[int, int]:
-    """How many tiles of clusters a call within a node has, and how many multiprocessors take them."""
+    """Return the number of tiles of clusters that a call within a node has, and of multiprocessors
+    that take them."""
     processors = how.blocks
     if isinstance(how, GatherSchedule):
         owners, rows = world, shape.m // world
@@ -271,7 +277,7 @@ def tiles_shared_out(
 def _last_wave_cut(
     request: ScheduleRequest, how: GatherSchedule | ReduceSchedule
 ) -> GatherSchedule | ReduceSchedule:
-    """Of ranks of one node."""
+    """Return the schedule with the splits of the last wave, for ranks of one node."""
     plan, constants = request.plan, request.constants
     if constants is None:
         return how
@@ -290,8 +296,8 @@ def gather(
     tiles: TilingName | None = None,
     engines: Engines | None = None,
 ) -> GatherSchedule:
-    """A rank has ``rows`` rows, in chunks of ``chunk`` as planned. ``tiles``: None: as is fastest.
-    ``engines``: None: copies are as fast as they were measured."""
+    """Schedule AllGather+GEMM. A rank has ``rows`` rows, in chunks of ``chunk`` as planned.
+    ``tiles`` None: the fastest. ``engines`` None: copies are as fast as they were measured."""
     tiles = tiles or tiling(rows, world, n, k, processors)
     chunk = max(chunk, _up(rows, FLAGS // world))
     engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
@@ -349,12 +355,12 @@ def gather_between_nodes(
     local: int = 1,
     exchange: Exchange = "direct",
 ) -> GatherSchedule:
-    """The same where ranks are on several nodes, ``local`` on each: blocks of the kernel send, in puts
-    of a size that keeps a NIC busy."""
+    """Schedule AllGather+GEMM for ranks on several nodes, ``local`` on each: blocks of the kernel
+    send, in puts of a size that keeps a NIC busy."""
     network = _MACHINE.network
     blocks = _network_blocks(local, exchange)
     chunk = max(chunk, _up(rows, FLAGS // world))
-    if chunk == rows:  # no wish: one publishes it in parts
+    if chunk == rows:  # no chunk was requested: the shard is published in parts
         chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), _up(rows, FLAGS // world)))
     within = _MACHINE.copies.choose("local", rows * k * ELEMENT_BYTES)
     return GatherSchedule(
@@ -370,15 +376,15 @@ def gather_between_nodes(
 
 
 def _network_blocks(local: int, exchange: Exchange) -> int:
-    """Blocks that send to other nodes and, hierarchically, share what comes with ``local`` ranks: an
-    even number, whole clusters of any tiling."""
+    """Return the blocks that send to other nodes and, if hierarchical, share arriving data with
+    ``local`` ranks: an even number, so whole clusters of any tiling."""
     network = _MACHINE.network
     relays = 2 * math.ceil(local * network.relay_blocks / 2)
     return max(network.blocks, relays) if exchange == "hierarchical" else network.blocks
 
 
 class _Tiles:
-    """The tiles of a product of ``world`` ranks' rows: how many, and how long one takes."""
+    """The tiles of a product of ``world`` ranks' rows: their number, and the time of one."""
 
     def __init__(self, tiling: TilingName, rows: int, n: int, k: int, world: int) -> None:
         height, width = CLUSTER_TILES[tiling]
@@ -391,23 +397,25 @@ class _Tiles:
         self.tile_us = gemm_tile_us(TILE_ROWS, width, k, rate)
 
     def product_us(self, processors: int) -> float:
-        """The time of all waves of the product."""
+        """Return the time of all waves of the product."""
         clusters = self.world * self.rows * self.columns
         return _up(clusters, processors // self.cluster) * self.tile_us
 
 
 def _finish_us(work: _Tiles, put: Choice, processors: int, slices: int = 1) -> float:
-    """When the last tile is done. It ends after all others, and after the last rows have come: by
-    then the last of the ``slices`` of K is left to do."""
+    """Return when the last tile is done. It ends after all others, and after the last rows have
+    arrived; by then the last of the ``slices`` of K is left to do."""
     there_us = (work.world - 1) * put.microseconds + (slices - 1) * _MACHINE.slicing.slice_us
     return max(work.product_us(processors), there_us + work.tile_us / slices)
 
 
 def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
-    """Tile columns of the own rows that keep the device busy until all other rows are there; 0: all.
+    """Return the tile columns of the own rows that keep the device busy until all other rows have
+    arrived; 0: all.
 
-    From then on everyone's rows share the columns of B in L2. Own and others' rows by themselves read
-    B again for each rank; which costs nothing where a rank's rows fill the bands of the raster.
+    From then on all ranks' rows share the columns of B in L2. If own and others' rows are computed
+    separately, B is read again for each rank, which costs nothing if a rank's rows fill the bands
+    of the raster.
     """
     if work.rows >= BAND:
         return 0
@@ -427,17 +435,17 @@ def reduce(
     exchange: Exchange = "direct",
     tiles: TilingName | None = None,
 ) -> ReduceSchedule:
-    """``k`` is one rank's share. Rows of an all-reduce are dealt out in whole tiles of a cluster,
-    so the last owners may have fewer, or none; on one node there are no tiles of what they lack.
-    ``tiles``: None: as is fastest. Hierarchically panels are of one wave, since the sums that leave a
-    node wait for a panel of all its ranks. TooLarge."""
+    """Schedule a fused reduction. ``k`` is one rank's share. Rows of an all-reduce are dealt out in
+    whole tiles of a cluster, so the last owners may have fewer, or none; on one node there are no
+    tiles for missing rows. ``tiles`` None: the fastest. In a hierarchical exchange panels have one
+    wave, because the sums that leave a node wait for a panel of all its ranks. TooLarge."""
     rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
     whole = tiles or tiling(m, 1, n, k, processors)
     if op != "gemm_all_reduce" or nodes > 1:
         tiles = tiles or tiling(rows, world, n, k, processors)
     tiles = tiles or whole
     if tiles != "promoted" and reduce_flags(op, rows, n, world, tiles) > FLAGS:
-        tiles = "wide"  # which are the fewest
+        tiles = "wide"  # which has the fewest tiles
     flags = reduce_flags(op, rows, n, world, tiles)
     if flags > FLAGS:
         raise TooLarge(
@@ -470,9 +478,9 @@ def reduce(
 
 
 def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> int:
-    """Return how many flags a fused reduction needs whose ranks own ``rows`` rows: one for each block
-    of 128 rows of a tile from each peer, and with AllReduce as many for the sums that come back; as in
-    host/gemm.cpp."""
+    """Return the number of flags of a fused reduction whose ranks own ``rows`` rows: one for each
+    block of 128 rows of a tile from each peer, and with AllReduce as many for the sums that come
+    back; as in host/gemm.cpp."""
     height, width = CLUSTER_TILES[tiling]
     blocks = _up(rows, height) * (height // TILE_ROWS) * _up(n, width)
     return (2 if op == "gemm_all_reduce" else 1) * (world - 1) * blocks
@@ -486,8 +494,8 @@ def few_rows(
     constants: FewRowsConstants,
     normed: bool = False,
 ) -> FewRowsSchedule:
-    """``shape.k`` is one rank's share. ``normed``: rows of the sum are to be normalised; the kernel can
-    where it has all tiles at once."""
+    """Schedule few rows. ``shape.k`` is one rank's share. ``normed``: rows of the sum are
+    normalised; the kernel can do that if it has all tiles at once."""
     found = cut(shape.n, shape.k, DTYPE_BYTES[dtype], processors, constants)
     return FewRowsSchedule(
         splits=found.splits,
@@ -504,8 +512,9 @@ def sums(
     processors: int,
     constants: MachineConstants | None = None,
 ) -> SumSchedule:
-    """By mail where one exchange is faster than two, all fits, and a block can keep a row that it
-    normalises; else two exchanges, by mail where that is predicted to be faster and fits."""
+    """Schedule AllReduce: one Lamport exchange if that is faster than two exchanges, everything
+    fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
+    predicted to be faster and fits."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     brief = (
         _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES

@@ -1,1 +1,1 @@
-"""Copies between a GPU, its peers and the host: three engines, and which to use when."""
+"""Copies between a GPU, its peers and the host by three engines, and the choice between them."""

@@ -1,6 +1,7 @@
-"""Which engine copies, and on how many blocks: by direction and size, from measured times.
+"""The choice of the engine and the number of blocks for a copy, by direction and size, from
+measured times.
 
-The ``copies`` of the backend's ``machine.json`` are what ``bench/transfer.py`` measured; its
+The ``copies`` of the backend's ``machine.json`` were measured by ``bench/transfer.py``; its
 ``--engines`` writes them anew on another machine.
 """
 
@@ -25,7 +26,7 @@ class Point(Model):
 
 
 class Curve(Model):
-    """Times of one engine on so many blocks (0: the copy engine), in ascending size."""
+    """Times of one engine on ``blocks`` blocks (0: the copy engine), in ascending size."""
 
     engine: Engine
     blocks: int = Field(ge=0)
@@ -39,8 +40,8 @@ class Curve(Model):
         return self
 
     def microseconds(self, nbytes: int) -> float:
-        """The time on the line through the two nearest points; below the first point, that point's
-        time."""
+        """Return the time on the line through the two nearest points; below the first point, that
+        point's time."""
         points = self.points
         last = len(points) - 1
         at = next((i for i in range(1, last) if points[i].nbytes >= nbytes), last)
@@ -51,7 +52,7 @@ class Curve(Model):
 
 
 class Choice(NamedTuple):
-    """How to copy, and how long it is expected to take."""
+    """The engine and blocks for a copy, and its expected time."""
 
     engine: Engine
     blocks: int
@@ -59,10 +60,11 @@ class Choice(NamedTuple):
 
 
 class Engines(Sourced):
-    """What was measured on one kind of machine. ``multicast``: no engine writes multicast memory.
+    """The measured times of one kind of machine. ``multicast``: no engine writes multicast memory.
 
-    ``keeps_processors``: the copy engine takes no multiprocessor from anybody, so it is chosen where it
-    is at most by this share slower than the best. Not within one GPU: there the driver runs a kernel.
+    ``keeps_processors``: the copy engine occupies no multiprocessor, so it is chosen if it is
+    slower than the best by at most this share. This does not apply within one GPU, where the driver
+    runs a kernel.
     """
 
     keeps_processors: float = Field(ge=0)
@@ -73,7 +75,8 @@ class Engines(Sourced):
     directions: dict[Direction, tuple[Curve, ...]]
 
     def microseconds(self, direction: Direction, engine: Engine, blocks: int, nbytes: int) -> float:
-        """The time of a copy by that engine on so many blocks. ValueError where it was not measured."""
+        """Return the time of a copy by that engine on ``blocks`` blocks. ValueError if it was not
+        measured."""
         for curve in self.directions.get(direction, ()):
             if (curve.engine, curve.blocks) == (engine, blocks):
                 return self._microseconds(direction, curve, nbytes)
@@ -84,9 +87,9 @@ class Engines(Sourced):
     def choose(
         self, direction: Direction, nbytes: int, max_blocks: int = 16, *, flagged: bool = False
     ) -> Choice:
-        """The engine for a copy of ``nbytes`` that may use ``max_blocks`` multiprocessors; 0 leaves
-        only the copy engine. ``flagged``: a flag follows the bytes, for which the copy engine needs a
-        copy more. ValueError for a direction without times, or where no engine fits."""
+        """Choose the engine for a copy of ``nbytes`` that may use ``max_blocks`` multiprocessors; 0
+        leaves only the copy engine. ``flagged``: a flag follows the bytes, for which the copy
+        engine needs one more copy. ValueError for a direction without times, or if no engine fits."""
 
         def microseconds(curve: Curve) -> float:
             flag = curve.microseconds(1) if flagged and curve.engine == "copy_engine" else 0.0
