@@ -350,7 +350,7 @@ SENTENCES = (
     Sentence("docs/architecture.md", "The product alone takes {} to {} of cuBLAS' time", _product),
     Sentence(
         "docs/architecture.md",
-        "a what-if of `mkernel plan` for 1,024 nodes takes {} s of CPU that way",
+        "A what-if of `mkernel plan` for 1,024 nodes takes {} s of CPU that way",
         lambda: [f"{_planned(1024)['command_cpu_s']:.1f}"],
     ),
     Sentence(ASCEND, "products run at {} to {} of the speed of torch's", _simulated_product),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pages import PAGES, ROOT, SITE, name, prose
 
 _LINK = re.compile(r"\]\(([^()\s]+(?:\([^()]*\))?)\)")
 _HEADING = re.compile(r"^#+ (.+?)(?: \{#([\w-]+)\})?$", re.MULTILINE)
+_SOURCE = re.compile(r"`([\w./-]+\.(?:py|cpp|hpp|cu|cuh|h))`")
 _PATH = re.compile(r"`((?:backends|bench|docs|examples|mkernel|scripts|tests|topology)/[\w./-]+)`")
 
 
@@ -75,3 +77,32 @@ def test_files_that_are_named_exist(page: Path) -> None:
         and not list(ROOT.glob(f"{path.rstrip('.')}.*"))
     ]
     assert missing == []
+
+
+@cache
+def sources() -> frozenset[str]:
+    """Paths of source files from the root, and every end of them that begins with a name."""
+    found = set()
+    for folder in ("backends", "bench", "examples", "mkernel", "scripts", "tests", "topology"):
+        for file in (ROOT / folder).rglob("*.*"):
+            parts = file.relative_to(ROOT).parts
+            found |= {"/".join(parts[at:]) for at in range(len(parts))}
+    return frozenset(found)
+
+
+OUTSIDE = {"infiniband/verbs.h", "mkernel/include/backends/contracts/call_starter.h"}
+"""Source files that pages name and that lie elsewhere: libibverbs', and an installation's."""
+
+
+def unknown_sources(text: str) -> list[str]:
+    """Source files that are named by the end of a path which no file of the project has."""
+    return [name for name in _SOURCE.findall(text) if name not in sources() | OUTSIDE]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_source_files_that_are_named_by_their_end_exist(page: Path) -> None:
+    assert unknown_sources(prose(page)) == []
+
+
+def test_a_source_file_that_is_gone_is_noticed() -> None:
+    assert unknown_sources("`device/call.cuh`, `call.cuh`, `gone/call.cuh`") == ["gone/call.cuh"]

@@ -88,18 +88,31 @@ def test_a_thousand_nodes_are_simulated(name: str, tmp_path: Path) -> None:
     assert sum(one.pairs for one in asked(report).routes.classes) == 8192 * 8191
 
 
-def test_examples_of_the_page_are_what_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def examples() -> list[str]:
+    """Plans and what-ifs that the documentation shows, each with the command that prints it."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        example
+        for page in pages
+        for block in page.read_text().split("```")
+        if block.startswith("\n$ mkernel plan ")
+        for example in block.strip().split("\n\n")
+    ]
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda each: each.splitlines()[0])
+def test_an_example_of_a_page_is_what_is_printed(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row that docs/architecture.md shows of a plan and of a what-if, in its order."""
+    """Every row that a page shows of a plan or a what-if, in its order."""
     shutil.copy(machine_file("p5.nccl", tmp_path), tmp_path / "p5.xml")
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    (block,) = (each for each in page.split("```") if each.startswith("\n$ mkernel plan "))
-    examples = block.strip().split("\n\n")
-    for example in examples:
-        asked, *rows = example.splitlines()
-        arguments = shlex.split(asked.removeprefix("$ mkernel plan "))
-        printed = iter([line.rstrip() for line in run(command, *arguments).splitlines()])
-        assert all(row in printed for row in rows), asked
-    assert len(examples) == 2
+    asked, *rows = example.splitlines()
+    arguments = shlex.split(asked.removeprefix("$ mkernel plan "))
+    printed = iter([line.rstrip() for line in run(command, *arguments).splitlines()])
+    assert all(row in printed for row in rows), asked
+
+
+def test_a_plan_and_a_what_if_are_shown() -> None:
+    shown = [example.splitlines()[1].split("  ")[0] for example in examples()]
+    assert {"launch plan", "what if"} <= set(shown)
