@@ -6,6 +6,10 @@ cuBLAS 12 and 13 leave the last K mod 64 terms out of some products whose K they
 layouts and switches of torch, not on the values. So each kind of product that may be split is tried
 once, with an A that is zero except for the last terms. A kind that loses terms is computed in two
 parts, whole steps of terms and then the rest, which are added in float32 and rounded once.
+
+``hopper`` tries kinds so. ``streams`` on GPUs multiplies every such product in two: a trial would wait for its
+result behind waits for peers that have no deadline. Products of e4m3 operands and of groups are the library's
+as they are.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 // in all else: they are freed in the order of streams, and `record_stream` holds.
 //
 // Where no range has room a piece is ordinary memory of the device, which no peer writes.
+//
+// A graph's memory is in a pool of its own, because replays write to what is free in it: mkernel.graph_pool
+// gives one of the same ranges, and whatever is captured with it takes pieces of them. Compiled code has its
+// outputs in ordinary memory (contracts/output_memory.py).
 #pragma once
 
 #include <cstddef>

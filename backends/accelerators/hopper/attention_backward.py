@@ -19,6 +19,8 @@ contributions of the rank after this one, the one after that, and so on.
 
 Errors. The library rounds each part's contribution, and its weights; sums are float32 and rounded
 once more. Equal calls give equal bits if the library's do.
+
+It runs within a node. A gradient of the log-sum-exp costs a second call of the library a part.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ Errors. Sums are float32. Results travel in ``partial_dtype``; if they return by
 rounded to it before they are added. If a rank gets more rows than its capacity, no rank computes
 anything: outputs are zeros, combined tokens NaN, and the next call that waits for the device raises
 the error.
+
+A replay of a graph is no call of the world: wait for its stream before you read what it refused.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 // float32: row-major results are to cuBLAS the transposed ones, so the operands change places. Sums are in
 // float32, the math mode is the default one, and the handle has a workspace of a size by which cuBLAS
 // chooses kernels (CublasHandlePool.cpp).
+//
+// A world has one workspace, since its calls are ordered, and graphs keep its address until the world ends.
+// Threads take turns at a device's handle without the GIL.
 #pragma once
 
 #include <cuda_runtime_api.h>
