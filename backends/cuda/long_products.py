@@ -7,9 +7,9 @@ layouts and switches of torch, not on the values. So each kind of product that m
 once, with an A that is zero except for the last terms. A kind that loses terms is computed in two
 parts, whole steps of terms and then the rest, which are added in float32 and rounded once.
 
-``hopper`` tries kinds so. ``streams`` on GPUs multiplies every such product in two: a trial would wait for its
-result behind waits for peers that have no deadline. Products of e4m3 operands and of groups are the library's
-as they are.
+``hopper`` tries kinds so. ``streams`` on GPUs multiplies every such product in two: a trial would
+wait for its result behind waits for peers that have no deadline. Products of e4m3 operands and of
+groups are the library's as they are.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
-Three ways exist. Calls of cuDNN on parts are the default; from ``core_rows`` rows of a rank on our own
-kernel (``kernels/attention_core.hpp``) computes the parts instead. One kernel for the whole call is taken
-where its predicted time is shorter, within a node, for heads of 128 and pieces that are multiples of 128
-positions, in worlds of up to ``kernel_ranks``. Where parts would take more than ``whole_bytes`` of memory,
-the sequence is cut in pieces, within a node. ``MKERNEL_HOPPER_ATTENTION`` asks for parts or for the kernel.
+Three ways exist. Calls of cuDNN on parts are the default; from ``core_rows`` rows of a rank on our
+own kernel (``kernels/attention_core.hpp``) computes the parts instead. One kernel for the whole call
+is taken where its predicted time is shorter, within a node, for heads of 128 and pieces that are
+multiples of 128 positions, in worlds of up to ``kernel_ranks``. Where parts would take more than
+``whole_bytes`` of memory, the sequence is cut in pieces, within a node. ``MKERNEL_HOPPER_ATTENTION``
+asks for parts or for the kernel.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ or parts. Those of e4m3 operands are in :mod:`.scaled_tuning`.
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
-Whether a product runs whole or in parts decides which kernel of the library multiplies a row, so the bits
-of a result may differ between the two; the order of sums is the same.
+Whether a product runs whole or in parts decides which kernel of the library multiplies a row, so the
+bits of a result may differ between the two; the order of sums is the same.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
-Tokens travel within a node in one of two ways. Copy engines bring all of them to every rank and take no
-multiprocessor; with two to four ranks and top-8 that is hardly more than what is wanted. A kernel of
-``push_blocks`` blocks sends each token only to the ranks that have an expert of it, with uniform routing to
-a share 1 - (1 - 1/W)^k of them. The shorter predicted time decides; ``MKERNEL_HOPPER_TOKENS`` names one.
-Between nodes tokens travel whole. The grouped product gathers rows by 16-byte copies where it is bound by
-reading weights, because bulk tensor copies of single rows are slower; where the product itself counts, rows
-are first copied into memory in their order.
+Tokens travel within a node in one of two ways. Copy engines bring all of them to every rank and take
+no multiprocessor; with two to four ranks and top-8 that is hardly more than what is wanted. A kernel
+of ``push_blocks`` blocks sends each token only to the ranks that have an expert of it, with uniform
+routing to a share 1 - (1 - 1/W)^k of them. The shorter predicted time decides;
+``MKERNEL_HOPPER_TOKENS`` names one. Between nodes tokens travel whole. The grouped product gathers
+rows by 16-byte copies where it is bound by reading weights, because bulk tensor copies of single rows
+are slower; where the product itself counts, rows are first copied into memory in their order.
 """
 
 from __future__ import annotations

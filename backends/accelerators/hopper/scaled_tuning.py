@@ -3,8 +3,9 @@ parts. It also predicts the time of the fused path, whose schedules :mod:`.tunin
 
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
-``wgmma`` adds e4m3 products with about 14 bits, as cuBLAS does with ``use_fast_accum``. Calls that ask for
-float32 sums, or have scales by blocks, take tiles that add every step of K up in float32 (``promoted``).
+``wgmma`` adds e4m3 products with about 14 bits, as cuBLAS does with ``use_fast_accum``. Calls that
+ask for float32 sums, or have scales by blocks, take tiles that add every step of K up in float32
+(``promoted``).
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which
 states where each was measured; they change times, never results.
 
-Copy engines or blocks of the kernel push rows. A copy engine costs no multiprocessor, but each copy takes
-microseconds to start, and a rank starts W - 1 of them; blocks start at once and publish small chunks. What is
-predicted to end sooner is taken. Copies within one device need room on its multiprocessors, of which the
-kernel leaves none: where ranks share a device, they come before the kernel. Tiles are those by which the
-whole call is predicted to end first, because the last rows wait for a tile.
+Copy engines or blocks of the kernel push rows. A copy engine costs no multiprocessor, but each copy
+takes microseconds to start, and a rank starts W - 1 of them; blocks start at once and publish small
+chunks. What is predicted to end sooner is taken. Copies within one device need room on its
+multiprocessors, of which the kernel leaves none: where ranks share a device, they come before the
+kernel. Tiles are those by which the whole call is predicted to end first, because the last rows wait
+for a tile.
 """
 
 from __future__ import annotations
