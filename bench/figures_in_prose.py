@@ -344,7 +344,7 @@ SENTENCES = (
         )
         for mode in ("compiled, forward", "compiled, with backward", "eager, with backward")
     ),
-    Sentence("README.md", "the GEMM ops tested on up to {} {}, the rest on two", _tested_on),
+    Sentence("README.md", "the GEMM ops were tested on up to {} {}, the rest on two", _tested_on),
     Sentence("docs/softverbs.md", "carried at {} GB/s, {} of what memcpy reaches", _nic),
     Sentence("docs/architecture.md", "costs no SM and moves {} GB/s (256 MiB,", _copy_engine),
     Sentence("docs/architecture.md", "The product alone takes {} to {} of cuBLAS' time", _product),
