@@ -10,11 +10,13 @@ those that kill ranks or judge what processes hold, use :func:`mkernel.launch`.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import queue
 import secrets
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -212,6 +214,9 @@ def close() -> None:
 def _serve(port: int) -> None:
     """What kept processes run: calls, until there is nothing in one."""
     mkernel.finalize()
+    # Semaphores that a call makes live as long as the process: Inductor's do. tests/conftest.py looks for
+    # those of calls' tests by another prefix.
+    multiprocessing.current_process()._config["semprefix"] = f"/mp-of-tests-kept-{os.getpid()}"  # type: ignore[attr-defined]
     store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=_IDLE)
     report(os.getpid())
     number = 0
@@ -228,8 +233,10 @@ def _serve(port: int) -> None:
         report(told)
         if told[0] is not None:
             return
-        gc.collect()
+        if "torch._dynamo" in sys.modules:  # limits of recompilation are a process's
+            torch._dynamo.reset()
         if torch.cuda.is_initialized():
+            gc.collect()
             torch.cuda.empty_cache()
 
 

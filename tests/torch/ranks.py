@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import kept_ranks
 import torch
-from in_world import DEADLINE_S
 from torch import Tensor
 from torch.library import opcheck
 
@@ -25,10 +25,8 @@ def operand(name: str, rank: int, *shape: int, dtype: torch.dtype = torch.float3
 def on_ranks(
     check: Callable[..., Any], *arguments: Any, ranks: int = 2, accelerator: str = "streams"
 ) -> list[Any]:
-    """What ``check`` returns on each rank."""
-    return mkernel.launch(
-        check, *arguments, ranks_per_node=ranks, accelerator=accelerator, timeout_s=DEADLINE_S
-    )
+    """Return what ``check`` returns on each rank, in processes that are kept."""
+    return kept_ranks.run(check, *arguments, ranks_per_node=ranks, accelerator=accelerator)
 
 
 def checked(
