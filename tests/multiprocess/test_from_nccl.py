@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
+import forked_program
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-nccl.md"
@@ -40,36 +39,23 @@ STEPS = ["collectives", "ops", "layers", "styles", "compiler"]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_computes_what_one_rank_does(step: str, torchrun: list[str], tmp_path: Path) -> None:
+def test_a_step_computes_what_one_rank_does(step: str, tmp_path: Path) -> None:
     written = programs()
     assert len(written) == len(STEPS)
     script = tmp_path / "program.py"
     script.write_text(written[STEPS.index(step)])
-    ended = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(script)],
-        env={
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MKERNEL_TIMEOUT_S": "100",
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
-    errors = re.findall(r"rank (\d): differs by ([-+.e0-9]+)", ended.stdout)
-    assert sorted(rank for rank, _ in errors) == ["0", "1"], ended.stdout
+    code, said = forked_program.run(script)
+    assert code == 0, said
+    errors = re.findall(r"rank (\d): differs by ([-+.e0-9]+)", said)
+    assert sorted(rank for rank, _ in errors) == ["0", "1"], said
     assert max(float(error) for _, error in errors) <= 1e-5
     if step in STEPS[2:]:
-        assert ended.stdout.count("a gradient of [512, 256]") == 2
+        assert said.count("a gradient of [512, 256]") == 2
     if step == "compiler":
         promised = re.search(r"^It prints (.*)\.$", PAGE.read_text(), re.MULTILINE)
         assert promised is not None
         for line in re.findall(r"`(.+?)`", promised[1]):
-            assert line in ended.stdout
+            assert line in said
 
 
 def test_a_hunk_that_fits_nowhere_is_no_step() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
+import forked_program
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -15,23 +14,15 @@ EXAMPLE, EXPERTS = EXAMPLES / "train_tensor_parallel.py", EXAMPLES / "qwen3_moe.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 
-def trained(torchrun: list[str], script: Path, *arguments: str) -> tuple[int, str, list[float]]:
-    """The exit code, what is printed, and by how much losses differ on each rank."""
-    ended = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(script), *arguments],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MKERNEL_TIMEOUT_S": "100"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    differ = re.findall(r"rank \d of 2 on streams: losses differ by (\S+) at most", ended.stdout)
-    return ended.returncode, ended.stdout, [float(each) for each in differ]
+def trained(script: Path, *arguments: str) -> tuple[int, str, list[float]]:
+    """Return the exit code, what is printed, and by how much losses differ on each rank."""
+    code, said = forked_program.run(script, *arguments)
+    differ = re.findall(r"rank \d of 2 on streams: losses differ by (\S+) at most", said)
+    return code, said, [float(each) for each in differ]
 
 
-def test_losses_follow_the_unsharded_models(torchrun: list[str]) -> None:
-    code, said, differ = trained(torchrun, EXAMPLE)
+def test_losses_follow_the_unsharded_models() -> None:
+    code, said, differ = trained(EXAMPLE)
     assert code == 0, said
     assert len(differ) == 2
     assert max(differ) <= 1e-3
@@ -39,9 +30,9 @@ def test_losses_follow_the_unsharded_models(torchrun: list[str]) -> None:
     assert float(losses["49"]) < float(losses["0"]) / 2  # it has learnt something
 
 
-def test_losses_of_shared_experts_follow_the_unsharded_models(torchrun: list[str]) -> None:
+def test_losses_of_shared_experts_follow_the_unsharded_models() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    code, said, differ = trained(torchrun, EXPERTS)
+    code, said, differ = trained(EXPERTS)
     assert code == 0, said
     assert len(differ) == 2
     assert max(differ) <= 1e-3
@@ -66,15 +57,13 @@ def test_losses_of_shared_experts_follow_the_unsharded_models(torchrun: list[str
         "experts of all ranks are one",
     ],
 )
-def test_a_mistake_is_seen(
-    example: Path, right: str, wrong: str, torchrun: list[str], tmp_path: Path
-) -> None:
+def test_a_mistake_is_seen(example: Path, right: str, wrong: str, tmp_path: Path) -> None:
     if example == EXPERTS:
         pytest.importorskip("transformers", reason="transformers is not installed")
     source = example.read_text()
     assert source.count(right) == 1
     script = tmp_path / "mistaken.py"
     script.write_text(source.replace(right, wrong))
-    code, said, differ = trained(torchrun, script, "--steps", "5")
+    code, said, differ = trained(script, "--steps", "5")
     assert code != 0, said
     assert max(differ) > 1e-3
