@@ -1,7 +1,7 @@
-"""Bounds what a machine can have: whoever wrote down larger rates or counts was mistaken.
+"""Bounds on what a machine can have, since larger rates or counts in a source are mistakes.
 
-A rate in kb/s that is read as Mb/s plans a world that nobody has. Such numbers count as unknown, and a
-note names each.
+A rate in kb/s that is read as Mb/s would plan for a machine that nobody has. Such numbers count as
+unknown, and a note names each.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _MOST: Mapping[type[Model], Mapping[str, float]] = MappingProxyType(
         FabricLink: {"gbs": 16384, "count": 1024},
     }
 )
-"""Holds, by kind of part, the most that is believed: 32 lanes of PCIe 7, and some eight times what
-the fastest ports, links and chips of 2026 have."""
+"""The largest plausible value by kind of part: 32 lanes of PCIe 7, and some eight times the values
+of the fastest ports, links and chips of 2026."""
 
 
 def believed(found: _Sized, source: str) -> tuple[_Sized, tuple[Note, ...]]:
-    """The same without numbers that no machine has, and a note of ``source`` about each of these."""
+    """Return the findings without numbers that no machine has, and a note of ``source`` about each
+    of these."""
     notes = Notes(source)
     parts: dict[str, Any] = {
         name: _believed(getattr(found, name), notes)

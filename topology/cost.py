@@ -1,8 +1,8 @@
-"""What things cost: alpha-beta links, compute with wave quantisation, signals.
+"""Cost formulas: alpha-beta links, compute with wave quantisation, signals.
 
-Times are microseconds, sizes bytes, bandwidths GB/s (so 1 GB/s moves 1000 bytes a microsecond).
-The constants of a machine are data (:class:`MachineConstants`); the formulae are here, each with
-its source. Every result is a *prediction*.
+Times are microseconds, sizes bytes, bandwidths GB/s (so 1 GB/s moves 1000 bytes a microsecond). The
+constants of a machine are data (:class:`MachineConstants`); the formulas are here, each with its
+source. Every result is a *prediction*.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mkernel.topology.model import Model
 
 
 class CutTiles(Model):
-    """Tiles of a last wave that is not full, cut along K: cores that have none take parts of them, in
-    the same launch, and one adds up what the others keep."""
+    """Tiles of a last wave that is not full, cut along K. Cores without a tile take parts of tiles
+    in the same launch, and one core adds the parts that the others keep."""
 
     splits: tuple[int, ...] = Field(
         min_length=1, description="parts of a tile, of which one is taken"
@@ -33,12 +33,12 @@ class CutTiles(Model):
 
 
 class SendingRates(Model):
-    """Constants that hold what a rank sends to all peers together, as ``egress_gbs``."""
+    """Constants that include ``egress_gbs``, the rate at which a rank sends to all peers together."""
 
     egress_gbs: float = Field(gt=0, description="what one rank sends to all peers together")
 
     def limited_to(self, gbs: float) -> Self:
-        """Return these constants where links give a rank no more than ``gbs``."""
+        """Return these constants for links that give a rank at most ``gbs``."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         limited = {
             name: value.limited_to(gbs)
@@ -49,8 +49,8 @@ class SendingRates(Model):
 
 
 class Tile(Model):
-    """A size of output tiles that a GEMM kernel computes, on how many cores together, and how fast one
-    core does."""
+    """A size of output tiles that a GEMM kernel computes, the number of cores that share one, and
+    the rate of one core."""
 
     rows: int = Field(ge=1)
     columns: int = Field(ge=1)
@@ -60,19 +60,19 @@ class Tile(Model):
 
 
 class OneShot(Model):
-    """Which partial results of an all-reduce go to every rank in one exchange, where others are added
-    up by their owners, whose sums travel in a second one."""
+    """The limits below which partial results of an all-reduce go to every rank in one exchange.
+    Others are added by their owners, whose sums travel in a second exchange."""
 
     most_bytes: int = Field(ge=0, description="of partial results")
     most_more_bytes: int = Field(ge=0, description="of them, times W - 2")
 
     def takes(self, nbytes: int, world: int) -> bool:
-        """Partial results of so many bytes."""
+        """Return whether partial results of ``nbytes`` are exchanged at once."""
         return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
 
 
 class BriefCalls(Model):
-    """Calls whose ranks end without a wait for their peers: those of few bytes."""
+    """Calls that end without waiting for their peers, because they have few bytes."""
 
     most_bytes: int = Field(
         ge=0, description="that all ranks send to one of them, and as its own count"
@@ -80,12 +80,12 @@ class BriefCalls(Model):
     less_us: float = Field(ge=0, description="than other calls take")
 
     def saved_us(self, nbytes: int) -> float:
-        """Of a call in which so many bytes come to a rank."""
+        """Return the time saved in a call that brings ``nbytes`` to a rank."""
         return self.less_us if nbytes <= self.most_bytes else 0.0
 
 
 class MailCalls(SendingRates):
-    """Calls of one exchange whose data say themselves that they have come, and which are brief."""
+    """Calls of one Lamport exchange, whose data announce their own arrival, and which are brief."""
 
     most_bytes: int = Field(
         ge=0, description="that all ranks send to one of them, and as its own count"
@@ -93,12 +93,13 @@ class MailCalls(SendingRates):
     exchange_us: float = Field(ge=0, description="latency of the exchange between all ranks")
 
     def takes(self, nbytes: int) -> bool:
-        """A call in which so many bytes come to a rank."""
+        """Return whether a call that brings ``nbytes`` to a rank qualifies."""
         return nbytes <= self.most_bytes
 
 
 class MailTwice(SendingRates):
-    """All-reduces of two exchanges whose data say themselves that they have come, in one brief call."""
+    """All-reduces of two Lamport exchanges, whose data announce their own arrival, in one brief
+    call."""
 
     most_bytes: int = Field(
         ge=0, description="that all peers send to one rank, in both exchanges together"
@@ -106,29 +107,29 @@ class MailTwice(SendingRates):
     exchanges_us: float = Field(ge=0, description="latency of both exchanges between all ranks")
 
     def takes(self, nbytes: int) -> bool:
-        """A call in which so many bytes come to a rank."""
+        """Return whether a call that brings ``nbytes`` to a rank qualifies."""
         return nbytes <= self.most_bytes
 
 
 class LoadedLines(Model):
-    """Lines of memory that tiles load, of which cores get only so many in a time: one a row of a step
-    of K that is as long as a line, and ``uneven`` where it does not begin with one."""
+    """Lines of memory that tiles load, which cores get at a limited rate: one per row of a step of
+    K that is as long as a line, and ``uneven`` lines if the row does not begin with one."""
 
     depth: int = Field(ge=1, description="elements of K in a line")
     uneven: float = Field(ge=1, le=2, description="lines of a row that touches two")
     lines_a_us: float = Field(gt=0, description="from the cache, by all cores together")
 
     def loaded_us(self, tile: Tile, tiles: int, k: int) -> float:
-        """What loading takes of so many tiles at once. Rows are K long: gcd(K, depth) / depth of them
-        begin with a line."""
+        """Return the time to load ``tiles`` tiles at once. Rows are K long: gcd(K, depth) / depth
+        of them begin with a line."""
         begin = math.gcd(k, self.depth) / self.depth
         rows = -(-k // self.depth) * tiles * (tile.rows + tile.columns)
         return rows * (begin + (1 - begin) * self.uneven) / self.lines_a_us
 
 
 class StreamedProducts(Model):
-    """Products of a library that shares steps of K out among all cores, so that no wave is left unfull:
-    its time is a sum of rates and has no steps."""
+    """Products of a library that divides steps of K among all cores, so that no wave is partly
+    filled: the time is a sum of rates and has no steps."""
 
     tiles: tuple[Tile, ...] = Field(
         min_length=1, description="what edges are filled up to, of which the fastest is taken"
@@ -141,7 +142,8 @@ class StreamedProducts(Model):
     sums_gbs: float = Field(gt=0, description="float32 parts of results, written and read again")
 
     def total_us(self, m: int, n: int, k: int, parts: int, *, cores: int, itemsize: int) -> float:
-        """C [m, n] = A [m, k] @ B [k, n], K in so many parts, but for the launch that adds them up."""
+        """Return the time of C [m, n] = A [m, k] @ B [k, n] with K in ``parts`` parts, without the
+        launch that adds them."""
         even = self.uneven_rate if k % self.even_depth else 1.0
 
         def multiplied_us(tile: Tile) -> float:
@@ -157,7 +159,8 @@ class StreamedProducts(Model):
 
 
 class PathConstants(SendingRates):
-    """One way to run a GEMM op: a fused kernel, or a library's product and a collective."""
+    """Constants of one way to run a GEMM op: a fused kernel, or a library's product and a
+    collective."""
 
     start_us: float = Field(ge=0, description="launches, and meeting the peers at the call's end")
     tiles: tuple[Tile, ...] = Field((), description="of which the fastest is taken, in waves")
@@ -192,8 +195,8 @@ class PathConstants(SendingRates):
 
 
 class FewRowsConstants(SendingRates):
-    """GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel: weights are read, then sums are
-    exchanged at once."""
+    """Constants of GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel: it reads
+    weights, then exchanges sums at once."""
 
     ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
         ("gemm_all_reduce",), description="that run it"
@@ -225,8 +228,8 @@ class FewRowsConstants(SendingRates):
 
 
 class LinkConstants(Model):
-    """Rates and latencies of the links between devices. What a file leaves out is as
-    ``topology/data/links.json`` says."""
+    """Rates and latencies of the links between devices. Values that a file omits come from
+    ``topology/data/links.json``."""
 
     p2p_gbs: float | None = Field(
         None, gt=0, description="one scale-up link to one peer, one direction; None: as it is rated"
@@ -281,7 +284,7 @@ class LinkConstants(Model):
 
 
 class ConstantsFile(Model):
-    """What a file of constants begins with: a file of another version is refused by that first."""
+    """The beginning of a file of constants, by which a file of another version is refused."""
 
     schema_version: Annotated[Literal[1], SchemaVersion] = 1
 
@@ -289,9 +292,9 @@ class ConstantsFile(Model):
 class MachineConstants(LinkConstants, ConstantsFile):
     """Rates and latencies of one kind of machine, with those of its links.
 
-    They lie in the data file of the backend that runs there, or in one that was measured. Those of a
-    simulated device follow from the machine description of its timed model, so that a plan predicts and
-    a simulation models the same machine.
+    They come from the data file of the backend that runs there, or from a measured one. Those of a
+    simulated device follow from the machine description of its timed model, so that a plan predicts
+    and a simulation models the same machine.
     """
 
     name: str
@@ -327,7 +330,7 @@ class MachineConstants(LinkConstants, ConstantsFile):
 
     def limited_to(self, egress_gbs: float | None) -> Self:
         """Return these constants on links that give a rank ``egress_gbs`` to all of its node together;
-        themselves where the links are as fast as those that they were fitted on, or there are none."""
+        themselves if the links are as fast as those that they were fitted on, or there are none."""
         if egress_gbs is None or egress_gbs >= (self.egress_gbs or self.p2p_gbs):
             return self
         paths = {name: getattr(self, name) for name in ("fused", "library", "few_rows")}
@@ -335,16 +338,17 @@ class MachineConstants(LinkConstants, ConstantsFile):
         return self.model_copy(update=limited)
 
     def knows_rate(self, dtype: str) -> bool:
-        """Whether the rate of a dtype is its own: of e4m3 that of float32 stands for one unknown."""
+        """Return whether the rate of a dtype is its own: for e4m3, float32's rate stands in if it
+        is unknown."""
         return dtype != "float8_e4m3fn" or self.float8_tflops_per_core is not None
 
     def tflops_per_core(self, dtype: str) -> float:
-        """Matrix rate of one core in TFLOP/s. ArgumentError for a dtype without a rate."""
+        """Return the matrix rate of one core in TFLOP/s. ArgumentError for a dtype without a rate."""
         rates = {
             "float16": self.float16_tflops_per_core,
             "bfloat16": self.bfloat16_tflops_per_core,
             "float32": self.float32_tflops_per_core,
-            "float64": self.float32_tflops_per_core / 2,  # as vector units have it
+            "float64": self.float32_tflops_per_core / 2,  # the ratio of vector units
             "float8_e4m3fn": self.float8_tflops_per_core or self.float32_tflops_per_core,
         }
         if dtype not in rates:
@@ -353,23 +357,23 @@ class MachineConstants(LinkConstants, ConstantsFile):
 
 
 def load_constants(path: Path) -> MachineConstants:
-    """Constants from a JSON file. InputFileError where it is missing or does not validate."""
+    """Load constants from a JSON file. InputFileError if it is missing or does not validate."""
     return MachineConstants.from_file(path, "constants file")
 
 
 def constants_for(own: MachineConstants | None, file: Path | None) -> MachineConstants | None:
-    """The constants in a file (``mkernel probe --measure`` writes one), or the backend's ``own``, if it
-    has any. InputFileError, as :func:`load_constants`."""
+    """Return the constants in a file (``mkernel probe --measure`` writes one), or the backend's
+    ``own``, if it has any. InputFileError, as :func:`load_constants`."""
     return own if file is None else load_constants(file)
 
 
 def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float:
-    """Time of one message: alpha + n/beta (the alpha-beta or Hockney model)."""
+    """Return the time of one message: alpha + n/beta (the alpha-beta or Hockney model)."""
     return latency_us + nbytes / (bandwidth_gbs * 1e3)
 
 
 def gemm_tile_us(tile_m: int, tile_n: int, k: int, tflops_per_core: float) -> float:
-    """Time of one output tile on one core: 2·tile_m·tile_n·K / C."""
+    """Return the time of one output tile on one core: 2·tile_m·tile_n·K / C."""
     return 2.0 * tile_m * tile_n * k / (tflops_per_core * 1e6)
 
 
@@ -386,11 +390,11 @@ def gemm_us(
     itemsize: int,
     out_itemsize: int,
 ) -> float:
-    """Time of C [m, n] = A [m, k] @ B [k, n] on one device.
+    """Return the time of C [m, n] = A [m, k] @ B [k, n] on one device.
 
-    T_c = 2·M·K·N / C, quantised to waves: ceil(tiles / cores) rounds of one whole output tile a
-    core, edge tiles counted in full. Never below the time to read A and B and write C once
-    (roofline: Williams, Waterman, Patterson, CACM 2009).
+    T_c = 2·M·K·N / C, quantised to waves: ceil(tiles / cores) rounds of one whole output tile per
+    core, edge tiles counted in full. The result is never below the time to read A and B and write C
+    once (roofline: Williams, Waterman, Patterson, CACM 2009).
     """
     tiles = -(-m // tile_m) * -(-n // tile_n)
     waves = -(-tiles // cores)
@@ -400,8 +404,8 @@ def gemm_us(
 
 
 class Product(NamedTuple):
-    """A product's time on one device, and that of one of its tiles; in waves, whose tiles those are,
-    and into how many parts along K each of the last wave is cut."""
+    """The time of a product on one device, and of one of its tiles. For products in waves also the
+    size of the tiles, and the number of parts along K into which each tile of the last wave is cut."""
 
     total_us: float
     tile_us: float
@@ -412,10 +416,12 @@ class Product(NamedTuple):
 def last_wave(
     tile: Tile, fixed_us: float, tiles: int, places: int, tile_us: Callable[[int], float]
 ) -> tuple[float, int]:
-    """The time of the last wave of so many tiles, fewer than there are places for one each, and into
-    how many parts along K each is cut; 1: it is not. Parts take rounds of as many as there are places,
-    of which each pays for what it adds up. ``fixed_us``: of a tile, for its start and end; ``tile_us``:
-    of a whole tile for its products, where so many are under way."""
+    """Return the time of a last wave of ``tiles`` tiles, fewer than ``places``, and the number of
+    parts along K into which each is cut; 1: it is not cut.
+
+    Parts take rounds of as many as there are places, and each part pays for what it adds up.
+    ``fixed_us``: time of a tile's start and end; ``tile_us``: time of a whole tile's products while
+    the given number of tiles is running."""
     whole = (fixed_us + tile_us(tiles), 1)
     if tile.cut is None:
         return whole
@@ -430,8 +436,9 @@ def last_wave(
 
 
 def in_waves(path: PathConstants, tile: Tile, tiles: int, k: int, cores: int) -> Product:
-    """So many tiles of one of the path's sizes: rounds of one on each core or cores that compute it
-    together, a fixed part of each and its products, or its loads where these take longer."""
+    """Return the product of ``tiles`` tiles of one of the path's sizes: rounds of one tile per
+    core, or per group of cores that share one. Each takes a fixed time, plus the time of its
+    products, or of its loads if these take longer."""
     places = max(1, cores // tile.cores)
     rate = tile.cores * tile.tflops_per_core
     multiplied_us = gemm_tile_us(tile.rows, tile.columns, k, rate)
@@ -457,11 +464,11 @@ def products(
     memory_gbs: float,
     itemsize: int,
 ) -> Iterator[Product]:
-    """Times of C [owners · rows, n] = A @ B, one for each kind of tile and each cut of K.
+    """Yield times of C [owners · rows, n] = A @ B, one for each kind of tile and each cut of K.
 
-    Tiles hold rows of one owner only. As :func:`gemm_us`, with a fixed part a tile; parts of K are
-    written in float32, read again and added by a launch of its own. Or as
-    :class:`StreamedProducts` says, where the path has these.
+    Tiles hold rows of one owner only. The formula is that of :func:`gemm_us`, with a fixed part per
+    tile; parts of K are written in float32, read again and added by a separate launch. If the path
+    has :class:`StreamedProducts`, its formula is used instead.
     """
     m = owners * rows
     if path.streamed is not None:
@@ -482,5 +489,5 @@ def products(
 
 
 def fastest(found: Iterable[Product]) -> Product:
-    """Of products, by the time of the whole."""
+    """Return the product with the shortest total time."""
     return min(found, key=lambda product: product.total_us)

@@ -1,7 +1,7 @@
-"""What links, NICs and hosts give where no source and no measured constants say it better.
+"""Defaults of links, NICs and hosts, used where no source and no measured constants are better.
 
-The numbers lie in ``data/links.json``, each section with its source in words. Those of accelerators are
-no part of it: they lie beside their backends.
+The numbers are in ``data/links.json``, each section with its source in words. Constants of
+accelerators are not among them: they belong to their backends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = Path(__file__).parent / "data" / "links.json"
 
 
 class Sourced(Model):
-    """Numbers, and where they come from."""
+    """Numbers together with their source."""
 
     source: str = Field(min_length=1, description="where the numbers come from, in words")
 
@@ -38,20 +38,21 @@ class FabricGenerations(Sourced):
     )
 
     def gbs(self, generation: int = 0) -> float | None:
-        """GB/s of one link of a device of that generation; None for one before the first."""
+        """Return the GB/s of one link of a device of that generation; None for one before the
+        first."""
         rates = [gbs for first, gbs in self.gbs_from_generation if generation >= first]
         return rates[-1] if rates else None
 
 
 class NicPort(Sourced):
-    """A NIC's port of unknown speed; the latency is that of any."""
+    """A NIC's port of unknown speed; the latency holds for any port."""
 
     gbs: float = Field(gt=0)
     latency_us: float = Field(ge=0, description="command to visible signal, proxies included")
 
 
 class RailShares(Sourced):
-    """Which ports are rails, and how rails are joined."""
+    """The threshold for ports to be rails, and the way rails are joined."""
 
     least_share: float = Field(gt=0, le=1, description="of the fastest port's rate; below: no rail")
     cross_share: float = Field(ge=0, le=1)
@@ -66,7 +67,7 @@ class Host(Sourced):
 
 
 class Paths(Sourced):
-    """Parts of a way between two devices of a node, each direction."""
+    """The parts of a path between two devices of a node, in each direction."""
 
     sockets_gbs: float = Field(gt=0)
     sockets_us: float = Field(ge=0)
@@ -76,7 +77,7 @@ class Paths(Sourced):
 
 
 class Defaults(Model):
-    """The whole file. ``fabrics``: by kind of link, what is known of its generations."""
+    """The contents of the whole file. ``fabrics``: by kind of link, the rates of its generations."""
 
     fabric: Fabric
     fabrics: dict[KindName, FabricGenerations]
@@ -88,5 +89,5 @@ class Defaults(Model):
 
 @cache
 def defaults() -> Defaults:
-    """The defaults that come with mkernel; read once."""
+    """Return the defaults that come with mkernel; the file is read once."""
     return Defaults.from_file(FILE, "defaults of links")

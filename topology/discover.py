@@ -1,4 +1,4 @@
-"""What a machine is made of: asks every source, or reads a file, and merges the answers."""
+"""Discovery of a machine's parts: queries every source, or reads a file, and merges the results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _Sized = TypeVar("_Sized", Findings, Node)
 
 _REAL_ROOT = Path("/")
 _MOST_BYTES = 4 << 20
-"""A file may be this large, which is some 100 machines as JSON; one machine in XML has 1 MB at most.
-Reading takes some 70 times as much memory."""
+"""The largest file in bytes, which holds some 100 machines as JSON; one machine in XML has 1 MB at
+most. Reading takes some 70 times as much memory."""
 _MOST_NICS = 1024
-"""One machine may have this many, so that tables of pairs of devices stay small."""
+"""The most NICs of one machine, so that tables of pairs of devices stay small."""
 
 
 class Discovery(Model):
-    """A machine, or the nodes of a world, and what could not be found out about it."""
+    """A machine, or the nodes of a world, and notes about what could not be found out."""
 
     topology: Topology
     notes: tuple[Note, ...] = ()
@@ -50,12 +50,12 @@ def discover(
     accelerators: Iterable[Accelerator] = (),
     nics: Iterable[Nic] = (),
 ) -> Discovery:
-    """The one machine under ``root``.
+    """Discover the one machine under ``root``.
 
     Args:
         root: the file system that holds ``sys/`` and ``proc/``. For a recorded tree (anything but
-            ``/``), drivers of *this* machine are not asked.
-        accelerators, nics: what backends report; merged with what the sources find.
+            ``/``), drivers of *this* machine are not queried.
+        accelerators, nics: devices that backends report; merged with those that the sources find.
 
     Raises:
         ArgumentError: ``root`` is not a folder with ``sys/`` in it.
@@ -76,17 +76,18 @@ def discover(
 
 
 def read(*paths: Path) -> Discovery:
-    """The machine, or the nodes, of a file; or one machine from several files that describe it.
+    """Read the machine, or the nodes, of a file; or one machine from several files that describe
+    it.
 
     Args:
         paths: each of a format of :mod:`mkernel.topology.sources.formats`, or JSON: a dumped
             :class:`Topology`, or any object with such a ``topology`` key, as ``mkernel probe --json``
-            prints. Where they contradict each other, the first is right, and a note says so.
+            prints. If files contradict each other, the first is right, and a note reports it.
 
     Raises:
         ArgumentError: several files, and one of them holds several nodes.
         InputFileError: missing, unreadable, too large, malformed or hostile, or none of these
-            formats; says where.
+            formats; states where.
     """
     found = [_file(path) for path in paths]
     if len(found) == 1:
@@ -117,13 +118,13 @@ def _file(path: Path) -> Discovery:
 
 
 def load(path: Path) -> Topology:
-    """The topology of a file that :func:`read` takes, without the notes."""
+    """Return the topology of a file that :func:`read` takes, without the notes."""
     return read(path).topology
 
 
 def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
-    """Drops the accelerators that no driver of this machine reports, since nothing can use them. (In a
-    container, sysfs still shows the devices of the others.)"""
+    """Drop the accelerators that no driver of this machine reports, since nothing can use them. (In
+    a container, sysfs still shows the devices of others.)"""
     addresses = {one.pci for one in known}
     notes = Notes(tree.source)
     for one in tree.accelerators:
@@ -137,8 +138,9 @@ def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
 
 
 def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> Discovery:
-    """``name`` is the host's, where no source knows one. InputFileError where there are more devices
-    than in any machine, or they contradict each other: a file may hold anything."""
+    """Merge the sources into one machine. ``name`` is the hostname if no source knows one.
+    InputFileError if there are more devices than in any machine, or they contradict each other: a
+    file may hold anything."""
     found = merge(_plausible(source, where) for source in sources)
     try:
         node = Node(
@@ -161,13 +163,13 @@ def _machine(sources: Iterable[Findings], where: str, name: str = "unknown") -> 
 
 
 def _plausible(source: Findings, where: str) -> Findings:
-    """Return what may be true of a source. InputFileError, as :func:`_limited`."""
+    """Return the plausible part of a source. InputFileError, as :func:`_limited`."""
     found, notes = believed(_limited(source, where), source.source)
     return replace(found, notes=found.notes + notes)
 
 
 def _limited(found: _Sized, where: str) -> _Sized:
-    """The same. InputFileError where it has more devices than any machine."""
+    """Return the findings unchanged. InputFileError if they have more devices than any machine."""
     for what, devices, most in (
         ("accelerators", found.accelerators, MAX_ACCELERATORS),
         ("NICs", found.nics, _MOST_NICS),
@@ -178,13 +180,13 @@ def _limited(found: _Sized, where: str) -> _Sized:
 
 
 def _by_address(nic: Nic) -> tuple[bool, tuple[int, ...], int]:
-    """Order of NICs, whatever the source's: what is equally near is dealt out in this order. Those
-    that are not on PCI come last."""
+    """Return the sort key of NICs, whatever the source's order, since equally near NICs are dealt
+    out in this order. NICs that are not on PCI come last."""
     return nic.pci is None, pci.sort_key(nic.pci) if nic.pci else (), nic.port
 
 
 def _joined(hosts: list[Discovery]) -> Discovery:
-    """Single machines as the nodes of one topology."""
+    """Join single machines as the nodes of one topology."""
     nodes = [host.topology.nodes[0] for host in hosts]
     return Discovery(
         topology=Topology(

@@ -1,6 +1,6 @@
-"""Equal nodes, once: what keeps plans of thousands of nodes small.
+"""Kinds of equal nodes, which keep plans of thousands of nodes small.
 
-Nodes that differ in their id and hostname only are of one *kind*. Whatever is decided for a node is
+Nodes that differ only in their id and hostname are of one *kind*. Whatever is decided for a node is
 decided for its kind, so the work grows with the kinds of a world, not with its nodes.
 """
 
@@ -13,25 +13,26 @@ from itertools import groupby
 from mkernel.topology.model import Node, Topology
 
 Spans = tuple[tuple[int, int], ...]
-"""Numbers as runs, first and last of each included: 0, 1, 2, 5 is ((0, 2), (5, 5))."""
+"""Numbers as runs of (first, last), both included: 0, 1, 2, 5 is ((0, 2), (5, 5))."""
 
 _OWN = frozenset({"id", "hostname"})
 
 
 @dataclass(frozen=True)
 class NodeKinds:
-    """``prototypes``: a node of each kind, in order of appearance. ``of``: the kind of each node."""
+    """The kinds of nodes. ``prototypes``: a node of each kind, in order of appearance. ``of``: the
+    kind of each node."""
 
     prototypes: tuple[Node, ...]
     of: tuple[int, ...]
 
     def nodes(self, kind: int) -> Spans:
-        """The nodes of a kind."""
+        """Return the nodes of a kind."""
         return spans([node for node, its in enumerate(self.of) if its == kind])
 
 
 def node_kinds(topology: Topology) -> NodeKinds:
-    """The kinds of a world's nodes."""
+    """Return the kinds of a world's nodes."""
     fields = [name for name in Node.model_fields if name not in _OWN]
     prototypes: list[Node] = []
     by_identity: dict[tuple[int, ...], int] = {}
@@ -50,6 +51,6 @@ def node_kinds(topology: Topology) -> NodeKinds:
 
 
 def spans(numbers: Sequence[int]) -> Spans:
-    """Sorted numbers as runs."""
+    """Return sorted numbers as runs."""
     runs = groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
     return tuple((run[0][1], run[-1][1]) for run in (list(items) for _, items in runs))

@@ -1,7 +1,8 @@
-"""How puts to ranks of other nodes are laid on ports and queue pairs: what NIC sessions follow.
+"""The mapping of puts to ranks of other nodes onto ports and queue pairs, which NIC sessions
+follow.
 
-The routes say which ports two ranks use, rail by rail; :class:`NicSchedule` says the rest, for all
-pairs of a world alike. A session opens exactly this and chooses nothing.
+The routes state which ports two ranks use, rail by rail; :class:`NicSchedule` fixes the rest, for
+all pairs of a world alike. A session opens exactly this and chooses nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mkernel.topology.routes import RouteTable
 
 
 class NicUse(Model):
-    """What a NIC backend makes of the settings, before ports are known."""
+    """The settings as limited by a NIC backend, before ports are known."""
 
     rails: int = Field(8, ge=1, description="ports that a rank uses, at most")
     queue_pairs: int = Field(1, ge=1, description="of two ranks on each of their rails")
@@ -27,21 +28,22 @@ class NicUse(Model):
 
 
 ANY_NIC = NicUse()
-"""Of no backend in particular."""
+"""The use of no backend in particular."""
 
 
 class NicSchedule(Model):
-    """How a put travels between two ranks, the same for every pair.
+    """The way a put travels between two ranks, the same for every pair.
 
-    They are joined by ``queue_pairs`` on each rail of their route. Each queue pair is a *lane*: lane i
-    lies on rail i modulo the number of rails. A put of ``stripe_bytes`` or more is cut into one piece
-    for every lane, of equal sizes. A smaller one takes one lane whole: the next one *in turn* among the
-    puts of this rank to that peer, in the order in which its proxy takes them.
+    Two ranks are joined by ``queue_pairs`` on each rail of their route. Each queue pair is a
+    *lane*: lane i lies on rail i modulo the number of rails. A put of ``stripe_bytes`` or more is
+    cut into one piece for every lane, of equal sizes. A smaller one takes one lane whole: the next
+    one *in turn* among the puts of this rank to that peer, in the order in which its proxy takes
+    them.
 
-    Turns are better than a lane that follows from a put's place: of few equal chunks, which is what
-    plans are made of, no lane gets two more than another, whoever produced them, and strides of a plan
-    cannot put all on one lane. Nobody sees the difference: between lanes there is no order, and a put's
-    signal alone says that its bytes are there.
+    Turns are better than a lane computed from a put's place: of few equal chunks, which plans
+    consist of, no lane gets two more than another, whichever blocks produced them, and strides of a
+    plan cannot put all on one lane. The choice has no visible effect: lanes are not ordered against
+    each other, and only a put's signal announces its bytes.
     """
 
     queue_pairs: int = Field(ge=1)
@@ -52,7 +54,8 @@ class NicSchedule(Model):
 
 
 def nic_schedule(use: NicUse, *, several_rails: bool) -> NicSchedule:
-    """The schedule of a world. ``several_rails``: some of its ranks are joined by more than one."""
+    """Return the schedule of a world. ``several_rails``: some of its ranks are joined by more than
+    one rail."""
     several = use.queue_pairs > 1 or several_rails
     return NicSchedule(
         queue_pairs=use.queue_pairs, stripe_bytes=use.stripe_bytes if several else None
@@ -68,13 +71,13 @@ class PortPair(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLanes:
-    """One rank's part of a plan: what its NIC session opens and does.
+    """One rank's part of a plan, which its NIC session opens and follows.
 
     Attributes:
-        rank: in the world.
-        ports: to open.
-        schedule: the world's.
-        rails: those to a peer, of ``ports``; both ends list them in the same order.
+        rank: the rank in the world.
+        ports: the ports to open.
+        schedule: the world's schedule.
+        rails: returns the rails to a peer, out of ``ports``; both ends list them in the same order.
     """
 
     rank: int
@@ -84,33 +87,34 @@ class RankLanes:
 
     @classmethod
     def between_equals(cls, rank: int, ports: tuple[Nic, ...], schedule: NicSchedule) -> RankLanes:
-        """Where every rank has ports of these ids and reaches each of its peers from every one."""
+        """Return the lanes if every rank has ports of these ids and reaches each of its peers from
+        every one."""
         rails = tuple(PortPair(port.id, port.id) for port in ports)
         return cls(rank, ports, schedule, lambda peer: rails)
 
     def to(self, peer: int) -> tuple[PortPair, ...]:
-        """The rail of each lane to a peer."""
+        """Return the rail of each lane to a peer."""
         return self.rails(peer) * self.schedule.queue_pairs
 
 
 @dataclass(frozen=True)
 class NicPlan:
-    """All that the NIC sessions of a world follow: who sits next to which ports, the routes between
-    nodes, and the schedule."""
+    """The plan that all NIC sessions of a world follow: the ports next to each rank, the routes
+    between nodes, and the schedule."""
 
     placement: WorldPlacement
     routes: RouteTable
     schedule: NicSchedule
 
     def of_rank(self, rank: int, nics: Sequence[Nic]) -> RankLanes:
-        """A rank's part. Both ends of a pair follow the route from the lower rank to the higher one: a
-        queue pair carries both directions.
+        """Return a rank's part. Both ends of a pair follow the route from the lower rank to the
+        higher one, because a queue pair carries both directions.
 
         Args:
-            nics: of the rank's node.
+            nics: NICs of the rank's node.
 
         Raises:
-            Unsupported: once the rails to a peer are asked for, where its route is no NIC's or the way
+            Unsupported: when the rails to a peer are queried, if its route uses no NIC or the way
                 back takes other ports.
         """
 
@@ -142,7 +146,8 @@ class NicPlan:
         return RankLanes(rank, ports, self.schedule, rails)
 
     def decisions(self) -> dict[str, Any]:
-        """What is decided, by the field of the plan that says it; rates leave no trace in a session."""
+        """Return the decisions, by the field of the plan that states them; rates do not affect a
+        session."""
         return {
             "nics": self.schedule.model_dump(),
             "placement": self.placement.model_dump(),

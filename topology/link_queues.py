@@ -1,9 +1,9 @@
-"""A discrete-event simulation of messages on links: who waits for whom, and until when.
+"""A discrete-event simulation of messages that queue for links.
 
-A link serves messages in the order in which they come to it. A message streams through its links
-(cut-through): the next link starts when it can keep up to the last byte, and is busy only for its own
-time. It arrives a latency after its last link. Messages may wait for others to arrive: that is how
-schedules are written. Times are microseconds from the start; every result is a *prediction*.
+A link serves messages in the order in which they arrive at it. A message streams through its links
+(cut-through): the next link starts when it can keep up to the last byte, and is busy only for its
+own time. It arrives a latency after its last link. Messages may wait for others to arrive: that is
+how schedules are written. Times are microseconds from the start; every result is a *prediction*.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HopTimes = Sequence[tuple[int, float]]
-"""The links of a subflow in order, with the microseconds for which each is busy with the message."""
+"""The links of a subflow in order, with the microseconds for which the message occupies each."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,9 +23,10 @@ class Message:
 
     Attributes:
         name: for timelines.
-        subflows: the ways that its parts take at once; without any, it arrives when it is ready.
+        subflows: the ways that its parts take at the same time; without any, it arrives when it is
+            ready.
         latency_us: from the end of the last link to the moment at which the receiver sees it.
-        ready_us: not sent before then; moved up by the messages that it waits for.
+        ready_us: earliest time of sending; moved later by the messages that it waits for.
         arrived_us: set by :func:`run`.
     """
 
@@ -39,13 +40,13 @@ class Message:
     _parts: int = 0
 
     def after(self, other: Message) -> None:
-        """Send only when ``other`` has arrived. Before :func:`run`."""
+        """Send only when ``other`` has arrived. To be called before :func:`run`."""
         self._waits += 1
         other._wakes.append(self)
 
 
 class Busy(NamedTuple):
-    """A link serving a message."""
+    """An interval in which a link serves a message."""
 
     message: Message
     start_us: float
@@ -53,7 +54,7 @@ class Busy(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """A part of a message that comes to a link, or to its end."""
+    """A part of a message that reaches a link, or its end."""
 
     at: float
     order: int
@@ -64,9 +65,9 @@ class _Event(NamedTuple):
 def run(
     messages: Sequence[Message], links: int, trace: list[list[Busy]] | None = None
 ) -> list[float]:
-    """Carries all messages; returns the time for which each link was busy.
+    """Carry all messages; return the time for which each link was busy.
 
-    ``trace``: one list a link, which is filled with what it did.
+    ``trace``: one list per link, filled with the intervals in which it was busy.
 
     Raises:
         ValueError: messages wait for one another in a circle.

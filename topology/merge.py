@@ -1,9 +1,9 @@
-"""One machine seen by several sources is one machine: merges what they report.
+"""Merging of several sources' findings into one machine.
 
-Same PCI address (and port, for NICs) is the same device; where an address is unknown, the same id
-or device name of the same kind is. What one source tells apart stays apart: a function of PCI may have
-several devices, as chips of one card have. A gap is filled from the other source; a contradiction keeps
-the first source's value and is reported, never averaged.
+Equal PCI addresses (and ports, for NICs) mean the same device; if an address is unknown, an equal
+id or device name of the same kind does. Devices that one source distinguishes stay distinct: a PCI
+function may have several devices, such as the chips of one card. A gap is filled from the other
+source; a contradiction keeps the first source's value and is reported, never averaged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_SHOWN = 80
 
 
 class _Contradictions(Notes):
-    """Notes of one source's merge. Things that contradict in the same way share one."""
+    """Notes of one source's merge. Devices that contradict in the same way share one note."""
 
     def __init__(self, source: str) -> None:
         super().__init__(source)
@@ -60,7 +60,8 @@ def _short(value: Any) -> str:
 
 
 def merge(sources: Iterable[Findings]) -> Findings:
-    """All of them as one, each thing once, in order of appearance; the earlier source is right.
+    """Merge all findings into one, each thing once, in order of appearance; the earlier source is
+    right.
 
     ``hostname`` is the first that is known. Links of accelerators have the merged ids as ends.
     """
@@ -91,7 +92,7 @@ def _join(known: Findings, found: Findings) -> Findings:
 def _devices(
     known: tuple[_Device, ...], found: tuple[_Device, ...], notes: _Contradictions
 ) -> tuple[tuple[_Device, ...], dict[str, str]]:
-    """Devices of both, and found id → merged id."""
+    """Return the devices of both, and a map from found id to merged id."""
     merged, names = list(known), {}
     taken: dict[int, _Device] = {}
     for device in found:
@@ -112,14 +113,15 @@ def _devices(
 
 
 def _apart(one: _Device, other: _Device) -> bool:
-    """Return whether one source, which has both, means different devices by them."""
+    """Return whether one source, which lists both, means different devices by them."""
     if isinstance(one, Nic):
         return one.id != other.id
     return one.kind == other.kind and isinstance(other, Accelerator) and one.index != other.index
 
 
 def _placed(devices: Sequence[_Device]) -> Iterator[_Device]:
-    """Devices of one PCI function have one place, whichever of them a source knows it of."""
+    """Yield the devices with places filled in: devices of one PCI function have one place, which a
+    source may know from any of them."""
     places: dict[str, dict[str, Any]] = {}
     for device in devices:
         if device.pci is not None:
@@ -191,7 +193,7 @@ def _combine(known: _AnyModel, found: _AnyModel, name: str, notes: _Contradictio
 
 
 def _refines(field: str, fine: Any, coarse: Any) -> bool:
-    """Whether a value says the same as another, and more.
+    """Return whether a value agrees with another and is more precise.
 
     An RDMA device of unknown vendor may turn out to be of a known one. A ``pci_path`` may leave
     bridges out: NCCL has no root ports and no downstream ports.
@@ -205,7 +207,7 @@ def _refines(field: str, fine: Any, coarse: Any) -> bool:
 
 
 def _distinct(device: _Device, taken: set[str], notes: _Contradictions) -> _Device:
-    """The device under an id that no other one of the machine has."""
+    """Return the device under an id that no other device of the machine has."""
     if device.id not in taken:
         return device
     number = 2

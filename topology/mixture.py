@@ -1,6 +1,6 @@
-"""Worlds of unlike nodes: what of them one world can have, and sentences about what it cannot.
+"""Worlds of unlike nodes: the part of them that one world can use, and messages about the rest.
 
-A world has accelerators of one kind, as many ranks on every node, and one NIC backend.
+A world has accelerators of one kind, equally many ranks on every node, and one NIC backend.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _UNSUPPORTED = "worlds of several kinds of accelerators are not supported"
 
 
 def of_one_kind(world: Topology) -> tuple[Topology, tuple[str, ...]]:
-    """The nodes with accelerators of one kind, which all of them have, and a sentence about each other
-    kind that is left out.
+    """Return the nodes with accelerators of one kind, which all of them have, and a sentence about
+    each other kind that is left out.
 
-    The kind is the one of most devices; emulated devices count where no real ones are listed.
+    The kind is the one of most devices; emulated devices count only if no real ones are listed.
 
     Raises:
         Unsupported: the nodes have no kind in common; names what each has.
@@ -51,7 +51,7 @@ def of_one_kind(world: Topology) -> tuple[Topology, tuple[str, ...]]:
 
 
 def ranks_on_each(world: Topology) -> tuple[int, tuple[str, ...]]:
-    """Return how many ranks every node has accelerators for, and a note where some have more."""
+    """Return how many ranks every node has accelerators for, and a note if some have more."""
     counts = [len(node.accelerators) for node in world.nodes]
     least = min(counts)
     if max(counts) == least:
@@ -63,10 +63,10 @@ def ranks_on_each(world: Topology) -> tuple[int, tuple[str, ...]]:
 
 
 def require_ports(world: Topology, kept: Topology, nic: str) -> None:
-    """Checks that a NIC backend drives ports of all nodes that have any.
+    """Check that a NIC backend drives ports of all nodes that have any.
 
     Args:
-        world, kept: with all NICs, and with those alone that the backend drives.
+        world, kept: the world with all NICs, and with only those that the backend drives.
 
     Raises:
         NoRoute: it drives none of some nodes; names what each has.
@@ -101,12 +101,12 @@ def _only(node: Node, kind: KindName, emulated: bool) -> Node:
 
 
 def _counted(counts: Counter[KindName], what: str = "") -> str:
-    """``8 cuda and 1 rocm``."""
+    """Return counts in words: ``8 cuda and 1 rocm``."""
     return " and ".join(f"{n} {kind}{what}" for kind, n in counts.items()) or f"no{what or 'ne'}"
 
 
 def _by_node(said: Mapping[int, str]) -> str:
-    """Return what is said of each node, once for all nodes of which the same is said."""
+    """Return the text for each node, once for all nodes that share it."""
     nodes: dict[str, list[int]] = {}
     for node, text in said.items():
         nodes.setdefault(text, []).append(node)
@@ -119,7 +119,7 @@ def _by_node(said: Mapping[int, str]) -> str:
 
 
 def _nodes(numbers: list[int]) -> str:
-    """``node 3``, ``nodes 0 to 2, 5``."""
+    """Return node numbers in words: ``node 3``, ``nodes 0 to 2, 5``."""
     runs = [str(one) if one == other else f"{one} to {other}" for one, other in spans(numbers)]
     more = ", …" if len(runs) > _MOST_SHOWN else ""
     return f"node{'s' if len(numbers) > 1 else ''} {', '.join(runs[:_MOST_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""What a machine is made of: nodes, accelerators, NICs, CPUs, as validated data.
+"""The parts of a machine as validated data: nodes, accelerators, NICs, CPUs.
 
 Units: bandwidth in GB/s (1e9 bytes a second, one direction), NIC port speed in Gb/s, latency in
 microseconds, memory in bytes. Models are frozen and round-trip exactly through JSON.
@@ -49,30 +49,30 @@ def _short(text: str) -> str:
 
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], FailFast(), Field(max_length=_MOST_PARTS)]
-"""Parts of a machine. Of many wrong ones in a file the first alone is an error."""
+"""Parts of a machine. If a file has many wrong ones, only the first is reported."""
 Name = Annotated[str, AfterValidator(_short)]
-"""A name from a driver or a file: limited, and printable whatever was in it."""
+"""A name from a driver or a file: limited in length, and printable whatever was in it."""
 Printable = Annotated[str, AfterValidator(printable)]
 
 KindName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,31}$")]
-"""What a device or a link is: a word of lower case. Sources and backends may bring words of their own;
-those of the sources that come with mkernel are in :mod:`mkernel.topology.sources.kinds`."""
+"""The kind of a device or a link, a word in lower case. Sources and backends may bring words of
+their own; those of the sources that come with mkernel are in :mod:`mkernel.topology.sources.kinds`."""
 
 
 class Model(BaseModel):
-    """Frozen, strict about unknown fields (a typo in a file is an error, not a default) and about
-    numbers: JSON has no infinity and no NaN."""
+    """Base of models: frozen, strict about unknown fields (a typo in a file is an error, not a
+    default) and about numbers, because JSON has no infinity and no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all fields (hex); equal exactly when all of them are."""
+        """The SHA-256 of all fields (hex); equal exactly when all of them are."""
         return fingerprint(self.model_dump(mode="json"))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced, not validated. What the original had worked out from its
-        fields the copy works out anew."""
+        """Return a copy with some fields replaced, not validated. Cached properties are not copied,
+        but computed anew from the copy's fields."""
         copied = super().model_copy(update=update, deep=deep)
         for name in copied.__dict__.keys() - type(copied).model_fields.keys():
             del copied.__dict__[name]
@@ -80,7 +80,8 @@ class Model(BaseModel):
 
     @classmethod
     def from_file(cls, file: Path, what: str) -> Self:
-        """The JSON of a file; ``what`` it is, in words. InputFileError names the bad field."""
+        """Load the JSON of a file; ``what`` describes it in words. InputFileError names the bad
+        field."""
         try:
             return cls.model_validate(parse_json(read_file(file, what, _MOST_FILE_BYTES)))
         except ValidationError as error:
@@ -95,12 +96,12 @@ _text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of what is JSON."""
+    """Return the SHA-256 (hex) of JSON-safe fields."""
     return hashlib.sha256(_text(fields).encode()).hexdigest()
 
 
 def first_error(error: ValidationError) -> str:
-    """Says where a file is wrong, and why."""
+    """Return where a file is wrong, and why."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
     return f"{printable(where, _MOST_SHOWN)}: {printable(first['msg'], _MOST_SHOWN)}"
@@ -145,7 +146,7 @@ class Accelerator(Model):
 class Nic(Model):
     """One port of a network device, or one that a software provider emulates.
 
-    ``gpudirect``: whether it reads and writes accelerators' memory; None where nobody said.
+    ``gpudirect``: True if it reads and writes accelerators' memory; None if no source states it.
     """
 
     id: Name
@@ -168,7 +169,8 @@ class Nic(Model):
 class Bridge(Model):
     """A PCIe bridge that some ``pci_path`` names: a root port, or a port of a switch.
 
-    ``pcie_gbs`` is the link of that port: below a root or downstream port, above an upstream port.
+    ``pcie_gbs`` is the rate of that port's link: below a root or downstream port, above an upstream
+    port.
     """
 
     id: Name
@@ -177,8 +179,8 @@ class Bridge(Model):
 
 FABRIC_SWITCH = "switch"
 FABRIC_HOST = "host"
-"""As second end of a :class:`FabricLink`: the switches that join all accelerators linked to them,
-and the CPU with its memory."""
+"""The special second ends of a :class:`FabricLink`: the switches that join all accelerators linked
+to them, and the CPU with its memory."""
 
 
 class FabricLink(Model):
@@ -245,7 +247,7 @@ class Node(Model):
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """Logical CPUs of the node, sorted."""
+        """The logical CPUs of the node, sorted."""
         return tuple(sorted(cpu for numa in self.numa for cpu in numa.cpus))
 
 
@@ -264,7 +266,8 @@ class Topology(Model):
 
 
 class Note(Model):
-    """What a source could not find out, or found to contradict another, in one sentence."""
+    """One sentence about something that a source could not find out, or that contradicts another
+    source."""
 
     source: Printable
     message: Printable

@@ -1,4 +1,5 @@
-"""How near two devices of one node are, and what their bytes cross: path classes as NCCL names them.
+"""Paths between two devices of one node: path classes as NCCL names them, and the links that bytes
+cross.
 
 ``LOC`` same device, ``PIX`` at most one PCIe switch between, ``PXB`` several, ``PHB`` through the host
 bridge, ``NODE`` between host bridges of one NUMA node, ``SYS`` across NUMA nodes. Scale-up links have
@@ -16,11 +17,11 @@ from mkernel.topology.sources import kinds
 PathClass = str
 _OVER_FABRIC = tuple(dict.fromkeys(kinds.FABRIC_CLASSES.values()))
 CLASSES: tuple[PathClass, ...] = ("LOC", *_OVER_FABRIC, "PIX", "PXB", "PHB", "NODE", "SYS")
-"""Those that are known, best first."""
+"""The known path classes, best first."""
 
 
 class Hop(NamedTuple):
-    """One thing on the way: a link, or what joins two links (``gbs`` None: it sets no limit)."""
+    """One part of a path: a link, or what joins two links (``gbs`` None: it sets no limit)."""
 
     name: str
     gbs: float | None
@@ -28,10 +29,10 @@ class Hop(NamedTuple):
 
 
 class DevicePath(NamedTuple):
-    """The way between two devices of a node, one direction.
+    """The path between two devices of a node, in one direction.
 
-    ``gbs`` in GB/s is the narrowest link of known rate; None where no rate is known. Hops of PCIe
-    are named by the address of the function whose link it is, an NIC's port by the NIC's id.
+    ``gbs`` in GB/s is the narrowest link of known rate; None if no rate is known. Hops of PCIe are
+    named by the address of the function whose link it is, a NIC's port by the NIC's id.
     """
 
     kind: PathClass
@@ -47,14 +48,14 @@ class DevicePath(NamedTuple):
 
 
 class NodePaths:
-    """Paths between the devices of one node, NICs' ports included."""
+    """The paths between the devices of one node, NICs' ports included."""
 
     def __init__(self, node: Node) -> None:
         self._bridges = {bridge.id: bridge.pcie_gbs for bridge in node.bridges}
         self._fabric = {frozenset(link.ends): link for link in node.fabric}
 
     def between(self, one: Accelerator | Nic, other: Accelerator | Nic) -> DevicePath:
-        """The best path of a pair. Bytes to or from a NIC cross its port, too."""
+        """Return the best path of a pair. Bytes to or from a NIC cross its port, too."""
         kind = classify(one, other)
         fabric = self.fabric(one, other) if kind != "LOC" else ()
         if fabric:
@@ -71,8 +72,8 @@ class NodePaths:
         )
 
     def fabric(self, one: Accelerator | Nic, other: Accelerator | Nic) -> tuple[FabricLink, ...]:
-        """The scale-up links that the bytes of a pair cross: one, or two with a switch between.
-        Empty where there are none; other accelerators do not pass bytes on."""
+        """Return the scale-up links that the bytes of a pair cross: one, or two with a switch
+        between. Empty if there are none; other accelerators do not pass bytes on."""
         if isinstance(one, Nic) or isinstance(other, Nic):
             return ()
         direct = self._fabric.get(frozenset((one.id, other.id)))
@@ -90,7 +91,8 @@ class NodePaths:
         ]
 
     def _links(self, device: Accelerator | Nic, shared: int) -> list[Hop]:
-        """The links from the device up to, and without, what it shares with the other."""
+        """Return the links from the device up to, but not including, those that it shares with the
+        other."""
         if device.pci is None:
             return []
         pcie_us = defaults().paths.pcie_us
@@ -105,10 +107,10 @@ class NodePaths:
 
 
 def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
-    """Path class of a pair in one node by PCIe and NUMA alone.
+    """Return the path class of a pair in one node by PCIe and NUMA alone.
 
-    Where PCI positions are unknown, the NUMA nodes decide; where those are unknown too, the pair
-    counts as ``NODE``: unknown devices are all equally near, so that sharing stays balanced.
+    If PCI positions are unknown, the NUMA nodes decide; if those are unknown too, the pair counts
+    as ``NODE``: unknown devices are all equally near, so that sharing stays balanced.
     """
     if one.pci is not None and one.pci == other.pci:
         return "PIX" if _two_chips(one, other) else "LOC"
@@ -116,8 +118,8 @@ def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
         return "LOC"
     shared = _shared(one, other)
     if shared > 1:
-        # A switch shows as one upstream bridge (shared) and one downstream bridge a device, so one
-        # further bridge on each side still is the same switch.
+        # A switch appears as one upstream bridge (shared) and one downstream bridge per device, so
+        # one further bridge on each side is still the same switch.
         below = max(len(one.pci_path), len(other.pci_path)) - shared
         return "PIX" if below <= 1 else "PXB"
     if shared == 1:
@@ -128,19 +130,19 @@ def classify(one: Accelerator | Nic, other: Accelerator | Nic) -> PathClass:
 
 
 def _two_chips(one: Accelerator | Nic, other: Accelerator | Nic) -> bool:
-    """Return whether these are different accelerators, and not one that several ranks share."""
+    """Return whether these are different accelerators, rather than one that several ranks share."""
     if isinstance(one, Nic) or isinstance(other, Nic):
         return False
     return (one.kind, one.index) != (other.kind, other.index)
 
 
 def distance(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
-    """Rank of the path class by PCIe and NUMA: 0 is nearest."""
+    """Return the rank of the path class by PCIe and NUMA: 0 is nearest."""
     return CLASSES.index(classify(one, other))
 
 
 def _shared(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
-    """Number of bridges, host bridge first, that both devices lie below."""
+    """Return the number of bridges, host bridge first, that both devices lie below."""
     count = 0
     for left, right in zip(one.pci_path, other.pci_path, strict=False):
         if left != right:
@@ -150,7 +152,7 @@ def _shared(one: Accelerator | Nic, other: Accelerator | Nic) -> int:
 
 
 def _turn(one: Accelerator | Nic, other: Accelerator | Nic, shared: int) -> Hop:
-    """The hop at which the way stops going up and starts going down."""
+    """Return the hop at which the path stops going up and starts going down."""
     usual = defaults().paths
     if shared > 1:
         return Hop(one.pci_path[shared - 1], None, 0.0)

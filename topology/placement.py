@@ -1,4 +1,4 @@
-"""Places ranks: rank → node and accelerator, accelerator → NICs, proxy thread → CPUs."""
+"""Placement of ranks: rank → node and accelerator, accelerator → NICs, proxy thread → CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mkernel.topology.paths import CLASSES, distance
 
 
 class Pinning(Model):
-    """What a user decided; the rest is decided here. Ids as ``mkernel probe`` prints them."""
+    """The part of a placement that a user fixed; the rest is decided here. Ids are those that
+    ``mkernel probe`` prints."""
 
     accelerators: Many[Name] = Field((), description="accelerator of each local rank")
     nics: dict[Name, Many[Name]] = Field({}, description="accelerator id → its NICs")
@@ -29,8 +30,8 @@ NOT_PINNED = Pinning()
 
 
 class Seat(Model):
-    """What a local rank has on every node of a kind: accelerator, NICs that it uses (best first), proxy
-    CPUs."""
+    """The resources of a local rank on every node of a kind: accelerator, NICs that it uses (best
+    first), proxy CPUs."""
 
     accelerator: str
     nics: tuple[str, ...] = ()
@@ -38,7 +39,7 @@ class Seat(Model):
 
 
 class Placement(Seat):
-    """Where one rank runs: node, local rank, and what it has there."""
+    """The place of one rank: node, local rank, and its resources there."""
 
     rank: int = Field(ge=0)
     node: int = Field(ge=0)
@@ -53,7 +54,7 @@ class Site(Model):
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
+        """The number of nodes."""
         return sum(last - first + 1 for first, last in self.nodes)
 
 
@@ -75,7 +76,7 @@ class WorldPlacement(Model):
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, int]]:
-        """(first node, last node, site), sorted."""
+        """The (first node, last node, site) of each run of nodes, sorted."""
         return sorted((*span, s) for s, site in enumerate(self.sites) for span in site.nodes)
 
     @cached_property
@@ -84,16 +85,16 @@ class WorldPlacement(Model):
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """The number of nodes."""
         return self._spans[-1][1] + 1
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of ranks on each node."""
+        """The number of ranks on each node."""
         return len(self.sites[0].seats)
 
     def site_of(self, node: int) -> int:
-        """Index of the node's site."""
+        """Return the index of the node's site."""
         return self._spans[bisect_right(self._firsts, node) - 1][2]
 
     def __len__(self) -> int:
@@ -118,14 +119,14 @@ def place(
     pinning: Pinning = NOT_PINNED,
     most_rails: int | None = None,
 ) -> WorldPlacement:
-    """Places ``ranks_per_node`` ranks on each node, node by node.
+    """Place ``ranks_per_node`` ranks on each node, node by node.
 
-    Local rank i gets the node's i-th accelerator, or the one that ``pinning`` gives it, and of that
-    one's NICs those that can share a put evenly, ``most_rails`` at most.
-    ``nics=False`` leaves NICs and proxies out, for worlds of one node.
+    Local rank i gets the node's i-th accelerator, or the one that ``pinning`` gives it, and those
+    of its NICs that can share a put evenly, ``most_rails`` at most. ``nics=False`` omits NICs and
+    proxies, for worlds of one node.
 
     Raises:
-        ArgumentError: a node has fewer accelerators than ranks, or not what ``pinning`` names.
+        ArgumentError: a node has fewer accelerators than ranks, or lacks what ``pinning`` names.
     """
     if ranks_per_node < 1:
         raise ArgumentError("ranks_per_node", ranks_per_node, "1 or more")
@@ -151,7 +152,7 @@ def _seats(
     pinning: Pinning,
     most_rails: int | None,
 ) -> tuple[Seat, ...]:
-    """``number``: of the first such node, for messages."""
+    """Return the seats of a kind of node. ``number``: the first such node, for messages."""
     used = _pinned_accelerators(node, number, ranks_per_node, pinning)
     affinity = _affinity(node, number, used, pinning) if nics else {}
     return tuple(
@@ -190,8 +191,8 @@ def _pinned_accelerators(
 def _affinity(
     node: Node, number: int, used: Sequence[Accelerator], pinning: Pinning
 ) -> dict[str, tuple[Nic, ...]]:
-    """NICs of the accelerators that ranks use; those of pinned ones only go to others where none is
-    left."""
+    """Return the NICs of the accelerators that ranks use. NICs of pinned accelerators go to others
+    only if none is left."""
     usable = {nic.id: nic for nic in usable_nics(node)}
     pinned = {}
     for one in used:
@@ -214,7 +215,8 @@ def _affinity(
 def _not_nearer_to(
     others: Sequence[Accelerator], used: Sequence[Accelerator], nics: Sequence[Nic]
 ) -> tuple[Nic, ...]:
-    """NICs that lie as near to an accelerator in use as to any other; all where there are none."""
+    """Return the NICs that lie as near to an accelerator in use as to any other; all if there are
+    none."""
     kept = tuple(
         nic
         for nic in nics
@@ -229,11 +231,12 @@ def visible(
     environment: Mapping[str, str],
     variables: Mapping[str, str],
 ) -> tuple[Accelerator, ...]:
-    """The accelerators that the environment leaves, in its order; other kinds, and simulated ones, as
-    they are. ``variables``: by kind of device the variable that lists what may be used.
+    """Return the accelerators that the environment leaves visible, in its order; other kinds, and
+    simulated ones, are kept. ``variables``: by kind of device, the variable that lists the devices
+    that may be used.
 
-    As the drivers read it: a list of indices, cut at the first that names no device. A list with
-    UUIDs says nothing here: no accelerator carries one.
+    Variables are read as the drivers read them: a list of indices, cut at the first that names no
+    device. A list with UUIDs is ignored, because no accelerator here carries one.
     """
     shown = tuple(accelerators)
     for kind, variable in variables.items():
@@ -253,13 +256,13 @@ def visible(
 
 
 def usable_nics(node: Node) -> tuple[Nic, ...]:
-    """The node's NICs that can carry RDMA now: active, and not plain Ethernet."""
+    """Return the node's NICs that can carry RDMA now: active, and not plain Ethernet."""
     return tuple(nic for nic in node.nics if nic.active and nic.kind != "ethernet")
 
 
 def _alike(nics: Sequence[Nic]) -> tuple[Nic, ...]:
-    """The NICs that can share a rank's puts evenly. ``nics`` come best first: the first one counts, and
-    all that have its kind, link layer and speed."""
+    """Return the NICs that can share a rank's puts evenly. ``nics`` come best first: the result is
+    the first one, and all that have its kind, link layer and speed."""
     return tuple(
         nic
         for nic in nics
@@ -269,7 +272,8 @@ def _alike(nics: Sequence[Nic]) -> tuple[Nic, ...]:
 
 
 def cpus_near(node: Node, nic: Nic) -> tuple[int, ...]:
-    """CPUs of the NIC's NUMA node; all of the node's where that is unknown or has none here."""
+    """Return the CPUs of the NIC's NUMA node; all of the node's if that is unknown or has none
+    here."""
     for numa in node.numa:
         if numa.id == nic.numa_node and numa.cpus:
             return tuple(sorted(numa.cpus))
@@ -279,11 +283,12 @@ def cpus_near(node: Node, nic: Nic) -> tuple[int, ...]:
 def assign_nics(
     accelerators: Sequence[Accelerator], nics: Sequence[Nic]
 ) -> dict[str, tuple[Nic, ...]]:
-    """Accelerator id → its NICs, nearest first.
+    """Return a map from accelerator id to its NICs, nearest first.
 
-    Nearest path class first, and balanced within it: two accelerators share a NIC only when no
-    equally near one is idle. With more NICs than accelerators every NIC is used, and an accelerator
-    that is no NIC's nearest takes one over from a neighbour with several; with fewer, each has one.
+    The nearest path class is preferred, and NICs are balanced within it: two accelerators share a
+    NIC only if no equally near one is idle. With more NICs than accelerators every NIC is used, and
+    an accelerator that is no NIC's nearest takes one over from a neighbour with several; with
+    fewer, each has one.
     """
     owned: dict[str, list[Nic]] = {a.id: [] for a in accelerators}
     if not accelerators or not nics:
@@ -318,7 +323,7 @@ def assign_nics(
 def _take_over(
     bare: Accelerator, gaps: Sequence[int], nics: Sequence[Nic], owned: dict[str, list[Nic]]
 ) -> None:
-    """Gives ``bare`` one of its nearest NICs, from the accelerator that has most, if that has two."""
+    """Give ``bare`` one of its nearest NICs, from the accelerator that has most, if that has two."""
     nearest = {nics[n].id for n in _nearest(0, gaps)}
     owners = [name for name, own in owned.items() if any(nic.id in nearest for nic in own)]
     richest = max(owners, key=lambda name: len(owned[name]))
@@ -329,7 +334,8 @@ def _take_over(
 
 
 def _nearest(item: int, gaps: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the least gap, starting at ``item``'s own turn so that ties spread in order."""
+    """Return the indices of the least gap, starting at ``item``'s own turn so that ties spread in
+    order."""
     best = min(gaps)
     indices = [index for index, gap in enumerate(gaps) if gap == best]
     turn = item % len(indices)
@@ -337,10 +343,11 @@ def _nearest(item: int, gaps: Sequence[int]) -> tuple[int, ...]:
 
 
 def balance(options: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Gives each item one of its options so that the options' loads are as even as can be.
+    """Give each item one of its options so that the options' loads are as even as possible.
 
-    Optimal semi-matching by cost-reducing paths (Harvey, Ladner, Lovász, Tamir, 2006): place each
-    item, moving earlier ones along an alternating path to the least loaded option within reach.
+    The algorithm is optimal semi-matching by cost-reducing paths (Harvey, Ladner, Lovász, Tamir,
+    2006): place each item, moving earlier ones along an alternating path to the least loaded option
+    within reach.
     """
     chosen: dict[int, int] = {}
     users: dict[int, set[int]] = {}

@@ -1,8 +1,8 @@
-"""Which RDMA ports of a machine are rails: those of the NIC backend's kind, without slow ones.
+"""The RDMA ports of a machine that are rails: those of the NIC backend's kind, without slow ones.
 
-A big machine has more RDMA ports than rails: a management port, one for storage. As a rail such a port
-would hold up every message that is spread over it, and devices that speak another protocol cannot reach
-the rails of other nodes at all.
+A big machine has more RDMA ports than rails: a management port, one for storage. Such a port as a
+rail would hold up every message that is spread over it, and devices that speak another protocol
+cannot reach the rails of other nodes at all.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from mkernel.topology.placement import usable_nics
 
 
 class Rails(NamedTuple):
-    """Rails, and why each other usable port is none: ids by reason."""
+    """The rails, and the ids of the other usable ports by the reason why they are none."""
 
     kept: tuple[Nic, ...]
     left_out: Mapping[str, tuple[str, ...]]
 
 
 def rate_gbs(nic: Nic) -> float | None:
-    """What a port carries at most, as far as it is known: its own rate, and its PCIe link's."""
+    """Return what a port carries at most, as far as it is known: the lesser of its own rate and its
+    PCIe link's."""
     known = [nic.speed_gbps / 8 if nic.speed_gbps else None, nic.pcie_gbs]
     return min((rate for rate in known if rate), default=None)
 
 
 def fast(nics: Sequence[Nic]) -> Rails:
-    """Leaves out ports far below the fastest one; a port whose rate nobody knows stays."""
+    """Leave out ports far below the fastest one; a port of unknown rate stays."""
     fastest = max((rate_gbs(nic) or 0.0 for nic in nics), default=0.0)
     least = defaults().rails.least_share
     slow = [nic for nic in nics if (rate_gbs(nic) or fastest) < least * fastest]
@@ -41,7 +42,7 @@ def fast(nics: Sequence[Nic]) -> Rails:
 
 
 def of_kinds(nics: Sequence[Nic], backend: str, kinds: Collection[KindName]) -> Rails:
-    """The ports that a NIC backend, which drives devices of these kinds, uses as rails."""
+    """Return the ports that a NIC backend, which drives devices of these kinds, uses as rails."""
     left_out: dict[str, tuple[str, ...]] = {}
     for nic in nics:
         if nic.kind not in kinds:
@@ -52,8 +53,8 @@ def of_kinds(nics: Sequence[Nic], backend: str, kinds: Collection[KindName]) -> 
 
 
 def most_served(nics: Sequence[Nic], kinds: Mapping[str, Collection[KindName]]) -> str | None:
-    """Which of the NIC backends drives the machine's rails: most of their rate, then most ports, then
-    the first by name. None: there is no rail that one of them drives.
+    """Return the NIC backend that drives the machine's rails: most of their rate, then most ports,
+    then the first by name. None: no backend drives any rail.
 
     Args:
         nics: usable ports. kinds: by backend, the kinds of devices that it drives.
@@ -71,9 +72,9 @@ def most_served(nics: Sequence[Nic], kinds: Mapping[str, Collection[KindName]]) 
 def keep_rails(
     world: Topology, backend: str, kinds: Collection[KindName]
 ) -> tuple[Topology, tuple[str, ...]]:
-    """The world whose nodes have a NIC backend's rails and no other real RDMA ports; and a sentence
-    about each group of ports that were left out, once for all nodes alike. Ports that are down, plain
-    Ethernet and emulated devices stay: they are never rails, and messages name them."""
+    """Return the world whose nodes have a NIC backend's rails and no other real RDMA ports, and a
+    sentence about each group of ports that were left out, once for all equal nodes. Ports that are
+    down, plain Ethernet and emulated devices stay: they are never rails, and messages name them."""
     nodes: list[Node] = []
     said: dict[str, None] = {}
     for node in world.nodes:
@@ -88,11 +89,11 @@ def keep_rails(
 
 
 def rails(node: Node) -> tuple[Nic, ...]:
-    """The node's usable NICs without those that are no rails whichever backend drives them."""
+    """Return the node's usable NICs without those that cannot be rails for any backend."""
     slow = {id_ for ids in fast(real_ports(node)).left_out.values() for id_ in ids}
     return tuple(nic for nic in usable_nics(node) if nic.id not in slow)
 
 
 def real_ports(node: Node) -> tuple[Nic, ...]:
-    """The node's RDMA ports that are up, without emulated ones."""
+    """Return the node's RDMA ports that are up, without emulated ones."""
     return tuple(nic for nic in usable_nics(node) if not nic.emulated)

@@ -1,5 +1,5 @@
-"""Makes worlds out of one machine: split it into emulated nodes, repeat it as equal nodes, or have
-several ranks share each device."""
+"""Worlds made out of one machine: split into emulated nodes, repeated as equal nodes, or with
+several ranks on each device."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def split_into_nodes(
     accelerator: Accelerator | None,
     nic: Nic | None,
 ) -> Topology:
-    """Splits one machine into ``nodes`` nodes of ``ranks_per_node`` accelerators and a NIC each.
+    """Split one machine into ``nodes`` nodes of ``ranks_per_node`` accelerators and a NIC each.
 
     Args:
         topology: one machine, as :func:`mkernel.topology.discover.discover` returns it.
-        nodes: number of nodes; marked ``emulated`` where it is more than one.
+        nodes: number of nodes; marked ``emulated`` if there is more than one.
         ranks_per_node: accelerators of each node.
-        accelerator: what the ranks run on. An *emulated* one is a prototype: each node gets copies
-            with the ids ``<id>0``, ``<id>1``, …. A real one stands for its kind: the machine's
-            devices of that kind are dealt out. None: the machine's real devices, whatever kind.
-        nic: the same for NICs; real ones are shared where there are fewer than nodes. None: no NIC.
+        accelerator: the device that the ranks run on. An *emulated* one is a prototype: each node
+            gets copies with the ids ``<id>0``, ``<id>1``, …. A real one stands for its kind: the
+            machine's devices of that kind are dealt out. None: the machine's real devices of any
+            kind.
+        nic: the same for NICs; real ones are shared if there are fewer than nodes. None: no NIC.
 
-    CPUs are dealt out evenly, in NUMA order, where there is at least one for each rank; otherwise
-    every node sees all of them, because pinning would only make ranks queue behind each other.
+    CPUs are dealt out evenly, in NUMA order, if there is at least one for each rank; otherwise
+    every node sees all of them, because pinning would only make ranks wait for each other.
 
     Raises:
         ArgumentError: not one machine, numbers below 1, or too few real accelerators.
@@ -78,7 +79,8 @@ def split_into_nodes(
 
 
 def replicate(topology: Topology, nodes: int) -> Topology:
-    """``nodes`` machines, each equal to the one of ``topology``. ArgumentError if it is not one."""
+    """Return ``nodes`` machines, each equal to the one of ``topology``. ArgumentError if it is not
+    one machine."""
     if len(topology.nodes) != 1:
         raise ArgumentError("topology", f"{len(topology.nodes)} nodes", "one machine to repeat")
     if nodes < 1:
@@ -92,7 +94,8 @@ def replicate(topology: Topology, nodes: int) -> Topology:
 
 
 def oversubscribe(topology: Topology, ranks_per_device: int) -> Topology:
-    """The machine with each real accelerator listed ``ranks_per_device`` times, for as many ranks.
+    """Return the machine with each real accelerator listed ``ranks_per_device`` times, for as many
+    ranks.
 
     All devices come once before any comes again, as ``<id>.1``, ``<id>.2``, … with the same index and
     address; every copy has the links of the device. ArgumentError if it is not one machine.
@@ -121,7 +124,7 @@ def oversubscribe(topology: Topology, ranks_per_device: int) -> Topology:
 
 
 def keep_accelerators(node: Node, kept: Sequence[Accelerator]) -> Node:
-    """The node with these of its accelerators, and what links them."""
+    """Return the node with only these of its accelerators, and the links between them."""
     fabric, no_p2p = _links(node, kept)
     return node.model_copy(update={"accelerators": tuple(kept), "fabric": fabric, "no_p2p": no_p2p})
 
@@ -129,7 +132,8 @@ def keep_accelerators(node: Node, kept: Sequence[Accelerator]) -> Node:
 def _links(
     node: Node, kept: Sequence[Accelerator]
 ) -> tuple[tuple[FabricLink, ...], tuple[tuple[str, str], ...]]:
-    """Of these accelerators: those to each other, to switches and to the host; and pairs without."""
+    """Return the links of these accelerators, to each other, to switches and to the host, and their
+    pairs without p2p."""
     ids = {one.id for one in kept}
     fabric = tuple(link for link in node.fabric if ids | _NO_DEVICES >= {*link.ends})
     return fabric, tuple(pair for pair in node.no_p2p if ids >= {*pair})
@@ -138,7 +142,8 @@ def _links(
 def _pairs(
     ends: tuple[str, str], names: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, str]]:
-    """Every copy of one end with every copy of the other. ``names``: of each device's copies."""
+    """Yield every copy of one end with every copy of the other. ``names``: the names of each
+    device's copies."""
     one, other = (names.get(end, (end,)) for end in ends)
     return itertools.product(one, other)
 
@@ -184,7 +189,8 @@ def _nics(
 
 
 def _near(device: _Device, numa: tuple[NumaNode, ...]) -> _Device:
-    """The device on the emulated node's first NUMA node, unless it already lies on one of them."""
+    """Return the device on the emulated node's first NUMA node, unless it already lies on one of
+    its nodes."""
     here = [n.id for n in numa]
     if device.numa_node in here or not here:
         return device

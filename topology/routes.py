@@ -1,4 +1,4 @@
-"""Routes as data: how bytes go between ranks, kept once for all equal pairs."""
+"""Routes between ranks as data, kept once for all equal pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RouteKind = Literal["p2p", "nic", "relay", "host", "group"]
 
 
 class Rail(Model):
-    """A NIC of the sending node and the one of the receiving node that its writes arrive at."""
+    """A NIC of the sending node, and the NIC of the receiving node at which its writes arrive."""
 
     src_nic: str
     dst_nic: str
@@ -30,14 +30,17 @@ class Crossed(Model):
 
 
 class Way(Model):
-    """How bytes travel. ``p2p``: over the scale-up fabric. ``host``: inside a node through host
-    memory, where devices do not reach each other. ``nic``: by NICs. ``relay``: the same, by NICs of
-    a neighbour that the scale-up fabric reaches, on one side or both. ``group``: as a process group
-    carries them, in a node or between nodes; it finds its own way.
+    """The way bytes travel.
+
+    ``p2p``: over the scale-up fabric. ``host``: inside a node through host memory, if devices do
+    not reach each other. ``nic``: by NICs. ``relay``: by NICs of a neighbour that the scale-up
+    fabric reaches, on one side or both. ``group``: as a process group carries them, in a node or
+    between nodes; it finds its own way.
 
     ``src_relay``, ``dst_relay`` are local ranks. ``staged``: the sides on which bytes rest in host
-    memory, because the NIC cannot read or write the device's. ``crosses``: inside a node, the links of
-    known rate that a pair crosses in place of the ports of a switch: PCIe links, or the pair's own.
+    memory, because the NIC cannot read or write the device's. ``crosses``: inside a node, the links
+    of known rate that a pair crosses in place of the ports of a switch: PCIe links, or the pair's
+    own.
     """
 
     kind: RouteKind
@@ -52,8 +55,8 @@ class Way(Model):
 
     @property
     def taken(self) -> bool:
-        """Whether there are backends that take such ways: none relays, or stages in host memory what
-        it sends inside a node."""
+        """True if some backend takes such ways: none relays, or stages in host memory what it sends
+        inside a node."""
         return self.kind not in ("relay", "host")
 
     @model_validator(mode="after")
@@ -85,7 +88,7 @@ class Ends(NamedTuple):
 
 
 class RouteClass(Way):
-    """The way of all ordered pairs between equal ends; ``pairs`` is how many there are."""
+    """The way of all ordered pairs between equal ends; ``pairs`` is the number of them."""
 
     src_site: int = Field(ge=0)
     src_local: int = Field(ge=0)
@@ -96,7 +99,7 @@ class RouteClass(Way):
 
     @property
     def ends(self) -> Ends:
-        """What the class is of."""
+        """The ends that the class joins."""
         return Ends(self.src_site, self.src_local, self.dst_site, self.dst_local, self.within)
 
     @property
@@ -116,36 +119,36 @@ class RouteTable(Model):
 
     @cached_property
     def by_ends(self) -> Mapping[Ends, RouteClass]:
-        """The classes, to look up."""
+        """The classes, by their ends."""
         return {one.ends: one for one in self.classes}
 
     @cached_property
     def _fits(self) -> list[WorldPlacement]:
-        """Placements that were found to have these routes."""
+        """The placements that were found to have these routes."""
         return []
 
     @cached_property
     def untaken(self) -> tuple[RouteClass, ...]:
-        """Those that no backend takes."""
+        """The classes whose ways no backend takes."""
         return tuple(one for one in self.classes if not one.taken)
 
     @cached_property
     def by_group(self) -> bool:
-        """Whether a process group carries what some pair of ranks exchanges."""
+        """True if a process group carries what some pair of ranks exchanges."""
         return any(one.kind == "group" for one in self.classes)
 
     @property
     def several_rails(self) -> bool:
-        """Whether some ranks are joined by more than one rail."""
+        """True if some ranks are joined by more than one rail."""
         return any(len(one.rails) > 1 for one in self.classes)
 
     @property
     def staged(self) -> bool:
-        """Whether what NICs carry rests in host memory on some side of some pair of ranks."""
+        """True if data that NICs carry rests in host memory on some side of some pair of ranks."""
         return any(one.staged for one in self.classes if not one.within)
 
     def route(self, placement: WorldPlacement, src: int, dst: int) -> Route:
-        """The route of an ordered pair. KeyError: ``src == dst``, or out of range."""
+        """Return the route of an ordered pair. KeyError: ``src == dst``, or out of range."""
         world = len(placement)
         if src == dst or not (0 <= src < world and 0 <= dst < world):
             raise KeyError(f"no route from rank {src} to rank {dst} in a world of {world}")
@@ -154,9 +157,9 @@ class RouteTable(Model):
         return Route(src=src, dst=dst, **self.by_ends[ends].way)
 
     def check(self, placement: WorldPlacement) -> None:
-        """ValueError where a pair of the world's ranks has no route, or one too many."""
+        """Raise ValueError if a pair of the world's ranks has no route, or one too many."""
         if any(one is placement for one in self._fits):
-            return  # each plan of a world asks again
+            return  # each plan of a world checks again
         wanted = pair_classes(placement)
         found = {one.ends: one.pairs for one in self.classes}
         if found != wanted or len(self.classes) != len(wanted):
@@ -169,7 +172,7 @@ class RouteTable(Model):
 
 
 def pair_classes(placement: WorldPlacement) -> dict[Ends, int]:
-    """All classes of ordered pairs of a world, in order, with how many pairs each has."""
+    """Return all classes of ordered pairs of a world, in order, with the number of pairs of each."""
     locals_ = range(placement.ranks_per_node)
     counts = [site.count for site in placement.sites]
     found: dict[Ends, int] = {}

@@ -1,9 +1,9 @@
-"""A route for every ordered pair of ranks, decided once for all pairs of equal ends.
+"""The choice of a route for every ordered pair of ranks, made once for all pairs of equal ends.
 
-Inside a node bytes go over the scale-up fabric, or through host memory where devices do not reach
-each other. Between nodes they go by the NICs that placement gave the ranks, rail to rail: a rail is
-the n-th RDMA NIC of every node. Where that is slower, or impossible, they go by the NICs of a
-neighbour (a relay, as NCCL's PXN), and where a NIC cannot read a device's memory, through the host's.
+Inside a node bytes go over the scale-up fabric, or through host memory if devices do not reach each
+other. Between nodes they go by the NICs that placement gave the ranks, rail to rail: a rail is the
+n-th RDMA NIC of every node. If that is slower, or impossible, they go by the NICs of a neighbour (a
+relay, as NCCL's PXN), and if a NIC cannot read a device's memory, through the host's.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mkernel.topology.sources.chips import is_card
 from mkernel.topology.sources.kinds import protocol
 
 REFERENCE_BYTES = 1 << 20
-"""Ways are compared by the time that a message of this size takes."""
+"""The size in bytes of the message by whose time ways are compared."""
 
 _FARTHEST_DIRECT = CLASSES.index("PXB")
-"""GPUDirect crosses PCIe switches, not the host bridge."""
+"""The farthest path class of GPUDirect, which crosses PCIe switches, but not the host bridge."""
 
 
 def routes(
@@ -40,13 +40,13 @@ def routes(
     group: bool = False,
     detours: bool = True,
 ) -> RouteTable:
-    """Routes of all ordered pairs.
+    """Return the routes of all ordered pairs.
 
     Args:
-        group: a process group carries everything: inside a node at the rate of the way that devices
-            have there, between nodes at the constants', or that of a NIC.
-        detours: relays wherever that is fastest; else only where ranks have no NICs of their own that
-            meet, because no backend relays today.
+        group: a process group carries everything: inside a node at the rate of the devices' own
+            way, between nodes at the constants' rate, or that of a NIC.
+        detours: use relays wherever they are fastest; otherwise only if ranks have no NICs of their
+            own that meet, because no backend relays today.
 
     Raises:
         NoRoute: a pair has no path; the message names both ends and what is missing.
@@ -76,14 +76,15 @@ def routes(
 
 
 def nic_gbs(nic: Nic, constants: LinkConstants) -> float:
-    """Bandwidth of a NIC in GB/s: its port speed / 8, or the constants' where it is unknown; no more
-    than was measured."""
+    """Return the bandwidth of a NIC in GB/s: its port speed / 8, or the constants' if it is
+    unknown; no more than was measured."""
     rated = nic.speed_gbps / 8 if nic.speed_gbps else constants.nic_gbs
     return min(rated, constants.nic_most_gbs or rated)
 
 
 def _by_group(constants: LinkConstants, inside: Way | None) -> Way:
-    """``inside``: the way that the devices themselves have, where both are on one node."""
+    """Return a process group's way. ``inside``: the way of the devices themselves, if both are on
+    one node."""
     if inside is not None:
         return Way(
             kind="group",
@@ -101,7 +102,7 @@ def _by_group(constants: LinkConstants, inside: Way | None) -> Way:
 
 
 class _Access(NamedTuple):
-    """How one NIC and one device's memory meet."""
+    """The access of one NIC to one device's memory."""
 
     gbs: float
     staged: bool
@@ -130,7 +131,8 @@ class _Side:
         self._accesses: dict[tuple[int, str], _Access] = {}
 
     def equals(self, other: _Side) -> bool:
-        """Whether all routes from and to it are the other's: nodes may differ in their CPUs."""
+        """Return whether all routes from and to this side are the other's: nodes may differ in
+        their CPUs."""
         mine, theirs = self.node, other.node
         return self._seats == other._seats and all(
             getattr(mine, name) == getattr(theirs, name)
@@ -138,7 +140,7 @@ class _Side:
         )
 
     def inside(self, i: int, j: int) -> Way:
-        """Between two local ranks."""
+        """Return the way between two local ranks."""
         constants = self._constants
         gbs = self.fabric_gbs(i, j)
         if gbs is None:
@@ -157,10 +159,10 @@ class _Side:
         )
 
     def fabric_gbs(self, i: int, j: int) -> float | None:
-        """Return the rate between two local ranks' devices; None where they do not reach each other.
+        """Return the rate between two local ranks' devices; None if they do not reach each other.
 
-        Devices that no scale-up link joins reach each other over PCIe. Where nobody says what joins
-        them, or how fast that is, it is the constants' rate, or the default one.
+        Devices that no scale-up link joins reach each other over PCIe. If no source states what
+        joins them, or how fast that is, the rate is the constants', or the default one.
         """
         one, other = self.devices[i], self.devices[j]
         if one.kind != other.kind or frozenset((one.id, other.id)) in self._refused:
@@ -178,8 +180,8 @@ class _Side:
     def _joined(
         self, one: Accelerator, other: Accelerator
     ) -> Literal["link", "switch", "pcie", "unknown"]:
-        """Return what joins two devices. PCIe does where a source that looked for scale-up links found
-        none between them, or where both are cards, which have none without a bridge."""
+        """Return what joins two devices. PCIe does if a source that looked for scale-up links found
+        none between them, or if both are cards, which have none without a bridge."""
         links = self._paths.fabric(one, other)
         if links:
             return "link" if len(links) == 1 else "switch"
@@ -189,8 +191,8 @@ class _Side:
         return "pcie" if looked or (is_card(one) and is_card(other)) else "unknown"
 
     def _crosses(self, i: int, j: int, gbs: float) -> Iterator[Crossed]:
-        """Yield the links that the bytes of a pair cross but for the ports of a switch: the pair's own,
-        or those of PCIe, each direction by itself."""
+        """Yield the links that the bytes of a pair cross, except the ports of a switch: the pair's
+        own, or those of PCIe, each direction by itself."""
         one, other = self.devices[i], self.devices[j]
         joined = self._joined(one, other)
         if joined == "link":
@@ -210,8 +212,8 @@ class _Side:
 
     @cached_property
     def egress_gbs(self) -> float | None:
-        """Return the GB/s that a rank sends to all of its node together, where a switch joins some
-        of them, or nobody says what does."""
+        """The GB/s that a rank sends to all of its node together, if a switch joins some of them,
+        or no source states what does."""
         pairs = combinations(self.devices, 2)
         if self.devices[1:] and all(self._joined(*pair) in ("link", "pcie") for pair in pairs):
             return None
@@ -219,7 +221,7 @@ class _Side:
         return min((gbs for gbs in (*ports, self._constants.egress_gbs) if gbs), default=None)
 
     def access(self, i: int, nic: Nic) -> _Access:
-        """How a NIC reaches the memory of a local rank's device."""
+        """Return how a NIC reaches the memory of a local rank's device."""
         key = (i, nic.id)
         if key not in self._accesses:
             gbs, staged = nic_gbs(nic, self._constants), _staged(self.devices[i], nic)
@@ -229,19 +231,20 @@ class _Side:
         return self._accesses[key]
 
     def supply(self, i: int) -> float:
-        """What a local rank's own NICs carry together, at most."""
+        """Return what a local rank's own NICs carry together, at most."""
         return sum(self.access(i, nic).gbs for nic in self.nics[i])
 
     def neighbours(self, i: int) -> Iterator[int]:
-        """Local ranks that can relay for ``i``: reached by the fabric, next to NICs of their own."""
+        """Yield local ranks that can relay for ``i``: reached by the fabric, next to NICs of their
+        own."""
         for q, own in enumerate(self.nics):
             if q != i and own and not self.access(q, own[0]).staged and self.fabric_gbs(i, q):
                 yield q
 
 
 def _staged(device: Accelerator, nic: Nic) -> bool:
-    """Whether bytes between them rest in host memory. Unknown positions count as near; a NIC that is
-    emulated reaches host memory, and a device's where it says so."""
+    """Return whether bytes between them rest in host memory. Unknown positions count as near; an
+    emulated NIC reaches host memory, and a device's only if it states that."""
     if device.kind == "cpu" or device.emulated:
         return False
     if nic.gpudirect is not None or nic.emulated:
@@ -253,8 +256,9 @@ def _staged(device: Accelerator, nic: Nic) -> bool:
 def _between(
     src: _Side, i: int, dst: _Side, j: int, constants: LinkConstants, *, detours: bool
 ) -> Way | None:
-    """The fastest way between two nodes; of equally fast ones the first: own NICs, a relay at the
-    source, at the destination, and only where all of these fail, any NICs of the two nodes."""
+    """Return the fastest way between two nodes, and among equally fast ones the first: own NICs, a
+    relay at the source, a relay at the destination, and only if all of these fail, any NICs of the
+    two nodes."""
     direct = _way(src, i, i, src.nics[i], dst, j, j, dst.nics[j], constants)
     if direct and not detours:
         return direct
@@ -306,7 +310,8 @@ def _way(
     arriving: Sequence[Nic],
     constants: LinkConstants,
 ) -> Way | None:
-    """The way from ``i`` to ``j`` by NICs next to ``via`` and ``to``; None: these do not meet."""
+    """Return the way from ``i`` to ``j`` by NICs next to ``via`` and ``to``; None: these do not
+    meet."""
     rails, crossed = [], False
     accesses = []
     for out, into in _matched(src, leaving, dst, arriving):
@@ -352,7 +357,7 @@ def _way(
 def _matched(
     src: _Side, leaving: Sequence[Nic], dst: _Side, arriving: Sequence[Nic]
 ) -> Iterator[tuple[Nic, Nic]]:
-    """Pairs of the same rail first; the others in order, as far as both sides have NICs."""
+    """Yield pairs of the same rail first, then the others in order, as far as both sides have NICs."""
     by_rail = {dst.rail[nic.id]: nic for nic in arriving}
     same = [(nic, by_rail[src.rail[nic.id]]) for nic in leaving if src.rail[nic.id] in by_rail]
     yield from same
@@ -363,7 +368,7 @@ def _matched(
 
 
 def _missing(ends: Ends, placement: WorldPlacement, src: _Side, dst: _Side) -> str:
-    """Both ends, by the first such pair, and what is missing."""
+    """Return a message that names both ends, by the first such pair, and what is missing."""
     here = placement.sites[ends.src_site].nodes[0][0]
     there = next(
         node

@@ -1,7 +1,7 @@
-"""What a message occupies on its way: the links that it crosses, which others share.
+"""The links that a message occupies on its way, and shares with others.
 
-The closed-form predictions add up the bytes on each link; the simulation lets messages queue for
-them. Both read the same subflows, so that they can only differ by contention.
+The closed-form predictions add the bytes on each link; the simulation lets messages queue for them.
+Both read the same subflows, so that they can differ only by contention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Subflow(NamedTuple):
 def subflows(
     route: RouteClass, table: RouteTable, placement: WorldPlacement
 ) -> tuple[Subflow, ...]:
-    """The subflows of a big message, each link with its rate in GB/s."""
+    """Return the subflows of a big message, each link with its rate in GB/s."""
     here = placement.sites[route.src_site].seats
     there = placement.sites[route.dst_site].seats
     if route.kind == "group" and not route.within:
@@ -74,8 +74,8 @@ def subflows(
 
 
 def capacities(all_subflows: Sequence[tuple[Subflow, ...]]) -> dict[Link, float]:
-    """The rate of each link in GB/s: that of the fastest route over it. A slow peer's own link is
-    the one that it holds up."""
+    """Return the rate of each link in GB/s: that of the fastest route over it. A slow peer delays
+    only its own link."""
     found: dict[Link, float] = {}
     for subflow in (subflow for own in all_subflows for subflow in own):
         for link, gbs in subflow.links:
@@ -84,7 +84,7 @@ def capacities(all_subflows: Sequence[tuple[Subflow, ...]]) -> dict[Link, float]
 
 
 class SharedLinks:
-    """The links of a world, and what its routes put on them."""
+    """The links of a world, and the loads that its routes put on them."""
 
     def __init__(self, table: RouteTable, placement: WorldPlacement) -> None:
         self.table = table
@@ -102,16 +102,16 @@ class SharedLinks:
 
     @cached_property
     def egress_gbs(self) -> float | None:
-        """Return what each rank sends to all others of its node together where all send alike, in
-        GB/s; None: it has none."""
+        """The GB/s that each rank sends to all others of its node together if all send alike; None:
+        it sends to none."""
         nbytes = self.placement.ranks_per_node - 1
         loads = self.loads(lambda route: float(route.within))
         busy = max((carried / gbs for carried, gbs, _ in loads), default=0.0)
         return nbytes / busy if busy else None
 
     def loads(self, sent: Callable[[RouteClass], float]) -> Iterator[tuple[float, float, float]]:
-        """(bytes, GB/s, longest latency of its routes) of each link that carries anything, where the
-        pairs of a class each send ``sent`` bytes."""
+        """Yield (bytes, GB/s, longest latency of its routes) of each link that carries anything, if
+        the pairs of a class each send ``sent`` bytes."""
         total: defaultdict[Link, float] = defaultdict(float)
         latency: defaultdict[Link, float] = defaultdict(float)
         for route, shares in zip(self.table.classes, self._shares, strict=True):
@@ -124,7 +124,8 @@ class SharedLinks:
 
 
 def egress_gbs(table: RouteTable, placement: WorldPlacement) -> float | None:
-    """Return :attr:`SharedLinks.egress_gbs` of such links; plans of one world look it up."""
+    """Return :attr:`SharedLinks.egress_gbs` of such links; plans of one world share the cached
+    value."""
     key = table.fingerprint, placement.fingerprint
     if key not in _egress_gbs:
         if len(_egress_gbs) == _MOST_KNOWN:
@@ -142,7 +143,8 @@ _Links = tuple[tuple[Link, float], ...]
 def _fabric(
     table: RouteTable, route: Way, site: int, seats: Sequence[Seat], i: int, j: int
 ) -> _Links:
-    """The links from one local rank to another: both ports of the switch, or the pair's own link."""
+    """Return the links from one local rank to another: both ports of the switch, or the pair's own
+    link."""
     gbs = route.fabric_gbs or route.bandwidth_gbs
     one, other = seats[i].accelerator, seats[j].accelerator
     egress = table.egress_gbs[site] if table.egress_gbs else None
@@ -168,7 +170,7 @@ def _staging(route: Way, side: str, site: int, accelerator: str) -> _Links:
 def _device(
     route: Way, rails_gbs: float, site: int, seats: Sequence[Seat], local: int, direction: str
 ) -> _Links:
-    """The device's own link, where that and not the NICs is the limit."""
+    """Return the device's own link, if that and not the NICs is the limit."""
     if route.bandwidth_gbs >= rails_gbs or route.staged or route.kind == "relay":
         return ()
     return ((Link(site, f"{seats[local].accelerator} {direction}"), route.bandwidth_gbs),)

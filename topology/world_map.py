@@ -1,4 +1,4 @@
-"""Where the ranks of a world are, and how bytes go between them: found once, read by everyone."""
+"""The places of a world's ranks, and the routes between them; computed once and shared."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from mkernel.topology.sources.chips import architecture, cores
 @dataclass(frozen=True)
 class WorldMap:
     """A world's kinds of nodes, placement, routes and links. A pure function of a topology: maps of
-    equal inputs are equal, and each part is found when it is first asked for.
+    equal inputs are equal, and each part is computed on first use.
 
     Attributes:
         kinds: the world's nodes.
-        constants: of its machines. None: nobody knows any, and links are as they are rated.
-        group: a process group carries what crosses nodes, so that ranks have no NICs.
-        pinning: what the user decided of the placement.
-        nics: what plans make of the world's NIC backend.
+        constants: constants of its machines. None: none are known, and links count as they are
+            rated.
+        group: a process group carries data between nodes, so that ranks have no NICs.
+        pinning: the part of the placement that the user fixed.
+        nics: the use of the world's NIC backend in plans.
     """
 
     kinds: NodeKinds
@@ -36,17 +37,19 @@ class WorldMap:
     nics: NicUse = ANY_NIC
 
     def __hash__(self) -> int:
-        # Plans are looked up by it, and machines are much to hash. Maps of one size are compared.
+        # Plans are looked up by this hash, and machines are expensive to hash. Maps of one size are
+        # compared.
         return hash((self.nodes, self.ranks_per_node, self.group))
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """The number of nodes."""
         return len(self.kinds.of)
 
     @cached_property
     def cores(self) -> int | None:
-        """Of the smallest of the nodes' real chips; None: there are none, or one's are not known."""
+        """The cores of the smallest of the nodes' real chips; None: there are none, or some number
+        is unknown."""
         every = [
             cores(one)
             for node in self.kinds.prototypes
@@ -58,8 +61,8 @@ class WorldMap:
 
     @cached_property
     def placement(self) -> WorldPlacement:
-        """Of every rank; with NICs where there are several nodes and no process group. ArgumentError,
-        as :func:`mkernel.topology.placement.place`."""
+        """The placement of every rank, with NICs if there are several nodes and no process group.
+        ArgumentError, as :func:`mkernel.topology.placement.place`."""
         nics = self.nodes > 1 and not self.group
         return place(
             self.kinds,
@@ -71,26 +74,27 @@ class WorldMap:
 
     @cached_property
     def nic_plan(self) -> NicPlan:
-        """What NIC sessions follow, where they carry what crosses nodes. NoRoute, as ``links``."""
+        """The plan that NIC sessions follow, if they carry data between nodes. NoRoute, as
+        ``links``."""
         table = self.links.table
         schedule = nic_schedule(self.nics, several_rails=table.several_rails)
         return NicPlan(self.placement, table, schedule)
 
     @cached_property
     def links(self) -> SharedLinks:
-        """The routes of all ordered pairs of ranks, and the links that they cross, where ranks send by
-        themselves, without detours where there is a way without. NoRoute: a pair has none."""
+        """The routes of all ordered pairs of ranks, and the links that they cross, if ranks send by
+        themselves; detours are used only where there is no other way. NoRoute: a pair has none."""
         return self._links(group=False)
 
     @cached_property
     def group_links(self) -> SharedLinks:
-        """The same where a process group carries everything."""
+        """The routes and links if a process group carries everything."""
         return self._links(group=True)
 
     @cached_property
     def fastest_links(self) -> SharedLinks:
-        """The same where ranks also relay for each other, wherever that is fastest: what no backend
-        does today."""
+        """The routes and links if ranks also relay for each other wherever that is fastest, which
+        no backend does today."""
         return self._links(group=False, detours=True)
 
     def _links(self, *, group: bool, detours: bool = False) -> SharedLinks:
@@ -108,15 +112,16 @@ def world_map(
     pinning: Pinning = NOT_PINNED,
     nics: NicUse = ANY_NIC,
 ) -> WorldMap:
-    """The map of these nodes, each with so many ranks; the rest is as in :class:`WorldMap`.
-    ``constants`` of other chips than the nodes have count as None: no chip stands in for another."""
+    """Return the map of these nodes, each with ``ranks_per_node`` ranks; the rest is as in
+    :class:`WorldMap`. ``constants`` of other chips than the nodes have count as None: no chip
+    stands in for another."""
     kinds = node_kinds(topology)
     known = constants if constants is None or _hold(constants, kinds) else None
     return WorldMap(kinds, ranks_per_node, known, group, pinning, nics)
 
 
 def _hold(constants: MachineConstants, kinds: NodeKinds) -> bool:
-    """Whether the constants are of the nodes' chips."""
+    """Return whether the constants are those of the nodes' chips."""
     return not constants.architectures or all(
         architecture(one) in constants.architectures
         for node in kinds.prototypes

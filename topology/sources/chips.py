@@ -1,4 +1,5 @@
-"""Which chip an accelerator is: what kernels are compiled for, constants hold for, and cores it has."""
+"""The chip of an accelerator: the architecture that kernels are compiled for and constants hold
+for, and its cores."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _NVIDIA_DEVICES = {
     0x2C: "sm_120",
     0x31: "sm_103",
 }
-"""Architectures by the upper byte of the PCI device id; each generation has bytes of its own."""
+"""Architectures by the upper byte of the PCI device id; each generation has its own bytes."""
 _NVIDIA_NAMES = (
     (r"G?V100", "sm_70"),
     (r"T4", "sm_75"),
@@ -42,14 +43,14 @@ _NVIDIA_NAMES = (
 
 
 def architecture(device: Accelerator) -> str | None:
-    """Such as ``sm_90``: what a source said, else what the device's PCI id or name tells. None:
-    unknown, or not of NVIDIA."""
+    """Return the architecture, such as ``sm_90``: the one that a source reported, or else the one
+    that the device's PCI id or name implies. None: unknown, or not of NVIDIA."""
     if device.architecture is not None or device.kind != "cuda" or device.emulated:
         return device.architecture
     return _of_product(device.name)
 
 
-@lru_cache(maxsize=256)  # each plan asks of each of its devices
+@lru_cache(maxsize=256)  # each plan queries each of its devices
 def _of_product(name: str) -> str | None:
     id_ = re.fullmatch(r"10de:([0-9a-f]{2})[0-9a-f]{2}", name)
     if id_ is not None:
@@ -83,8 +84,8 @@ def _known() -> _Chips:
 
 
 def cores(device: Accelerator) -> int | None:
-    """How many cores it has: what a source counted, else what products of its PCI id or name have.
-    None: unknown."""
+    """Return the number of cores: the one that a source counted, or else that of products of its
+    PCI id or name. None: unknown."""
     if device.cores is not None or device.kind != "cuda" or device.emulated:
         return device.cores
     return next((chip.cores for chip in _known().chips if _is(device.name, chip)), None)
@@ -95,12 +96,12 @@ def _is(name: str, chip: _Chip) -> bool:
 
 
 def product(device: Accelerator) -> str:
-    """What its vendor calls it, where all that is known of it is a PCI id; else the name it has."""
+    """Return the vendor's name of the product if only its PCI id is known, else the name it has."""
     return _known().products.get(device.name, device.name)
 
 
 def is_card(device: Accelerator) -> bool:
-    """Return whether the product is a card for a PCIe slot, which only a bridge joins to others."""
+    """Return whether the product is a card for a PCIe slot, which only a bridge can join to others."""
     return device.kind == "cuda" and _is_card(product(device))
 
 
@@ -110,5 +111,5 @@ def _is_card(name: str) -> bool:
 
 
 def described(device: Accelerator) -> str:
-    """A device's name with its architecture, for messages: ``NVIDIA A100 (sm_80)``."""
+    """Return a device's name with its architecture, for messages: ``NVIDIA A100 (sm_80)``."""
     return f"{product(device)} ({architecture(device) or 'architecture unknown'})"

@@ -12,12 +12,12 @@ from mkernel.topology.sources.findings import Findings, Notes
 SOURCE = "sysfs cpu"
 _MOST_CPUS = 65536
 _ALLOWED = ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus")
-"""What a container may use, in control groups version 2 and version 1. Not this process's own
-affinity: every rank of a machine must find the same topology."""
+"""The files with the CPUs that a container may use, in control groups version 2 and version 1. This
+process's own affinity is not used: every rank of a machine must find the same topology."""
 
 
 def read(root: Path = Path("/")) -> Findings:
-    """NUMA nodes with the CPUs that may be used.
+    """Return NUMA nodes with the CPUs that may be used.
 
     Only CPUs that are online, and that the control group of this machine or container allows, are
     listed. A machine that shows no NUMA nodes is one node. Memory-only nodes are kept, without
@@ -59,7 +59,8 @@ def read(root: Path = Path("/")) -> Findings:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """``0-3,8`` → {0, 1, 2, 3, 8}. ValueError for anything else, or for more than 65,536 CPUs."""
+    """Parse a list of CPUs: ``0-3,8`` → {0, 1, 2, 3, 8}. ValueError for anything else, or for more
+    than 65,536 CPUs."""
     cpus: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
@@ -73,8 +74,8 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def parse_cpu_mask(text: str) -> frozenset[int]:
-    """``0x1,,0x0000000f`` → {0, 1, 2, 3, 64}: hexadecimal words of 32 CPUs, the highest first.
-    ValueError for anything else, or for more than 65,536 CPUs."""
+    """Parse a mask of CPUs: ``0x1,,0x0000000f`` → {0, 1, 2, 3, 64}, hexadecimal words of 32 CPUs,
+    the highest first. ValueError for anything else, or for more than 65,536 CPUs."""
     words = text.split(",")
     if len(words) > _MOST_CPUS // 32:
         raise ValueError(f"a mask of {len(words)} words is for more than {_MOST_CPUS} CPUs")

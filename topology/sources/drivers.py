@@ -1,4 +1,4 @@
-"""What drivers and their tools say of the machine that runs this."""
+"""Findings of drivers and their tools about the machine that runs this."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from mkernel.topology.sources.findings import Findings
 
 
 def read(root: Path, numa: Sequence[NumaNode]) -> list[Findings]:
-    """Of every driver that is there. ``numa``: the machine's NUMA nodes."""
+    """Return the findings of every driver that is present. ``numa``: the machine's NUMA nodes."""
     return [verbs.read(), nvml.read(root), npu.read(numa)]

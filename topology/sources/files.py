@@ -1,4 +1,4 @@
-"""Reading small text files of a real or recorded system tree."""
+"""Reading of small text files of a real or recorded system tree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mkernel.errors import InputFileError
 from mkernel.user_files import open_file
 
 _MOST = 65536
-"""No attribute of sysfs is longer, no folder of it larger; a recorded tree from elsewhere may hold
-anything."""
+"""The most bytes of an attribute of sysfs, and entries of a folder of it; a recorded tree from
+elsewhere may hold anything."""
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, stripped; None where it is missing, unreadable or empty."""
+    """Return the file's text, stripped; None if it is missing, unreadable or empty."""
     try:
         with open_file(path, "file") as file:
             return file.read(_MOST).decode("utf-8", errors="replace").strip("\0 \t\r\n") or None
@@ -23,7 +23,8 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The file's number, decimal or ``0x`` hexadecimal; None where it is missing or is not one."""
+    """Return the file's number, decimal or ``0x`` hexadecimal; None if it is missing or is no
+    number."""
     text = read_text(path)
     if text is None:
         return None
@@ -34,7 +35,7 @@ def read_int(path: Path) -> int | None:
 
 
 def children(path: Path) -> list[Path]:
-    """Entries of a folder, sorted by name; empty where it cannot be listed."""
+    """List the entries of a folder, sorted by name; empty if it cannot be listed."""
     try:
         return sorted(islice(path.iterdir(), _MOST))
     except OSError:
@@ -42,9 +43,10 @@ def children(path: Path) -> list[Path]:
 
 
 def resolve(link: Path, root: Path) -> Path | None:
-    """Where a link of a tree leads, kept inside ``root``: an absolute target is one of the tree.
+    """Return the target of a link of a tree, kept inside ``root``: an absolute target is taken as
+    one of the tree.
 
-    None where it leads nowhere or out of the tree.
+    None if it leads nowhere or out of the tree.
     """
     base = root.resolve()
     try:

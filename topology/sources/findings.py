@@ -1,4 +1,4 @@
-"""What one source says of a machine: the pieces that :mod:`mkernel.topology.merge` puts together."""
+"""The findings of one source about a machine, which :mod:`mkernel.topology.merge` puts together."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mkernel.printable import printable
 from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Note, NumaNode
 
 _MOST_NOTE = 500
-"""Characters of a note, which may quote a file."""
+"""The most characters of a note, which may quote a file."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What one source knows, named like the fields of a node. What it does not know is left out.
+    """The facts that one source knows, named like the fields of a node. Unknown ones are left out.
 
     Ends of ``fabric`` and ``no_p2p`` are ids of this source's own ``accelerators``.
     """
@@ -32,7 +32,7 @@ class Findings:
 
 
 class Notes:
-    """Collects the notes of one source, each once."""
+    """A collection of the notes of one source, each once."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -43,7 +43,7 @@ class Notes:
         self._notes.setdefault(shown, Note(source=self.source, message=shown))
 
     def add_unclassed(self, addresses: Sequence[str]) -> None:
-        """One note about the PCI functions of which no class is known."""
+        """Add one note about the PCI functions whose class is unknown."""
         if addresses:
             self.add(
                 f"{len(addresses)} PCI functions without a class, so that nobody knows what they are; "

@@ -10,12 +10,12 @@ from mkernel.topology.sources.findings import Findings
 
 KNOWN = "NCCL's or hwloc's XML, npu-smi's text"
 OTHERS = "XML, nor text of npu-smi"
-"""In words: the formats, and what is no JSON may be."""
+"""The formats in words: those that are known, and those that a file may have if it is not JSON."""
 
 
 def parse(text: bytes, path: Path) -> tuple[Findings, ...] | None:
-    """The hosts of a file: NCCL's XML, hwloc's, or what ``npu-smi info -t topo`` prints (and
-    ``npu-smi info``, one behind the other). None: it is neither XML nor such text.
+    """Return the hosts of a file: NCCL's XML, hwloc's, or the output of ``npu-smi info -t topo``
+    (and of ``npu-smi info``, one after the other). None: it is neither XML nor such text.
 
     Raises:
         InputFileError: it is XML of something else, malformed or hostile.

@@ -1,7 +1,7 @@
-"""hwloc XML: what ``lstopo --of xml`` of hwloc 2 and 3 writes.
+"""hwloc XML, as ``lstopo --of xml`` of hwloc 2 and 3 writes it.
 
-It names what a node is made of, where it sits on PCIe, and how fast the links there are; where hwloc
-was built with NVIDIA's or AMD's library, also what links between accelerators carry. Rates of NICs'
+It names the parts of a node, their places on PCIe, and the rates of the links there; if hwloc was
+built with NVIDIA's or AMD's library, also the rates of links between accelerators. Rates of NICs'
 ports are not in it.
 """
 
@@ -27,17 +27,17 @@ from mkernel.topology.sources.xml import BusIds, Element, Place
 
 SOURCE = "hwloc XML"
 ROOT = "topology"
-"""Tag of the root element."""
+"""The tag of the root element."""
 
 _NETWORK, _OPENFABRICS, _COPROCESSOR = 2, 3, 5
 _NETWORK_BIT, _OPENFABRICS_BIT, _COPROCESSOR_BIT = 1 << 4, 1 << 5, 1 << 3
-"""Types of operating-system devices: numbers in hwloc 2, bits in hwloc 3."""
+"""The types of operating-system devices: numbers in hwloc 2, bits in hwloc 3."""
 _ACTIVE = "4"
-"""State of a port that lets data through."""
+"""The state of a port that lets data through."""
 _PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
 _HOST_BUS = re.compile(r"([0-9a-f]{1,8}):\[([0-9a-f]{2})-[0-9a-f]{2}\]", re.IGNORECASE)
 _NUMBERED = re.compile(r"(?:nvml|rsmi)(\d{1,4})")
-"""Operating-system devices that carry the driver's own number of a GPU."""
+"""The names of operating-system devices that carry the driver's own number of a GPU."""
 
 
 class _Gpu(NamedTuple):
@@ -49,11 +49,11 @@ class _Gpu(NamedTuple):
 
 
 def read(topology: Element, path: Path) -> Findings:
-    """The machine of the file.
+    """Return the machine of the file.
 
     Raises:
-        InputFileError: of another hwloc, no machine in it, a bus id that is none, or one that occurs
-            twice.
+        InputFileError: another version of hwloc, no machine in it, a bus id that is none, or one
+            that occurs twice.
     """
     version = topology.attributes.get("version", "1 (none is given)")
     if not version.startswith(("2.", "3.")):
@@ -77,9 +77,9 @@ class _Reader:
         self._gpus: dict[pci.DeviceAt, _Gpu] = {}
         self._nics: list[Nic] = []
         self._ends: dict[str, pci.DeviceAt] = {}
-        """``gp_index`` of what links may end at → a GPU."""
+        """The GPU of each ``gp_index`` at which links may end."""
         self._switches: set[str] = set()
-        """``gp_index`` of the others that they may end at."""
+        """The ``gp_index`` of other objects at which links may end."""
 
     def read(self, topology: Element, machine: Element) -> Findings:
         self._object(machine, Place(None, ()))
@@ -119,7 +119,7 @@ class _Reader:
             self._object(child, place)
 
     def _is(self, device: Element, number: int, bit: int) -> bool:
-        """Whether a device of the operating system has this type."""
+        """Return whether a device of the operating system has this type."""
         found = device.number("osdev_type") or 0
         return bool(found & bit) if self._bits else found == number
 
@@ -127,7 +127,7 @@ class _Reader:
         return self._is(device, _OPENFABRICS, _OPENFABRICS_BIT)
 
     def _nearest(self, element: Element) -> int | None:
-        """The NUMA node that an object belongs to, if to one alone."""
+        """Return the NUMA node that an object belongs to, if it belongs to one alone."""
         mask = element.attributes.get("nodeset", "")
         try:
             nodes = parse_cpu_mask(mask)
@@ -183,7 +183,7 @@ class _Reader:
     def _accelerators(
         self, function: Element, address: str, place: Place, kind: KindName, ids: tuple[int, int]
     ) -> None:
-        """The devices of a PCI function: one for each of the driver's numbers."""
+        """Add the devices of a PCI function: one for each of the driver's numbers."""
         own = [(each, _driver_number(each)) for each in function.all("object")]
         found = pci.parts(address, (number for _, number in own))
         for at, number in found.items():
@@ -206,7 +206,7 @@ class _Reader:
             each for each in function.all("object") if self._is(each, _NETWORK, _NETWORK_BIT)
         ]
         names = [each.attributes.get("name", address) for each in interfaces]
-        # A file without any was made without looking for them: then the PCI ids tell.
+        # A file without any interface was made without looking for them; then the PCI ids decide.
         kind = "ethernet" if names else kinds.network(*ids)
         for name in names or [address]:
             self._add(Nic(id=name, kind=kind, name=name), place, function)
@@ -214,7 +214,7 @@ class _Reader:
     def _rdma(
         self, device: Element, place: Place, function: Element | None, vendor: int | None
     ) -> None:
-        """The ports of an RDMA device; ``function`` None where it is not on PCI."""
+        """Add the ports of an RDMA device; ``function`` None if it is not on PCI."""
         name = device.attributes.get("name")
         if name is None:
             self._notes.add(f"line {device.line}: an RDMA device without a name; ignored")
@@ -250,8 +250,8 @@ class _Reader:
         )
 
     def _numbered(self) -> dict[pci.DeviceAt, Accelerator]:
-        """GPUs with the driver's own numbers where the file names them, or else numbered by bus id, as
-        drivers do."""
+        """Return GPUs with the driver's own numbers if the file has them, or else numbered by bus
+        id, as drivers do."""
         numbers = pci.numbered({at: (gpu.kind, gpu.number) for at, gpu in self._gpus.items()})
         return {
             at: Accelerator(
@@ -282,7 +282,7 @@ def _info(element: Element, name: str) -> str | None:
 
 
 def _gbs(element: Element, notes: Notes) -> float | None:
-    """hwloc writes GB/s, and 0 where it does not know."""
+    """Return the speed of a link; hwloc writes GB/s, and 0 if it is unknown."""
     text = element.attributes.get("pci_link_speed", "")
     known = re.fullmatch(r"\d{1,5}(?:\.\d{1,9})?", text)
     if text and known is None:

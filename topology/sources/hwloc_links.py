@@ -13,12 +13,12 @@ from mkernel.topology.sources.xml import Element
 _KINDS = {"NVLinkBandwidth": "nvlink", "XGMIBandwidth": "xgmi"}
 _MOST_OBJECTS = 512
 _OBJECT = re.compile(r"(?:([A-Za-z0-9]+):)?(\d{1,18})")
-"""``OSDev:802``, or ``802`` where all objects of a matrix have one type."""
+"""An object: ``OSDev:802``, or ``802`` if all objects of a matrix have one type."""
 _HOSTS = frozenset({"Package", "NUMANode", "Machine"})
 
 
 def links(topology: Element, ends: Mapping[str, str], notes: Notes) -> Iterator[FabricLink]:
-    """The scale-up links of the file.
+    """Yield the scale-up links of the file.
 
     Args:
         ends: ``gp_index`` of an object → id of the accelerator that it is or belongs to, or
@@ -58,7 +58,7 @@ def _links(
 
 
 def _end(text: str, matrix: Element, ends: Mapping[str, str]) -> str | None:
-    """What an object is an end of; None: of nothing that is known here."""
+    """Return the end that an object is; None: no known end."""
     match = _OBJECT.fullmatch(text)
     if match is None:
         return None

@@ -21,10 +21,10 @@ _LAYERS: dict[str, LinkLayer] = {
 
 
 def read(root: Path = Path("/")) -> Findings:
-    """All RDMA ports, by device and port.
+    """Return all RDMA ports, by device and port.
 
     A port whose state is missing counts as down: a route over it would hang. The id is the device's
-    name, with ``:port`` where the device has several.
+    name, with ``:port`` if the device has several.
     """
     notes = Notes(SOURCE)
     devices = children(root / "sys/class/infiniband")
@@ -81,13 +81,13 @@ def _device(entry: Path, root: Path, notes: Notes) -> list[Nic]:
 
 
 def parse_rate(text: str) -> float | None:
-    """``200 Gb/sec (4X HDR)`` → 200.0; None where there is no positive rate."""
+    """Parse a rate: ``200 Gb/sec (4X HDR)`` → 200.0; None if there is no positive rate."""
     match = re.match(r"(\d{1,6}(?:\.\d{1,6})?) *Gb/s", text)
     rate = float(match[1]) if match else 0.0
     return rate or None
 
 
 def is_active(state: str) -> bool:
-    """Whether a port's ``state`` (``4: ACTIVE``) lets data through."""
+    """Return whether a port's ``state`` (``4: ACTIVE``) lets data through."""
     number, _, word = state.partition(":")
     return number.strip() == "4" or word.strip().upper() == "ACTIVE"

@@ -1,8 +1,8 @@
-"""NCCL's topology XML: what ``NCCL_TOPO_DUMP_FILE`` writes, and clouds ship for their machines.
+"""NCCL's topology XML, which ``NCCL_TOPO_DUMP_FILE`` writes, and clouds ship for their machines.
 
 NCCL shows a whole switch as one ``pci`` element and leaves root ports out, while sysfs and hwloc show
-every port. So that paths come out the same, each child of a switch gets a downstream port of its own
-here, and each top element of a CPU a host bridge and a root port: the file does not name them.
+every port. To get the same paths, each child of a switch is given its own downstream port here, and
+each top element of a CPU a host bridge and a root port, which the file does not name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mkernel.topology.sources.xml import BusIds, Element, Place
 
 SOURCE = "NCCL XML"
 ROOT = "system"
-"""Tag of the root element."""
+"""The tag of the root element."""
 
 _NVSWITCH, _NPU_BRIDGE = "0x068000", "0x068001"
-"""Classes of NVLink's other ends: a switch, and the CPU of a POWER machine."""
+"""The PCI classes of NVLink's other ends: a switch, and the CPU of a POWER machine."""
 _GCN = {"910": "90a"}
-"""Numbers that RCCL once wrote for an architecture whose name they are not."""
+"""The real names of architectures for which RCCL once wrote another number, by that number."""
 
 
 class _Gpu(NamedTuple):
@@ -47,7 +47,7 @@ class _Gpu(NamedTuple):
 
 
 def read(system: Element, path: Path) -> tuple[Findings, ...]:
-    """The hosts of the file, in order of appearance; dumps of one host hold one.
+    """Return the hosts of the file, in order of appearance; dumps of one host hold one.
 
     Raises:
         InputFileError: no CPUs, a bus id that is none, or one that occurs twice on a host.
@@ -70,7 +70,7 @@ class _Host:
         self._unclassed: list[str] = []
         self._nics: list[Nic] = []
         self._sockets: dict[str, Nic] = {}
-        """NICs below a CPU, by name: NCCL lists one that it knows no place of below each."""
+        """The NICs below a CPU, by name: NCCL lists a NIC of unknown place below each CPU."""
 
     def read(self, cpus: list[Element]) -> Findings:
         for number, cpu in enumerate(cpus):
@@ -128,7 +128,8 @@ class _Host:
             )
 
     def _accelerators(self, element: Element, address: str, pci_class: int, place: Place) -> None:
-        """The devices of a PCI function: one for each ``dev`` of its GPUs, which ranks may share."""
+        """Add the devices of a PCI function: one for each ``dev`` of its GPUs, which ranks may
+        share."""
         gpus = {gpu.number("dev"): gpu for gpu in reversed(list(element.all("gpu")))}
         vendor, device = (element.number(name, 16) for name in ("vendor", "device"))
         kind = _accelerator_kind(pci_class, vendor, device, next(iter(gpus.values()), None))
@@ -142,7 +143,7 @@ class _Host:
             self._gpus[at] = _Gpu(kind, place, element, gpus.get(number))
 
     def _network(self, parent: Element, address: str | None, place: Place) -> None:
-        """The ports of a PCI function; ``address`` None: of the NICs right below a CPU."""
+        """Add the ports of a PCI function; ``address`` None: of the NICs directly below a CPU."""
         nets = [net for nic in parent.all("nic") for net in nic.all("net")]
         if not nets and address is not None:
             self._nics.append(self._nic(parent, address, place, None, address))
@@ -192,7 +193,8 @@ class _Host:
         )
 
     def _numbered(self) -> dict[pci.DeviceAt, Accelerator]:
-        """GPUs by bus id, with the numbers that NCCL found or else, like drivers, in that order."""
+        """Return GPUs by bus id, with the numbers that NCCL found or else, like drivers, numbered
+        in that order."""
         numbers = pci.numbered(
             {
                 at: (one.kind, one.gpu.number("dev") if one.gpu else None)
@@ -218,13 +220,13 @@ class _Host:
         }
 
     def _compute_units(self, one: _Gpu) -> int | None:
-        """RCCL writes the number of compute units as ``sm``."""
+        """Return the number of compute units, which RCCL writes as ``sm``."""
         if one.gpu is None or one.kind != "rocm":
             return None
         return self._number(one.gpu, "sm") or None
 
     def _fabric(self, accelerators: dict[pci.DeviceAt, Accelerator]) -> Iterator[FabricLink]:
-        """Each pair once. Links to several switches, or several rows of one pair, add up."""
+        """Yield each pair once. Links to several switches, or several rows of one pair, add up."""
         found: dict[frozenset[str], FabricLink] = {}
         for at, one in self._gpus.items():
             if one.gpu is None:
@@ -286,7 +288,7 @@ class _Host:
         return gbs
 
     def _number(self, element: Element, name: str) -> int | None:
-        """An attribute's number; a note where it has a value that is none."""
+        """Return an attribute's number; add a note if it has a value that is none."""
         number = element.number(name)
         text = element.attributes.get(name)
         if number is None and text:
@@ -299,15 +301,17 @@ class _Host:
 def _accelerator_kind(
     pci_class: int, vendor: int | None, device: int | None, gpu: Element | None
 ) -> KindName | None:
-    """Files for NCCL that name no vendor speak of NVIDIA's GPUs, those of AMD's RCCL name a ``gcn``.
-    What ranks run on is no console, whatever its class."""
+    """Return the kind of an accelerator. Files for NCCL that name no vendor describe NVIDIA's GPUs;
+    those of AMD's RCCL name a ``gcn``. A device that ranks run on is no console, whatever its
+    class."""
     if vendor is None:
         return "rocm" if gpu is not None and "gcn" in gpu.attributes else "cuda"
     return kinds.accelerator(pci_class, vendor, device) if gpu is None else kinds.made_by(vendor)
 
 
 def _architecture(one: _Gpu) -> str | None:
-    """``sm_90``, of the attribute ``sm``; of AMD's GPUs ``gfx942``, of the attribute ``gcn``."""
+    """Return ``sm_90``, from the attribute ``sm``; for AMD's GPUs ``gfx942``, from the attribute
+    ``gcn``."""
     if one.gpu is None:
         return None
     if one.kind == "rocm":

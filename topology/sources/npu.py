@@ -1,4 +1,4 @@
-"""Ascend NPUs, from what ``npu-smi info`` and ``npu-smi info -t topo`` print."""
+"""Ascend NPUs, from the output of ``npu-smi info`` and ``npu-smi info -t topo``."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ _MOST_CHARACTERS = 1 << 20
 
 _DIRECT = "HCCS"
 _FABRIC = {_DIRECT, "HCCS_SW", "SIO"}
-"""Relations that are scale-up links: between chips, through a switch, between two dies of a chip. Only
-the rate of the first is known."""
+"""Relations that are scale-up links: between chips, through a switch, between two dies of a chip.
+Only the rate of the first is known."""
 _RELATIONS = {"X", "SYS", "PHB", "PIX", "PXB", "PIB", "NA", *_FABRIC}
 
 _NAME = re.compile(r"(?:NPU|Phy-ID)(\d{1,4})")
 _CARD = re.compile(r"(\d{1,4})\s+(\S{0,32}\d{3}\S{0,32})")
-"""``0  910B3``: the upper line of a device in the table of ``npu-smi info``; names are short."""
+"""The upper line of a device in the table of ``npu-smi info``, such as ``0  910B3``; names are
+short."""
 _LOWER = re.compile(r"\d{1,4}(?:\s+(\d{1,4}))?")
-"""``0``, or ``0  5`` with a physical id: the lower line, whose second cell is the bus id."""
+"""The lower line of a device, ``0``, or ``0  5`` with a physical id; its second cell is the bus id."""
 
 
 def is_text(text: str) -> bool:
-    """Return whether a text is what ``npu-smi info`` or ``npu-smi info -t topo`` prints, or both;
+    """Return whether a text is the output of ``npu-smi info`` or ``npu-smi info -t topo``, or both;
     neither is ever longer than 1 MiB."""
     return len(text) <= _MOST_CHARACTERS and bool(parse(text).accelerators)
 
 
 def read(numa: Sequence[NumaNode] = ()) -> Findings:
-    """The NPUs of this machine. No ``npu-smi`` means none, which is worth no note.
+    """Return the NPUs of this machine. No ``npu-smi`` means none, without a note.
 
     Args:
-        numa: to find the node of the CPUs that a device is nearest to.
+        numa: NUMA nodes, to find the one of the CPUs that a device is nearest to.
     """
     if shutil.which(_COMMANDS[0][0]) is None:
         return Findings(SOURCE)
@@ -63,7 +64,7 @@ def read(numa: Sequence[NumaNode] = ()) -> Findings:
 
 
 def parse(text: str, numa: Sequence[NumaNode] = ()) -> Findings:
-    """The NPUs that the texts of either command, or of both, name. Never raises."""
+    """Return the NPUs that the texts of either command, or of both, name. Never raises."""
     notes = Notes(SOURCE)
     cards = _table(text)
     rows, affinity = _matrix(text, notes)
@@ -90,7 +91,7 @@ def parse(text: str, numa: Sequence[NumaNode] = ()) -> Findings:
 
 
 class _Chip(NamedTuple):
-    """A chip in the table of ``npu-smi info``; ``number``: its physical id, where the table has one."""
+    """A chip in the table of ``npu-smi info``; ``number``: its physical id, if the table has one."""
 
     card: int
     number: int | None
@@ -99,8 +100,8 @@ class _Chip(NamedTuple):
 
 
 def _table(text: str) -> dict[int, _Chip]:
-    """Chips by NPU number: the physical id where the table has them, else the card's number, else, of
-    cards with several chips, the place in the table."""
+    """Return chips by NPU number: the physical id if the table has them, else the card's number,
+    else, for cards with several chips, the place in the table."""
     found: list[_Chip] = []
     card: tuple[int, str] | None = None
     for line in text.splitlines():
@@ -121,7 +122,7 @@ def _table(text: str) -> dict[int, _Chip]:
 
 
 def _matrix(text: str, notes: Notes) -> tuple[dict[int, dict[int, str]], dict[int, str]]:
-    """Relations by row and column, and the CPUs near each NPU as text."""
+    """Return relations by row and column, and the CPUs near each NPU as text."""
     columns: list[int] = []
     rows: dict[int, dict[int, str]] = {}
     affinity: dict[int, str] = {}
@@ -143,7 +144,7 @@ def _matrix(text: str, notes: Notes) -> tuple[dict[int, dict[int, str]], dict[in
 
 
 def _header(words: list[str]) -> list[int]:
-    """NPU numbers of a matrix's columns; empty where the line is not its header."""
+    """Return the NPU numbers of a matrix's columns; empty if the line is not its header."""
     if words[-2:] == ["CPU", "Affinity"]:
         words = words[:-2]
     names = [_NAME.fullmatch(word) for word in words[:_MOST_NPUS]]
@@ -167,7 +168,7 @@ def _links(rows: dict[int, dict[int, str]], notes: Notes) -> tuple[FabricLink, .
 
 
 def _node_of(affinity: str, numa: Sequence[NumaNode]) -> int | None:
-    """The one NUMA node that has all of the CPUs."""
+    """Return the one NUMA node that has all of the CPUs."""
     try:
         cpus = parse_cpu_list(affinity)
     except ValueError:

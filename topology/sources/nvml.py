@@ -16,7 +16,8 @@ from mkernel.topology.sources.findings import Findings, Notes
 
 SOURCE = "nvml"
 
-# Names of the library's constants would tie us to its releases; these are NVML's interface.
+# The library's names of these constants would tie us to its releases; the numbers are NVML's
+# interface.
 _MOST_LINKS = 36
 _GPU, _CPU = 0, 1
 _WRITE = 1
@@ -26,11 +27,11 @@ _NODE_WORDS = 16
 
 
 def read(root: Path = Path("/"), library: Any = None) -> Findings:
-    """The GPUs that NVML lists. No driver is not an error: then there is only a note.
+    """Return the GPUs that NVML lists. A missing driver is not an error: it only adds a note.
 
     Args:
-        root: where sysfs is, for the position on PCIe.
-        library: stands in for the ``pynvml`` module.
+        root: the folder that holds sysfs, for the position on PCIe.
+        library: replaces the ``pynvml`` module.
     """
     notes = Notes(SOURCE)
     if library is None:
@@ -72,7 +73,7 @@ def read(root: Path = Path("/"), library: Any = None) -> Findings:
 
 
 def _gpus(library: Any, root: Path, notes: Notes) -> Iterator[tuple[Accelerator, Any]]:
-    """GPUs with their handles."""
+    """Yield GPUs with their handles."""
     for index in range(library.nvmlDeviceGetCount()):
         try:
             handle = library.nvmlDeviceGetHandleByIndex(index)
@@ -110,7 +111,8 @@ def _gpus(library: Any, root: Path, notes: Notes) -> Iterator[tuple[Accelerator,
 
 
 def _near(library: Any, handle: Any) -> int | None:
-    """The NUMA node that the driver puts a GPU on, if one alone: sysfs does not know it everywhere."""
+    """Return the NUMA node on which the driver places a GPU, if it is one alone: sysfs does not
+    know it everywhere."""
     try:
         words = list(library.nvmlDeviceGetMemoryAffinity(handle, _NODE_WORDS, _SCOPE_NODE))
     except Exception:
@@ -124,7 +126,7 @@ def _near(library: Any, handle: Any) -> int | None:
 def _fabric(
     library: Any, gpus: list[tuple[Accelerator, Any]], notes: Notes
 ) -> tuple[FabricLink, ...]:
-    """NVLinks that are up, by pair of ends; links to several switches count together."""
+    """Return NVLinks that are up, by pair of ends; links to several switches count together."""
     by_address = {gpu.pci: gpu.id for gpu, _ in gpus}
     found: dict[frozenset[str], FabricLink] = {}
     for gpu, handle in gpus:
@@ -147,7 +149,8 @@ def _fabric(
 
 
 def _ends(library: Any, handle: Any, by_address: dict[str | None, str]) -> Iterator[str]:
-    """The other end of each NVLink that is up. A GPU that is not this process's is left out."""
+    """Yield the other end of each NVLink that is up. A GPU that this process does not see is left
+    out."""
     for link in range(_MOST_LINKS):
         if not _answer(library.nvmlDeviceGetNvLinkState, handle, link):
             continue
@@ -158,12 +161,12 @@ def _ends(library: Any, handle: Any, by_address: dict[str | None, str]) -> Itera
             yield other
         elif kind == _CPU:
             yield FABRIC_HOST
-        elif kind != _GPU:  # a switch, also where a virtual machine does not say what it is
+        elif kind != _GPU:  # a switch, even if a virtual machine hides what it is
             yield FABRIC_SWITCH
 
 
 def _answer(question: Callable[[Any, int], Any], handle: Any, link: int) -> Any:
-    """None where NVML raises, as it does for links that a GPU does not have."""
+    """Return NVML's result; None if NVML raises, as it does for links that a GPU does not have."""
     try:
         return question(handle, link)
     except Exception:
@@ -184,5 +187,5 @@ def _no_p2p(
 
 
 def _text(value: str | bytes) -> str:
-    """Older releases of nvidia-ml-py return bytes."""
+    """Return text; older releases of nvidia-ml-py return bytes."""
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)

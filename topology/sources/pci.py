@@ -1,4 +1,4 @@
-"""PCI addresses, where a device sits in the tree of bridges, and what its link carries."""
+"""PCI addresses, the place of a device in the tree of bridges, and the rate of its link."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ADDRESS = re.compile(
 )
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", re.IGNORECASE)
 _CODING = ((5.0, 8 / 10), (32.0, 128 / 130), (128.0, 242 / 256))
-"""Up to this many GT/s, the share of the bits on the wire that carries data."""
+"""The share of the bits on the wire that carries data, for up to this many GT/s."""
 _MOST_LANES = 32
 
 
 def normalise(address: str) -> str | None:
-    """``dddd:bb:dd.f`` in lower case, from any usual spelling (``3b:00.0``,
-    ``00000000:3B:00.0``). None where it is not a PCI address."""
+    """Return ``dddd:bb:dd.f`` in lower case, from any usual spelling (``3b:00.0``,
+    ``00000000:3B:00.0``). None if it is not a PCI address."""
     match = _ADDRESS.fullmatch(address.strip())
     if match is None:
         return None
@@ -33,25 +33,25 @@ def normalise(address: str) -> str | None:
 
 
 def is_real(bridge: str) -> bool:
-    """Whether a bridge's name is the system's own, and not one that a source made up."""
+    """Return whether a bridge's name is the system's own, and not one that a source made up."""
     return _HOST_BRIDGE.fullmatch(bridge) is not None or normalise(bridge) is not None
 
 
 def sort_key(address: str) -> tuple[int, ...]:
-    """Order of normalised addresses, as drivers number devices."""
+    """Return the sort key of a normalised address, by which drivers number devices."""
     return tuple(int(part, 16) for part in re.split(r"[:.]", address))
 
 
 class DeviceAt(NamedTuple):
-    """A device of a PCI function; most functions have one device alone, which is part 0."""
+    """A device of a PCI function; most functions have only one device, which is part 0."""
 
     address: str
     part: int = 0
 
 
 def parts(address: str, numbers: Iterable[int | None]) -> dict[DeviceAt, int | None]:
-    """The devices of a function to which a file gives these numbers. Each different number is a device;
-    without any there is one, whose number is unknown."""
+    """Return the devices of a function to which a file gives these numbers. Each different number
+    is a device; without any there is one, whose number is unknown."""
     known = sorted({number for number in numbers if number is not None})
     return {DeviceAt(address, part): number for part, number in enumerate(known or [None])}
 
@@ -59,8 +59,8 @@ def parts(address: str, numbers: Iterable[int | None]) -> dict[DeviceAt, int | N
 def numbered(
     known: Mapping[DeviceAt, tuple[KindName, int | None]],
 ) -> dict[DeviceAt, int]:
-    """A number for each device among those of its kind, in the order of numbers: the known ones where
-    all of a kind are known and different; else by address, as drivers number devices."""
+    """Return a number for each device among those of its kind, in the order of numbers: the known
+    ones if all of a kind are known and different, else by address, as drivers number devices."""
     found: dict[DeviceAt, int] = {}
     by_address = sorted(known, key=lambda device: (sort_key(device.address), device.part))
     for each in dict.fromkeys(kind for kind, _ in known.values()):
@@ -73,7 +73,7 @@ def numbered(
 
 
 def bridges(device: Path) -> tuple[str, ...]:
-    """Host bridge and PCIe bridges above a device's real sysfs folder, outermost first."""
+    """Return the host bridge and PCIe bridges above a device's real sysfs folder, outermost first."""
     found = [
         part.lower()
         for part in device.parent.parts
@@ -85,19 +85,19 @@ def bridges(device: Path) -> tuple[str, ...]:
 
 
 def folder(root: Path, address: str) -> Path | None:
-    """The real sysfs folder of a PCI function; None where the tree does not list it."""
+    """Return the real sysfs folder of a PCI function; None if the tree does not list it."""
     return resolve(root / "sys/bus/pci/devices" / address, root)
 
 
 def parse_speed(text: str | None) -> float | None:
-    """``16.0 GT/s PCIe`` → 16.0; None for what is no speed (``Unknown speed``)."""
+    """Parse a speed: ``16.0 GT/s PCIe`` → 16.0; None for anything else (``Unknown speed``)."""
     match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) *GT/s", (text or "").strip())
     return (float(match[1]) or None) if match else None
 
 
 def link_gbs(speed: float | None, lanes: int | None) -> float | None:
-    """GB/s in one direction of a link of so many GT/s a lane. None where either is unknown: virtual
-    machines show links of no lanes."""
+    """Return the GB/s in one direction of a link with ``speed`` GT/s per lane. None if either is
+    unknown: virtual machines show links of no lanes."""
     coding = next((share for most, share in _CODING if speed and speed <= most), None)
     if speed is None or coding is None or lanes is None or not 1 <= lanes <= _MOST_LANES:
         return None
@@ -105,15 +105,16 @@ def link_gbs(speed: float | None, lanes: int | None) -> float | None:
 
 
 def port_gbs(port: Path) -> float | None:
-    """The rate of the link that a bridge's folder describes."""
+    """Return the rate of the link that a bridge's folder describes."""
     return link_gbs(_speed(port, idles=True), _lanes(port))
 
 
 def device_gbs(function: Path, *, idles: bool) -> float | None:
-    """The rate of the link above a function: the lesser of its two sides, in speed and in width.
+    """Return the rate of the link above a function: the lesser of its two sides, in speed and in
+    width.
 
     Args:
-        idles: whether the link slows down with an idle device, as those of GPUs do: then the
+        idles: True if the link slows down with an idle device, as those of GPUs do. Then the
             fastest speed counts and not the current one. The current width counts in either case,
             since a link that was trained narrow stays so.
     """
@@ -134,8 +135,8 @@ def _lanes(function: Path) -> int | None:
 
 
 def numa_node(function: Path, notes: Notes) -> int | None:
-    """The function's NUMA node. None where sysfs does not say (no file, empty, or -1); a value that
-    is no number is also worth a note."""
+    """Return the function's NUMA node. None if sysfs does not state it (no file, empty, or -1); a
+    value that is no number also adds a note."""
     text = read_text(function / "numa_node")
     if text is None or text == "-1":
         return None

@@ -15,11 +15,11 @@ SOURCE = "sysfs PCI"
 
 
 def read(root: Path = Path("/")) -> Findings:
-    """What ``/sys/bus/pci/devices`` shows, whether a driver serves it or not.
+    """Return the devices that ``/sys/bus/pci/devices`` shows, whether a driver serves them or not.
 
     Accelerators are numbered by bus id, as drivers number them. A network function is listed as a
-    NIC only where it has network interfaces and no RDMA device: those are
-    :mod:`~mkernel.topology.sources.infiniband`'s.
+    NIC only if it has network interfaces and no RDMA device; RDMA devices are listed by
+    :mod:`~mkernel.topology.sources.infiniband`.
     """
     notes = Notes(SOURCE)
     accelerators: list[Accelerator] = []
@@ -84,7 +84,7 @@ def read(root: Path = Path("/")) -> Findings:
 
 
 def _functions(root: Path) -> Iterator[tuple[str, Path]]:
-    """Addresses and real folders, by bus id."""
+    """Yield addresses and real folders, by bus id."""
     found = {}
     for entry in children(root / "sys/bus/pci/devices"):
         address = pci.normalise(entry.name)
@@ -96,12 +96,12 @@ def _functions(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _interfaces(function: Path) -> list[Path]:
-    """Folders of network interfaces; virtio's lie one folder below the function."""
+    """Return folders of network interfaces; virtio's lie one folder below the function."""
     folders = [function, *(each for each in children(function) if each.name.startswith("virtio"))]
     return [interface for folder in folders for interface in children(folder / "net")]
 
 
 def _speed(interface: Path) -> float | None:
-    """sysfs says Mb/s, and -1, or nothing at all, where the link is down."""
+    """Return the speed in Gb/s. sysfs has Mb/s, and -1, or nothing at all, if the link is down."""
     speed = read_int(interface / "speed")
     return speed / 1000 if speed is not None and speed > 0 else None

@@ -1,4 +1,4 @@
-"""Ports as libibverbs describes them, where ``pyverbs`` is installed; NIC backends ask it otherwise."""
+"""Ports as libibverbs describes them, if ``pyverbs`` is installed; otherwise NIC backends query it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ _LANE_GBPS = {
     128: 100.0,
     256: 200.0,
 }
-"""Numbers of lanes by libibverbs' code of a port's width, Gb/s of a lane by its code of a speed."""
+"""Gb/s of a lane by libibverbs' code of a port's speed; ``_LANES``: numbers of lanes by its code of
+a port's width."""
 _LAYERS: dict[int, Literal["InfiniBand", "Ethernet"]] = {1: "InfiniBand", 2: "Ethernet"}
 
 
 def read(library: ModuleType | Any = None) -> Findings:
-    """Every port of every device. No ``pyverbs`` is no note: it is never needed.
+    """Return every port of every device. A missing ``pyverbs`` adds no note: it is never needed.
 
     Args:
-        library: stands in for ``pyverbs.device``.
+        library: replaces ``pyverbs.device``.
     """
     notes = Notes(SOURCE)
     if library is None:

@@ -1,7 +1,8 @@
-"""XML files from outside, read with limits.
+"""Reader of XML files from outside, with limits.
 
-Python's own expat, not a hardened wrapper of it: what a wrapper adds is the refusal of entities,
-one handler here, while depth, elements and bytes must be limited in the same handlers anyway.
+It uses Python's own expat, not a hardened wrapper of it: a wrapper adds only the refusal of
+entities, which is one handler here, while depth, elements and bytes must be limited in the same
+handlers anyway.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from mkernel.topology.sources import pci
 
 MOST_ELEMENTS = 50_000
 MOST_DEPTH = 200
-"""The largest machines' files have some 10,000 elements and 30 levels."""
+"""The limits of a file. The largest machines' files have some 10,000 elements and 30 levels."""
 
 
 @dataclass
 class Element:
-    """One element, where it starts in the file, and what is inside it."""
+    """One element, its line in the file, and its contents."""
 
     tag: str
     attributes: dict[str, str]
@@ -33,11 +34,12 @@ class Element:
     """Pieces of the text between its tags."""
 
     def all(self, tag: str) -> Iterator[Element]:
-        """The children of that tag."""
+        """Return the children of that tag."""
         return (child for child in self.children if child.tag == tag)
 
     def number(self, name: str, base: int = 10) -> int | None:
-        """An attribute's number, from 0 to 2^31 - 1. None where it is missing or is no such one."""
+        """Return an attribute's number, from 0 to 2^31 - 1. None if it is missing or is no such
+        number."""
         try:
             number = int(self.attributes.get(name, ""), base)
         except ValueError:
@@ -46,7 +48,7 @@ class Element:
 
 
 class Place(NamedTuple):
-    """Says where in a machine's tree an element is: its NUMA node, and the bridges above it."""
+    """The place of an element in a machine's tree: its NUMA node, and the bridges above it."""
 
     numa: int | None
     bridges: tuple[str, ...]
@@ -61,7 +63,7 @@ class BusIds:
         self._lines: dict[str, int] = {}
 
     def take(self, element: Element) -> str:
-        """An element's address. InputFileError: it is none, or has occurred before."""
+        """Return an element's address. InputFileError: it is none, or has occurred before."""
         text = element.attributes.get(self._attribute, "")
         address = pci.normalise(text)
         where = f"topology file {self._path}, line {element.line}: {self._attribute}"
@@ -75,16 +77,16 @@ class BusIds:
 
 
 def is_xml(start: bytes) -> bool:
-    """Whether a file that starts so is XML and not JSON or text."""
+    """Return whether a file that starts with these bytes is XML, and not JSON or text."""
     return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"<")
 
 
 def parse(text: bytes, path: Path) -> Element:
-    """The root element of a file's text.
+    """Return the root element of a file's text.
 
     Raises:
         InputFileError: it is no well-formed XML, declares entities, or is above the limits in
-            elements or depth; says where in ``path``. Nothing it refers to is ever opened.
+            elements or depth; states where in ``path``. Nothing it refers to is ever opened.
     """
     return _Reader(path).read(text)
 
