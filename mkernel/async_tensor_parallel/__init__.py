@@ -1,7 +1,8 @@
-"""Async tensor parallel: functional collectives of compiled programs, fused with their products.
+"""Async tensor parallelism: functional collectives of compiled programs, fused with their products.
 
-``enable``: the switch. ``inductor_pass``: what it puts into Inductor. ``patterns``: collectives beside
-products in a graph. ``rewrite``: what they become. ``report``: what was rewritten, what was left, why.
+``enable``: the switch. ``inductor_pass``: the pass that it adds to Inductor. ``patterns``:
+collectives next to products in a graph. ``rewrite``: their replacements. ``report``: what was
+rewritten, what was left, and why.
 """
 
 from mkernel.async_tensor_parallel.enable import AsyncTensorParallel, enable_async_tensor_parallel

@@ -1,4 +1,5 @@
-"""The switch. Inductor, whose import takes a second, is imported where it is used."""
+"""The switch of async tensor parallelism. Inductor, whose import takes a second, is imported only
+where it is used."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ class AsyncTensorParallel:
     """Async tensor parallel while it is enabled; a context that disables it at its end.
 
     Attributes:
-        report: what was rewritten so far, and what was left. A graph that Inductor takes from its cache
-            was rewritten when it was first compiled, and is not counted again.
+        report: the collectives rewritten so far, and those that were left. A graph that Inductor
+            takes from its cache was rewritten when it was first compiled, and is not counted again.
     """
 
     def __init__(self) -> None:
@@ -29,8 +30,8 @@ class AsyncTensorParallel:
         config.post_grad_custom_pre_pass = self._pass
 
     def disable(self) -> None:
-        """Compile graphs as they are from now on; what is compiled stays. RuntimeError: another pass
-        has been put in its place meanwhile."""
+        """Stop rewriting graphs that are compiled from now on; compiled ones stay as they are.
+        RuntimeError: another pass has replaced this one meanwhile."""
         from torch._inductor import config
 
         if self._pass.enabled and config.post_grad_custom_pre_pass is not self._pass:
@@ -56,20 +57,22 @@ class AsyncTensorParallel:
 
 
 def enable_async_tensor_parallel() -> AsyncTensorParallel:
-    """From now on ``torch.compile`` fuses collectives of tensor parallelism with their products.
+    """Make ``torch.compile`` fuse collectives of tensor parallelism with their products from now
+    on.
 
     In graphs that Inductor compiles, all gathers whose result is the left side of a matrix product,
     and reduce scatters and all reduces (``sum``, ``avg``) of a matrix product, become calls of
-    ``torch.ops.mkernel``, wherever the world of their group takes them: a program that
-    ``torch.distributed.tensor.parallel.parallelize_module`` made needs no other change. Forward and
-    backward graphs alike. Worlds are not made while compiling, because that is collective: call
-    ``mkernel.init(group)`` before. All ranks must enable it, before they compile.
+    ``torch.ops.mkernel``, if the world of their group takes them: a program that
+    ``torch.distributed.tensor.parallel.parallelize_module`` made needs no other change. This
+    applies to forward and backward graphs alike. Worlds are not made while compiling, because that
+    is collective: call ``mkernel.init(group)`` before. All ranks must enable it, before they
+    compile.
 
     Returns:
-        What disables it again, also as a context, and reports what was rewritten:
+        An object that disables it again, also as a context, and reports what was rewritten:
         ``print(mkernel.enable_async_tensor_parallel().report)`` after the first step.
 
     Raises:
-        Unsupported: the Inductor of this torch keeps no order between ops, as that of 2.6.
+        Unsupported: the Inductor of this torch keeps no order between ops, as in 2.6.
     """
     return AsyncTensorParallel()

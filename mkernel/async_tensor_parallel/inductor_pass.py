@@ -1,4 +1,4 @@
-"""What Inductor calls with each graph."""
+"""The pass that Inductor calls with each graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _SOURCES = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("patte
 
 
 class FusesCollectives(CustomGraphPass):
-    """Runs on each graph after differentiation, behind the passes that were there ``before``."""
+    """A pass that runs on each graph after differentiation, after the passes that were there
+    ``before``."""
 
     def __init__(self, report: Report, before: Any) -> None:
         self.enabled = True
@@ -31,8 +32,8 @@ class FusesCollectives(CustomGraphPass):
             rewrite(graph, self._report)
 
     def uuid(self) -> Any:
-        """For Inductor's cache, what the code depends on that it makes of a graph: the rules, and the
-        worlds that there are. None: an earlier pass has no such key, and nothing is cached."""
+        """Return, for Inductor's cache, the inputs on which the rewritten code depends: the rules,
+        and the existing worlds. None: an earlier pass has no such key, and nothing is cached."""
         earlier = [
             each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._before
         ]

@@ -1,5 +1,5 @@
-"""Collectives that stand beside matrix products in a graph, as functional collectives and DTensor write
-them after Inductor's decompositions.
+"""Collectives next to matrix products in a graph, in the form that functional collectives and
+DTensor have after Inductor's decompositions.
 
     gather, along dimension 0     wait(all_gather_into_tensor(shard)) [W * d0, ...]
     gather, along another one     cat(the W parts of that along dimension 0, dim)
@@ -35,18 +35,18 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def value(node: Node) -> Tensor:
-    """The fake tensor that a node stands for."""
+    """Return the fake tensor that a node stands for."""
     found: Tensor = node.meta["val"]
     return found
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are known to be equal, without a guard on symbolic ones."""
+    """Return whether two sizes are known to be equal, without a guard on symbolic ones."""
     return bool(statically_known_true(one == other))
 
 
 def collectives(graph: Graph) -> list[Node]:
-    """Gathers, scatters and reductions, in the graph's order."""
+    """List gathers, scatters and reductions, in the graph's order."""
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     return [
         node
@@ -58,14 +58,15 @@ def collectives(graph: Graph) -> list[Node]:
 
 
 def name(node: Node) -> str:
-    """The name of the op that a node calls, without namespace and overload."""
+    """Return the name of the op that a node calls, without namespace and overload."""
     target: Any = node.target
     found: str = target._opname
     return found
 
 
 def argument(node: Node, wanted: str) -> Any:
-    """An argument of an op by its name in the schema, wherever the node has it."""
+    """Return an argument of an op by its name in the schema, whether positional, keyword or
+    default."""
     target: Any = node.target
     for place, each in enumerate(target._schema.arguments):
         if each.name == wanted:
@@ -76,28 +77,28 @@ def argument(node: Node, wanted: str) -> Any:
 
 
 def group_name(node: Node) -> str:
-    """Torch's name of a collective's group."""
+    """Return torch's name of a collective's group."""
     group = argument(node, "group_name")
     found: str = group if isinstance(group, str) else group.group_name
     return found
 
 
 def awaited(collective: Node) -> Node | None:
-    """The wait for a collective, where nothing else uses it."""
+    """Return the wait for a collective, if nothing else uses the collective."""
     users = list(collective.users)
     return users[0] if len(users) == 1 and users[0].target is WAIT else None
 
 
 def join_waits(graph: Graph) -> None:
-    """One wait for each collective, and one of the equal views of what it brings: torch 2.14 writes
-    them once for each product that reads it."""
+    """Keep one wait for each collective, and one of the equal views of its result: torch 2.14
+    writes them once for each product that reads it."""
     for start in collectives(graph):
         if len(start.users) > 1 and all(user.target is WAIT for user in start.users):
             _join_equal_users(graph, start)
 
 
 def _join_equal_users(graph: Graph, node: Node) -> None:
-    """Of users that only move the node's elements, and alike, leave the first."""
+    """Keep only the first of those users that move the node's elements in the same way."""
     first: dict[tuple[Any, str, str], Node] = {}
     for user in [each for each in graph.nodes if each in node.users]:
         if user.target not in (WAIT, operator.getitem, aten.cat.default, *_SPLITS, *VIEWS):
@@ -114,7 +115,7 @@ def _join_equal_users(graph: Graph, node: Node) -> None:
 
 
 class NodeScales(NamedTuple):
-    """The scales of a product of e4m3 operands, and what else ``aten._scaled_mm`` is told."""
+    """The scales of a product of e4m3 operands, and the other options of ``aten._scaled_mm``."""
 
     a: Node
     b: Node
@@ -123,13 +124,13 @@ class NodeScales(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether each operand has one for all of it."""
+        """True if each operand has one scale for all of it."""
         return value(self.a).numel() == 1 and value(self.b).numel() == 1
 
 
 class Product(NamedTuple):
-    """``mm``: an ``aten.mm``, or an ``aten.addmm`` with ``bias``, which is added to each row; or an
-    ``aten._scaled_mm``, with ``scales`` and perhaps a bias."""
+    """A matrix product. ``mm``: an ``aten.mm``, or an ``aten.addmm`` with ``bias``, which is added
+    to each row; or an ``aten._scaled_mm``, with ``scales`` and perhaps a bias."""
 
     mm: Node
     a: Node
@@ -139,7 +140,7 @@ class Product(NamedTuple):
 
 
 def product(node: Node) -> Product | None:
-    """The product that a node is."""
+    """Return the product that a node is; None: it is none."""
     if node.target is aten.mm.default:
         a, b = node.args[:2]
         return Product(node, a, b, None)  # type: ignore[arg-type]
@@ -152,7 +153,7 @@ def product(node: Node) -> Product | None:
 
 
 def _scaled_product(node: Node) -> Product | None:
-    """None: its result is e4m3 too."""
+    """Return the product of an ``aten._scaled_mm``; None: its result is e4m3 too."""
     a, b, of_a, of_b = (argument(node, name) for name in ("self", "mat2", "scale_a", "scale_b"))
     out_dtype = argument(node, "out_dtype")
     narrow = out_dtype in (None, value(a).dtype) or argument(node, "scale_result") is not None
@@ -163,7 +164,8 @@ def _scaled_product(node: Node) -> Product | None:
 
 
 def flattened(node: Node) -> Iterator[Node]:
-    """A node and its views of other leading dimensions, whose rows are its own in the same order."""
+    """Yield a node and its views of other leading dimensions, whose rows are its own in the same
+    order."""
     yield node
     for user in node.users:
         if user.target in VIEWS and _same_rows(user, node):
@@ -176,7 +178,8 @@ def _same_rows(one: Node, other: Node) -> bool:
 
 
 def producer(node: Node) -> tuple[Node, bool]:
-    """What a node is a view of, as :func:`flattened` follows them; whether nothing but it uses that."""
+    """Return the node of which a node is a view, as :func:`flattened` follows views, and whether
+    nothing else uses it."""
     alone = True
     while node.target in VIEWS:
         source = node.args[0]
@@ -192,20 +195,21 @@ def producer(node: Node) -> tuple[Node, bool]:
 
 
 class Parts(NamedTuple):
-    """``whole`` cut along ``dim`` into equal parts, which are ``pieces`` of the graph, in order."""
+    """The tensor ``whole`` cut along ``dim`` into equal parts, which are ``pieces`` of the graph,
+    in order."""
 
     whole: Node
     dim: int
     pieces: tuple[Node, ...]
 
     def used_once(self) -> bool:
-        """Whether the whole is used for nothing but its parts, and each of them once."""
+        """Return whether the whole is used only for its parts, and each of them once."""
         cuts = {p if p.target is aten.slice.Tensor else p.args[0] for p in self.pieces}
         return set(self.whole.users) == cuts and all(len(p.users) == 1 for p in self.pieces)
 
 
 def parts(cat: Node, count: int) -> Parts | None:
-    """The parts of one tensor, each once and in order, that a concatenation puts together."""
+    """Return the parts of one tensor that a concatenation joins, each once and in order."""
     pieces = cat.args[0]
     if not isinstance(pieces, (list, tuple)) or len(pieces) != count:
         return None
@@ -222,7 +226,8 @@ def parts(cat: Node, count: int) -> Parts | None:
 
 
 def _part(piece: Node, place: int, count: int) -> tuple[Node, int] | None:
-    """Of what ``piece`` is part number ``place`` of ``count`` equal ones, and along which dimension."""
+    """Return the tensor of which ``piece`` is part number ``place`` of ``count`` equal ones, and
+    the dimension along which it is cut."""
     if piece.target is operator.getitem:
         split, index = piece.args
         if index != place or not isinstance(split, Node) or split.target not in _SPLITS:
@@ -247,7 +252,7 @@ def _part(piece: Node, place: int, count: int) -> tuple[Node, int] | None:
 
 @dataclass(frozen=True)
 class Gather:
-    """``result``: all ranks' ``shard``, one after another along ``dim``."""
+    """An all-gather. ``result``: all ranks' ``shard``, one after another along ``dim``."""
 
     start: Node
     shard: Node
@@ -256,7 +261,7 @@ class Gather:
 
 
 def gather(start: Node, ranks: int) -> Gather | None:
-    """What a gather gathers; None: something else uses it before it has ended."""
+    """Return the gather that a collective starts; None: something else uses it before it has ended."""
     wait = awaited(start)
     shard = start.args[0]
     if wait is None or not isinstance(shard, Node):
@@ -270,9 +275,9 @@ def gather(start: Node, ranks: int) -> Gather | None:
 
 @dataclass(frozen=True)
 class Sum:
-    """A reduction over ranks: ``result`` is the sum, or the part of it along ``dim`` that is this
-    rank's (``dim`` None: all of it). ``summand`` is what each rank adds; ``alone``: nothing else uses
-    it, nor what lies between."""
+    """A reduction over ranks. ``result`` is the sum, or this rank's part of it along ``dim``
+    (``dim`` None: all of it). ``summand`` is the tensor that each rank adds; ``alone``: nothing
+    else uses it, or what lies between."""
 
     start: Node
     summand: Node
@@ -282,7 +287,7 @@ class Sum:
 
 
 def gathers_scales(start: Node) -> bool:
-    """Whether a collective gathers scales of rows for a product."""
+    """Return whether a collective gathers scales of rows for a product."""
     wait = awaited(start) if start.target is GATHER else None
     if wait is None:
         return False
@@ -299,7 +304,7 @@ def gathers_scales(start: Node) -> bool:
 
 
 def reduction(start: Node, ranks: int) -> Sum | None:
-    """What is summed; None: something else uses the sum before it is there."""
+    """Return the sum that a collective starts; None: something else uses it before it has ended."""
     wait = awaited(start)
     summand = start.args[0]
     if wait is None or not isinstance(summand, Node):

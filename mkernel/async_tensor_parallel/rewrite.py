@@ -1,8 +1,8 @@
-"""Collectives and the products beside them, made calls of ``torch.ops.mkernel``.
+"""Replacement of collectives and the products next to them by calls of ``torch.ops.mkernel``.
 
-A call takes matrices whose rows are in the order of ranks. Where a program gathers or scatters along
-another dimension than the first, rows are put in that order before the call, or back after it, by ops
-that the compiler fuses with those around them.
+A call takes matrices whose rows are in the order of ranks. If a program gathers or scatters along
+another dimension than the first, rows are put in that order before the call, or back after it, by
+ops that the compiler fuses with those around them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from mkernel.world.world import World
 
 
 class _Left(Exception):
-    """Why a collective is left as it is."""
+    """The reason why a collective is left as it is."""
 
 
 def rewrite(graph: Graph, report: Report) -> None:
-    """Rewrite what can be rewritten, in the graph's order, which is the same on all ranks; gathers of
-    scales, which go with those of what they scale, after that."""
+    """Rewrite what can be rewritten, in the graph's order, which is the same on all ranks. Gathers
+    of scales, which are rewritten with those of the scaled operands, come after the others."""
     patterns.join_waits(graph)
     for start in sorted(patterns.collectives(graph), key=patterns.gathers_scales):
         if start._erased:
@@ -60,11 +60,11 @@ def rewrite(graph: Graph, report: Report) -> None:
             report.decisions.append(Decision(name, group, why=str(why)))
         else:
             report.decisions.append(Decision(name, group, op))
-    graph.eliminate_dead_code()  # views for collectives that were left after all
+    graph.eliminate_dead_code()  # views made for collectives that were left in the end
 
 
 def _rewritten(graph: Graph, start: Node, group: str) -> str:
-    """The op that a collective became. _Left."""
+    """Return the op that replaced a collective. Raises _Left."""
     if start.target not in (GATHER, SCATTER, REDUCE):
         raise _Left("it is of another kind than functional collectives of one tensor")
     try:
@@ -86,7 +86,7 @@ def _rewritten(graph: Graph, start: Node, group: str) -> str:
 
 
 def _call(graph: Graph, target: Any, *arguments: Any, **keywords: Any) -> Node:
-    """A new node, with the fake tensor that it stands for."""
+    """Return a new node, with the fake tensor that it stands for."""
     node = graph.call_function(target, arguments, keywords)
     inputs, options = torch.fx.node.map_arg((arguments, keywords), value)
     mode = detect_fake_mode(torch.utils._pytree.tree_leaves((inputs, options)))
@@ -96,7 +96,7 @@ def _call(graph: Graph, target: Any, *arguments: Any, **keywords: Any) -> Node:
 
 
 def _reshaped(graph: Graph, node: Node, shape: Sequence[Any]) -> Node:
-    """``shape`` has one symbolic size at most."""
+    """Return the node in another shape; ``shape`` has one symbolic size at most."""
     if value(node).dim() == len(shape) and all(map(patterns.equal, value(node).shape, shape)):
         return node
     sizes = [each if isinstance(each, int) else -1 for each in shape]
@@ -104,14 +104,14 @@ def _reshaped(graph: Graph, node: Node, shape: Sequence[Any]) -> Node:
 
 
 def _require_few_symbols(*nodes: Node) -> None:
-    """_Left: a graph has no way to write down the shape of a tensor like one of them."""
+    """Raise _Left if a graph has no way to write down the shape of a tensor like one of them."""
     for node in nodes:
         if sum(not isinstance(size, int) for size in value(node).shape) > 1:
             raise _Left("more than one of its sizes is symbolic")
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Take a node without users off the graph, and with it what was there for that node alone."""
+    """Remove a node without users from the graph, and with it the nodes that only it used."""
     waiting, gone = [node], set()
     while waiting:
         each = waiting.pop()
@@ -127,20 +127,20 @@ def _permuted(graph: Graph, node: Node, order: Sequence[int]) -> Node:
 
 
 def _packed(graph: Graph, node: Node) -> Node:
-    """``node`` in row-major memory."""
+    """Return ``node`` in row-major memory."""
     if value(node).is_contiguous():
         return node
     return _call(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _right(graph: Graph, b: Node) -> Node:
-    """``b`` in memory that ops take: row-major or column-major."""
+    """Return ``b`` in memory that ops take: row-major or column-major."""
     return b if value(b).t().is_contiguous() else _packed(graph, b)
 
 
 def _rows_by_program(graph: Graph, rows: Node, shard: Sequence[Any], dim: int, ranks: int) -> Node:
-    """``rows`` [W * rows of a shard, N], in the order of ranks, as the program orders them, which
-    gathers shards of shape [*shard, _] along ``dim``."""
+    """Return ``rows`` [W * rows of a shard, N], given in the order of ranks, in the order of the
+    program, which gathers shards of shape [*shard, _] along ``dim``."""
     columns = value(rows).shape[1]
     if dim == 0:
         return rows
@@ -151,8 +151,8 @@ def _rows_by_program(graph: Graph, rows: Node, shard: Sequence[Any], dim: int, r
 
 
 def _rows_by_rank(graph: Graph, rows: Node, whole: Sequence[Any], dim: int, ranks: int) -> Node:
-    """``rows`` [M, K] of a tensor [*whole, K], in the order of the ranks that keep them when it is
-    scattered along ``dim``."""
+    """Return ``rows`` [M, K] of a tensor [*whole, K], in the order of the ranks that keep them when
+    it is scattered along ``dim``."""
     if dim == 0:
         return rows
     columns = value(rows).shape[1]
@@ -171,8 +171,8 @@ def _check(
     out_dtype: torch.dtype | None,
     scales: NodeScales | None,
 ) -> None:
-    """Plan the call, of the sizes that the compiler expects where they are symbolic. _Left: the world
-    does not take it."""
+    """Plan the call, for the sizes that the compiler expects if they are symbolic. Raises _Left if
+    the world does not take it."""
 
     def expected(node: Node) -> Tensor:
         tensor = value(node)
@@ -201,7 +201,8 @@ def _called(
     out_dtype: torch.dtype | None,
     group: str,
 ) -> tuple[str, Node]:
-    """A call of an op, or of the one of e4m3 operands; the name of what is called."""
+    """Add a call of an op, or of its variant for e4m3 operands; return the name of the called op
+    and the node."""
     if scales is None:
         op = getattr(torch.ops.mkernel, name).default
         return name, _call(graph, op, a, b, out_dtype=out_dtype, group=group)
@@ -224,8 +225,9 @@ def _mean(graph: Graph, total: Node, ranks: int, dtype: torch.dtype) -> Node:
 
 
 def _summed(graph: Graph, bias: Node, like: Node) -> Node:
-    """What the ranks' biases add to a sum of products. DTensor has each rank add its part of one that
-    all have. It is one row, and no graph tells whether it is the same everywhere."""
+    """Return the sum of the ranks' biases, to be added to a sum of products. DTensor lets each rank
+    add its share of a bias that all have. It is one row, and the graph does not show whether it is
+    the same everywhere."""
     reduce_op, group = (patterns.argument(like, name) for name in ("reduce_op", "group_name"))
     started = _call(graph, REDUCE, bias, reduce_op, group)
     return _call(graph, patterns.WAIT, started)
@@ -235,8 +237,8 @@ def _summed(graph: Graph, bias: Node, like: Node) -> Node:
 
 
 def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
-    """AllGather+GEMM for the widest product of what is gathered. All else that the program does with
-    it, other products among that, has it from the same call."""
+    """Replace a gather by AllGather+GEMM for its widest product. All other uses, other products
+    included, get the gathered tensor from the same call."""
     if gather.dim == value(gather.result).dim() - 1:
         raise _Left("it gathers along the last dimension: each product needs all of that at once")
     views = list(patterns.flattened(gather.result))
@@ -279,7 +281,8 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
 def _gathered(
     graph: Graph, a: Node, b: Node, scales: NodeScales | None, group: str
 ) -> tuple[str, Node, Node]:
-    """A call that also gives what it gathered: the op's name, the product, the gathered rows."""
+    """Add a call that also returns what it gathered; return the op's name, the product, and the
+    gathered rows."""
     if scales is None:
         name = "all_gather_gemm_gathered"
         op = torch.ops.mkernel.all_gather_gemm_gathered.default
@@ -296,8 +299,9 @@ def _gathered(
 def _scale_sources(
     graph: Graph, world: World, gather: Gather, scales: NodeScales | None
 ) -> list[Node]:
-    """What :func:`_scales_of_gather` is made of: of A, a single scale, or those of this rank's rows,
-    which the program gathers too; those of B. _Left: it does not."""
+    """Return the nodes from which :func:`_scales_of_gather` makes scales: for A, a single scale, or
+    those of this rank's rows, which the program gathers too; and those of B. Raises _Left if the
+    program does not gather them."""
     if scales is None:
         return []
     if scales.single:
@@ -317,10 +321,10 @@ def _scale_sources(
 def _scales_of_gather(
     graph: Graph, scales: NodeScales | None, sources: list[Node]
 ) -> NodeScales | None:
-    """Those that the op takes: of A those of this rank's rows.
+    """Return the scales that the op takes: for A those of this rank's rows.
 
-    Where A has a single one, the program multiplies all that it gathers by this rank's: that belongs
-    to this rank's products, with B's.
+    If A has a single one, the program multiplies everything that it gathers by this rank's scale.
+    That belongs to this rank's products, with B's.
     """
     if scales is None:
         return None
@@ -335,13 +339,13 @@ def _scales_of_gather(
 
 
 def _columns(product: Product) -> int:
-    """How many a product has; 0 where that is symbolic."""
+    """Return the number of columns of a product; 0 if it is symbolic."""
     columns = value(product.b).shape[1]
     return columns if isinstance(columns, int) else 0
 
 
 def _product_of(user: Node, views: list[Node]) -> Product | None:
-    """The product that a use of what is gathered is, with that on its left side."""
+    """Return the product that a use of the gathered tensor is, with that tensor on its left side."""
     found = patterns.product(user)
     return found if found is not None and found.a in views and found.b not in views else None
 
@@ -349,8 +353,8 @@ def _product_of(user: Node, views: list[Node]) -> Product | None:
 def _late_views(
     nodes: Sequence[Node], before: Node, order: dict[Node, int], gathered: Node
 ) -> list[Node] | None:
-    """What has to be moved up for ``nodes`` to be there ``before`` another, in order; None: more than
-    views would have to be moved, or they are made of what is gathered."""
+    """Return the nodes that must be moved up for ``nodes`` to be available ``before`` another, in
+    order; None: more than views would have to move, or they depend on the gathered tensor."""
     late: set[Node] = set()
     waiting = [*nodes]
     while waiting:
@@ -369,7 +373,7 @@ def _late_views(
 
 
 def _sum_of_products(graph: Graph, world: World, total: Sum) -> str:
-    """GEMM+ReduceScatter or GEMM+AllReduce for a product that ranks sum."""
+    """Replace a reduction by GEMM+ReduceScatter or GEMM+AllReduce of the product that ranks sum."""
     reduce_op = patterns.argument(total.start, "reduce_op")
     if reduce_op not in ("sum", "avg"):
         raise _Left(f"its reduce op is {reduce_op}, which is neither sum nor avg")
