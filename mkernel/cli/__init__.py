@@ -1,1 +1,1 @@
-"""The ``mkernel`` command: one module a subcommand, mounted by ``main``."""
+"""The ``mkernel`` command: one module per subcommand, mounted by ``main``."""

@@ -43,10 +43,11 @@ from mkernel.topology.model import Model
 _CPU_RANKS = 2
 _ITERATIONS, _CPU_ITERATIONS = 20, 5
 _CPU_FLOPS = 2e10
-"""What a CPU at least multiplies in a second."""
+"""The floating-point operations that a CPU does at least in a second of a product."""
 _LONG_S = 60.0
 _MULTIPLYING = 3
-"""Contenders of a CPU that multiply: mkernel, a library's sequence, the product alone."""
+"""The number of contenders of a CPU that multiply: mkernel, a library's sequence, the product
+alone."""
 _MODELLED_RANKS = 4
 _MODELLED_BY = frozenset(
     (
@@ -63,7 +64,7 @@ _MODELLED_BY = frozenset(
         "explain",
     )
 )
-"""Parameters that ``--model-only`` heeds; none of the others may be given with it."""
+"""Parameters that ``--model-only`` uses; none of the others may be given with it."""
 
 
 def command(
@@ -333,7 +334,8 @@ def _check_random(random: int | None, shapes_: str | None, names: Sequence[Bench
 
 
 def _usual_ranks(devices: int, nodes: int) -> int:
-    """As many on each node: all of its share of the devices; emulated ones 2."""
+    """Return the default number of ranks: as many on each node, which is its share of the devices,
+    or 2 if these are emulated."""
     return nodes * (max(1, devices // nodes) if devices else _CPU_RANKS)
 
 
@@ -344,7 +346,7 @@ def _check_ranks(nodes: int, ranks: int) -> None:
 
 
 def _say_what(console: Console, spec: BenchSpec, accelerator: str, ranks: int, listed: str) -> None:
-    """What is about to run, where it is not what the figures are usually of."""
+    """Print what is about to run, if the figures are not the usual ones."""
     ops = ", ".join(dict.fromkeys(shape.op for shape in spec.shapes))
     console.print(
         f"No accelerator is used: {_count(ranks, 'rank')} of {accelerator} on this machine's CPU will "
@@ -359,7 +361,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _refuse_long(spec: BenchSpec, ranks: int) -> None:
-    """ArgumentError where products alone would take a CPU more than a minute."""
+    """Raise ArgumentError if products alone would take a CPU more than a minute."""
     turns = (spec.warmup + spec.iterations) * len(spec.modes)
     products = sum(2.0 * prod(one.named_sizes.values()) for one in spec.shapes if one.op in GEMMS)
     cpus = len(os.sched_getaffinity(0))
@@ -376,7 +378,7 @@ def _refuse_long(spec: BenchSpec, ranks: int) -> None:
 
 
 def _refuse_unheeded(context: typer.Context) -> None:
-    """ArgumentError for an option that has no meaning where nothing is run."""
+    """Raise ArgumentError for an option that has no meaning if nothing is run."""
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)
@@ -434,7 +436,7 @@ def _model(
 
 
 def _ops(text: str | None, backward: bool) -> tuple[Benched, ...]:
-    """ArgumentError: of one of them no gradients are timed."""
+    """Return the ops to time. ArgumentError: gradients are not timed for one of them."""
     if text == "all":
         names: tuple[Benched, ...] = (*ops.OPS, *ops.COMPANIONS)
     else:
@@ -459,7 +461,8 @@ def _operands(
     fast: bool,
     model_only: bool,
 ) -> tuple[str | None, ScaleMode | None, Literal["row", "column"]]:
-    """The dtype of the inputs, None where it is left open; scales; B's layout. ArgumentError."""
+    """Return the dtype of the inputs, None if it is left open; their scales; and B's layout.
+    ArgumentError."""
     if layout not in (None, "row", "column"):
         raise ArgumentError("--layout", repr(layout), "row or column")
     mode = scales_of(dtype, scales, *map(sized_like, names), fast=fast)
@@ -484,7 +487,7 @@ def _modes(text: str, launches: bool) -> tuple[Mode, ...]:
 
 
 def _routing(text: str, capacity: bool, names: Sequence[Benched]) -> Literal["uniform", "zipf"]:
-    """ArgumentError: also where none of the ops routes tokens."""
+    """Return the routing. ArgumentError: also if none of the ops routes tokens."""
     if text not in ("uniform", "zipf"):
         raise ArgumentError("--routing", repr(text), "uniform or zipf")
     if not any(name.startswith("moe") for name in names):
@@ -495,7 +498,7 @@ def _routing(text: str, capacity: bool, names: Sequence[Benched]) -> Literal["un
 
 
 def _norm(wanted: bool, names: Sequence[Benched]) -> bool:
-    """ArgumentError: none of the ops takes one."""
+    """Return whether ops have a norm. ArgumentError: none of the ops takes one."""
     if wanted and "all_reduce" not in names:
         raise ArgumentError("--norm", wanted, "nothing, or all_reduce beside it")
     return wanted

@@ -1,4 +1,4 @@
-"""``mkernel conformance``: whether a backend keeps its contract."""
+"""``mkernel conformance``: a check that a backend keeps its contract."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def command(
 
 
 def _run(kit: Kit, console: Console) -> Report:
-    """Run the kit, and say how far it is; failures at once."""
+    """Run the kit and report progress, and failures at once."""
     shown = Terminal(stderr=True) if console.quiet else console
     total = len(kit.checks)
     with terminal.progress(

@@ -102,13 +102,13 @@ _SIGNS = {
     (False, False): Text("no", style="red"),
     (False, True): Text("-", style="dim"),
 }
-"""By whether a thing is usable, and whether nothing here needs it."""
+"""The sign of a row, by whether it is usable, and whether nothing here needs it."""
 
 
 def report_lines(report: Report) -> Iterator[RenderableType]:
-    """A paragraph for every backend, provider and tool, and what to do below it.
+    """Yield a paragraph for every backend, provider and tool, with the remedy below it.
 
-    Nothing stands beside the paragraph but the verdict, so that all of it is there however narrow the
+    Only the verdict stands beside the paragraph, so that all of it is visible however narrow the
     terminal is.
     """
     yield Text(f"mkernel doctor: {_verdict(report)}", style="bold")
@@ -138,7 +138,7 @@ def _verdict(report: Report) -> str:
 
 
 def settings_table(rows: list[SettingRow]) -> Sheet:
-    """Every setting: its variable, its value, where that came from, what it means."""
+    """Return a table of every setting: its variable, its value, its origin, its meaning."""
     table = Sheet(
         (
             Column("variable", key=True),
@@ -154,6 +154,6 @@ def settings_table(rows: list[SettingRow]) -> Sheet:
 
 
 def shown_value(row: SettingRow) -> str:
-    """A setting's value as a word."""
+    """Return a setting's value as a word."""
     nothing = row.value in (None, "", (), {})
     return "not set" if nothing else str(row.value)

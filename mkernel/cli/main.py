@@ -2,7 +2,7 @@
 
 0: done, PASSED. 1: FAILED, the world broke in mid-run, or the system refused something (the disk is
 full, no more files may be open, nobody reads stdout). 2: bad input; nothing was started. 128 + N:
-signal N, as a shell says it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
+signal N, as a shell reports it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from mkernel.plan import ops
 from mkernel.printable import printable
 
 COMMANDS = ("run", "bench", "plan", "probe", "doctor", "conformance")
-"""Each is ``command`` of the module of its name."""
+"""The subcommands; each is ``command`` of the module of its name."""
 
 
 class _Commands(TyperGroup):
-    """Imports a subcommand's module when it is asked for: to plan and to probe takes no torch."""
+    """A group that imports a subcommand's module on first use, because planning and probing need no
+    torch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,8 +55,8 @@ class _Commands(TyperGroup):
 
 
 def _imported(command: str) -> Any:
-    """A subcommand's module. What it imports stays: to look for garbage among it, now and as the
-    process ends, takes longer than most commands (0.5 s of torch's objects)."""
+    """Return a subcommand's module. Its imports are exempt from garbage collection: to search them,
+    now and as the process ends, takes longer than most commands (0.5 s for torch's objects)."""
     looks = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +68,8 @@ def _imported(command: str) -> Any:
 
 
 def _with_plain_help(command: Any) -> Any:
-    """Brackets in the help of options are defaults, no markup, which typer would not show."""
+    """Escape the help of options: brackets in it are defaults, not markup, which typer would not
+    show."""
     for parameter in command.params:
         if getattr(parameter, "help", None):
             parameter.help = escape(parameter.help)
@@ -79,7 +81,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 @contextmanager
 def _printable_usage() -> Iterator[None]:
-    """What typer says of an argument quotes it."""
+    """Make typer's messages printable, because they quote arguments."""
     try:
         yield
     except _UsageError as error:
@@ -142,7 +144,7 @@ _REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (`ulimit -u`)",
     errno.ENOMEM: "end other programs, or raise the limits of memory",
 }
-"""Maps an error of the system to what the user can do about it."""
+"""What the user can do about an error of the system."""
 
 
 def main() -> None:
@@ -176,7 +178,7 @@ def main() -> None:
 
 
 def _refused(error: OSError) -> str:
-    """Return what the system refused, and what to do about it, as one line."""
+    """Return the error of the system and the remedy, as one line."""
     text = error.strerror or str(error)
     if error.filename is not None:
         text += f": {error.filename}"
@@ -186,7 +188,8 @@ def _refused(error: OSError) -> str:
 
 
 class _Stopped(SystemExit):
-    """A signal that ends the process, as an exception, so that all that was begun is cleaned up."""
+    """A signal that ends the process, as an exception, so that everything that was begun is cleaned
+    up."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(128 + number)
@@ -195,8 +198,8 @@ class _Stopped(SystemExit):
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise the first SIGTERM or SIGHUP that the process does not ignore. Later ones do not disturb the
-    cleaning up."""
+    """Raise the first SIGTERM or SIGHUP that the process does not ignore. Later ones do not disturb
+    the cleanup."""
 
     def stop(number: int, _frame: object) -> None:
         for each in before:

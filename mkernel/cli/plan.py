@@ -34,9 +34,9 @@ from mkernel.topology.world_map import WorldMap, world_map
 
 
 class PlanReport(Model):
-    """What ``--json`` prints: ``plan``, which ``init`` and the op would accept on such machines; or
-    else ``what_if``, a prediction that says what is missing. ``notes``: what was left out, and why:
-    RDMA ports that are no rails, accelerator backends that do not run there."""
+    """The object that ``--json`` prints: ``plan``, which ``init`` and the op would accept on such
+    machines, or else ``what_if``, a prediction that states what is missing. ``notes``: what was
+    left out, and why: RDMA ports that are no rails, accelerator backends that do not run there."""
 
     plan: LaunchPlan | None = None
     what_if: WhatIf | None = None
@@ -249,14 +249,14 @@ def command(
 
 
 def _own(claims: AcceleratorCapabilities, world: Topology) -> MachineConstants | None:
-    """The backend's constants, where it runs on these chips."""
+    """Return the backend's constants, if it runs on these chips."""
     alike = {id(node.accelerators): node.accelerators for node in world.nodes}  # copies share them
     fits = all(claims.misfit(one) is None for devices in alike.values() for one in devices)
     return claims.constants if fits else None
 
 
 def _of_another_cpu(made: LaunchPlan | WhatIf, world: Topology) -> tuple[str, ...]:
-    """Says so where the times are predicted by constants of a CPU that is not this one."""
+    """Return a note if the times are predicted by constants of another CPU than this one."""
     kinds = {one.kind for node in world.nodes for one in node.accelerators}
     if kinds != {"cpu"} or made.prediction is None:
         return ()
@@ -269,7 +269,7 @@ def _of_another_cpu(made: LaunchPlan | WhatIf, world: Topology) -> tuple[str, ..
 def _assumed(
     made: LaunchPlan | WhatIf, here: WorldMap, claims: AcceleratorCapabilities
 ) -> tuple[str, ...]:
-    """Says so where nobody knows how many cores the chips have."""
+    """Return a note if the number of the chips' cores is unknown."""
     if isinstance(made, WhatIf) and made.prediction is None:
         return ()
     unknown = [

@@ -25,9 +25,9 @@ from mkernel.world.identity import Backends
 
 
 class PlannedWorld(NamedTuple):
-    """What to plan for. ``elsewhere``: real devices of a file, on which nothing can be launched from
-    here. ``notes``: a sentence about each group of RDMA ports that are no rails, each accelerator
-    backend that was passed over, and what of unlike nodes is left out."""
+    """The world to plan for. ``elsewhere``: real devices of a file, on which nothing can be
+    launched from here. ``notes``: a sentence about each group of RDMA ports that are no rails, each
+    accelerator backend that was passed over, and each part of unlike nodes that is left out."""
 
     topology: Topology
     ranks_per_node: int
@@ -48,11 +48,12 @@ def planned_world(
     nic: str | None,
     verbs: str | None,
 ) -> PlannedWorld:
-    """The world, and what would run on it: what is named, else what ``auto`` stands for there.
+    """Return the world, and the backends that would run on it: those that are named, else those
+    that ``auto`` would choose there.
 
     Raises:
         InputFileError, ArgumentError: as :func:`world_of_file`. UnknownBackend. BackendUnavailable:
-        nothing runs there, or has a device here; says why. NoRoute: no NIC is of the named kind.
+        nothing runs there, or has a device here; states why. NoRoute: no NIC is of the named kind.
     """
     world, left_out = world_of_file(file, nodes) if file else (None, ())
     if world is not None and ranks_per_node is None:
@@ -104,7 +105,7 @@ def _elsewhere(
     claims = registry.accelerator(name).capabilities_on(device.kind)
     if len(world.nodes) == 1 or claims.process_group:
         if nic not in (None, AUTO):
-            registry.nic(nic)  # it is not used, but a misspelt name is told
+            registry.nic(nic)  # it is not used, but a misspelt name is reported
         return PlannedWorld(
             world, ranks_per_node, Backends(name, None, None), claims, True, passed_over
         )
@@ -125,10 +126,10 @@ def _elsewhere(
 
 
 def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple[str, ...]]:
-    """The nodes of a file: as they are, or its one machine ``nodes`` times (default: twice), with
-    accelerators of one kind, and real devices only where there are any; and sentences about what is
-    left out. None: the file lists no accelerators, or of one machine only what its simulators would
-    make them of.
+    """Return the nodes of a file, as they are, or its one machine ``nodes`` times (default: twice),
+    with accelerators of one kind, and only real devices if there are any; and sentences about what
+    is left out. None: the file lists no accelerators, or lists one machine with only the prototypes
+    of its simulators.
 
     Raises:
         InputFileError: the file cannot be read.
@@ -148,7 +149,8 @@ def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple
 
 
 def _prototypes(devices: Sequence[Accelerator]) -> bool:
-    """Whether they are what `mkernel probe` shows of backends that emulate devices: one of a kind."""
+    """Return whether they are what `mkernel probe` shows for backends that emulate devices: one of
+    a kind."""
     kinds = [one.kind for one in devices]
     return all(one.emulated for one in devices) and len(set(kinds)) == len(kinds)
 
@@ -160,11 +162,11 @@ def world_of_machine(
     settings: Settings,
     file: Path | None = None,
 ) -> Topology:
-    """The nodes of a world that would run on this machine, split; or on the machine of a file that
-    lists no accelerators, with the backend's own.
+    """Return the nodes of a world that would run on this machine, split; or on the machine of a
+    file that lists no accelerators, with the backend's own.
 
     Raises:
-        BackendUnavailable: there is no device to plan for; the message says what to do.
+        BackendUnavailable: there is no device to plan for; the message states what to do.
     """
     _check_nic(backends)
     topology = machine.machine_topology(backends) if file is None else load(file)

@@ -1,4 +1,4 @@
-"""``mkernel probe``: what this machine, or a recorded one, is made of."""
+"""``mkernel probe``: the parts of this machine, or of a recorded one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from mkernel.user_files import write_file
 
 
 def backend_devices() -> tuple[tuple[Accelerator, ...], tuple[Nic, ...], tuple[Note, ...]]:
-    """What every installed backend reports of this machine. A backend that fails is a note."""
+    """Return the devices that installed backends report for this machine. A backend that fails adds
+    a note."""
     accelerators: list[Accelerator] = []
     nics: list[Nic] = []
     notes: list[Note] = []
@@ -121,7 +122,7 @@ def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
 
 
 def discovered() -> Discovery:
-    """This machine, with the devices that backends report."""
+    """Discover this machine, with the devices that backends report."""
     accelerators, nics, notes = backend_devices()
     found = discover(accelerators=accelerators, nics=nics)
     return found.model_copy(update={"notes": found.notes + notes})

@@ -230,7 +230,7 @@ def command(  # one option a parameter: this is the command line
 
 
 def _check_ranks(nodes: int | None, ranks_per_node: int | None, settings: Settings) -> None:
-    """What is not given counts as 1."""
+    """Check the number of ranks; a number that is not given counts as 1."""
     check_ranks(
         1 if nodes is None else nodes,
         1 if ranks_per_node is None else ranks_per_node,
@@ -248,8 +248,8 @@ def _chosen(
     nic: str | None,
     verbs: str | None,
 ) -> tuple[Backends, int, int]:
-    """The backends, once for all ranks, and the world: two nodes of two ranks of devices that are
-    emulated, else one node with all that the machine's devices take."""
+    """Choose the backends, once for all ranks, and the world: two nodes of two ranks if devices are
+    emulated, else one node with all ranks that the machine's devices take."""
     named = selection.named_for(op, accelerator or settings.accelerator)
     if named == AUTO:
         named = selection.chosen_accelerator(nodes or 1, op)
@@ -264,7 +264,7 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The command line's options that are no sizes, as given."""
+    """The command line's options other than sizes, as given."""
 
     dtype: str | None
     out_dtype: str | None
@@ -280,7 +280,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Sized:
-    """What decides a plan: from the options, or from files."""
+    """The inputs of a plan, from the options or from files."""
 
     sizes: dict[str, int]
     dtype: DtypeName
@@ -323,7 +323,7 @@ def _from_files(
 
 
 def _case(op: OpName, sized: _Sized, wanted: _Wanted, mixes: bool) -> Case:
-    """``mixes``: whether the accelerator's results may differ from its inputs in dtype."""
+    """Return the case. ``mixes``: the accelerator's results may differ from its inputs in dtype."""
     case = case_of(op)
     gemm, moe, attention = issubclass(case, GemmCase), op.startswith("moe"), op == "ring_attention"
     for option, value, legal, where in (
@@ -373,7 +373,7 @@ def _one_of(option: str, value: str | None, legal: Sequence[str]) -> None:
 def _plan(
     case: Case, topology: Topology, backends: Backends, nodes: int, ranks_per_node: int
 ) -> LaunchPlan:
-    """What the ranks will plan too."""
+    """Return the plan, which the ranks will compute too."""
     return api.plan(
         case.op,
         dtype=case.dtype,
@@ -395,7 +395,8 @@ def _plan(
 
 
 def _layout(case: Case) -> Literal["row", "column"]:
-    """The layout that the op finds: a weight of one row or column is in both, and is called row."""
+    """Return the layout that the op detects: a weight of one row or column has both, and is called
+    row."""
     sizes = case.sizes
     inner, outer = ("k", "n") if isinstance(case, GemmCase) else ("hidden", "features")
     thin = 1 in (sizes.get(inner, 1), sizes.get(outer, 1))
@@ -431,7 +432,7 @@ def _progress(console: Console, total: int) -> Iterator[Any]:
 
 
 def _same_plan(plan: LaunchPlan, ranks: Sequence[Mapping[str, Turns]]) -> None:
-    """What was printed is what was launched."""
+    """Check that the plan that was printed is the one that was launched."""
     for number, found in enumerate(ranks):
         digest = found["pipelined"].digest
         if digest != plan.digest():
@@ -441,7 +442,7 @@ def _same_plan(plan: LaunchPlan, ranks: Sequence[Mapping[str, Turns]]) -> None:
 def _model(
     accelerator: str, plan: LaunchPlan, ranks: Sequence[Mapping[str, Turns]]
 ) -> list[report.Views]:
-    """Each call of the ranks' traced iteration in three views; none where time is not modelled."""
+    """Return each call of the ranks' traced iteration in three views; none if time is not modelled."""
     backend = registry.accelerator(accelerator)
     calls = []
     for traces in zip(*(found["pipelined"].traces for found in ranks), strict=True):
@@ -451,7 +452,7 @@ def _model(
 
 
 def _write_pictures(run: timeline.Timeline, output: Path) -> bool:
-    """Write trace.json, and timeline.png where matplotlib is there: return whether it was."""
+    """Write trace.json, and timeline.png if matplotlib is available; return whether it was."""
     with writing("--output", output):
         timeline.write_trace(run, output / "trace.json")
         try:

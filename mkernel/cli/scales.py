@@ -9,22 +9,23 @@ from mkernel.plan.model import E4M3, OpName, ScaleMode
 from mkernel.plan.shapes import GEMMS
 
 NAMES = ("float8_e4m3", E4M3)
-"""Of the dtype."""
+"""The names of the dtype."""
 _MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 
 
 FAST_ACCUM = (
     "Add products of float8_e4m3 inputs with fewer bits than float32, where the device can."
 )
-"""What ``--fast-accum`` does."""
+"""The help of ``--fast-accum``."""
 
 
 def scales_of(
     dtype: str | None, scales: str | None, *ops: OpName, fast: bool = False
 ) -> ScaleMode | None:
-    """The mode of e4m3 inputs, by default by rows; None: the inputs are others. ArgumentError.
+    """Return the mode of e4m3 inputs, by default by rows; None: the inputs have another dtype.
+    ArgumentError.
 
-    ``fast``: whether ``--fast-accum`` was given, which other inputs have no use for.
+    ``fast``: ``--fast-accum`` was given, which other inputs do not support.
     """
     if dtype not in NAMES:
         for option, given in (("--scales", scales), ("--fast-accum", fast or None)):
@@ -41,7 +42,8 @@ def scales_of(
 
 
 def layout_of(layout: str | None, scales: ScaleMode | None) -> Literal["row", "column"]:
-    """Of B in memory: as asked for, by default row; of e4m3 column. ArgumentError."""
+    """Return the layout of B in memory: the requested one, by default row; for e4m3 column.
+    ArgumentError."""
     if scales is not None and layout == "row":
         raise ArgumentError("--layout", layout, "column, as e4m3 matrices lie")
     return "column" if scales is not None or layout == "column" else "row"

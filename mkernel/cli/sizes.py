@@ -29,14 +29,14 @@ _HELP = {
 }
 
 OP_HELP = f"Name one of: {ops.named()}."
-"""Describes the argument of a command that takes one op."""
+"""The help of the argument of a command that takes one op."""
 
 Given = dict[str, int | bool | None]
-"""Sizes by name; None where an option was not passed."""
+"""Sizes by name; None for an option that was not passed."""
 
 
 def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each size; it gets them all as its argument ``given``."""
+    """Wrap the command with an option for each size; it gets them all as its argument ``given``."""
     kinds = {name: bool if name == "causal" else int | None for name in _HELP}
     sizes = [
         inspect.Parameter(

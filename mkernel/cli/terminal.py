@@ -1,4 +1,5 @@
-"""Where text becomes output: names from files, drivers and arguments are shown, never obeyed."""
+"""Output of text to terminals and pipes: names from files, drivers and arguments are shown, never
+interpreted."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from mkernel.printable import printable
 
 _BLANKS = re.compile(r"[ \t]+$", re.MULTILINE)
 _UNLIMITED = 4096
-"""Characters of a line in a pipe: other programs read it, and wrap it if they want to."""
+"""The characters of a line in a pipe: other programs read it, and wrap it if they want to."""
 _SIMPLER = {"·": "-", "→": "->", "…": "...", "—": "-"}
-"""Maps our own characters to what replaces them in an encoding that lacks them."""
+"""Replacements of our own characters in an encoding that lacks them."""
 _SIMPLIFY = "mkernel.simplify"
 MATPLOTLIB = "pip install matplotlib"
-"""Installs the library that draws."""
+"""The command that installs the library that draws."""
 
 
 class Terminal(Console):
     """A console without markup, on which control characters in text become escapes.
 
-    Colours, cursor movements and line breaks that rich makes itself pass. In a pipe lines are as long
-    as what they say, unless COLUMNS is set, and do not end in blanks.
+    Colours, cursor movements and line breaks that rich makes itself pass. In a pipe lines are as
+    long as their text, unless COLUMNS is set, and do not end in blanks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -61,7 +62,8 @@ class Terminal(Console):
 
 @contextmanager
 def progress(console: Console, waiting: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Tells what is done, of so many, on a line that changes, or in a pipe on lines of stderr."""
+    """Show how many of ``total`` are done, on a line that changes, or in a pipe on lines of stderr.
+    Yields the function that reports one as done."""
     count = 0
 
     def told(done: str) -> str:
@@ -78,12 +80,13 @@ def progress(console: Console, waiting: str, total: int) -> Iterator[Callable[[s
 
 
 def write(text: str) -> None:
-    """Plain text on stdout, as it is but for control characters, with one line break at its end."""
+    """Write plain text to stdout, unchanged except for control characters, with one line break at
+    its end."""
     print(_lines(text.rstrip("\n")))
 
 
 def write_json(text: str) -> None:
-    """Write JSON to stdout. It has escapes where the encoding lacks a character."""
+    """Write JSON to stdout. Characters that the encoding lacks become escapes."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -92,7 +95,7 @@ def write_json(text: str) -> None:
 
 
 def _simplified(error: UnicodeError) -> tuple[str, int]:
-    """Replace what the encoding lacks, as a handler of ``codecs``."""
+    """Replace characters that the encoding lacks, as a handler of ``codecs``."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start : error.end]
@@ -108,11 +111,11 @@ codecs.register_error(_SIMPLIFY, _simplified)
 
 
 class LostOutput(OSError):
-    """stdout or stderr takes no more text."""
+    """The error that stdout or stderr takes no more text."""
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream that takes every character, and names itself where it cannot be written."""
+    """A standard stream that takes every character, and is named in errors if it cannot be written."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         buffer, encoding = stream.buffer, stream.encoding

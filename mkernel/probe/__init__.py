@@ -1,1 +1,1 @@
-"""What a machine is made of, for tools (a report), for terminals (a tree, a matrix), as a picture."""
+"""Views of a machine: for tools (a report), for terminals (a tree, a matrix), and as a picture."""

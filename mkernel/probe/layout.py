@@ -1,4 +1,4 @@
-"""Where a node's devices are, as a tree without the bridges at which nothing branches."""
+"""The places of a node's devices, as a tree without the bridges at which nothing branches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Leaf:
 class Branch:
     """A NUMA node, or a PCIe bridge at which the tree branches.
 
-    ``gbs``: of the narrowest link up to the branch above; None for a NUMA node, or where unknown.
+    ``gbs``: rate of the narrowest link up to the branch above; None for a NUMA node, or if unknown.
     """
 
     name: str
@@ -30,15 +30,15 @@ class Branch:
     branches: list[Branch] = field(default_factory=list)
 
     def all_leaves(self) -> list[Leaf]:
-        """Depth first; a branch's own before those of the branches below."""
+        """Return all leaves depth first; a branch's own come before those of the branches below."""
         return [*self.leaves, *(leaf for below in self.branches for leaf in below.all_leaves())]
 
 
 def layout(node: Node, *, ethernet: bool = True) -> list[Branch]:
-    """A branch for each NUMA node, and one more for devices of which the NUMA node is unknown.
+    """Return a branch for each NUMA node, and one more for devices whose NUMA node is unknown.
 
     Args:
-        ethernet: with NICs that do no RDMA.
+        ethernet: include NICs that do no RDMA.
     """
     rates = {bridge.id: bridge.pcie_gbs for bridge in node.bridges}
     devices: list[Accelerator | Nic] = [
@@ -85,7 +85,7 @@ def _pruned(branch: Branch, rates: dict[str, float | None]) -> Branch:
 
 
 def _adopt(branch: Branch) -> None:
-    """Takes the device of each branch that has only one."""
+    """Take over the device of each branch that has only one."""
     for below in list(branch.branches):
         leaves = below.all_leaves()
         if len(leaves) == 1:

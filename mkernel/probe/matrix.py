@@ -1,4 +1,4 @@
-"""Path classes of every pair of devices, as drivers' tools print them, NICs included."""
+"""The matrix of path classes of every pair of devices, as drivers' tools print it, NICs included."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _LEGEND = {
 
 
 def matrix(node: Node) -> str:
-    """Accelerators and the NICs that do RDMA, which are called ``NIC0``, … and named below."""
+    """Return the matrix of accelerators and the NICs that do RDMA, which are called ``NIC0``, … and
+    named below it."""
     nics = [nic for nic in node.nics if nic.kind != "ethernet"]
     names = [one.id for one in node.accelerators] + [f"NIC{number}" for number in range(len(nics))]
     devices: list[Accelerator | Nic] = [*node.accelerators, *nics]

@@ -15,12 +15,13 @@ _FILLS = {"accelerator": "#dcecd9", "nic": "#dbe7f3", "down": "#f3dbdb", "bridge
 _UNKNOWN = "#b0b0b0"
 _COLOURS = "viridis_r"
 _WIDTH = 0.34
-"""Inches a device takes, which are the units along x. A level takes 1.1 inches, the units of y."""
+"""Inches that a device takes, which are the units along x. A level takes 1.1 inches, the units of
+y."""
 _LEVEL = 1.1
 
 
 def write(node: Node, path: Path) -> None:
-    """Draw it; the format is the file's suffix. NICs that do no RDMA are left out.
+    """Draw the node; the format follows the file's suffix. NICs that do no RDMA are left out.
 
     ImportError: matplotlib is missing (extra ``bench``). ValueError: no such format.
     """
@@ -70,7 +71,7 @@ class _Picture:
         axes.axis("off")
 
     def _place(self, branch: Branch, left: float, level: int) -> tuple[float, float]:
-        """Places a branch over what is below it; returns where it is."""
+        """Place a branch above the branches below it; return its position."""
         own: list[tuple[tuple[float, float], float | None]] = []
         at = left
         for leaf in branch.leaves:
@@ -88,7 +89,8 @@ class _Picture:
         return here
 
     def _fabric(self) -> None:
-        """Scale-up links run below the devices, those to switches to one box for all of them."""
+        """Add scale-up links, which run below the devices; those to switches go to one box for all
+        of them."""
         ends = {end for link in self._node.fabric for end in link.ends}
         linked = [self._places[end][0] for end in ends if end in self._places]
         for name in (FABRIC_SWITCH, FABRIC_HOST):

@@ -21,7 +21,7 @@ from mkernel.topology.rails import rails
 
 
 class AcceleratorEntry(Model):
-    """An accelerator."""
+    """An accelerator in the report."""
 
     id: str
     kind: KindName
@@ -30,7 +30,7 @@ class AcceleratorEntry(Model):
 
 
 class NicEntry(Model):
-    """A NIC. ``speed_gbps``: of its port, in Gb/s."""
+    """A NIC in the report. ``speed_gbps``: speed of its port, in Gb/s."""
 
     id: str
     kind: KindName
@@ -40,8 +40,8 @@ class NicEntry(Model):
 
 
 class PathEntry(Model):
-    """The way between two devices: class, Gb/s of the narrowest link (null where no link's rate is
-    known), microseconds (an estimate), and what the bytes cross."""
+    """The path between two devices: class, Gb/s of the narrowest link (null if no link's rate is
+    known), microseconds (an estimate), and the links that bytes cross."""
 
     kind: PathClass = Field(alias="class")
     bandwidth_gbps: float | None
@@ -50,12 +50,12 @@ class PathEntry(Model):
 
 
 class ProbeReport(Model):
-    """What ``mkernel probe --json`` prints: stable keys first, then the whole model.
+    """The object that ``mkernel probe --json`` prints: stable keys first, then the whole model.
 
     ``affinity``: accelerator id → ids of its rails, best first. ``paths``: accelerator id → NIC id →
-    path. ``p2p``: accelerator id → id of another → path. All of the first node, where there are
-    several. ``topology`` alone can be saved and given to ``mkernel plan --topology``, and so can the
-    whole report.
+    path. ``p2p``: accelerator id → id of another → path. All of these are of the first node, if
+    there are several. ``topology`` alone can be saved and passed to ``mkernel plan --topology``,
+    and so can the whole report.
     """
 
     accelerators: tuple[AcceleratorEntry, ...]
@@ -68,7 +68,7 @@ class ProbeReport(Model):
 
 
 def report(found: Discovery) -> ProbeReport:
-    """The report of one machine, or of the first of several."""
+    """Return the report of one machine, or of the first of several."""
     node = found.topology.nodes[0]
     between = NodePaths(node).between
 

@@ -1,4 +1,4 @@
-"""A machine for people: NUMA nodes, switches, and what hangs on them."""
+"""A machine as a readable tree: NUMA nodes, switches, and the devices on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_NODES = 4
 
 
 def tree(topology: Topology) -> Tree:
-    """Every device of the first nodes; equal ones side by side share a line."""
+    """Return a tree of every device of the first nodes; equal ones side by side share a line."""
     count = len(topology.nodes)
     if count == 1:
         return _node(topology.nodes[0])
@@ -56,7 +56,7 @@ def _node(node: Node) -> Tree:
 
 
 def _emulated(node: Node) -> tuple[str, ...]:
-    """The devices that are none of the machine's."""
+    """Return the devices that backends emulate."""
     found = [f"{one.id}, {_accelerator(one)}" for one in node.accelerators if one.emulated]
     return (*found, *(f"{one.id}, {_nic(one)}" for one in node.nics if one.emulated))
 
@@ -79,7 +79,7 @@ def _fill(at: Tree, branch: Branch) -> None:
 
 
 def _grouped(leaves: Iterable[Leaf]) -> list[str]:
-    """One line for all devices of the same description."""
+    """Return one line for all devices of the same description."""
     groups: dict[str, list[str]] = {}
     for leaf in leaves:
         groups.setdefault(_describe(leaf), []).append(leaf.device.id)
@@ -108,7 +108,8 @@ def _nic(device: Nic) -> str:
 
 
 def _fabric(node: Node) -> list[str]:
-    """``18 NVLink to switches, 450 GB/s: cuda0, cuda1``, or the pairs where there is no switch."""
+    """Return lines such as ``18 NVLink to switches, 450 GB/s: cuda0, cuda1``, or the pairs if there
+    is no switch."""
     links = Counter(
         (
             link.kind,
@@ -134,5 +135,5 @@ def _ids(node: Node) -> set[str]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Names come from devices and files and are no markup."""
+    """Return plain text without markup, because names come from devices and files."""
     return Text(text, style=style, overflow="fold")
