@@ -10,10 +10,10 @@
 
     mkernel.launch(step, nodes=2, ranks_per_node=2)
 
-``docs/architecture.md`` says how a call travels through the packages below.
+``docs/architecture.md`` describes how a call travels through the packages below.
 
-Modules are imported when one of their names is first used: torch takes a second, and
-``mkernel plan`` does without.
+Modules are imported when one of their names is first used: importing torch takes a second, and
+``mkernel plan`` does not need it.
 """
 
 from __future__ import annotations
@@ -145,23 +145,25 @@ HOMES = {
     "zigzag_positions": "mkernel.ops.zigzag",
     "zigzag_split": "mkernel.ops.zigzag",
 }
-"""Where each of the other names is defined; ranks are forked from a process that imported it all."""
+"""The module that defines each of the other names; ranks are forked from a process that imported
+all of them."""
 
 SUBMODULES = frozenset({"backends", "conformance", "nn", "topology"})
-"""Public packages that ``import mkernel`` alone makes available; each is imported when it is used."""
+"""Public packages that are available after ``import mkernel``; each is imported on first use."""
 
 
 class _Package(ModuleType):
-    """``launch``, ``plan`` and ``world`` are functions here and also the names of submodules, which
-    the import system would put in their place whenever it loads one."""
+    """The module type of this package. ``launch``, ``plan`` and ``world`` are functions here and
+    also names of submodules; the import system would replace the functions whenever it loads one of
+    these."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in HOMES or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its name, as cloudpickle (of Ray, say) pickles plain modules: a function of a script takes
-        the modules along that it uses."""
+        """Pickle by name, as cloudpickle (used by Ray, for example) pickles plain modules: a
+        script's function is pickled with the modules that it uses."""
         return import_module, (self.__name__,)
 
 

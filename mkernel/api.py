@@ -1,4 +1,4 @@
-"""``mkernel.plan`` and ``mkernel.capabilities``: ask before (or without) launching."""
+"""``mkernel.plan`` and ``mkernel.capabilities``: queries before (or without) a launch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mkernel.world import lifecycle as _lifecycle
 
 
 def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
-    """What an accelerator backend claims: ops, dtypes, alignments, paths.
+    """Return the capabilities of an accelerator backend: ops, dtypes, alignments, paths.
 
     Args:
-        accelerator: its name; default: the world's, else the setting's. ``auto``: what a world of one
-            node on this machine would have.
+        accelerator: its name; default: the world's, else the setting's. ``auto``: the one that a
+            world of one node on this machine would use.
 
     Raises:
         UnknownBackend, BackendUnavailable: it is not installed, or cannot run here.
@@ -56,23 +56,22 @@ def plan(
     exchange: Literal["auto", "direct", "hierarchical"] | None = None,
     **sizes: int,
 ) -> LaunchPlan:
-    """Every decision of one call, before anything is launched.
+    """Plan one call: return every decision, before anything is launched.
 
     Inside a world the world's size, backends and topology are the defaults, and the result equals
-    what the op would use; outside, this machine is split into ``nodes`` emulated nodes.
+    the plan that the op would use; outside, this machine is split into ``nodes`` emulated nodes.
 
     Args:
         op: name or alias (``ag_gemm``, …).
-        dtype: of the inputs; out_dtype: of the result, default float32 (the inputs' where the
-            accelerator keeps it). Names: float16, bfloat16,
-            float32; of GEMM ops with ``scales`` the inputs' is float8_e4m3fn, whose default result is
-            bfloat16.
-        scales, use_fast_accum: of e4m3 inputs (:mod:`mkernel.plan.scales`), whose ``b_layout`` is
-            column.
-        chunk: tiles (or rows) a chunk; default: the planner's choice.
-        path: of a GEMM op; default: the setting ``MKERNEL_PATH``.
-        exchange: between nodes; default: the setting ``MKERNEL_EXCHANGE``.
-        sizes: the op's (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,
+        dtype: dtype of the inputs; out_dtype: dtype of the result, default float32 (the inputs' if
+            the accelerator keeps it). Names: float16, bfloat16, float32. For GEMM ops with
+            ``scales`` the inputs' is float8_e4m3fn, with bfloat16 as the default of the result.
+        scales, use_fast_accum: options of e4m3 inputs (:mod:`mkernel.plan.scales`), whose
+            ``b_layout`` is column.
+        chunk: tiles (or rows) per chunk; default: the planner's choice.
+        path: path of a GEMM op; default: the setting ``MKERNEL_PATH``.
+        exchange: exchange between nodes; default: the setting ``MKERNEL_EXCHANGE``.
+        sizes: sizes of the op (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,
             hidden=, features=, experts=, top_k=`` for MoE; ``batch=, heads=, kv_heads=, sequence=,
             head_dim=, causal=`` for ring attention.
 

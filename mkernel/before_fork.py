@@ -1,10 +1,10 @@
-"""What ranks would each look up for themselves: the fork server imports this module last.
+"""Lookups that each rank would otherwise repeat: the fork server imports this module last.
 
-The server outlives a launcher that is killed, and then removes the folder of its socket, which nobody
-else is left to do.
+The server outlives a launcher that is killed, and then removes the folder of its socket, because
+nobody else is left to do that.
 
-Whatever it has imported stays. Ranks that looked for garbage would look through all of that too, and
-write to each object's page: each would have a copy of its own.
+Everything that the server has imported stays. If ranks collected garbage, they would traverse all
+of that too, and write to each object's page, so each would have its own copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _remove_socket() -> None:
             Path(address).parent.rmdir()
 
 
-atexit.register(_remove_socket)  # ranks end without
+atexit.register(_remove_socket)  # ranks end without exit handlers
 for _group in (ACCELERATORS, NICS):
     points(_group)
 gc.freeze()

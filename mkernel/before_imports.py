@@ -1,5 +1,5 @@
-"""The fork server imports this module first: garbage is not looked for among what it imports, which all
-stays. ``before_fork`` begins with it again."""
+"""The first import of the fork server, which disables garbage collection while it imports, because
+everything it imports stays. ``before_fork`` enables it again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ``mkernel doctor --report`` writes: one file to attach to a report, which a stranger may read.
+"""The file that ``mkernel doctor --report`` writes, to attach to a report that strangers may read.
 
-Of the environment it has the variables of ``bug_report.json``, and no others. The host's
-name and the user's home folder become ``host`` and ``~`` wherever they stand.
+It contains the environment variables listed in ``bug_report.json``, and no others. The host's name
+and the user's home folder become ``host`` and ``~`` wherever they occur.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENVIRONMENT = Path(__file__).with_suffix(".json")
 
 
 class SettingValue(Model):
-    """A setting as it stands; a secret is masked."""
+    """The current value of a setting; a secret is masked."""
 
     value: Any
     source: Source
@@ -35,8 +35,8 @@ class SettingValue(Model):
 class BugReport(Model):
     """Everything that a report of a defect should say of a machine.
 
-    ``topology``, ``settings``: a sentence instead where they cannot be had. ``last_failure``: what
-    :mod:`mkernel.failure_record` kept; None: no world broke here.
+    ``topology``, ``settings``: a sentence instead if they are not available. ``last_failure``: the
+    record that :mod:`mkernel.failure_record` kept; None: no world broke here.
     """
 
     versions: dict[str, str]
@@ -50,11 +50,11 @@ class BugReport(Model):
 
 
 def collect(topology: dict[str, Any] | str, notes: tuple[str, ...] = ()) -> BugReport:
-    """The report of this machine. Never raises.
+    """Collect the report of this machine. Never raises.
 
     Args:
-        topology: what the machine is made of, as JSON-safe data, or why nobody knows.
-        notes: what looking for it left out, and why.
+        topology: the machine's topology, as JSON-safe data, or why it is unknown.
+        notes: what discovery left out, and why.
     """
     try:
         settings: dict[str, SettingValue] | str = {
@@ -65,7 +65,7 @@ def collect(topology: dict[str, Any] | str, notes: tuple[str, ...] = ()) -> BugR
         settings = one_line(error)
     try:
         failure: dict[str, Any] | str | None = failure_record.last()
-    except Exception as error:  # what is in the file is not ours to trust
+    except Exception as error:  # the file's content is not trusted
         failure = f"cannot be read: {one_line(error)}"
     found = examine()
     made = BugReport(
@@ -88,7 +88,7 @@ class _Environment(Model):
 
 
 def reported_variables() -> tuple[str, ...]:
-    """Those of the environment that a report may show."""
+    """Return the environment variables that a report may show."""
     return _environment().variables
 
 
@@ -98,7 +98,7 @@ def _environment() -> _Environment:
 
 
 def versions() -> dict[str, str]:
-    """Of mkernel, Python, the packages beside it, the system."""
+    """Return the versions of mkernel, Python, related packages and the system."""
     found = {"mkernel": __version__, "python": sys.version.split()[0]}
     found |= {name: version for name in _environment().packages if (version := _version(name))}
     found |= {"kernel": platform.release(), "machine": platform.machine()}
@@ -118,7 +118,7 @@ def _version(package: str) -> str:
 
 
 def anonymous(value: Any) -> Any:
-    """JSON-safe data without the host's name and the user's home folder."""
+    """Return JSON-safe data without the host's name and the user's home folder."""
     names = {socket.gethostname(), platform.node()} - {"", "localhost", "host"}
     patterns = [(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "host") for name in sorted(names)]
     home = str(Path.home())

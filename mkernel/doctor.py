@@ -1,4 +1,5 @@
-"""What can run on this machine, what cannot, why not, and the one thing to do about it.
+"""Diagnosis of a machine: what can run on it, what cannot, why not, and the one thing to do about
+it.
 
 Nothing here raises: a backend that does not import, or whose own check fails, is a row like any
 other.
@@ -45,14 +46,14 @@ Kind = Literal[
 Source = Literal["argument", "environment", "default"]
 
 _OPTIONAL: frozenset[Kind] = frozenset(("build", "software"))
-"""Kinds of what only building, or one backend's own rows, depend on: these say so."""
+"""Kinds of rows that only building, or one backend's own rows, depend on; these rows state so."""
 _REINSTALL = "reinstall the package that ships it"
 
 
 class Row(Model):
-    """One thing that can be usable or not. ``remedy`` is empty where nothing needs doing; ``optional``:
-    what runs here does not need it; ``asked``: False for the software of a backend that is taken by
-    name only, which nobody has named."""
+    """One thing that can be usable or not. ``remedy`` is empty if nothing needs to be done;
+    ``optional``: what runs here does not need it; ``asked``: False for the software of a backend
+    that is used by name only, and that nobody has named."""
 
     kind: Kind
     name: str
@@ -64,15 +65,15 @@ class Row(Model):
 
 
 class Report(Model):
-    """All rows. ``healthy``: at least one accelerator and one NIC path are usable, and no setting is
-    one that commands refuse."""
+    """All rows. ``healthy``: at least one accelerator and one NIC path are usable, and commands
+    refuse no setting."""
 
     rows: tuple[Row, ...]
     healthy: bool
 
 
 class SettingRow(Model):
-    """One setting as it stands: dotted name, value (secrets masked), where it came from."""
+    """The current state of one setting: dotted name, value (secrets masked), origin."""
 
     name: str
     value: Any
@@ -82,7 +83,7 @@ class SettingRow(Model):
 
 
 def examine() -> Report:
-    """Asks every backend and looks at what building and running need. Never raises."""
+    """Query every backend and check what building and running need. Never raises."""
     wrong = wrong_settings()
     rows = [*accelerator_rows(), *nic_rows(), *auto_rows(), *machine_rows(), *software_rows()]
     usable = {row.kind for row in rows if row.usable}
@@ -90,13 +91,14 @@ def examine() -> Report:
 
 
 def wrong_settings() -> list[Row]:
-    """A row for what the environment sets and every command refuses; none where nothing is wrong."""
+    """Return a row for a value in the environment that every command refuses; empty if nothing is
+    wrong."""
     row = _asked("setting", "environment", _settings, "correct that environment variable")
     return [] if row.usable else [row]
 
 
 def _settings() -> Status:
-    """Raises what is wrong: a value that is not legal, a backend that is not installed."""
+    """Raise if a value is illegal, or a backend is not installed."""
     from mkernel import selection
     from mkernel.backends import registry
 
@@ -110,7 +112,8 @@ def _settings() -> Status:
 
 
 def auto_rows() -> list[Row]:
-    """What stands for ``auto`` here, and why: of the accelerator; of NIC and verbs between nodes."""
+    """Return the choices of ``auto`` here, and their reasons: the accelerator; NIC and verbs
+    between nodes."""
     return [
         _asked("auto", name, ask, "name one, or see below")
         for name, ask in (("accelerator", _auto_accelerator), ("nic, verbs", _auto_nic))
@@ -154,7 +157,7 @@ def _auto_nic() -> Status:
 
 
 def _without_nic() -> str:
-    """Says so where the accelerator that `auto` stands for opens no NIC."""
+    """Return text for an accelerator chosen by `auto` that opens no NIC; empty if it opens one."""
     from mkernel import selection
     from mkernel.backends import registry
 
@@ -168,13 +171,13 @@ def _without_nic() -> str:
 
 
 def accelerator_rows() -> list[Row]:
-    """A row for every installed accelerator backend."""
+    """Return a row for every installed accelerator backend."""
     return list(_backend_rows("accelerator", "ACCELERATORS", _ask_accelerator))
 
 
 def nic_rows() -> list[Row]:
-    """A row for every installed NIC backend on each of its verbs providers, and for what it finds
-    there: ports, libraries, ways to device memory."""
+    """Return a row for every installed NIC backend on each of its verbs providers, and for what it
+    finds there: ports, libraries, ways to device memory."""
     return list(_backend_rows("nic", "NICS", _ask_nic))
 
 
@@ -184,7 +187,7 @@ def _row(kind: Kind, name: str, status: Status) -> Row:
 
 
 def _asked(kind: Kind, name: str, ask: Callable[[], Status], remedy: str = "") -> Row:
-    """The answer as a row; ``remedy`` is for an asking that fails."""
+    """Return the result of ``ask`` as a row; ``remedy`` is for a query that fails."""
     try:
         status = ask()
     except Exception as error:
@@ -231,7 +234,8 @@ def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
 
 
 def machine_rows(root: Path = Path("/")) -> list[Row]:
-    """Libraries, build tools, CPU, shared memory. ``root``: of /usr, /proc, …"""
+    """Return rows for libraries, build tools, CPU and shared memory. ``root``: the folder that
+    holds /usr, /proc, …"""
     checks: tuple[tuple[Kind, str, Callable[[], Status]], ...] = (
         ("library", "torch", _torch),
         ("library", "pyverbs", _pyverbs),
@@ -248,7 +252,8 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
 
 
 def software_rows(root: Path = Path("/")) -> list[Row]:
-    """What the accelerator backends find of their vendors' software. ``root``: of /usr, /dev, …"""
+    """Return rows for the vendors' software that accelerator backends find. ``root``: the folder
+    that holds /usr, /dev, …"""
     rows = []
     try:
         from mkernel.backends import registry
@@ -268,8 +273,8 @@ def software_rows(root: Path = Path("/")) -> list[Row]:
 
 
 def _is_asked_about(name: str) -> bool:
-    """Return whether anybody wants to know of a backend's software: ``auto`` may choose it, or settings
-    name it."""
+    """Return whether a backend's software is of interest: ``auto`` may choose the backend, or
+    settings name it."""
     from mkernel import selection
     from mkernel.backends import registry
 
@@ -298,7 +303,8 @@ def _torch() -> Status:
 
 
 def _pyverbs() -> Status:
-    """A second opinion on RDMA ports for `mkernel probe` (``topology/sources/verbs.py``)."""
+    """Return the status of pyverbs, a second source on RDMA ports for `mkernel probe`
+    (``topology/sources/verbs.py``)."""
     remedy = (
         "install python3-pyverbs (of rdma-core; Debian, Ubuntu, Fedora), which is for the system's own "
         "Python: run that, or one of its version with the package's folder in PYTHONPATH"
@@ -349,7 +355,8 @@ def _cpu(root: Path) -> Status:
 
 
 def _shared_memory(root: Path) -> Status:
-    """Ranks of a node share memory through memfd, or through /dev/shm."""
+    """Return the status of shared memory, which ranks of a node get through memfd, or through
+    /dev/shm."""
     if hasattr(os, "memfd_create"):
         try:
             handle = os.memfd_create("mkernel-doctor", os.MFD_CLOEXEC)
@@ -370,10 +377,10 @@ def _shared_memory(root: Path) -> Status:
 
 
 def setting_rows(settings: Settings | None = None) -> list[SettingRow]:
-    """Every setting with its value and where it came from; secrets masked.
+    """Return every setting with its value and its origin; secrets are masked.
 
     Args:
-        settings: the settings in force. None: those that the environment gives.
+        settings: the settings in force. None: those of the environment.
 
     Raises:
         ArgumentError: a variable of the environment holds no legal value.
@@ -385,7 +392,7 @@ def setting_rows(settings: Settings | None = None) -> list[SettingRow]:
 
 
 def _rows_of_backends() -> Iterator[SettingRow]:
-    """The settings that installed accelerator backends bring, from the environment."""
+    """Yield the settings that installed accelerator backends add, from the environment."""
     from mkernel.backends import registry
 
     for name in registry.names(registry.ACCELERATORS):
@@ -410,7 +417,7 @@ def _rows_of_backends() -> Iterator[SettingRow]:
 def _walk(
     model: BaseModel, other: BaseModel, path: tuple[str, ...], present: set[str]
 ) -> Iterator[SettingRow]:
-    """Rows of a model. ``other`` is the same model as the environment alone gives it."""
+    """Yield rows of a model. ``other`` is the same model as the environment alone sets it."""
     for name, field in type(model).model_fields.items():
         where = (*path, name)
         value, theirs = getattr(model, name), getattr(other, name)

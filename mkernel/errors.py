@@ -14,9 +14,9 @@ from typing import Any
 from mkernel.printable import printable
 
 INSTALL_AGAIN = "run `pip install .` in mkernel's repository again, with this Python"
-"""States the remedy for an installation that lacks a part."""
+"""The remedy for an installation that lacks a part."""
 _MOST_SHOWN = 400
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 
 
 class MkernelError(Exception):
@@ -26,7 +26,7 @@ class MkernelError(Exception):
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made again of its message and of its fields, which constructors take by their names."""
+        """Pickle as the message and the fields, which constructors take by their names."""
         return self._maker(), self.args
 
     def _maker(self) -> partial[Any]:
@@ -39,8 +39,9 @@ class NotBuilt(MkernelError, ImportError):
     def __init__(
         self, root: Path, python: str, installed: Path | None = None, differs: str = ""
     ) -> None:
-        """Say what to do about the tree in `root`. `installed`: where mkernel is installed for that
-        Python, made of another file `differs` than the tree's."""
+        """Build a message that states what to do about the tree in `root`. `installed`: the folder
+        where mkernel is installed for that Python, made from a version of the file `differs` other
+        than the tree's."""
         if installed is not None:
             remedy = (
                 f"the mkernel that is installed in {installed} has another {differs}; run "
@@ -61,7 +62,7 @@ class ArgumentError(MkernelError, ValueError):
 
     Attributes:
         argument: the argument's name as the caller wrote it.
-        value: what was passed (shortened for tensors: shape, dtype, strides).
+        value: the value that was passed (shortened for tensors: shape, dtype, strides).
         legal: the legal range, in words.
     """
 
@@ -103,12 +104,12 @@ class UnknownBackend(ArgumentError):
 
 
 class Unsupported(MkernelError, NotImplementedError):
-    """The backend is there, but does not claim this op, dtype or path; or the op was called where it
-    cannot work yet, such as inside a transform of torch.func. Nothing was started."""
+    """The backend is available, but does not support this op, dtype or path; or the op was called
+    where it cannot work yet, such as inside a transform of torch.func. Nothing was started."""
 
 
 class BackendUnavailable(MkernelError, RuntimeError):
-    """The backend is installed but cannot run here; the message says why and what to do."""
+    """The backend is installed but cannot run here; the message states why and what to do."""
 
 
 class NotInitialized(MkernelError, RuntimeError):
@@ -149,11 +150,12 @@ class PlanMismatch(MkernelError, RuntimeError):
 
 
 class CapacityExceeded(MkernelError, RuntimeError):
-    """The experts of a rank got more rows than the ``capacity`` of the call. Nothing was written; the
-    world goes on.
+    """The experts of a rank got more rows than the ``capacity`` of the call. Nothing was written,
+    and the world stays usable.
 
     Attributes:
-        rank: the rank with the most rows; rows: how many. capacity: of each rank.
+        rank: the rank with the most rows; rows: its number of rows. capacity: the capacity of each
+            rank.
     """
 
     def __init__(self, rank: int, rows: int, capacity: int) -> None:
@@ -192,7 +194,7 @@ _AWAITED = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Who waited for what when a world broke (one record per rank, the first failure's).
+    """A record of who waited for what when a world broke (one per rank, of the first failure).
 
     Attributes:
         rank: the rank that waited.

@@ -1,6 +1,6 @@
-"""The last failure of a world on this host, kept for whoever reports it.
+"""The last failure of a world on this host, kept for a bug report.
 
-Each rank that hears why its world broke writes the same file, so that the last one stands: the cause is
+Each rank that learns why its world broke writes the same file, and the last one stays: the cause is
 the same on all. The file is the user's own, in a folder that nobody else can write to.
 """
 
@@ -22,12 +22,13 @@ _MOST_DEEP = 32
 
 
 def path() -> Path:
-    """Where it is kept: ``mkernel-<uid>/last-failure.json`` in the folder for temporary files."""
+    """Return the record's path: ``mkernel-<uid>/last-failure.json`` in the folder for temporary
+    files."""
     return Path(tempfile.gettempdir()) / f"mkernel-{os.getuid()}" / "last-failure.json"
 
 
 def keep(record: Mapping[str, Any]) -> Path:
-    """Put a JSON-safe record in the place of the last one. OSError: it cannot be kept."""
+    """Replace the last record by a JSON-safe one. OSError: it cannot be kept."""
     file = path()
     with contextlib.suppress(FileExistsError):
         file.parent.mkdir(mode=0o700)
@@ -40,10 +41,10 @@ def keep(record: Mapping[str, Any]) -> Path:
 
 
 def last() -> dict[str, Any] | None:
-    """The record that was kept last; None: there is none.
+    """Return the record that was kept last; None: there is none.
 
     Raises:
-        InputFileError, OSError, ValueError, RecursionError: there is one that cannot be read, or not be
+        InputFileError, OSError, ValueError, RecursionError: there is one that cannot be read or
             shown.
     """
     file = path()
@@ -68,7 +69,7 @@ def _check_depth(record: dict[str, Any]) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    """PermissionError where another user could have put something into the folder."""
+    """Raise PermissionError if another user could have put something into the folder."""
     found = os.lstat(folder)
     others = stat.S_IMODE(found.st_mode) & 0o022
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or others:

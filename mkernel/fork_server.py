@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: it has imported mkernel, and torch with it, once for all."""
+"""The process that ranks are forked from, which imports mkernel and torch once for all of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import mkernel
 from mkernel.host_limits import make_socket_folder
 
 also_imported: list[str] = []
-"""Further modules that the server imports when it starts, with the first process of it, so that forks
-need not each. Only such as start no threads."""
+"""Further modules that the server imports when it starts, with its first process, so that forks
+need not import them. Only modules that start no threads are allowed."""
 
 
 def context() -> ForkServerContext:
-    """For processes that start as its forks do: with all of mkernel, no threads, and the environment
-    of when it was started. Each calls :func:`leave_ctrl_c_to_parent` first."""
+    """Return a context for processes that start as the server's forks do: with all of mkernel, no
+    threads, and the environment of the server's start. Each calls :func:`leave_ctrl_c_to_parent`
+    first."""
     made = multiprocessing.get_context("forkserver")
     # The server looks for modules in the working directory first (Python 3.11 and older even then when
     # this process does not). Where that has another mkernel, ranks import ours themselves.
@@ -33,16 +34,17 @@ def context() -> ForkServerContext:
 
 
 def leave_ctrl_c_to_parent() -> None:
-    """Ignore Ctrl-C, which a terminal sends to all processes, as from the start of this one on."""
+    """Ignore Ctrl-C, which a terminal sends to all processes; it was blocked from the start of this
+    one on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _start() -> None:
-    """Start the server. Its imports, which take seconds, and those of its forks are no place for a
-    KeyboardInterrupt: Ctrl-C is blocked there."""
+    """Start the server. Ctrl-C is blocked in it: its imports, which take seconds, and those of its
+    forks must not get a KeyboardInterrupt."""
     make_socket_folder()
-    resource_tracker.ensure_running()  # which would unblock it
+    resource_tracker.ensure_running()  # starting it later would unblock Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

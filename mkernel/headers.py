@@ -1,4 +1,4 @@
-"""Where the C++ headers are that native code of other packages includes."""
+"""The folder of the C++ headers that native code of other packages includes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def include_dir() -> str:
-    """The folder to pass to a compiler as ``-I``; ``docs/writing-a-backend.md`` names its headers.
+    """Return the folder to pass to a compiler as ``-I``; ``docs/writing-a-backend.md`` names its
+    headers.
 
     In a repository it is the root, whose headers are the same under the same names.
     """

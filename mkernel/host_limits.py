@@ -1,4 +1,4 @@
-"""Checks what this host must let a process do, before something relies on it."""
+"""Checks of what this host lets a process do, made before anything relies on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from mkernel.errors import ArgumentError, BackendUnavailable
 
 _SIOCGIFADDR = 0x8915
 _MOST_FOLDER = 75
-"""Bytes of a folder's path in which multiprocessing's sockets have a legal name: at most 107 bytes, of
-which ``/pymp-XXXXXXXX/listener-XXXXXXXX`` takes 32."""
+"""Most bytes of the path of a folder in which multiprocessing's sockets have a legal name: at most
+107 bytes, of which ``/pymp-XXXXXXXX/listener-XXXXXXXX`` takes 32."""
 
 
 def check_descriptors(wanted: int, what: str) -> None:
-    """OSError where this process may not open so many more descriptors as ``what`` opens."""
+    """Raise OSError if this process may not open the ``wanted`` further descriptors that ``what``
+    opens."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
@@ -35,7 +36,7 @@ def check_descriptors(wanted: int, what: str) -> None:
 
 
 def check_loopback() -> None:
-    """BackendUnavailable where processes of this host do not reach each other at 127.0.0.1."""
+    """Raise BackendUnavailable if processes of this host do not reach each other at 127.0.0.1."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind(("127.0.0.1", 0))
@@ -48,7 +49,7 @@ def check_loopback() -> None:
 
 
 def check_gloo_interfaces() -> None:
-    """ArgumentError where GLOO_SOCKET_IFNAME names an interface that has no address here."""
+    """Raise ArgumentError if GLOO_SOCKET_IFNAME names an interface that has no address here."""
     given = os.environ.get("GLOO_SOCKET_IFNAME", "")
     known = [name for _, name in socket.if_nameindex()]
     if not all(_has_address(name) for name in filter(None, given.split(","))):
@@ -71,7 +72,7 @@ def _has_address(interface: str) -> bool:
 
 
 def make_socket_folder() -> None:
-    """Have multiprocessing put its sockets where their names are short enough.
+    """Make multiprocessing put its sockets into a folder where their names are short enough.
 
     Raises:
         ArgumentError: TMPDIR is too long, and no other folder can be written. BackendUnavailable: there

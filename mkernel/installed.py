@@ -1,9 +1,9 @@
-"""Entry points of the packages that are installed.
+"""Entry points of the installed packages.
 
-Python looks through the files of all packages, which takes 10 ms where there are a hundred, and a rank
-asks up to ten times as it joins a world. So they are kept for as long as the folders of Python's path
-that have packages stay as they are. A rank also has what the process that it is forked from has found
-(``before_fork``).
+Python looks through the files of all packages, which takes 10 ms if there are a hundred, and a rank
+does so up to ten times as it joins a world. So the entry points are cached as long as the folders
+of Python's path that have packages stay unchanged. A rank also inherits those that the process it
+is forked from has found (``before_fork``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _State = tuple[str, int, int, int, int]
 
 
 def points(group: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a group, of the packages that are installed now."""
+    """Return the entry points of a group, of the packages that are installed now."""
     states = map(_state, dict.fromkeys(sys.path))
     return _of_group(group, tuple(state for state in states if _has_packages(state)))
 
 
 def _state(folder: str) -> _State:
-    """What changes as a package is installed into a folder, or removed."""
+    """Return a value that changes when a package is installed into a folder, or removed."""
     try:
         found = os.stat(folder or ".")
     except OSError:
@@ -37,7 +37,7 @@ def _has_packages(state: _State) -> bool:
         names = os.listdir(state[0] or ".")
     except FileNotFoundError:
         return False
-    except OSError:  # an archive, or one whose names are not told: Python may know more
+    except OSError:  # an archive, or a folder that cannot be listed: Python may know more
         return True
     return any(name.lower().endswith((".dist-info", ".egg-info", ".egg")) for name in names)
 

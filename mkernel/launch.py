@@ -1,8 +1,9 @@
-"""Ranks as processes of this machine: ``launch`` starts them, waits, cleans up whatever happens.
+"""Ranks as processes of this machine: ``launch`` starts them, waits, and cleans up whatever
+happens.
 
 Processes come from a fork server that has imported mkernel once, so that starting a rank costs
-milliseconds. The launcher hosts the bootstrap store on a loopback socket of its own, so a rank's
-death cannot take the store along.
+milliseconds. The launcher hosts the bootstrap store on its own loopback socket, so the store
+survives a rank's death.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from mkernel.world import lifecycle
 T = TypeVar("T")
 
 _ALWAYS_STARTED = 16
-"""Ranks, however few the CPUs are."""
+"""The number of ranks that may be started however few the CPUs are."""
 _UNGUARDED = "mkernel.launch was called while its caller's script was imported"
 _JOIN_WAITS = 4
-"""Joining a world waits for other ranks a few times, each time up to the deadline of a wait."""
+"""The number of waits for other ranks in joining a world, each up to the deadline of a wait."""
 _BEGIN_S = 60.0
-"""What a process, its imports and its backend may take beside that on a busy machine."""
+"""Seconds that a process, its imports and its backend may take in addition on a busy machine."""
 _DESCRIPTORS, _DESCRIPTORS_A_RANK = 14, 5
-"""Counts the descriptors that a launcher opens for the store and the fork server, and for each
-rank. Where none is left the store's thread that accepts connections would end the process."""
+"""The descriptors that a launcher opens for the store and the fork server, and for each rank. If
+none is left, the store's thread that accepts connections ends the process."""
 _GRACE_S = 5.0
-"""After the first failure the other ranks get this long beyond a heartbeat to report theirs."""
+"""Seconds beyond a heartbeat that the other ranks get after the first failure to report theirs."""
 
 
 class RankTraceback(Exception):
@@ -63,7 +64,7 @@ class RankTraceback(Exception):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank process gets."""
+    """The data that a rank process gets."""
 
     launcher: int  # process id
     rank: int
@@ -73,7 +74,7 @@ class _Job:
     backends: tuple[str | Sequence[str] | None, str | None, str | None]
     settings: Settings
     work: bytes  # pickled (fn, args, kwargs)
-    environment: dict[str, str]  # the launcher's of now; the fork server's is older
+    environment: dict[str, str]  # the launcher's current one; the fork server's is older
 
 
 def check_ranks(
@@ -82,11 +83,11 @@ def check_ranks(
     ranks_per_cpu: int,
     names: tuple[str, str] = ("nodes", "ranks_per_node"),
 ) -> None:
-    """ArgumentError where this machine does not start so many ranks: each is a process, and while
-    many of them wait for a CPU, the others' waits reach their deadlines.
+    """Raise ArgumentError if this machine does not start so many ranks. Each is a process, and
+    while many of them wait for a CPU, the others' waits reach their deadlines.
 
     Args:
-        names: of the first two arguments in messages.
+        names: names of the first two arguments in messages.
     """
     check_world(nodes, ranks_per_node, names)
     cpus = len(os.sched_getaffinity(0))
@@ -109,7 +110,7 @@ class _Channel:
 
 
 def report(payload: Any) -> None:
-    """From inside a rank: hand ``payload`` (picklable) to the launcher's ``on_report``.
+    """Send ``payload`` (picklable) from inside a rank to the launcher's ``on_report``.
 
     Does nothing in a process that ``launch`` did not start.
     """
@@ -132,16 +133,17 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on nodes x ranks_per_node ranks of this machine.
 
-    Each rank is a process in an initialized world (:func:`mkernel.world` gives it). With more than
-    one node, ranks of different nodes talk only through the NIC.
+    Each rank is a process in an initialized world (:func:`mkernel.world` returns it). With more
+    than one node, ranks of different nodes communicate only through the NIC.
 
     Args:
         fn: importable by name from a module (it travels by pickle, as do arguments and results).
         timeout_s: deadline of every wait inside the world, in seconds.
         on_report: called here with (rank, payload) for each :func:`report` of a rank.
 
-    Each rank imports the caller's main script, as processes of Python's ``multiprocessing`` do: what a
-    script does when it is imported, ``launch`` too, belongs under ``if __name__ == "__main__":``.
+    Each rank imports the caller's main script, as processes of Python's ``multiprocessing`` do:
+    code that must not run on import, ``launch`` included, belongs under
+    ``if __name__ == "__main__":``.
 
     Returns:
         The ranks' results, in rank order.
@@ -149,14 +151,15 @@ def launch(
     Raises:
         Exception: the first failure among the ranks, with that rank's traceback as its cause. No
             process, socket or shared memory is left behind.
-        PeerFailure: a rank died without a word.
+        PeerFailure: a rank died without a report.
         Timeout: a rank was not in the world long after all deadlines: its backend hangs as it opens.
-        Unsupported: this process may start none: it is a rank that ``launch`` started, say.
+        Unsupported: this process may start none, for example because it is a rank that ``launch``
+            started.
         BackendUnavailable: the host has no 127.0.0.1, or no folder for temporary files. OSError: the
             process may not open as many descriptors as that takes.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A rank that is about to begin: it ends here, and its launcher says why.
+        # This is a rank that is about to begin: it ends here, and its launcher reports why.
         raise SystemExit(_UNGUARDED)
     if multiprocessing.current_process().daemon:
         raise Unsupported(
@@ -209,7 +212,7 @@ class _Rank:
     """A rank process as its launcher sees it."""
 
     def __init__(self, context: ForkServerContext, job: _Job) -> None:
-        """Start it."""
+        """Start the process."""
         self.number = job.rank
         self.outcome: tuple[str, Any] | None = None
         self.begun = False
@@ -222,7 +225,7 @@ class _Rank:
         theirs.close()
 
     def receive(self, on_report: Callable[[int, Any], None]) -> None:
-        """Take what the rank sent; note its death where it sent nothing more."""
+        """Take what the rank sent; record its death if it sent nothing more."""
         try:
             while self.outcome is None and self.connection.poll():
                 kind, payload = pickle.loads(self.connection.recv_bytes())
@@ -251,7 +254,7 @@ class _Rank:
         self.outcome = ("died", text)
 
     def give_up(self, seconds: float) -> None:
-        """Take it that it hangs: it is not in the world after so long."""
+        """Treat the rank as hanging: it is not in the world after ``seconds``."""
         text = (
             f"rank {self.number} (process {self.process.pid}) was not in the world {seconds:g} s after "
             "the launch: its backend hangs as it opens, or the machine is far too busy; `mkernel "
@@ -260,12 +263,12 @@ class _Rank:
         self.outcome = ("overdue", text)
 
     def result(self) -> Any:
-        """The function's result; only after supervision ended without failure."""
+        """Return the function's result; only valid after supervision ended without failure."""
         assert self.outcome is not None
         return pickle.loads(self.outcome[1])
 
     def error(self) -> BaseException:
-        """The failure as the exception to raise here."""
+        """Return the failure as the exception to raise here."""
         assert self.outcome is not None
         kind, payload = self.outcome
         if kind == "died":
@@ -283,7 +286,7 @@ class _Rank:
 
 
 def _never_began(how: str) -> str:
-    """What a rank died of that did not come to its function."""
+    """Return text about a rank that died before it reached its function."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         return f"died before it began: {how}"
@@ -350,10 +353,11 @@ def _clean_up(ranks: list[_Rank]) -> None:
 
 
 def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
-    """A store that only this machine can reach, for ranks that are launched next.
+    """Make a store that only this machine can reach, for ranks that are launched next.
 
     Raises:
-        BackendUnavailable: nor does this machine. OSError: too few descriptors may be opened.
+        BackendUnavailable: this machine cannot reach it either. OSError: too few descriptors may be
+            opened.
     """
     check_descriptors(_DESCRIPTORS + _DESCRIPTORS_A_RANK * size, f"launching {size} ranks")
     check_loopback()
@@ -368,13 +372,13 @@ def host_store(size: int, timeout_s: float) -> tuple[TCPStore, int]:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=os.dup(listener.fileno()),
-            use_libuv=torch.__version__ >= "2.9",  # versions, no strings; 2.6 takes no socket there
+            use_libuv=torch.__version__ >= "2.9",  # as versions; 2.6 takes no socket there
         )
     return store, port
 
 
 def _rank_main(job: _Job, connection: Connection) -> None:
-    """A rank process, from start to end."""
+    """Run a rank process, from start to end."""
     fork_server.leave_ctrl_c_to_parent()
     Thread(_die_with, job.launcher, name="mkernel-die-with-launcher").start()
     _Channel.connection = connection
@@ -436,7 +440,7 @@ def _rank_main(job: _Job, connection: Connection) -> None:
 
 
 def _unpacked(work: bytes) -> Any:
-    """What :func:`launch` was given, found again by name."""
+    """Return the function and arguments that :func:`launch` was given, found again by name."""
     try:
         return pickle.loads(work)
     except (AttributeError, ImportError) as error:

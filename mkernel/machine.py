@@ -20,8 +20,8 @@ from mkernel.world.identity import Backends
 
 
 def machine_topology(backends: Backends) -> Topology:
-    """This machine as its drivers and the chosen backends see it (one node), without devices that the
-    environment hides, and of its RDMA ports those that are rails."""
+    """Return this machine as its drivers and the chosen backends see it (one node), without devices
+    that the environment hides, and with only those of its RDMA ports that are rails."""
     accelerator = registry.accelerator(backends.accelerator)
     nic = registry.nic(backends.nic) if backends.nic else None
     nics = nic.probe(backends.verbs or "system") if nic else ()
@@ -37,7 +37,7 @@ def machine_topology(backends: Backends) -> Topology:
 
 
 def _visibility() -> dict[str, str]:
-    """What the installed backends know of variables that hide devices."""
+    """Return the variables that hide devices, as the installed backends know them."""
     found: dict[str, str] = {}
     for name in registry.names(registry.ACCELERATORS):
         with suppress(Exception):  # a backend that breaks knows nothing
@@ -52,16 +52,16 @@ def emulated_topology(
     ranks_per_node: int,
     settings: Settings,
 ) -> Topology:
-    """``machine`` split into emulated nodes for a world on it. Of the settings: how many ranks its
-    devices take each, and whether NICs read and write their memory."""
+    """Return ``machine`` split into emulated nodes for a world on it. Two settings are used: how
+    many ranks share a device, and whether NICs read and write device memory."""
     accelerator = registry.accelerator(backends.accelerator)
     devices = accelerator.probe()
     if not devices:
-        usable_accelerator(backends.accelerator)  # says why, where it knows
+        usable_accelerator(backends.accelerator)  # raises the reason, if it knows one
         raise BackendUnavailable(
             f"accelerator {backends.accelerator!r} finds no device; see `mkernel doctor`"
         )
-    if not len(devices) == 1 < nodes * ranks_per_node:  # else each rank is shown its own alone
+    if not len(devices) == 1 < nodes * ranks_per_node:  # otherwise each rank sees only its own
         machine = shown(machine, devices)
     machine = oversubscribe(machine, settings.ranks_per_device)
     nic = None
@@ -75,7 +75,7 @@ def emulated_topology(
 def _with_gpudirect(
     world: Topology, accelerator: AcceleratorBackend, wanted: bool | None
 ) -> Topology:
-    """What NICs do with the memory of devices, where the user says so, or where it is the host's.
+    """Set the NICs' access to device memory, if the user chose it, or if that memory is the host's.
     BackendUnavailable: they cannot reach it."""
     access = accelerator.nic_access()
     if access is not None and wanted is None:
@@ -87,7 +87,7 @@ def _with_gpudirect(
         )
 
     def told(nic: Nic) -> Nic:
-        if access is None:  # every NIC reaches it, and an emulated one does not say so
+        if access is None:  # every NIC reaches it, and an emulated one does not report that
             return nic.model_copy(update={"gpudirect": True}) if nic.emulated else nic
         return nic.model_copy(update={"gpudirect": wanted})
 
@@ -99,14 +99,14 @@ def _with_gpudirect(
 
 
 def seated(machine: Topology, used: Sequence[tuple[str | None, int] | None]) -> Topology:
-    """The machine, its accelerators in such an order that local ranks are placed on what they use: a
-    group's ranks need not be the first of a host. As it is where a rank has chosen none, or two have
-    chosen the same.
+    """Return the machine with its accelerators ordered so that local ranks are placed on those they
+    use: a group's ranks need not be the first of a host. It is unchanged if a rank has chosen none,
+    or two have chosen the same.
 
     Args:
         machine: one node.
-        used: by each of its ranks, in their order: PCI address, where it is known, and index among
-            the devices that the process is shown.
+        used: the device of each of its ranks, in their order: PCI address, if it is known, and
+            index among the devices that the process sees.
     """
     node = machine.nodes[0]
     real = [one for one in node.accelerators if not one.emulated]
@@ -126,8 +126,8 @@ def seated(machine: Topology, used: Sequence[tuple[str | None, int] | None]) -> 
 
 
 def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:
-    """Without real devices of the backend's kind that it does not report: the driver also lists what
-    the environment hides. Indices become the backend's."""
+    """Return the machine without real devices of the backend's kind that the backend does not
+    report: the driver also lists what the environment hides. Indices become the backend's."""
     index = {device.pci: device.index for device in devices if device.pci and not device.emulated}
     if not index or len(machine.nodes) != 1:
         return machine
@@ -140,7 +140,7 @@ def shown(machine: Topology, devices: tuple[Accelerator, ...]) -> Topology:
 
 
 def usable_accelerator(name: str) -> AcceleratorBackend:
-    """The backend, if it can run here. UnknownBackend, BackendUnavailable."""
+    """Return the backend, if it can run here. UnknownBackend, BackendUnavailable."""
     backend = registry.accelerator(name)
     status = backend.status()
     if not status.usable:
@@ -149,7 +149,7 @@ def usable_accelerator(name: str) -> AcceleratorBackend:
 
 
 def usable_nic(name: str, verbs: str) -> NicBackend:
-    """The backend, if it finds a device that is up. UnknownBackend, BackendUnavailable."""
+    """Return the backend, if it finds a device that is up. UnknownBackend, BackendUnavailable."""
     backend = registry.nic(name)
     status = backend.status(verbs)
     if not status.usable:

@@ -1,8 +1,9 @@
-"""This machine's constants for the cost model, measured: CPU, shared memory, a NIC.
+"""Measurement of this machine's constants for the cost model: CPU, shared memory, a NIC.
 
-What a rank on the CPU has of them: its share of the cores, when ``ranks`` of them compute at once;
-copies and signals between two processes through shared memory; puts between two processes through the
-NIC backend. Medians; a few seconds in all. On a busy machine the figures are those of a busy machine.
+The constants are those of a rank on the CPU: its share of the cores, while ``ranks`` of them
+compute at once; copies and signals between two processes through shared memory; puts between two
+processes through the NIC backend. They are medians, and take a few seconds in all. A busy machine
+gives the figures of a busy machine.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class LinkFigures:
 
 
 def measure(ranks: int, nic: str, verbs: str) -> MachineConstants:
-    """The constants of a rank of accelerator ``streams`` on this machine's CPU.
+    """Measure the constants of a rank of accelerator ``streams`` on this machine's CPU.
 
     Args:
-        ranks: that share the cores. nic, verbs: NIC backend and provider between nodes.
+        ranks: number of ranks that share the cores. nic, verbs: NIC backend and provider between
+            nodes.
 
     Raises:
         UnknownBackend, BackendUnavailable: the NIC cannot be used here.
@@ -92,7 +94,7 @@ def measure(ranks: int, nic: str, verbs: str) -> MachineConstants:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Median time of one run of ``work``, of enough runs to be seen by the clock."""
+    """Return the median time of one run of ``work``, over enough runs for the clock's resolution."""
     work()
     taken: list[float] = []
     while len(taken) < 3 or (sum(taken) < _LONG_ENOUGH_S and len(taken) < 1000):
@@ -103,7 +105,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _matmul_tflops(dtype: torch.dtype) -> float:
-    """The best of a few sizes; large ones only while small ones are fast enough."""
+    """Return the best of a few sizes; large ones are tried only while small ones are fast enough."""
     best = 0.0
     for size in reversed(_SIZES):
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
@@ -115,20 +117,20 @@ def _matmul_tflops(dtype: torch.dtype) -> float:
 
 
 def _memory_gbs() -> float:
-    """Bytes read and written by a copy, of more than caches hold."""
+    """Return the rate of bytes read and written by a copy that exceeds the caches."""
     source = torch.ones(64 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source)) / 1e9
 
 
 def _launch_us() -> float:
-    """Of one small torch call: what a call costs before any work."""
+    """Return the time of one small torch call: what a call costs before any work."""
     a = torch.ones(8, 8)
     return 1e6 * _seconds(lambda: torch.mm(a, a))
 
 
 def _through_memory(me: Rank) -> LinkFigures:
-    """Signals there and back, and copies that are told of, through memory that both map."""
+    """Measure round trips of signals, and signalled copies, through memory that both processes map."""
     pad_bytes = _transport.pad_bytes(_SIGNALS)
     own = HostMemory.create(pad_bytes + _COPY_BYTES)
     try:
@@ -158,7 +160,7 @@ def _through_memory(me: Rank) -> LinkFigures:
 
 
 def _through_nic(me: Rank) -> LinkFigures:
-    """The same by puts of a NIC session."""
+    """Measure the same by puts of a NIC session."""
     with me.open(2 * _PUT_BYTES) as port:
         peer = 1 - me.rank
 
@@ -185,8 +187,8 @@ def _figures(
     nbytes: int,
     copies: int,
 ) -> LinkFigures:
-    """Rank 0 sends and is answered. ``tell`` raises the peer's signal 0; ``copy`` and then
-    ``tell_of_copy``, signal 1 after ``nbytes`` are there."""
+    """Measure one link: rank 0 sends and waits for replies. ``tell`` raises the peer's signal 0;
+    ``copy`` followed by ``tell_of_copy`` raises signal 1 after ``nbytes`` have arrived."""
 
     def wait(signal: int, value: int) -> None:
         if _transport.pad_wait(pad, signal, value, _DEADLINE_S) != _transport.WaitResult.ok:
@@ -218,11 +220,12 @@ def _figures(
 
 
 def link_figures(round_trips_s: Sequence[float], nbytes: int, answered_s: float) -> LinkFigures:
-    """One direction of a link, from what one end sees.
+    """Return the figures of one direction of a link, from times seen by one end.
 
     Args:
         round_trips_s: seconds of a small message there and one back; a direction takes half.
-        answered_s: until the answer to ``nbytes`` was here: the bytes' time, and one latency back.
+        answered_s: seconds until the reply to ``nbytes`` arrived: the bytes' time, and one latency
+            back.
     """
     latency_s = statistics.median(round_trips_s) / 2
     return LinkFigures(nbytes / (answered_s - latency_s) / 1e9, 1e6 * latency_s)

@@ -1,14 +1,15 @@
-"""Text of any origin, made safe to show: what a terminal would act on is shown instead."""
+"""Conversion of text of any origin for display: what a terminal would act on is shown instead."""
 
 from __future__ import annotations
 
 
 def printable(text: str, most: int | None = None) -> str:
-    r"""``text`` on one line: control characters, line breaks, bidirectional overrides and all else that
-    has no glyph become escapes (``\x1b``). Printable text stays as it is, so it may be applied twice.
+    r"""Return ``text`` on one line: control characters, line breaks, bidirectional overrides and all
+    else that has no glyph become escapes (``\x1b``). Printable text stays as it is, so it may be
+    applied twice.
 
     Args:
-        most: longer text is cut to so many characters, and says how many it had.
+        most: longer text is cut to this many characters, followed by its full length.
     """
     cut = text if most is None or len(text) <= most else text[:most]
     shown = cut if cut.isprintable() else "".join(map(_shown, cut))
@@ -22,5 +23,5 @@ def _shown(character: str) -> str:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An error's text in one line; its type where it has none."""
+    """Return an error's text in one line; its type if it has none."""
     return " ".join(str(error).split())[:most] or type(error).__name__

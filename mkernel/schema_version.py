@@ -1,8 +1,8 @@
-"""Which version of its schema a file of mkernel's has: of plans, topologies, constants and results.
+"""Schema versions of mkernel's files: plans, topologies, constants and results.
 
-A model's first field says it: ``schema_version``, a number, or ``format``, which also names the kind
-(``mkernel-bench-1``). So a file of another version is refused by that, not by a field that it has and
-this version has not. What may lack the field has version 1 without it.
+A model's first field holds the version: ``schema_version``, a number, or ``format``, which also
+names the kind (``mkernel-bench-1``). So a file of another version is refused by its version, not by
+a field that this version does not have. A file that may lack the field has version 1 without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MOST_SHOWN = 60
 
 
 def refusal(told: object, known: str) -> str:
-    """Why a file of version ``told`` is not read; ``known``: the versions that are, in words."""
+    """Return why a file of version ``told`` is not read; ``known``: the versions that are read, in
+    words."""
     return (
         f"{printable(repr(told), _MOST_SHOWN)} is of another version of mkernel; this one "
         f"({__version__}) reads {known}: make the file anew with this one, or use the one that made it"

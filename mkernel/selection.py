@@ -1,7 +1,7 @@
-"""Which backends a world runs on, where the user leaves that open (``auto``).
+"""The choice of backends for a world if the user leaves it open (``auto``).
 
-Every rank chooses from what it sees of its own machine; ranks that come to different results are told
-so when they meet (:class:`mkernel.World`). A launcher chooses once, for all of its ranks.
+Every rank chooses from what it sees of its own machine; ranks with different results get an error
+when they meet (:class:`mkernel.World`). A launcher chooses once, for all of its ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from mkernel.topology.sources.chips import described
 from mkernel.world.identity import Backends
 
 SYSTEM, SOFT = "system", "soft"
-"""Verbs providers: the machine's RDMA devices, and the software device, which joins processes of one
-host only."""
+"""Verbs providers: the machine's RDMA devices, and the software device, which joins processes of
+one host only."""
 
 
 BY_NAME = "is chosen by name only"
-"""States why ``auto`` takes no simulator, which is no news where something else is taken."""
+"""The reason why ``auto`` takes no simulator, which is not worth reporting if something else is
+taken."""
 
 
 class Verdict(NamedTuple):
-    """What ``auto`` thinks of a backend: whether it may take it, and why (not), in words."""
+    """The verdict of ``auto`` on a backend: whether it may take it, and why (not), in words."""
 
     name: str
     usable: bool
@@ -52,18 +53,18 @@ def backends(
     op: str | None = None,
     ranks: int | None = None,
 ) -> Backends:
-    """The backends of a world of so many nodes on machines like this one.
+    """Return the backends of a world of ``nodes`` nodes on machines like this one.
 
     Args:
-        accelerator, nic, verbs: instead of the settings'. ``accelerator``: ``auto``, which puts beside
-            the most preferred one those that have ops it lacks; one, which then is alone; or several in
-            order (:func:`accelerator_names`).
-        ranks: of the world, where they are known.
-        op: that the accelerator must provide, where it is not named.
+        accelerator, nic, verbs: values that replace the settings'. ``accelerator``: ``auto``, which
+            adds to the most preferred one those that have ops it lacks; one name, which is then
+            used alone; or several in order (:func:`accelerator_names`).
+        ranks: number of ranks of the world, if it is known.
+        op: op that the accelerator must provide, if it is not named.
 
     Raises:
-        ArgumentError, UnknownBackend: what is named is no name, or not there. BackendUnavailable: one
-        that is left open, and none that can run here; says what each lacks.
+        ArgumentError, UnknownBackend: a name is invalid, or not installed. BackendUnavailable: a
+            backend is left open, and none can run here; states what each lacks.
     """
     names = accelerator_names(accelerator or settings.accelerator)
     if names == (AUTO,):
@@ -73,15 +74,16 @@ def backends(
         name, *rest = names
         companions = tuple(rest)
     if nic not in (None, AUTO):
-        registry.nic(nic)  # where it is not used, a misspelt name is told all the same
+        registry.nic(nic)  # even if it is not used, a misspelt name is reported
     if nodes == 1 or registry.accelerator(name).capabilities().process_group:
         return Backends(name, None, None, companions)
     return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
 
 
 def accelerator_names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The accelerators that a user names: one, or several in order, in one string with commas between
-    them or each by itself. ArgumentError: none, or one of them twice, or ``auto`` among several."""
+    """Return the accelerators that a user names: one, or several in order, in one string with
+    commas between them or in a sequence. ArgumentError: none, or one of them twice, or ``auto``
+    among several."""
     parts = given.split(",") if isinstance(given, str) else given
     names = tuple(part.strip() for part in parts)
     if not names or "" in names or len({*names}) < len(names) or (AUTO in names and len(names) > 1):
@@ -94,7 +96,7 @@ def accelerator_names(given: str | Sequence[str]) -> tuple[str, ...]:
 def nic_and_verbs(
     settings: Settings, nic: str | None = None, verbs: str | None = None
 ) -> tuple[str, str]:
-    """NIC backend and verbs provider between nodes. BackendUnavailable, as :func:`backends`."""
+    """Return NIC backend and verbs provider between nodes. BackendUnavailable, as :func:`backends`."""
     nic, verbs = nic or settings.nic, verbs or settings.verbs
     if nic == AUTO:
         nic = chosen_nic(verbs)
@@ -105,11 +107,12 @@ def nic_and_verbs(
 
 
 def chosen_accelerator(nodes: int = 1, op: str | None = None, ranks: int | None = None) -> str:
-    """The accelerator that ``auto`` stands for: the most preferred that fits and is usable. The last
-    that fits is taken as it is: whoever opens it asks, and to ask ``streams`` takes an import of torch.
+    """Return the accelerator that ``auto`` chooses: the most preferred that fits and is usable. The
+    last that fits is taken without a query of its status: opening it checks that, and querying
+    ``streams`` would import torch.
 
     Raises:
-        BackendUnavailable: none fits; says why.
+        BackendUnavailable: none fits; states why.
     """
     verdicts, fitting = [], []
     for name, backend in _by_preference():
@@ -129,8 +132,8 @@ def chosen_accelerator(nodes: int = 1, op: str | None = None, ranks: int | None 
 
 
 def named_for(op: str, given: str) -> str:
-    """Of accelerators that a user names, the one that runs an op in a world of them: the first that
-    provides it; else the first. ``auto`` stays ``auto``."""
+    """Return, out of the accelerators that a user names, the one that runs an op in a world of
+    them: the first that provides it; else the first. ``auto`` stays ``auto``."""
     names = accelerator_names(given)
     if len(names) == 1:
         return names[0]
@@ -140,8 +143,8 @@ def named_for(op: str, given: str) -> str:
 
 
 def companions_of(name: str, nodes: int, ranks: int | None = None) -> tuple[str, ...]:
-    """Those that ``auto`` puts beside the accelerator that it has chosen: each has ops that none before
-    it has. The last that fits is taken as it is, as by :func:`chosen_accelerator`."""
+    """Return the accelerators that ``auto`` adds to the chosen one: each has ops that none before
+    it has. The last that fits is taken without a query, as by :func:`chosen_accelerator`."""
     ordered = [
         other for other, backend in _by_preference() if _misfit(backend, nodes, None, ranks) is None
     ]
@@ -162,8 +165,8 @@ def companions_of(name: str, nodes: int, ranks: int | None = None) -> tuple[str,
 def accelerator_for(
     device: Accelerator, nodes: int, op: str, ranks: int
 ) -> tuple[str, tuple[Verdict, ...]]:
-    """What ``auto`` would stand for on machines with such a device, and what it would pass over.
-    BackendUnavailable."""
+    """Return the choice of ``auto`` on machines with such a device, and those that it would pass
+    over. BackendUnavailable."""
     verdicts: list[Verdict] = []
     for name, backend in _by_preference():
         misfit = _misfit(backend, nodes, op, ranks, device)
@@ -177,8 +180,8 @@ def accelerator_for(
 
 
 def emulating(kind: KindName, wanted: str) -> str:
-    """The accelerator backend that emulates devices of a kind: ``wanted`` itself, or for ``auto`` the
-    most preferred one. BackendUnavailable: it does not; names those that do."""
+    """Return the accelerator backend that emulates devices of a kind: ``wanted`` itself, or for
+    ``auto`` the most preferred one. BackendUnavailable: it does not; names those that do."""
     if wanted != AUTO and _emulates(wanted, kind):
         return wanted
     fitting = [name for name, _ in _by_preference() if _emulates(name, kind)]
@@ -191,7 +194,7 @@ def emulating(kind: KindName, wanted: str) -> str:
 
 
 def _emulates(name: str, kind: KindName) -> bool:
-    """Also False of a backend that is broken."""
+    """Return whether a backend emulates devices of that kind; False for one that is broken."""
     try:
         devices = registry.accelerator(name).probe()
     except Exception:
@@ -200,8 +203,8 @@ def _emulates(name: str, kind: KindName) -> bool:
 
 
 def accelerator_verdicts() -> list[Verdict]:
-    """What ``auto`` thinks of each installed backend, for a world of one node: it takes the first that
-    is usable."""
+    """Return the verdict of ``auto`` on each installed backend, for a world of one node: it takes
+    the first that is usable."""
     verdicts = []
     for name, backend in _by_preference():
         misfit = _misfit(backend, 1, None, None)
@@ -217,8 +220,8 @@ def _misfit(
     ranks: int | None,
     device: Accelerator | None = None,
 ) -> str | None:
-    """Why ``auto`` never takes a backend for such a world; None: it may. ``device``: of a machine
-    elsewhere, else this one's."""
+    """Return why ``auto`` never takes a backend for such a world; None: it may. ``device``: a
+    device of a machine elsewhere, else this one's."""
     if isinstance(backend, Exception):
         return one_line(backend)
     if backend.preference <= 0:
@@ -263,14 +266,14 @@ def provider(
     nodes: int = 1,
     takes: Callable[[AcceleratorCapabilities], bool] = lambda claims: True,
 ) -> str:
-    """The first of a world's accelerators that provides an op there; for ops that read what another
-    op's call left, the one of that, or one that reads its words. Unsupported: none does, or not
-    that one.
+    """Return the first of a world's accelerators that provides an op. For ops that read what
+    another op's call left, it is the accelerator of that call, or one that reads its words.
+    Unsupported: none does, or that one does not.
 
     Args:
-        nodes: of the world.
-        takes: whether a call is one that an accelerator with the op takes; where none does, the call
-            is refused by the first that has the op.
+        nodes: number of nodes of the world.
+        takes: returns whether an accelerator with the op takes the call; if none does, the first
+            that has the op refuses the call.
     """
     leader = READS_OF.get(op, op)
     claims = {name: registry.accelerator(name).capabilities() for name in backends.accelerators}
@@ -294,7 +297,8 @@ def provider(
 def require_op(
     accelerators: str | Sequence[str], capabilities: AcceleratorCapabilities, op: str
 ) -> None:
-    """Unsupported, where an accelerator lacks the op: names those that have it and can run here.
+    """Raise Unsupported if an accelerator lacks the op; it names those that have it and can run
+    here.
 
     Args:
         accelerators: its name; or those of several, of which the others lack the op too.
@@ -320,7 +324,7 @@ def require_op(
 
 
 def _provides(name: str, op: str) -> bool:
-    """Whether a backend has the op and can run here; one that is broken has nothing."""
+    """Return whether a backend has the op and can run here; a broken one has nothing."""
     try:
         backend = registry.accelerator(name)
         return op in backend.capabilities().ops and backend.status().usable
@@ -329,15 +333,16 @@ def _provides(name: str, op: str) -> bool:
 
 
 def real_devices(backend: AcceleratorBackend) -> tuple[Accelerator, ...]:
-    """The devices that a backend finds here, without those that it emulates, on a CPU say."""
+    """Return the devices that a backend finds here, without those that it emulates, for example on
+    a CPU."""
     return tuple(device for device in backend.probe() if not device.emulated)
 
 
 def usual_world(
     backend: AcceleratorBackend, settings: Settings, nodes: int | None, ranks_per_node: int | None
 ) -> tuple[int, int]:
-    """Nodes and ranks of each, where they are left open: all that this machine's devices take on one
-    node; of devices that are emulated two nodes of two ranks."""
+    """Return the numbers of nodes and of ranks on each, if they are left open: all ranks that this
+    machine's devices take on one node; for emulated devices two nodes of two ranks."""
     room = len(real_devices(backend)) * settings.ranks_per_device
     if nodes is None:
         nodes = 1 if room else 2
@@ -350,13 +355,13 @@ def usual_world(
 
 
 def nic_use(nic: str | None, settings: Settings) -> NicUse:
-    """What plans of a world make of its NIC backend. UnknownBackend, BackendUnavailable."""
+    """Return the use of a NIC backend in plans of a world. UnknownBackend, BackendUnavailable."""
     return ANY_NIC if nic is None else registry.nic(nic).use(settings.nic_settings)
 
 
 def chosen_nic(verbs: str = AUTO) -> str:
-    """The NIC backend that ``auto`` stands for: the one that drives this machine's RDMA ports, or most
-    of them; where there are none, the first that is preferred. BackendUnavailable."""
+    """Return the NIC backend that ``auto`` chooses: the one that drives this machine's RDMA ports,
+    or most of them; if there are none, the first that is preferred. BackendUnavailable."""
     nics = _working_nics()
     if verbs != SOFT:
         provider = SYSTEM if verbs == AUTO else verbs
@@ -379,12 +384,13 @@ def chosen_nic(verbs: str = AUTO) -> str:
 
 
 def nic_of(ports: Sequence[Nic]) -> str | None:
-    """The installed NIC backend that drives the rails among these ports; None: there is none."""
+    """Return the installed NIC backend that drives the rails among these ports; None: there is
+    none."""
     return most_served(ports, {name: each.kinds for name, each in _working_nics().items()})
 
 
 def _working_nics() -> dict[str, NicBackend]:
-    """Return the installed NIC backends, without those that break as they are loaded: a stranger's must
+    """Return the installed NIC backends, without those that fail to load: one broken backend must
     not keep others from being chosen."""
     found = {}
     for name in registry.names(registry.NICS):
@@ -403,7 +409,7 @@ def _ports(backend: NicBackend, verbs: str) -> tuple[Nic, ...]:
 
 
 def _nic_status(backend: NicBackend) -> Status:
-    """Return how a backend's software device is."""
+    """Return the status of a backend's software device."""
     if SOFT not in backend.providers:
         return Status(False, "no such provider")
     try:
@@ -413,8 +419,8 @@ def _nic_status(backend: NicBackend) -> Status:
 
 
 def chosen_verbs(nic: str) -> str:
-    """The verbs provider that ``auto`` stands for: the machine's own devices where the NIC backend can
-    use one, else the software device. BackendUnavailable."""
+    """Return the verbs provider that ``auto`` chooses: the machine's own devices if the NIC backend
+    can use one, else the software device. BackendUnavailable."""
     backend = registry.nic(nic)
     ordered = [name for name in (SYSTEM, SOFT) if name in backend.providers]
     ordered += [name for name in backend.providers if name not in ordered]

@@ -1,6 +1,6 @@
 """All settings, in one documented model; each is also read from ``MKERNEL_<NAME>``.
 
-``mkernel doctor --settings`` prints them with their values and where each came from.
+``mkernel doctor --settings`` prints them with their values and origins.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ MASK = "********"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.01, 604800.0
 _TIMEOUTS = "from 0.01 to 604800 (a week)"
 MAX_LAUNCHED = 1024
-"""Ranks that one machine starts."""
+"""The most ranks that one machine starts."""
 AUTO = "auto"
-"""As accelerator, nic or verbs: chosen by what the machine has (:mod:`mkernel.selection`)."""
+"""The value of accelerator, nic or verbs that means: chosen by what the machine has
+(:mod:`mkernel.selection`)."""
 
 
 class NicSettings(BaseModel):
-    """How NIC sessions are made. Times follow the InfiniBand encoding where noted."""
+    """Settings of NIC sessions. Times follow the InfiniBand encoding where noted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,7 +80,7 @@ class NicSettings(BaseModel):
 
 
 PLANNED_SETTINGS = {"rails", "qps", "stripe_bytes", "gpudirect"}
-"""Settings of NICs that plans decide by; the same on all ranks."""
+"""Settings of NICs on which plans depend; the same on all ranks."""
 
 
 class Settings(BaseSettings):
@@ -174,9 +175,9 @@ class Settings(BaseSettings):
 
 
 class BackendSettings(BaseSettings):
-    """Settings that an accelerator backend brings. A subclass says in its ``model_config`` which
+    """Settings that an accelerator backend adds. A subclass states in its ``model_config`` which
     variables it reads: ``env_prefix="MKERNEL_<NAME>_"``, where ``<NAME>`` is the backend's. Nothing
-    else decides its values: while these variables stay, :func:`load_as` gives the same object."""
+    else determines its values: while these variables stay, :func:`load_as` returns the same object."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -185,16 +186,16 @@ _AnySettings = TypeVar("_AnySettings", bound=BaseSettings)
 
 PREFIX = "MKERNEL_"
 _NOT_SETTINGS = ("MKERNEL_SOFTVERBS_", "MKERNEL_PLANTED_MISTAKE", "MKERNEL_COMMIT")
-"""Beginnings of variables that others read: the software RDMA device, which refuses those that it
+"""Prefixes of variables that others read: the software RDMA device, which refuses those that it
 does not know, and scripts."""
 
 
 def load() -> Settings:
-    """The settings as the environment gives them.
+    """Load the settings from the environment.
 
     A variable that resembles a setting is taken for a misspelt one and refused; any other
-    ``MKERNEL_`` variable may belong to another program and is named in a warning. Those of backends
-    (``MKERNEL_<NAME>_``) are theirs to judge, in :func:`load_as`.
+    ``MKERNEL_`` variable may belong to another program and is named in a warning. Variables of
+    backends (``MKERNEL_<NAME>_``) are checked against the backends' models, in :func:`load_as`.
 
     Raises:
         ArgumentError: names the variable that is misspelt or has an illegal value.
@@ -203,7 +204,7 @@ def load() -> Settings:
 
 
 def load_as(model: type[_AnySettings]) -> _AnySettings:
-    """The settings of a model as the environment gives them; ArgumentError as :func:`load`."""
+    """Load the settings of a model from the environment; ArgumentError as :func:`load`."""
     prefix = str(model.model_config["env_prefix"])
     names = [name for name in os.environ if name.upper().startswith(prefix)]
     given = tuple((name, os.environ[name]) for name in names)
@@ -230,20 +231,21 @@ def load_as(model: type[_AnySettings]) -> _AnySettings:
         ) from None
 
 
-@lru_cache(maxsize=64)  # a rank asks dozens of times as it joins a world, 2 ms each
+@lru_cache(maxsize=64)  # a rank calls it dozens of times as it joins a world, 2 ms each
 def _read(model: type[BaseSettings], given: tuple[tuple[str, str], ...]) -> BaseSettings:
-    """``given``: the variables that the model reads. The object is frozen, so that all may have it."""
+    """Read a model. ``given``: the variables that it reads. The object is frozen, so that all may
+    share it."""
     return model()
 
 
 def check_timeout(argument: str, seconds: float) -> None:
-    """ArgumentError where a deadline is not one that a world can have."""
+    """Raise ArgumentError if a deadline is not one that a world can have."""
     if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:  # neither is NaN
         raise ArgumentError(argument, seconds, f"a number of seconds {_TIMEOUTS}")
 
 
 def variable(path: tuple[str, ...], prefix: str = PREFIX) -> str:
-    """The environment variable of a setting: ``("nic_settings", "queue_depth")`` →
+    """Return the environment variable of a setting: ``("nic_settings", "queue_depth")`` →
     ``MKERNEL_NIC_SETTINGS__QUEUE_DEPTH``."""
     return prefix + "__".join(path).upper()
 
@@ -251,7 +253,7 @@ def variable(path: tuple[str, ...], prefix: str = PREFIX) -> str:
 def _variables(
     model: type[BaseModel], path: tuple[str, ...] = (), prefix: str = PREFIX
 ) -> Iterator[str]:
-    """The variables of a model's fields and, for a group, of the group as one JSON value."""
+    """Yield the variables of a model's fields and, for a group, of the group as one JSON value."""
     for name, field in model.model_fields.items():
         yield variable((*path, name), prefix)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -260,7 +262,7 @@ def _variables(
 
 @cache
 def _known(model: type[BaseSettings], prefix: str) -> frozenset[str]:
-    """What a model's variables are called behind ``MKERNEL_``."""
+    """Return the names of a model's variables without ``MKERNEL_``."""
     return frozenset(name.removeprefix(PREFIX) for name in _variables(model, prefix=prefix))
 
 
@@ -283,5 +285,5 @@ def _look_for_misspelt(model: type[BaseSettings], prefix: str, names: Iterable[s
 
 
 def _of_backends() -> tuple[str, ...]:
-    """Beginnings of the variables that installed accelerator backends may read."""
+    """Return prefixes of the variables that installed accelerator backends may read."""
     return tuple(f"{PREFIX}{point.name.upper()}_" for point in points("mkernel.accelerators"))

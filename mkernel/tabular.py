@@ -15,21 +15,21 @@ from rich.table import Table
 from rich.text import Text
 
 _PROSE_WIDTH = 28
-"""Columns of running text get at least so many characters."""
+"""The least width of a column of running text, in characters."""
 _BETWEEN = "  ·  "
 _BLANKS = 3
-"""Characters around a column and between it and the next one."""
+"""The characters around a column and between it and the next one."""
 
 Cell = str | Text
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and what stands below it.
+    """A column of a table: its heading and its format.
 
     ``right``: numbers, which end below one another. ``prose``: running text, which is wrapped between
-    words; other cells stay on one line. ``key``: names its row where the row is a paragraph.
-    ``unit``: of its numbers, beside the heading, and in paragraphs behind each.
+    words; other cells stay on one line. ``key``: names its row if the row is a paragraph. ``unit``:
+    unit of its numbers, shown with the heading, and in paragraphs after each number.
     """
 
     name: str
@@ -40,18 +40,19 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """What stands above the cells."""
+        """The text above the cells."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
     def said(self, cell: Text) -> Text:
-        """A cell in running text."""
+        """Return a cell as running text."""
         number = self.unit and cell.plain.replace(".", "", 1).isdecimal()
         return Text.assemble((f"{self.name} ", "dim"), cell, f" {self.unit}" if number else "")
 
 
 class Sheet:
-    """Rows below headings where the terminal is wide enough for all columns; else each row is a
-    paragraph, in which every value stands behind its heading. No column is lost, and no word is cut."""
+    """A table: rows below headings if the terminal is wide enough for all columns; otherwise each
+    row is a paragraph, in which every value follows its heading. No column is lost, and no word is
+    cut."""
 
     def __init__(self, columns: Iterable[Column], title: Cell = "") -> None:
         self._columns = tuple(columns)
@@ -85,7 +86,7 @@ class Sheet:
 
 
 def _least(column: Column, cells: Sequence[Text]) -> int:
-    """The width without which a word, or a cell of one line, would be cut."""
+    """Return the width below which a word, or a cell of one line, would be cut."""
     widths = [*map(cell_len, column.heading.split())]
     if column.prose:
         longest = max((cell.cell_len for cell in cells), default=0)
@@ -97,14 +98,14 @@ def _least(column: Column, cells: Sequence[Text]) -> int:
 
 
 def _most(column: Column, cells: Sequence[Text]) -> int:
-    """The width at which nothing is wrapped."""
+    """Return the width at which nothing is wrapped."""
     lines = (line for cell in cells for line in cell.plain.splitlines())
     return max(map(cell_len, (column.heading, *lines)), default=0)
 
 
 def _fitted(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """A width for each column, together at most ``room``: the first to get more than their least are
-    those that lack little to be on one line. (rich would crop a table in which it cannot.)"""
+    """Return a width for each column, together at most ``room``: the columns that lack little to be
+    on one line get more than their least first. (rich would crop a table in which it cannot.)"""
     widths, spare = list(least), room - sum(least)
     for place in sorted(range(len(least)), key=lambda place: most[place] - least[place]):
         more = min(most[place] - least[place], spare)
@@ -151,25 +152,27 @@ _US: dict[Unit, float] = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def unit_of(times_us: Iterable[float]) -> Unit:
-    """The unit in which most of these times, in microseconds, have few digits before the point."""
+    """Return the unit in which most of these times, in microseconds, have few digits before the
+    point."""
     known = [time for time in times_us if time > 0]
     middle = statistics.median(known) if known else 0.0
     return "us" if middle < 1e3 else "ms" if middle < 1e6 else "s"
 
 
 def in_unit(time_us: float, unit: Unit) -> str:
-    """A time in microseconds as a number of units, of three digits or more: ``0.042``, ``3.14``."""
+    """Return a time in microseconds as a number of units, with three digits or more: ``0.042``,
+    ``3.14``."""
     return _digits(time_us / _US[unit])
 
 
 def duration(time_us: float) -> str:
-    """A time in microseconds with the unit that fits: ``690 us``, ``172 ms``, ``1.50 s``."""
+    """Return a time in microseconds with the unit that fits: ``690 us``, ``172 ms``, ``1.50 s``."""
     unit = unit_of([time_us])
     return f"{in_unit(time_us, unit)} {unit}"
 
 
 def amount(nbytes: float) -> str:
-    """Bytes with the unit that fits, in powers of 1000: ``0 B``, ``96.0 kB``, ``151 MB``."""
+    """Return bytes with the unit that fits, in powers of 1000: ``0 B``, ``96.0 kB``, ``151 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} B" if unit == "B" else f"{_digits(nbytes)} {unit}"

@@ -1,7 +1,8 @@
-"""A source tree without native modules, such as a clone in which ``pip install .`` has run.
+"""Support of a source tree without native modules, such as a clone in which ``pip install .`` has
+run.
 
-Python finds the tree first in a program that lies in it. The program runs all the same: the modules
-come from the installed package, provided that it was made of the same files.
+A program in the tree imports from the tree first. It runs all the same: the modules come from the
+installed package, provided that it was made from the same files.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from mkernel.errors import NotBuilt
 
 DISTRIBUTION = "mkernel-fused"
 _BROUGHT_ALONG = (".py", ".json")
-"""Endings of the files that a wheel takes from the tree as they are, and that programs read."""
+"""Endings of the files that a wheel takes unchanged from the tree, and that programs read."""
 
 
 def import_installed(package: MutableMapping[str, Any]) -> None:
-    """Have `package`, the globals of ``mkernel``, import its modules from where it is installed.
+    """Make `package`, the globals of ``mkernel``, import its modules from the installed package.
 
     Raises:
-        NotBuilt: nothing is installed for this Python, or it was made of other files.
+        NotBuilt: nothing is installed for this Python, or it was made from other files.
     """
     tree = Path(package["__file__"]).parent
     folder = _installed()
@@ -52,7 +53,7 @@ def _installed() -> Path | None:
 
 
 def _first_difference(tree: Path, installed: Path) -> str | None:
-    """Return the first file, by name, that is not the same in both folders; None: there is none."""
+    """Return the first file, by name, that differs between both folders; None: there is none."""
     mine, theirs = _files(tree), _files(installed)
     for name in sorted(mine.keys() | theirs.keys()):
         if name not in mine or name not in theirs:
@@ -63,7 +64,7 @@ def _first_difference(tree: Path, installed: Path) -> str | None:
 
 
 def _files(package: Path) -> dict[str, Path]:
-    """Map names inside of a package to the files that a wheel takes along; folders may be links."""
+    """Map names inside a package to the files that a wheel takes along; folders may be links."""
     return {
         os.path.relpath(os.path.join(folder, name), package): Path(folder, name)
         for folder, _, names in os.walk(package, followlinks=True)

@@ -1,5 +1,5 @@
-"""Files that a user names. They are read within limits, because one may be a pipe without a writer, a
-device without an end, or hold anything; and written whole or not at all."""
+"""Files that a user names. They are read within limits, because one may be a pipe without a writer,
+a device without an end, or hold anything; they are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from typing import Any, BinaryIO
 from mkernel.errors import InputFileError
 
 _MOST_KEYS = 4096
-"""Of one JSON object: each that a model does not know becomes an error of about 1 KB."""
+"""The most keys of one JSON object: each key that a model does not know becomes an error of about 1
+KB."""
 
 
 def open_file(path: Path, what: str) -> BinaryIO:
-    """The file, open to read. Never waits.
+    """Open the file to read. Never waits.
 
     Args:
-        what: what names the file in messages: an option, or words.
+        what: the words that name the file in messages, such as an option.
 
     Raises:
         InputFileError: it is missing, unreadable, or no regular file.
@@ -51,7 +52,8 @@ def open_file(path: Path, what: str) -> BinaryIO:
 
 
 def read_file(path: Path, what: str, most: int) -> bytes:
-    """The whole file. InputFileError, as :func:`open_file`, and where it is longer than ``most``."""
+    """Return the whole file. InputFileError, as :func:`open_file`, and if it is longer than
+    ``most``."""
     with open_file(path, what) as file:
         try:
             content = file.read(most + 1)
@@ -63,8 +65,8 @@ def read_file(path: Path, what: str, most: int) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """JSON from outside as Python's objects. ValueError, RecursionError: it is none, or an object has
-    more keys than any of ours."""
+    """Parse JSON from outside as Python's objects. ValueError, RecursionError: it is none, or an
+    object has more keys than any of ours."""
     return json.loads(content, object_pairs_hook=_object)
 
 
@@ -93,10 +95,11 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path to write to, and put the file that is there at the end in the place of ``path``.
+    """Yield a path to write to, and finally replace ``path`` by the file written there.
 
-    A write that fails leaves ``path`` as it was, and nothing beside it. What is no regular file (a
-    device, a pipe), or lies in a folder that takes no other file, is written in place.
+    A write that fails leaves ``path`` as it was, and nothing beside it. A ``path`` that is no
+    regular file (a device, a pipe), or lies in a folder that takes no other file, is written in
+    place.
 
     Raises:
         OSError: ``path`` cannot be written.
@@ -124,7 +127,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Save a figure of matplotlib in the format of the file's suffix, without one as PNG.
+    """Save a figure of matplotlib in the format of the file's suffix, or as PNG without one.
 
     Raises:
         OSError: as :func:`whole_file`. ValueError: there is no such format.
@@ -134,7 +137,7 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 def _replaceable(place: Path) -> bool:
-    """Return whether another file may take the place of this one. PermissionError: it is read-only."""
+    """Return whether another file may replace this one. PermissionError: it is read-only."""
     if not os.path.lexists(place):
         return True
     if not os.access(place, os.W_OK):

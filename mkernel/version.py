@@ -1,3 +1,3 @@
-"""The version of mkernel: also of its package (pyproject.toml)."""
+"""The version of mkernel, and of its package (pyproject.toml)."""
 
 __version__ = "0.2.0"
