@@ -1,18 +1,20 @@
-"""Case of AllReduce. Option ``norm``: ``residual``, the call adds one and normalises; ``alone``, it
-normalises the sum. Option ``in_place``: ``out`` is ``x``. Option ``tensors``: whole ``x`` [M·W, N]
-instead of random data, cut by rows.
+"""Cases of sums over ranks, with or without a norm: AllReduce, and the base of GEMM's sums.
+
+Option ``norm``: ``residual``, the call adds one and normalises; ``alone``, it normalises the sum. Of
+AllReduce alone, option ``in_place``: ``out`` is ``x``; option ``tensors``: whole ``x`` [M·W, N] instead
+of random data, cut by rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
 
 import torch
 
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
-    TOLERANCE,
     Case,
     Memory,
     Onto,
@@ -20,60 +22,75 @@ from mkernel.cases.base import (
     Rows,
     Tensors,
     every_row,
+    times,
 )
 from mkernel.ops import all_reduce
 from mkernel.ops.around import Normed
 from mkernel.ops.common import Execution
 
-_X, _RESIDUAL, _WEIGHT = range(3)
+_X = 0
 EPS = 4.0
 """A share of the mean of squares that shows where it is forgotten."""
 
 
-class AllReduceCase(Case):
-    """sum(x). Outputs: ``out``; with a norm ``residual_out``."""
+class SumCase(Case):
+    """A sum over ranks. Outputs: ``out``; with a norm ``residual_out``."""
 
-    op = "all_reduce"
-    given_outputs = True
+    _norm_data: tuple[int, int]
+    """Which random numbers the residual and the norm's weight are."""
 
-    def inputs(
-        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
-    ) -> dict[str, torch.Tensor]:
-        """x of ``rank``, and what a norm takes, the same on every rank."""
-        return {"x": self._x(rank, iteration, into.get("x"))} | self._normed_with(iteration)
+    @property
+    @abstractmethod
+    def eps(self) -> float:
+        """Return a norm's epsilon: a share of the mean of squares that shows where it is forgotten."""
 
-    def results(self, world_size: int) -> dict[str, Memory]:
-        """out."""
-        return {"out": (self._shape, getattr(torch, self.out_dtype))}
+    @abstractmethod
+    def total(
+        self, rank: int, world_size: int, iteration: int, rows: Rows, onto: Onto = None
+    ) -> torch.Tensor:
+        """Compute the sum that a norm takes, in float64: ``rows``, or times columns."""
 
-    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """Call the op into ``out``, or into x."""
+    @abstractmethod
+    def sizes_of_terms(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        """Compute the sum of the absolute values of what the ranks add."""
+
+    def normed_with(self, iteration: int) -> dict[str, torch.Tensor]:
+        """Return what a norm takes, the same on every rank. The residual is as large as the sum, so
+        that neither can be forgotten."""
+        if "norm" not in self.options:
+            return {}
+        residual_data, weight_data = self._norm_data
+        m, n = self.sizes["m"], self.sizes["n"]
+        weight = 1 + self.normal(iteration, weight_data, EVERY_RANK, n) / 4
+        if self.options["norm"] == "alone":
+            return {"norm_weight": weight}
+        residual = self.normal(iteration, residual_data, EVERY_RANK, m, n)
+        residual *= self.sizes.get("k", 1) ** 0.5
+        return {"norm_weight": weight, "residual": residual.to(getattr(torch, self.out_dtype))}
+
+    def norm(self, tensors: Tensors) -> Normed | None:
+        """Return the norm of a call with these inputs, where it has one."""
         weight = tensors.get("norm_weight")
-        norm = None if weight is None else Normed(tensors.get("residual"), weight, EPS)
-        out = tensors["x"] if self.options.get("in_place") else outputs["out"]
-        done = all_reduce.call(tensors["x"], norm, out=out, chunk=self.chunk, **execution)
-        return Outcome(done.outputs, done.plan, done.record)
+        return None if weight is None else Normed(tensors.get("residual"), weight, self.eps)
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """The sum; with a norm the normalised rows and what was normalised."""
-        at = rows(self.sizes["m"])
-        total = sum(self._terms(world_size, iteration, at), torch.zeros(()))
-        given = self._normed_with(iteration)
+        """Compute the sum; with a norm the normalised rows and what was normalised, which columns
+        multiply at last."""
+        given = self.normed_with(iteration)
         if not given:
-            return {"out": total}
+            return {"out": self.total(rank, world_size, iteration, rows, onto)}
+        total = self.total(rank, world_size, iteration, rows)
         if "residual" in given:
-            total = total + given["residual"][at].double()
-        return {"out": total / _size(total) * given["norm_weight"].double(), "residual_out": total}
+            total = total + given["residual"][rows(self.sizes["m"])].double()
+        out = total / self._size(total) * given["norm_weight"].double()
+        columns = onto and onto(self.sizes["n"])
+        return {"out": times(out, columns), "residual_out": times(total, columns)}
 
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor]:
-        """The same times columns: there is no product, so the reference itself costs little."""
-        columns = onto(self.sizes["n"])
-        found = self.reference(rank, world_size, iteration)
-        return {name: each @ columns for name, each in found.items()}
+    def _size(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what a norm divides rows by."""
+        return (rows.square().mean(-1, keepdim=True) + self.eps).sqrt()
 
     @property
     def rounds_partials(self) -> bool:
@@ -81,32 +98,72 @@ class AllReduceCase(Case):
         return "norm" in self.options
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """What ranks have is not rounded again. With a norm the sum may be: it, and its share of the
-        normalised rows."""
-        given = self._normed_with(iteration)
+        """Return the sum's :meth:`sizes_of_terms`; with a norm those of what is added to the new
+        residual, and of their shares of the normalised rows."""
+        added = self.sizes_of_terms(rank, world_size, iteration)
+        given = self.normed_with(iteration)
         if not given:
-            return {}
-        terms = self._terms(world_size, iteration, every_row(self.sizes["m"]))
-        added = sum((term.abs() for term in terms), torch.zeros(()))
+            return {"out": added}
         if "residual" in given:
             added = added + given["residual"].double().abs()
-        size = _size(self.reference(rank, world_size, iteration)["residual_out"])
+        size = self._size(self.reference(rank, world_size, iteration)["residual_out"])
         weight = given["norm_weight"].double().abs()
         return {"out": added / size * weight, "residual_out": added}
 
     def tolerances(self) -> dict[str, float]:
-        """One rounding of each result: with a norm there are two."""
+        """Allow one rounding of each result: with a norm there are two."""
         names = ("out", "residual_out") if "norm" in self.options else ("out",)
-        return dict.fromkeys(names, TOLERANCE[self.out_dtype])
+        return dict.fromkeys(names, self.tolerance)
 
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.sizes["m"], self.sizes["n"]
+
+class AllReduceCase(SumCase):
+    """sum(x)."""
+
+    op = "all_reduce"
+    given_outputs = ("out",)
+    eps = EPS
+    _norm_data = 1, 2
+
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
+    ) -> dict[str, torch.Tensor]:
+        """Return x of ``rank``, and what a norm takes."""
+        return {"x": self._x(rank, iteration, into.get("x"))} | self.normed_with(iteration)
+
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """Return that of out; with a norm of residual_out, too."""
+        memory = (self.sizes["m"], self.sizes["n"]), getattr(torch, self.out_dtype)
+        return dict.fromkeys(self.tolerances(), memory)
+
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
+        """Call the op into ``out``, or into x."""
+        x = tensors["x"]
+        out = x if self.options.get("in_place") else outputs["out"]
+        done = all_reduce.call(x, self.norm(tensors), out=out, chunk=self.chunk, **execution)
+        return Outcome(done.outputs, done.plan, done.record)
+
+    def total(
+        self, rank: int, world_size: int, iteration: int, rows: Rows, onto: Onto = None
+    ) -> torch.Tensor:
+        terms = self._terms(world_size, iteration, rows(self.sizes["m"]))
+        return times(sum(terms, torch.zeros(())), onto and onto(self.sizes["n"]))
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return True: there is no product, so the reference itself costs little."""
+        return True
+
+    def sizes_of_terms(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        terms = self._terms(world_size, iteration, every_row(self.sizes["m"]))
+        return sum((term.abs() for term in terms), torch.zeros(()))
+
+    def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        """Return none without a norm: what ranks have is not rounded again."""
+        return super().partials(rank, world_size, iteration) if self.rounds_partials else {}
 
     def _x(self, rank: int, iteration: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        if self.given is None:
-            return self.normal(iteration, _X, rank, *self._shape, into=into)
         rows = self.sizes["m"]
+        if self.given is None:
+            return self.normal(iteration, _X, rank, rows, self.sizes["n"], into=into)
         return self.given["x"][rank * rows : (rank + 1) * rows]
 
     def _terms(
@@ -114,17 +171,3 @@ class AllReduceCase(Case):
     ) -> Iterator[torch.Tensor]:
         for source in range(world_size):
             yield self._x(source, iteration)[at].double()
-
-    def _normed_with(self, iteration: int) -> dict[str, torch.Tensor]:
-        if "norm" not in self.options:
-            return {}
-        weight = 1 + self.normal(iteration, _WEIGHT, EVERY_RANK, self.sizes["n"]) / 4
-        if self.options["norm"] == "alone":
-            return {"norm_weight": weight}
-        residual = self.normal(iteration, _RESIDUAL, EVERY_RANK, *self._shape)
-        return {"norm_weight": weight, "residual": residual.to(getattr(torch, self.out_dtype))}
-
-
-def _size(rows: torch.Tensor) -> torch.Tensor:
-    """What a norm divides rows by."""
-    return (rows.square().mean(-1, keepdim=True) + EPS).sqrt()

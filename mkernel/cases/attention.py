@@ -1,4 +1,4 @@
-"""Case of ring attention. Size ``causal`` (bool) chooses the zigzag split. Option ``scale``: of the
+"""The case of ring attention. Size ``causal`` (bool) chooses the zigzag split. Option ``scale``: of the
 scores, default D^-0.5. Option ``tensors``: the user's whole ``q``, ``k`` and ``v`` [B, H, S, D]. Option
 ``lies``: how a rank's lie in memory (``AttentionShape.layout``), default ``heads``. Option
 ``cu_seqlens``: where documents begin that are packed into the sequence, and its end (a tuple of int).
@@ -14,6 +14,7 @@ from mkernel.cases.base import (
     TOLERANCE,
     Case,
     Memory,
+    Onto,
     Outcome,
     Rows,
     Tensors,
@@ -33,14 +34,14 @@ SCORES = 1 << 24
 
 
 def by_keys(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[B, Hkv, G, R, D] of [B, H, R, D]: heads of queries by the one of keys that they use."""
+    """Return [B, H, R, D] as [B, Hkv, G, R, D]: heads of queries by the one of keys that they use."""
     batch, _, rows, width = tensor.shape
     return tensor.reshape(batch, kv_heads, -1, rows, width)
 
 
 def products(rows: torch.Tensor, with_: torch.Tensor) -> torch.Tensor:
-    """[B, Hkv, G, R, N] of rows [B, Hkv, G, R, K] and ``with_`` [B, Hkv, K, N]: one product for all
-    heads of queries that share one of keys."""
+    """Multiply rows [B, Hkv, G, R, K] and ``with_`` [B, Hkv, K, N] into [B, Hkv, G, R, N]: one product
+    for all heads of queries that share one of keys."""
     found: torch.Tensor = rows.flatten(2, 3) @ with_
     return found.reshape(*rows.shape[:4], -1)
 
@@ -55,7 +56,7 @@ class RingAttentionCase(Case):
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """q, k, v at the rank's positions."""
+        """Return q, k, v at the rank's positions."""
         mine = self.positions(rank, world_size)
         found = {name: whole[:, :, mine] for name, whole in self._whole(iteration).items()}
         if self.options.get("lies") == "positions":
@@ -63,7 +64,7 @@ class RingAttentionCase(Case):
         return {name: tensor.contiguous() for name, tensor in found.items()}
 
     def positions(self, rank: int, world_size: int) -> torch.Tensor:
-        """Which positions of the sequence ``rank`` holds, in order."""
+        """Return the positions of the sequence that ``rank`` holds, in order."""
         sequence = self.sizes["sequence"]
         if self.sizes.get("causal"):
             return zigzag_positions(sequence, world_size, rank)
@@ -84,7 +85,7 @@ class RingAttentionCase(Case):
         }
 
     def results(self, world_size: int) -> dict[str, Memory]:
-        """out, lse."""
+        """Return those of out and lse."""
         positions = self.sizes["sequence"] // world_size
         shape = (self.sizes["batch"], self.sizes["heads"], positions)
         out = (*shape, self.sizes["head_dim"]), getattr(torch, self.dtype)
@@ -107,9 +108,9 @@ class RingAttentionCase(Case):
         return Outcome(done.outputs, done.plan, done.record)
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """out [B, H, S/W, D], lse [B, H, S/W]; some rows of queries at a time."""
+        """Compute out [B, H, S/W, D], lse [B, H, S/W]; some rows of queries at a time."""
         whole = self._whole(iteration)
         mine = self.positions(rank, world_size).to(self.device)
         mine = mine[rows(len(mine))]
@@ -128,8 +129,8 @@ class RingAttentionCase(Case):
         return {"out": torch.cat(outs, dim=2), "lse": torch.cat(sums, dim=2)}
 
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-        """[queries, keys], given their positions: which keys each query does not see. None: it sees
-        all."""
+        """Return which keys each query does not see, [queries, keys], given their positions; None: it
+        sees all."""
         found = None
         if self.sizes.get("causal"):
             found = keys[None, :] > queries[:, None]
@@ -141,12 +142,12 @@ class RingAttentionCase(Case):
 
     @property
     def scale(self) -> float:
-        """Of scores."""
+        """Return the factor of scores."""
         scale = self.options.get("scale")
         return float(self.sizes["head_dim"]) ** -0.5 if scale is None else float(scale)
 
     def _documents(self) -> torch.Tensor | None:
-        """[S], which document each position is of; None: all are of one."""
+        """Return which document each position is of [S]; None: all are of one."""
         bounds = self.options.get("cu_seqlens")
         if bounds is None:
             return None
@@ -154,7 +155,7 @@ class RingAttentionCase(Case):
         return torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
 
     def tolerances(self) -> dict[str, float]:
-        """Three roundings of ``out``: its own, that of weights, and that of what the keys of one rank
+        """Allow three roundings of ``out``: its own, that of weights, and that of what one rank's keys
         give. Each is off by at most eps/2/sqrt(3) in the norm, where all numbers are just above a power
         of two; near-even weights come close. ``lse`` is float32."""
         roundings = torch.finfo(getattr(torch, self.dtype)).eps / 2

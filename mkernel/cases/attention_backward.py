@@ -1,5 +1,5 @@
-"""Case of ring attention's gradients. Sizes and options are the forward's; the gradient of ``out`` is
-random, that of the log-sum-exp none.
+"""The case of ring attention's gradients. Sizes and options are the forward's; the gradient of ``out``
+is random, that of the log-sum-exp none.
 
 With S = q kᵀ · scale and P = softmax(S), as far as a query sees: dv = Pᵀ dO, dS = P ∘ (dO vᵀ - dO·O),
 dq = dS k · scale, dk = dSᵀ q · scale, where heads of queries that share one of keys add up. Source: Dao
@@ -14,7 +14,7 @@ import torch
 
 from mkernel.cases import attention
 from mkernel.cases.attention import RingAttentionCase, by_keys, products
-from mkernel.cases.base import EVERY_RANK, Memory, Outcome, Rows, Tensors, every_row
+from mkernel.cases.base import EVERY_RANK, Memory, Onto, Outcome, Rows, Tensors, every_row
 from mkernel.ops import ring_attention, ring_attention_backward
 from mkernel.ops.common import Execution
 from mkernel.plan.model import DtypeName
@@ -42,7 +42,7 @@ class RingAttentionBackwardCase(RingAttentionCase):
         return {**super()._whole(iteration), "grad_out": of_out}
 
     def results(self, world_size: int) -> dict[str, Memory]:
-        """grad_q, grad_k, grad_v."""
+        """Return those of grad_q, grad_k and grad_v."""
         dtype, rows = getattr(torch, self.dtype), self.sizes["sequence"] // world_size
         return {
             f"grad_{name}": (
@@ -68,9 +68,9 @@ class RingAttentionBackwardCase(RingAttentionCase):
         return Outcome(done.outputs, done.plan, done.record)
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """Some rows of queries, and of keys, at a time."""
+        """Compute the gradients, of some rows of queries, and of keys, at a time."""
         mine = self.positions(rank, world_size).to(self.device)
         mine = mine[rows(len(mine))]
         wide = _Wide(self, iteration)
@@ -82,7 +82,7 @@ class RingAttentionBackwardCase(RingAttentionCase):
         }
 
     def tolerances(self) -> dict[str, float]:
-        """The same for all three."""
+        """Allow the same error of all three."""
         return dict.fromkeys(("grad_q", "grad_k", "grad_v"), GRADIENT_TOLERANCE[self.dtype])
 
 
@@ -102,14 +102,14 @@ class _Wide:
         self._lse, self._inner = (torch.cat(each, dim=3) for each in zip(*sums, strict=True))
 
     def steps(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The positions, so many at a time that their scores bound memory."""
+        """Yield the positions, so many at a time that their scores bound memory."""
         scores = self._q[..., 0].numel()
         yield from torch.split(positions, max(1, attention.SCORES // scores))
 
     def _times(
         self, of_queries: torch.Tensor, of_keys: torch.Tensor, at: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """[B, Hkv, G, queries, keys]: products of rows."""
+        """Multiply rows into [B, Hkv, G, queries, keys]."""
         return products(of_queries[:, :, :, at], of_keys[:, :, keys].transpose(2, 3))
 
     def _scores(self, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -118,25 +118,25 @@ class _Wide:
         return found if hidden is None else found.masked_fill_(hidden, float("-inf"))
 
     def _sums(self, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """lse and dO·O of these queries."""
+        """Compute lse and dO·O of these queries."""
         scores = self._scores(at, self._every)
         lse = scores.logsumexp(4)
         weights = scores.sub_(lse[..., None]).exp_()
         return lse, (products(weights, self._v) * self._of_out[:, :, :, at]).sum(4)
 
     def _of_scores(self, at: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """P and dS."""
+        """Compute P and dS."""
         weights = self._scores(at, keys).sub_(self._lse[:, :, :, at, None]).exp_()
         of_weights = self._times(self._of_out, self._v, at, keys)
         return weights, of_weights.sub_(self._inner[:, :, :, at, None]).mul_(weights)
 
     def of_queries(self, at: torch.Tensor) -> torch.Tensor:
-        """dq [B, H, queries, D]."""
+        """Compute dq [B, H, queries, D]."""
         _, of_scores = self._of_scores(at, self._every)
         return products(of_scores, self._k).flatten(1, 2) * self._case.scale
 
     def of_keys(self, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """dk and dv [B, Hkv, keys, D]."""
+        """Compute dk and dv [B, Hkv, keys, D]."""
         weights, of_scores = (
             each.flatten(2, 3).transpose(2, 3) for each in self._of_scores(self._every, at)
         )

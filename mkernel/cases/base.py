@@ -1,4 +1,4 @@
-"""What every case and every oracle provides, and how large errors may be.
+"""The base of every case and oracle, and how large errors may be.
 
 Tolerances are relative Frobenius errors (one rounding to bfloat16 gives 1.7e-3; partial sums kept
 in bfloat16 give 2.4e-3, and more with atomics).
@@ -47,7 +47,7 @@ Memory = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of an output."""
 Rows = Callable[[int], "torch.Tensor | slice"]
 """Given how many rows an output has, says which of them are compared: ascending indices, or a slice."""
-Onto = Callable[[int], torch.Tensor]
+Onto = Callable[[int], torch.Tensor] | None
 """Given how many columns an output has, returns a few random columns [columns, few] in float64."""
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
@@ -57,19 +57,24 @@ NOWHERE: Tensors = MappingProxyType({})
 
 @lru_cache(maxsize=1024)  # a truth draws what every rank has, often twice
 def _state(*of: int) -> int:
-    """What a generator begins with, which depends on all of these numbers."""
+    """Return a generator's first state, which depends on all of these numbers."""
     return int(np.random.SeedSequence(of).generate_state(1, np.uint64)[0] >> 1)
 
 
 def every_row(count: int) -> slice:
-    """All rows are compared."""
+    """Select all rows."""
     return slice(count)
+
+
+def times(matrix: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Return a matrix, multiplied by columns where there are some."""
+    return matrix if columns is None else matrix @ columns
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished call: the outputs to be judged (by name), the plan, times and trace. ``then``: of
-    the call that belongs to it and came after (a dispatch's combine)."""
+    """One finished call: the outputs to be judged (by name), the plan, times and trace. ``then`` is the
+    record of the call that belongs to it and came after (a dispatch's combine)."""
 
     outputs: Tensors
     plan: LaunchPlan
@@ -78,7 +83,7 @@ class Outcome:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall seconds by kernel, of both calls."""
+        """Return the wall seconds by kernel, of both calls."""
         seconds = dict(self.record.times.seconds)
         if self.then is not None:
             for kernel, each in self.then.times.seconds.items():
@@ -87,7 +92,7 @@ class Outcome:
 
     @property
     def traces(self) -> tuple[bytes, ...]:
-        """The instruction record of each call, where the backend kept one."""
+        """Return the instruction record of each call for which the backend kept one."""
         calls = (self.record, self.then) if self.then is not None else (self.record,)
         return tuple(call.trace for call in calls if call.trace is not None)
 
@@ -100,14 +105,14 @@ class Oracle(ABC):
 
     row_axis: ClassVar[int] = 0
     """The dimension of the outputs that rows are counted along."""
-    given_outputs: ClassVar[bool] = False
-    """Whether the caller gives the memory of the outputs."""
+    given_outputs: ClassVar[tuple[str, ...]] = ()
+    """The outputs whose memory the caller gives."""
 
     @abstractmethod
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """The tensors that ``rank`` passes in an iteration.
+        """Return the tensors that ``rank`` passes in an iteration.
 
         ``into``: tensors of an earlier iteration, by name; data may be drawn into their memory. Whether
         it was shows in the addresses.
@@ -115,22 +120,41 @@ class Oracle(ABC):
 
     @abstractmethod
     def results(self, world_size: int) -> dict[str, Memory]:
-        """The memory of a rank's outputs; where only the routing decides how much that is, as much as
-        balanced routing needs."""
+        """Return the memory of a rank's outputs; where only the routing decides how much that is, as
+        much as balanced routing needs."""
 
     @abstractmethod
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """The outputs that ``rank`` must get, in float64 (integers exact), from the same inputs.
+        """Compute what ``rank`` must get, in float64 (integers exact), from the same inputs.
 
-        ``rows``: which rows of the outputs that have a tolerance; the others come whole.
+        Of outputs that have a tolerance, only ``rows`` are computed, or, times the columns of ``onto``,
+        all rows of those that :meth:`projects` has. Exact outputs come whole.
         """
 
     @abstractmethod
     def tolerances(self) -> dict[str, float]:
-        """Largest relative Frobenius error by output; an output that is missing here must be
+        """Return the largest relative Frobenius error by output; an output that is missing here must be
         equal."""
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return whether the reference of these outputs times a few columns takes less time than the
+        whole one. It does where their last step is linear: the columns multiply its last factor."""
+        return False
+
+    def truths(
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        promised: Collection[str] | None = None,
+        rows: Rows = every_row,
+        onto: Onto = None,
+    ) -> dict[str, torch.Tensor]:
+        """Compute the reference of the outputs that are promised, or of all that there are."""
+        found = self.reference(rank, world_size, iteration, rows, onto)
+        return {name: each for name, each in found.items() if promised is None or name in promised}
 
     def compared(
         self,
@@ -140,65 +164,25 @@ class Oracle(ABC):
         iteration: int,
         promised: Collection[str] | None = None,
         rows: Rows = every_row,
+        onto: Onto = None,
     ) -> dict[str, Comparison]:
-        """Outputs compared with the reference, by name: those promised, or all that there are."""
-        tolerances = self.tolerances()
-        return {
-            name: compare_rows(outputs[name].to(wanted.device), wanted, rows, self.row_axis)
-            if name in tolerances
-            else compare_exact(outputs[name].to(wanted.device), wanted)
-            for name, wanted in self.truths(rank, world_size, iteration, promised, rows).items()
-        }
-
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor] | None:
-        """Return the reference times random columns, of outputs that have a tolerance; exact outputs
-        as they are. None: it takes as long as the whole reference does.
-
-        An output whose last step is linear costs little that way: the columns multiply its last factor.
-        """
-        return None
-
-    def compared_whole(
-        self,
-        outputs: Tensors,
-        rank: int,
-        world_size: int,
-        iteration: int,
-        promised: Collection[str] | None,
-        onto: Onto,
-    ) -> dict[str, Comparison] | None:
-        """Compare every row of the outputs that are promised, or of all, by :meth:`projected`; None
-        where one of them has none."""
-        truths = self.projected(rank, world_size, iteration, onto)
-        if truths is None or not truths.keys() >= set(outputs if promised is None else promised):
-            return None
+        """Compare outputs with the reference, by name: those promised, or all that there are. With
+        ``onto``, all rows are compared by their products with its columns."""
         tolerances, memory = self.tolerances(), self.results(world_size)
-        return {
-            name: compare_projected(
-                outputs[name].to(wanted.device), wanted, onto(memory[name][0][-1])
-            )
-            if name in tolerances
-            else compare_exact(outputs[name].to(wanted.device), wanted)
-            for name, wanted in truths.items()
-            if promised is None or name in promised
-        }
-
-    def truths(
-        self,
-        rank: int,
-        world_size: int,
-        iteration: int,
-        promised: Collection[str] | None = None,
-        rows: Rows = every_row,
-    ) -> dict[str, torch.Tensor]:
-        """The reference of the outputs that are promised, or of all that there are."""
-        found = self.reference(rank, world_size, iteration, rows)
-        return {name: each for name, each in found.items() if promised is None or name in promised}
+        truths = self.truths(rank, world_size, iteration, promised, rows, onto)
+        found = {}
+        for name, wanted in truths.items():
+            output = outputs[name].to(wanted.device)
+            if name not in tolerances:
+                found[name] = compare_exact(output, wanted)
+            elif onto is not None:
+                found[name] = compare_projected(output, wanted, onto(memory[name][0][-1]))
+            else:
+                found[name] = compare_rows(output, wanted, rows, self.row_axis)
+        return found
 
     def passed(self, found: Mapping[str, Comparison]) -> bool:
-        """Whether every error is within its tolerance (a NaN error is not)."""
+        """Return whether every error is within its tolerance (a NaN error is not)."""
         tolerances = self.tolerances()
         return all(each.within(tolerances.get(name, 0.0)) for name, each in found.items())
 
@@ -227,14 +211,13 @@ class Case(Oracle):
     device: str = "cpu"
 
     def poisoned(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The outputs that the caller gives, full of poison. Where the op allocates them, freed memory
-        of their sizes holds poison instead."""
-        results = self.results(current().size)
+        """Return the outputs that the caller gives, full of poison. Where the op allocates them, freed
+        memory of their sizes holds poison instead."""
+        memory = self.results(current().size)
         device = next(iter(tensors.values())).device
-        if self.given_outputs:
-            return {name: poison.full(*memory, device) for name, memory in results.items()}
-        poison.freed(results.values(), device)
-        return {}
+        given = {name: poison.full(*memory.pop(name), device) for name in self.given_outputs}
+        poison.freed(memory.values(), device)
+        return given
 
     @abstractmethod
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
@@ -253,47 +236,55 @@ class Case(Oracle):
 
     @property
     def rounds_partials(self) -> bool:
-        """Whether the op itself says that what is added to ``out`` was rounded before."""
+        """Return whether the op itself says that what is added to ``out`` was rounded before."""
         return False
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """For each output that is a sum over ranks, the sum of what the ranks add to it, without signs,
-        in float64. Where each of these is rounded, what is lost is a share of it."""
+        """Return for each output that is a sum over ranks the sum of what the ranks add to it, without
+        signs, in float64. Where each of these is rounded, what is lost is a share of it."""
         return {}
 
     def near_ties(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """How far elements of an output may be off, in float64, where the reference rounds sums on the
-        way to it as the op does: such a sum may lie so near the middle between two numbers of its
-        dtype that its own rounding errors decide which of them it becomes."""
+        """Return how far elements of an output may be off, in float64.
+
+        Where the reference rounds sums on the way to an output as the op does, such a sum may lie so
+        near the middle between two numbers of its dtype that its own rounding errors decide which of
+        them it becomes.
+        """
         return {}
 
+    @property
+    def tolerance(self) -> float:
+        """Allow one rounding of a result."""
+        return TOLERANCE[self.out_dtype]
+
     def tolerances(self) -> dict[str, float]:
-        """One rounding of ``out``."""
-        return {"out": TOLERANCE[self.out_dtype]}
+        """Return that of ``out``."""
+        return {"out": self.tolerance}
 
     def judge(
         self, outcome: Outcome, rank: int, world_size: int, iteration: int
     ) -> dict[str, Comparison]:
-        """The outputs of a call compared with :meth:`reference`, by name."""
+        """Compare the outputs of a call with :meth:`reference`, by name."""
         return self.compared(outcome.outputs, rank, world_size, iteration)
 
     def with_(self, **changes: Any) -> Case:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     def generator(self, iteration: int, which: int, part: int) -> torch.Generator:
-        """Random numbers that depend on (seed, iteration, which tensor, which rank) alone."""
+        """Return random numbers that depend on (seed, iteration, which tensor, which rank) alone."""
         state = _state(self.seed, iteration, which, part + 1)
         return torch.Generator(self.device).manual_seed(state)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether random data is drawn by the CPU."""
+        """Return whether random data is drawn by the CPU."""
         return self.device == "cpu"
 
     @property
     def given(self) -> Mapping[str, torch.Tensor] | None:
-        """The user's own whole tensors (option ``tensors``) that replace random data."""
+        """Return the user's own whole tensors (option ``tensors``) that replace random data."""
         return self.options.get("tensors")
 
     def normal(
@@ -304,8 +295,8 @@ class Case(Oracle):
         *shape: int,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Standard normal data in the case's dtype, row-major; on devices in ``into``, which has this
-        shape, where it is given."""
+        """Draw standard normal data in the case's dtype, row-major; on devices in ``into``, which has
+        this shape, where it is given."""
         chance, dtype = self.generator(iteration, which, part), getattr(torch, self.dtype)
         if dtype == torch.float8_e4m3fn:  # torch draws none
             wide = torch.randn(shape, generator=chance, device=self.device)

@@ -1,4 +1,4 @@
-"""How a result is compared with its float64 reference: the one judge of jobs, benchmarks and the kit.
+"""The comparison of a result with its float64 reference: the one judge of jobs, benchmarks and the kit.
 
 In this order:
 
@@ -56,22 +56,22 @@ class Comparison:
     rounding: float = field(default=0.0, compare=False)
 
     def limit(self, tolerance: float) -> float:
-        """The largest error that counts as right: of many elements the tolerance, of few at least one
-        rounding."""
+        """Return the largest error that counts as right: of many elements the tolerance, of few at
+        least one rounding."""
         return max(tolerance, self.rounding)
 
     def within(self, tolerance: float) -> bool:
-        """Whether the error counts as right (a NaN error does not)."""
+        """Return whether the error counts as right (a NaN error does not)."""
         return self.error <= self.limit(tolerance)
 
     def __add__(self, other: Comparison) -> Comparison:
-        """Two calls together: the worse one's error and words, and the elements of both."""
+        """Add up two calls: the worse one's error and words, and the elements of both."""
         worse = max(self, other, key=lambda each: badness(each.error))
         return Comparison(worse.error, self.elements + other.elements, worse.why, worse.rounding)
 
 
 def badness(error: float) -> tuple[bool, float]:
-    """Orders errors; nothing is worse than NaN."""
+    """Return a key that orders errors; nothing is worse than NaN."""
     return math.isnan(error), error
 
 
@@ -123,8 +123,11 @@ def compare_rows(
     return compare(result.index_select(axis, at), reference)
 
 
-def narrowed(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return ``matrix @ columns`` in float64, of which only a strip is widened at a time."""
+def narrowed(matrix: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Return a matrix in float64; times columns where there are some, and then only a strip of it is
+    widened at a time."""
+    if columns is None:
+        return matrix.double()
     step = max(1, _STRIP // max(1, matrix.shape[1]))
     strips = torch.split(matrix, step)
     return torch.cat([strip.to(torch.float64) @ columns for strip in strips])
@@ -173,8 +176,8 @@ def compare_alike(result: torch.Tensor, other: torch.Tensor) -> Comparison:
 
 
 def _worst(gap: torch.Tensor, size: torch.Tensor, least: torch.Tensor) -> float:
-    """The relative error of all rows, or the worst one's over :data:`ROW_SHARE`, given the squared
-    norms of their differences and of themselves; all together are as large as ``least``."""
+    """Return the relative error of all rows, or the worst one's over :data:`ROW_SHARE`, given the
+    squared norms of their differences and of themselves; all together are as large as ``least``."""
     total = float(torch.maximum(size.sum(), least))
     if not total:
         return math.sqrt(float(gap.sum()))
@@ -204,7 +207,7 @@ def _wrong(why: str) -> Comparison:
 
 
 def _mismatch(right: torch.Tensor, wide: torch.Tensor, reference: torch.Tensor) -> str:
-    """Which elements are not ``right``, or that none is left to be compared; else nothing."""
+    """Say which elements are not ``right``, or that none is left to be compared; else nothing."""
     total, finite = wide.numel(), torch.isfinite(reference)
     odd = int((~right).sum())
     if not odd:

@@ -10,13 +10,14 @@ only): ``residual``, the call adds one and normalises; ``alone``, it normalises 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import ClassVar, NamedTuple
 from weakref import ref
 
 import torch
 
 from mkernel.backends.contracts.scaled import dequantised
+from mkernel.cases.all_reduce import SumCase
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
@@ -28,6 +29,7 @@ from mkernel.cases.base import (
     Rows,
     Tensors,
     every_row,
+    times,
 )
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.around import Normed
@@ -54,7 +56,7 @@ _MOST_KEPT = 2**22
 
 
 class _Products(NamedTuple):
-    """Those that a case's truth was last made of, whoever of the ranks in this process it was for."""
+    """The products that a case's truth was last made of, whichever rank of this process it was for."""
 
     case: ref[GemmCase]
     which: tuple[int, ...]
@@ -64,41 +66,46 @@ class _Products(NamedTuple):
 _latest: list[_Products] = []
 
 
-def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor]:
-    """Which rows of each rank's share of M are asked for, counted from the share's first."""
-    at, own = torch.arange(m)[_on_cpu(rows(m))], m // world_size
+def shares_of_rows(m: int, world_size: int, rows: Rows) -> Iterator[torch.Tensor | slice]:
+    """Yield which rows of each rank's share of M are wanted, counted from the share's first."""
+    at, own = rows(m), m // world_size
+    if isinstance(at, slice):
+        assert at == slice(m), "a slice has all rows"
+        yield from [slice(own)] * world_size
+        return
     for rank in range(world_size):
         yield at[at // own == rank] - rank * own
 
 
-def own_rows(m: int, rank: int, world_size: int, scatters: bool, rows: Rows) -> torch.Tensor:
-    """Which of M rows are asked for of a rank's result: of its share, where the op scatters."""
+def own_rows(
+    m: int, rank: int, world_size: int, scatters: bool, rows: Rows
+) -> torch.Tensor | slice:
+    """Return which of M rows are wanted of a rank's result: of its share, where the op scatters."""
     count = m // world_size if scatters else m
-    first = rank * count if scatters else 0
-    return first + torch.arange(count)[_on_cpu(rows(count))]
-
-
-def _on_cpu(at: torch.Tensor | slice) -> torch.Tensor | slice:
-    return at if isinstance(at, slice) else at.cpu()
+    first, at = rank * count if scatters else 0, rows(count)
+    if isinstance(at, slice):
+        wanted = range(first, first + count)[at]
+        return slice(wanted.start, wanted.stop)
+    return first + at
 
 
 def _apart(rows: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same rows as part of a wider matrix."""
+    """Return the same rows as part of a wider matrix."""
     wider = rows.new_full((rows.shape[0], rows.shape[1] + gap), float("nan"))
     part = wider[:, : rows.shape[1]]
     return part.copy_(rows)
 
 
 class GemmCase(Case):
-    """What the three have in common."""
+    """The base of the three GEMM ops' cases."""
 
     gemm: ClassVar[GemmOp]
-    given_outputs = True
+    given_outputs = ("out",)
 
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """a and b of ``rank``."""
+        """Return a and b of ``rank``, their scales, and what the call adds."""
         a = self._a(rank, world_size, iteration, into.get("a"))
         b = self.laid_out(self._b(rank, world_size, iteration, into.get("b")))
         gap = self.options.get("gap", 0)
@@ -107,10 +114,10 @@ class GemmCase(Case):
             b = _apart(b.t(), gap).t() if self.layout == "column" else _apart(b, gap)
         bias = self._bias(rank, iteration)
         given = {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
-        return given | self.scaled_with(rank, world_size, iteration) | self.normed_with(iteration)
+        return given | self.scaled_with(rank, world_size, iteration)
 
     def scaled_with(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """The scales of a rank's operands, where they are e4m3."""
+        """Return the scales of a rank's operands, where they are e4m3."""
         rows = self.sizes["m"] // (world_size if self.gemm.gathers else 1)
         part = EVERY_RANK if self._shares_b else rank
         return self.random_scales(iteration, rank, part, rows)
@@ -118,7 +125,8 @@ class GemmCase(Case):
     def random_scales(
         self, iteration: int, part_a: int, part_b: int, rows: int
     ) -> dict[str, torch.Tensor]:
-        """Of an A of so many rows and a B of these parts (:meth:`generator`), where they are e4m3."""
+        """Draw the scales of e4m3 operands: of an A of so many rows, and of a B, by their parts
+        (:meth:`generator`)."""
         mode = self.options.get("scales")
         if mode is None:
             return {}
@@ -127,8 +135,8 @@ class GemmCase(Case):
         return {"a_scale": self._scale(iteration, _A_SCALE, part_a, *of_a), "b_scale": b_scale}
 
     def _scale(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
-        """Below 0.32, and each at most a third of its neighbours' or three times as much: those beside
-        it, in the next call, and of the next rank."""
+        """Draw scales below 0.32, each at most a third of its neighbours' or three times as much: those
+        beside it, in the next call, and of the next rank."""
         chance = self.generator(iteration, which, part)
         fine = 1 + torch.rand(shape, generator=chance, device=self.device) / 4
         rows, columns = (torch.arange(size, device=self.device) for size in shape)
@@ -136,42 +144,23 @@ class GemmCase(Case):
         return fine * 0.25 ** (1 + step)
 
     def wide_a(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
-        """A rank's a in float64, times its scales."""
+        """Return a rank's a in float64, times its scales."""
         a = self._a(rank, world_size, iteration).double()
         scale = self.scaled_with(rank, world_size, iteration).get("a_scale")
         return a if scale is None else dequantised(a, scale, torch.float64)
 
     def wide_b(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
-        """Its b, likewise."""
+        """Return a rank's b in float64, times its scales."""
         b = self._b(rank, world_size, iteration).double()
         scale = self.scaled_with(rank, world_size, iteration).get("b_scale")
         return b if scale is None else dequantised(b, scale, torch.float64)
 
-    def normed_with(self, iteration: int) -> dict[str, torch.Tensor]:
-        """What a norm takes, the same on every rank."""
-        if "norm" not in self.options:
-            return {}
-        n = self.sizes["n"]
-        weight = 1 + self.normal(iteration, _WEIGHT, EVERY_RANK, n) / 4
-        if self.options["norm"] == "alone":
-            return {"norm_weight": weight}
-        # As large as the sum, so that neither can be forgotten.
-        residual = self.normal(iteration, _RESIDUAL, EVERY_RANK, self.sizes["m"], n)
-        residual *= self.sizes["k"] ** 0.5
-        out_dtype = getattr(torch, self.out_dtype)
-        return {"norm_weight": weight, "residual": residual.to(out_dtype)}
-
-    @property
-    def eps(self) -> float:
-        """Of a norm: a share of the mean of squares that shows where it is forgotten."""
-        return float(self.sizes["k"])
-
     def laid_out(self, b: torch.Tensor) -> torch.Tensor:
-        """B in the case's layout."""
+        """Return B in the case's layout."""
         return b.t().contiguous().t() if self.layout == "column" else b
 
     def random_b(self, iteration: int, part: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """A random B [K, N]; on devices in the case's layout, drawn as it lies in memory."""
+        """Draw a random B [K, N]; on devices in the case's layout, as it lies in memory."""
         n, k = self.sizes["n"], self.sizes["k"]
         if self.layout == "column" and not self.on_cpu:
             into = None if into is None else into.t()
@@ -180,20 +169,17 @@ class GemmCase(Case):
 
     @property
     def tolerance(self) -> float:
-        """One rounding of a result, and what is lost where products may be added with fewer bits."""
+        """Allow one rounding, and what is lost where products may be added with fewer bits."""
         rounding = TOLERANCE[self.out_dtype]
         if not self.options.get("use_fast_accum", False):
             return rounding
         return math.hypot(rounding, _FAST_LOSS * math.sqrt(self.sizes["k"]))
 
-    def tolerances(self) -> dict[str, float]:
-        """That of ``out``."""
-        return {"out": self.tolerance}
-
     def results(self, world_size: int) -> dict[str, Memory]:
-        """out."""
+        """Return that of out; with a norm of residual_out, too."""
         rows = self.sizes["m"] // (world_size if self.gemm.scatters else 1)
-        return {"out": ((rows, self.sizes["n"]), getattr(torch, self.out_dtype))}
+        memory = (rows, self.sizes["n"]), getattr(torch, self.out_dtype)
+        return dict.fromkeys(self.tolerances(), memory)
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op into ``out``."""
@@ -204,27 +190,33 @@ class GemmCase(Case):
             out=outputs["out"],
             chunk=self.chunk,
             path=self.options.get("path"),
-            norm=self._norm(tensors),
+            norm=self.norm(tensors),
             scaled=self._scaled(tensors),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def _norm(self, tensors: Tensors) -> Normed | None:
-        weight = tensors.get("norm_weight")
-        return None if weight is None else Normed(tensors.get("residual"), weight, self.eps)
+    def norm(self, tensors: Tensors) -> Normed | None:
+        """Return None: only a sum is normalised."""
+        return None
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return whether ``out`` is the product alone; a norm is not linear."""
+        return "norm" not in self.options
 
     def keeps(self, elements: int, rows: Rows) -> bool:
-        """Whether so many are kept: of a case alone, as all others are the caller's or a device's."""
+        """Return whether so many elements are kept: only random data's, and on a CPU."""
         whole = rows is every_row and self.given is None
         return whole and self.on_cpu and elements <= _MOST_KEPT
 
     def kept(
         self, make: Callable[[], list[torch.Tensor]], which: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        """What ``make`` gives, or gave when it was last called for the same ``which``: truths and the
-        bounds of their errors are made of the same products, and so are those of several ranks that
-        are judged in one process. To be read only."""
+        """Return what ``make`` gives, or gave when it was last called for the same ``which``.
+
+        Truths and the bounds of their errors are made of the same products, and so are those of several
+        ranks that are judged in one process. To be read only.
+        """
         for latest in _latest[:1]:
             if latest.case() is self and latest.which == which:
                 return latest.found
@@ -259,17 +251,15 @@ class GemmCase(Case):
 
     @property
     def _shares_b(self) -> bool:
-        """Whether every rank has the same B."""
+        """Return whether every rank has the same B."""
         return self.gemm.gathers and bool(self.options.get("replicate_b", True))
 
     def biased(
         self, c: torch.Tensor, rank: int, iteration: int, columns: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A result, times columns where there are some, with what the call adds."""
+        """Add a call's bias to its result, which was multiplied by columns where there are some."""
         bias = self._bias(rank, iteration)
-        if bias is None:
-            return c
-        return c + (bias.double() if columns is None else bias.double() @ columns)
+        return c if bias is None else c + times(bias.double(), columns)
 
     def _b(
         self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
@@ -285,7 +275,7 @@ class GemmCase(Case):
 
 
 def _forget(case: ref[GemmCase]) -> None:
-    """What was kept of a case that is gone."""
+    """Forget what was kept of a case that is gone."""
     _latest[:] = [each for each in _latest if each.case is not case]
 
 
@@ -296,85 +286,70 @@ class AllGatherGemmCase(GemmCase):
     gemm = all_gather_gemm.OP
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """C [M, N]."""
+        """Compute C [M, N]."""
         whose = EVERY_RANK if self._shares_b else rank
+        columns = onto and onto(self.sizes["n"])
 
         def whole() -> list[torch.Tensor]:
-            return [torch.cat(list(self._parts(rank, world_size, iteration, rows)))]
+            b = times(self.wide_b(rank, world_size, iteration), columns)
+            shares = shares_of_rows(self.sizes["m"], world_size, rows)
+            parts = (
+                self.wide_a(source, world_size, iteration)[at] @ b
+                for source, at in enumerate(shares)
+            )
+            return [torch.cat(list(parts))]
 
-        keeps = self.keeps(self.sizes["m"] * self.sizes["n"], rows)
+        keeps = self.keeps(self.sizes["m"] * self.sizes["n"], rows) and onto is None
         (c,) = self.kept(whole, (whose, world_size, iteration)) if keeps else whole()
-        return {"out": self.biased(c.clone() if keeps else c, rank, iteration)}
-
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor]:
-        """C [M, few]."""
-        columns, sources = onto(self.sizes["n"]), range(world_size)
-        b = self.wide_b(rank, world_size, iteration) @ columns
-        c = torch.cat([self.wide_a(source, world_size, iteration) @ b for source in sources])
-        return {"out": self.biased(c, rank, iteration, columns)}
-
-    def _parts(
-        self, rank: int, world_size: int, iteration: int, rows: Rows
-    ) -> Iterator[torch.Tensor]:
-        b = self.wide_b(rank, world_size, iteration)
-        for source, at in enumerate(shares_of_rows(self.sizes["m"], world_size, rows)):
-            yield self.wide_a(source, world_size, iteration)[at.to(b.device)] @ b
+        return {"out": self.biased(c.clone() if keeps else c, rank, iteration, columns)}
 
 
-class _SumCase(GemmCase):
-    def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
-    ) -> dict[str, torch.Tensor]:
-        """This rank's rows of sum(a @ b), or all of them."""
-        total = self._summed(rank, world_size, iteration, rows, sizes=False)
-        total = self.biased(total, rank, iteration)
-        given = self.normed_with(iteration)
-        if not given:
-            return {"out": total}
-        if "residual" in given:
-            at = own_rows(self.sizes["m"], rank, world_size, False, rows)
-            total = total + given["residual"][at.to(self.device)].double()
-        out = total / self._size(total) * given["norm_weight"].double()
-        return {"out": out, "residual_out": total}
+class _GemmSumCase(SumCase, GemmCase):
+    """A sum of products, with what is added to it."""
 
-    def _size(self, rows: torch.Tensor) -> torch.Tensor:
-        """What a norm divides rows by."""
-        return (rows.square().mean(-1, keepdim=True) + self.eps).sqrt()
+    _norm_data = _RESIDUAL, _WEIGHT
 
     @property
-    def rounds_partials(self) -> bool:
-        """With a norm: the sum may be rounded before the residual is added."""
-        return "norm" in self.options
+    def eps(self) -> float:
+        """Return a norm's epsilon: the mean of squares of such a sum."""
+        return float(self.sizes["k"])
 
-    def tolerances(self) -> dict[str, float]:
-        """One rounding of each result: with a norm there are two."""
-        names = ("out", "residual_out") if "norm" in self.options else ("out",)
-        return dict.fromkeys(names, self.tolerance)
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
+    ) -> dict[str, torch.Tensor]:
+        """Return a and b of ``rank``, and what a norm takes."""
+        given = super().inputs(rank, world_size, iteration, into)
+        return given | self.normed_with(iteration)
 
-    def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """The same rows of sum(abs(a @ b)); with a norm those of what is added to the new residual, and
-        of their shares of the normalised rows."""
-        added = self._summed(rank, world_size, iteration, every_row, sizes=True)
-        given = self.normed_with(iteration)
-        if not given:
-            return {"out": added}
-        if "residual" in given:
-            added = added + given["residual"].double().abs()
-        new = self.reference(rank, world_size, iteration)["residual_out"]
-        weight = given["norm_weight"].double().abs()
-        return {"out": added / self._size(new) * weight, "residual_out": added}
+    def total(
+        self, rank: int, world_size: int, iteration: int, rows: Rows, onto: Onto = None
+    ) -> torch.Tensor:
+        columns = onto and onto(self.sizes["n"])
+        total = self._summed(rank, world_size, iteration, rows, columns)
+        return self.biased(total, rank, iteration, columns)
+
+    def sizes_of_terms(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        return self._summed(rank, world_size, iteration, every_row, sizes=True)
 
     def _summed(
-        self, rank: int, world_size: int, iteration: int, rows: Rows, *, sizes: bool
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        rows: Rows,
+        columns: torch.Tensor | None = None,
+        *,
+        sizes: bool = False,
     ) -> torch.Tensor:
-        """The sum of the ranks' products; ``sizes``: of their absolute values."""
+        """Compute the sum of the ranks' products; ``sizes``: of their absolute values."""
 
         def terms() -> Iterator[torch.Tensor]:
-            return self._terms(rank, world_size, iteration, rows)
+            at = own_rows(self.sizes["m"], rank, world_size, self.gemm.scatters, rows)
+            for source in range(world_size):
+                a = self.wide_a(source, world_size, iteration)[at]
+                yield a @ times(self.wide_b(source, world_size, iteration), columns)
 
         def both() -> list[torch.Tensor]:
             total, added = torch.zeros(()), torch.zeros(())
@@ -383,42 +358,20 @@ class _SumCase(GemmCase):
             return [total, added]
 
         count = 2 * self.sizes["m"] * self.sizes["n"]
-        if not self.keeps(count, rows):
+        if columns is not None or not self.keeps(count, rows):
             return sum((term.abs() if sizes else term for term in terms()), torch.zeros(()))
         whose = rank if self.gemm.scatters else EVERY_RANK
         return self.kept(both, (whose, world_size, iteration))[sizes].clone()
 
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor] | None:
-        """The same rows times columns; a norm is not linear."""
-        if "norm" in self.options:
-            return None
-        columns = onto(self.sizes["n"])
-        at = own_rows(self.sizes["m"], rank, world_size, self.gemm.scatters, every_row)
-        total = torch.zeros((), device=self.device)
-        for source in range(world_size):
-            a = self.wide_a(source, world_size, iteration)[int(at[0]) : int(at[-1]) + 1]
-            total = total + a @ (self.wide_b(source, world_size, iteration) @ columns)
-        return {"out": self.biased(total, rank, iteration, columns)}
 
-    def _terms(
-        self, rank: int, world_size: int, iteration: int, rows: Rows
-    ) -> Iterator[torch.Tensor]:
-        at = own_rows(self.sizes["m"], rank, world_size, self.gemm.scatters, rows)
-        for source in range(world_size):
-            a = self.wide_a(source, world_size, iteration)[at.to(self.device)]
-            yield a @ self.wide_b(source, world_size, iteration)
-
-
-class GemmReduceScatterCase(_SumCase):
+class GemmReduceScatterCase(_GemmSumCase):
     """Rows of sum(a @ b)."""
 
     op = "gemm_reduce_scatter"
     gemm = gemm_reduce_scatter.OP
 
 
-class GemmAllReduceCase(_SumCase):
+class GemmAllReduceCase(_GemmSumCase):
     """sum(a @ b)."""
 
     op = "gemm_all_reduce"

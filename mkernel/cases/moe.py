@@ -18,14 +18,16 @@ cut by rows, experts by their number.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import silu
 
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
-    TOLERANCE,
     Case,
     Memory,
     Onto,
@@ -33,6 +35,7 @@ from mkernel.cases.base import (
     Rows,
     Tensors,
     every_row,
+    times,
 )
 from mkernel.ops import moe
 from mkernel.ops.common import Execution
@@ -56,7 +59,7 @@ class MoeCase(Case):
         return self.sizes["features"]
 
     def _columns(self) -> int:
-        """Of the weights of the dispatch."""
+        """Return how many columns the weights of the dispatch have."""
         return self._features()
 
     def _x(self, rank: int, iteration: int) -> torch.Tensor:
@@ -112,7 +115,8 @@ class MoeCase(Case):
         return self.normal(iteration, _W, rank, *shape)
 
     def _weights(self, rank: int, iteration: int) -> torch.Tensor:
-        """0.5 to 1.5, not normalised: weights that are ignored must show with top-k of 1 too."""
+        """Draw weights of 0.5 to 1.5, not normalised: that they are ignored must show with top-k of 1
+        too."""
         tokens = self.sizes["tokens"]
         if self.given is not None:
             return self.given["topk_weights"][rank * tokens : (rank + 1) * tokens]
@@ -120,9 +124,9 @@ class MoeCase(Case):
         return torch.rand(tokens, self.sizes["top_k"], generator=own, device=self.device) + 0.5
 
     def _rows(self, owner: int, world_size: int, iteration: int) -> tuple[torch.Tensor, ...]:
-        """Where the rows of an owner's experts come from, in the documented order: their source ranks,
-        tokens and slots; and how many rows each expert has. Stable sorting by expert keeps the order of
-        source, token and slot."""
+        """Return where the rows of an owner's experts come from, in the documented order: their source
+        ranks, tokens and slots; and how many rows each expert has. Stable sorting by expert keeps the
+        order of source, token and slot."""
         tokens, top_k = self.sizes["tokens"], self.sizes["top_k"]
         own = self.sizes["experts"] // world_size
         ids = torch.cat([self._ids(source, iteration) for source in range(world_size)])
@@ -136,15 +140,17 @@ class MoeCase(Case):
     def _dispatch_inputs(
         self, rank: int, world_size: int, iteration: int
     ) -> dict[str, torch.Tensor]:
-        w = self._w(rank, world_size, iteration)
-        if self.layout == "column":
-            w = w.transpose(1, 2).contiguous().transpose(1, 2)
+        """Return x, topk_ids, w, topk_weights of ``rank``."""
         return {
             "x": self._x(rank, iteration),
             "topk_ids": self._ids(rank, iteration),
-            "w": w,
+            "w": self._laid_out(self._w(rank, world_size, iteration)),
             "topk_weights": self._weights(rank, iteration),
         }
+
+    def _laid_out(self, w: torch.Tensor) -> torch.Tensor:
+        """Return the experts' weights in the case's layout."""
+        return w.transpose(1, 2).contiguous().transpose(1, 2) if self.layout == "column" else w
 
 
 class MoeDispatchCase(MoeCase):
@@ -174,24 +180,22 @@ class MoeDispatchCase(MoeCase):
     def _activate(self, product: torch.Tensor) -> torch.Tensor:
         if not self._activated:
             return product
-        gate, up = product.chunk(2, dim=-1)
-        return gate * gate.sigmoid() * up
+        return gated(product)
 
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """x, topk_ids, w, topk_weights of ``rank``."""
         return self._dispatch_inputs(rank, world_size, iteration)
 
     def results(self, world_size: int) -> dict[str, Memory]:
-        """outputs, out; the counts are small."""
+        """Return those of outputs and out; the counts are small."""
         dtype = getattr(torch, self.out_dtype)
         tokens, width = self.sizes["tokens"], self.sizes["features"]
         rows = tokens * self.sizes["top_k"]
         return {"outputs": ((rows, width), dtype), "out": ((tokens, width), dtype)}
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """Both calls."""
+        """Call the dispatch and the combine."""
         dtype = getattr(torch, self.out_dtype)
         sent = moe.dispatch(
             tensors["x"],
@@ -203,22 +207,21 @@ class MoeDispatchCase(MoeCase):
             **execution,
         )
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
-        home = moe.combine(
-            grouped,
-            handle,
-            tensors["topk_weights"],
-            out_dtype=dtype,
-            **execution,
-        )
+        weights = tensors["topk_weights"]
+        home = moe.combine(grouped, handle, weights, out_dtype=dtype, **execution)
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
         return Outcome(found, sent.plan, sent.record, then=home.record)
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """outputs [R, I], counts [E/W] int64, out [T, I]."""
+        """Compute outputs [R, I], counts [E/W] int64, out [T, I]."""
         out = self._combined(rank, world_size, iteration, rows)
-        return {**self._grouped(rank, world_size, iteration, rows), "out": out}
+        return {**self._grouped(rank, world_size, iteration, rows, onto), "out": out}
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return whether these are the results of a dispatch that has no activation."""
+        return not self._activated and "out" not in names
 
     def truths(
         self,
@@ -227,41 +230,30 @@ class MoeDispatchCase(MoeCase):
         iteration: int,
         promised: Collection[str] | None = None,
         rows: Rows = every_row,
+        onto: Onto = None,
     ) -> dict[str, torch.Tensor]:
-        """Combined tokens take most of the time: they are left out where they are not promised."""
+        """Leave combined tokens, which take most of the time, out where they are not promised."""
         if promised is None or "out" in promised:
-            return super().truths(rank, world_size, iteration, promised, rows)
-        found = self._grouped(rank, world_size, iteration, rows)
+            return super().truths(rank, world_size, iteration, promised, rows, onto)
+        found = self._grouped(rank, world_size, iteration, rows, onto)
         return {name: each for name, each in found.items() if name in promised}
 
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor] | None:
-        """Return outputs [R, few] and counts of a dispatch that has no activation."""
-        if self._activated:
-            return None
-        return self._grouped(rank, world_size, iteration, every_row, onto(self._features()))
-
     def _grouped(
-        self,
-        rank: int,
-        world_size: int,
-        iteration: int,
-        rows: Rows,
-        columns: torch.Tensor | None = None,
+        self, rank: int, world_size: int, iteration: int, rows: Rows, onto: Onto
     ) -> dict[str, torch.Tensor]:
-        """outputs, times columns where there are some, and counts."""
+        """Compute outputs and counts."""
         source, token, _, counts = self._rows(rank, world_size, iteration)
         at = rows(len(source))
         expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)[at]
         source, token = source[at], token[at]
         x = torch.stack([self._x(each, iteration) for each in range(world_size)])
+        columns = onto and onto(self._features())
         width = self._features() if columns is None else columns.shape[1]
         outputs = torch.empty(len(expert), width, device=self.device, dtype=torch.float64)
         for number, w in enumerate(self._w(rank, world_size, iteration)):
-            here, wide = expert == number, w.double()
-            wide = wide if columns is None else wide @ columns
-            outputs[here] = self._activate(x[source[here], token[here]].double() @ wide)
+            here = expert == number
+            product = x[source[here], token[here]].double() @ times(w.double(), columns)
+            outputs[here] = self._activate(product)
         return {"outputs": outputs, "counts": counts}
 
     def _combined(self, rank: int, world_size: int, iteration: int, rows: Rows) -> torch.Tensor:
@@ -275,7 +267,7 @@ class MoeDispatchCase(MoeCase):
     def _sent(
         self, rank: int, world_size: int, iteration: int, rows: Rows, *, sizes_only: bool = False
     ) -> torch.Tensor:
-        """[T, k, columns] in float64: the product of each slot, zero where nobody wants one.
+        """Compute the product of each slot, zero where nobody wants one: [T, k, columns] in float64.
         ``sizes_only``: the sum of the sizes of its terms."""
         at = rows(self.sizes["tokens"])
         x, ids = self._x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
@@ -289,7 +281,7 @@ class MoeDispatchCase(MoeCase):
         return sent
 
     def near_ties(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:
-        """Of ``out``: what the rounded results of a token's slots may differ by, weighted. Each of the
+        """Return what the rounded results of a token's slots may differ by, weighted. Each of the
         ``hidden`` additions of a sum, in whatever order, is off by at most eps of the sizes of its
         terms (an eps is two roundings, or one that cuts off)."""
         sums = torch.finfo(getattr(torch, sums_of(self.dtype, self.out_dtype)))
@@ -307,19 +299,93 @@ class MoeDispatchCase(MoeCase):
         }
 
     def _activated_error(self, sent: torch.Tensor, off: torch.Tensor, eps: float) -> torch.Tensor:
-        """Of silu(gate) * up, whose factors are off by ``off``; the slope of silu is below 1.1. What it
-        is computed with is good to 8 eps."""
+        """Return the error of silu(gate) * up, whose factors are off by ``off``; the slope of silu is
+        below 1.1. What it is computed with is good to 8 eps."""
         gate, up = sent.chunk(2, dim=-1)
         of_gate, of_up = (1.1 * off).chunk(2, dim=-1)
         silu = gate * gate.sigmoid()
         return of_gate * (up.abs() + of_up) + of_up * silu.abs() + 8 * eps * (silu * up).abs()
 
     def tolerances(self) -> dict[str, float]:
-        """One rounding each; counts must be equal."""
-        return {"outputs": TOLERANCE[self.out_dtype], "out": TOLERANCE[self.out_dtype]}
+        """Allow one rounding each; counts must be equal."""
+        return {"outputs": self.tolerance, "out": self.tolerance}
 
 
-class MoeCombineCase(MoeCase):
+def gated(both: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) · up, given the gates' columns, then the ups'."""
+    gate, up = both.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+class Wanted(NamedTuple):
+    """The rows of an owner's experts that a rank wants: their numbers, experts and tokens."""
+
+    at: torch.Tensor
+    expert: torch.Tensor
+    x: torch.Tensor
+
+
+class HomeCase(MoeCase):
+    """Results of experts that come home: ``out`` [T, columns], each token's weighted sum."""
+
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """Return that of out."""
+        shape = self.sizes["tokens"], self._hidden()
+        return {"out": (shape, getattr(torch, self.out_dtype))}
+
+    @abstractmethod
+    def made(
+        self,
+        owner: int,
+        world_size: int,
+        iteration: int,
+        rows: Wanted,
+        columns: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute what an owner's experts make of these rows, times columns where there are some, in
+        float64."""
+
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
+    ) -> dict[str, torch.Tensor]:
+        """Compute out; the columns multiply each row's last factor."""
+        return {"out": self._summed(rank, world_size, iteration, rows, onto)}
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return True: the sum is linear in the last factor of what experts made."""
+        return True
+
+    def _summed(
+        self,
+        rank: int,
+        world_size: int,
+        iteration: int,
+        rows: Rows,
+        onto: Onto = None,
+        *,
+        sizes_only: bool = False,
+    ) -> torch.Tensor:
+        """Add up the weighted results of each token; ``sizes_only``: their absolute values."""
+        x, weights = self._x(rank, iteration), self._weights(rank, iteration).float().double()
+        columns = onto and onto(self._hidden())
+        place = torch.full((len(weights),), -1, device=self.device)  # in out, of each token there
+        at = rows(len(weights))
+        place[at] = torch.arange(len(place[at]), device=self.device)
+        width = self._hidden() if columns is None else columns.shape[1]
+        out = torch.zeros(len(place[at]), width, device=self.device, dtype=torch.float64)
+        for owner in range(world_size):
+            source, token, slot, counts = self._rows(owner, world_size, iteration)
+            expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)
+            here = ((source == rank) & (place[token] >= 0)).nonzero().squeeze(1)
+            token, slot = token[here], slot[here]
+            wanted = Wanted(here, expert[here], x[token])
+            y = self.made(owner, world_size, iteration, wanted, columns)
+            y = y * weights[token, slot, None]
+            out.index_add_(0, place[token], y.abs() if sizes_only else y)
+        return out
+
+
+class MoeCombineCase(HomeCase):
     """The combine alone: random rows ``y`` come home through the handle of a dispatch.
 
     Sizes: tokens, features, experts, top_k. The dispatch is of the same case (hidden = features) and
@@ -334,7 +400,7 @@ class MoeCombineCase(MoeCase):
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """x, topk_ids, w, topk_weights, y of ``rank``."""
+        """Return x, topk_ids, w, topk_weights, y of ``rank``."""
         y = self._y(rank, world_size, iteration)
         return {**self._dispatch_inputs(rank, world_size, iteration), "y": y}
 
@@ -342,48 +408,24 @@ class MoeCombineCase(MoeCase):
         rows = len(self._rows(rank, world_size, iteration)[0])
         return self.normal(iteration, _Y, rank, rows, self._features())
 
-    def results(self, world_size: int) -> dict[str, Memory]:
-        """out."""
-        shape = (self.sizes["tokens"], self._features())
-        return {"out": (shape, getattr(torch, self.out_dtype))}
-
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """A pipelined dispatch for its handle, then the combine; the record is the combine's."""
+        """Call a pipelined dispatch for its handle, then the combine, whose record it is."""
         sent = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"], wait=execution["wait"])
-        handle = sent.outputs["handle"]
         done = moe.combine(
             tensors["y"],
-            handle,
+            sent.outputs["handle"],
             tensors["topk_weights"],
             out_dtype=getattr(torch, self.out_dtype),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
-    ) -> dict[str, torch.Tensor]:
-        """out [T, I]."""
-        out = self._added(rank, world_size, iteration, None)
-        return {"out": out[rows(len(out))]}
-
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor]:
-        """out [T, few]."""
-        return {"out": self._added(rank, world_size, iteration, onto(self._features()))}
-
-    def _added(
-        self, rank: int, world_size: int, iteration: int, columns: torch.Tensor | None
+    def made(
+        self,
+        owner: int,
+        world_size: int,
+        iteration: int,
+        rows: Wanted,
+        columns: torch.Tensor | None,
     ) -> torch.Tensor:
-        weights = self._weights(rank, iteration).float().double()
-        width = self._features() if columns is None else columns.shape[1]
-        out = torch.zeros(self.sizes["tokens"], width, device=self.device).double()
-        for owner in range(world_size):
-            source, token, slot, _ = self._rows(owner, world_size, iteration)
-            mine = source == rank
-            y = self._y(owner, world_size, iteration)[mine].double()
-            y = y if columns is None else y @ columns
-            token, slot = token[mine], slot[mine]
-            out.index_add_(0, token, weights[token, slot, None] * y)
-        return out
+        return times(self._y(owner, world_size, iteration)[rows.at].double(), columns)

@@ -1,4 +1,4 @@
-"""The parts of a GEMM op alone, as oracles: what they are given, and the truth of what they give.
+"""Oracles of the parts of a GEMM op alone: their inputs, and the truth of their results.
 
 Product     the product on one rank, all of its inputs there
 Collective  the op's collective on this rank's data, nothing computed but the sum
@@ -7,12 +7,13 @@ Transfer    what the collective's bytes are at the least, moved and not added up
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from mkernel.backends.contracts.scaled import dequantised
-from mkernel.cases.base import NOWHERE, Memory, Onto, Oracle, Rows, Tensors, every_row
+from mkernel.cases.base import NOWHERE, Memory, Onto, Oracle, Rows, Tensors, every_row, times
 from mkernel.cases.comparison import narrowed
 from mkernel.cases.gemm import GemmCase, own_rows, shares_of_rows
 from mkernel.plan.model import E4M3
@@ -24,7 +25,7 @@ _A, _X = 0, 2  # 1 is B
 class Part(Oracle):
     """One part of the op of ``case``; its data and dtypes are the case's."""
 
-    given_outputs = True
+    given_outputs = ("out",)
 
     case: GemmCase
 
@@ -37,14 +38,18 @@ class Part(Oracle):
         return {"out": (shape, getattr(torch, self.case.out_dtype))}
 
     def _rows(self, *shape: int) -> dict[str, Memory]:
-        """Rows of A; what is e4m3 has a result of another dtype."""
+        """Return the memory of rows of A; what is e4m3 has a result of another dtype."""
         case = self.case
         dtype = case.dtype if case.dtype == E4M3 else case.out_dtype
         return {"out": (shape, getattr(torch, dtype))}
 
     def tolerances(self) -> dict[str, float]:
-        """The op's."""
+        """Return the op's."""
         return self.case.tolerances()
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return True: a product's last factor and sums take the columns."""
+        return True
 
 
 class Product(Part):
@@ -53,41 +58,27 @@ class Product(Part):
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """a and b."""
+        """Return a and b."""
         case, (m, _, k) = self.case, self._mnk
         a = case.normal(iteration, _A, rank, m, k, into=into.get("a"))
         b = case.laid_out(case.random_b(iteration, rank, into.get("b")))
         return {"a": a, "b": b} | case.random_scales(iteration, rank, rank, m)
 
     def results(self, world_size: int) -> dict[str, Memory]:
-        """out [M, N]."""
+        """Return that of out [M, N]."""
         m, n, _ = self._mnk
         return self._memory(m, n)
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """out [M, N]."""
-        a, b = self._wide(rank, world_size, iteration)
-        return {"out": a[rows(len(a))] @ b}
-
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor]:
-        """out [M, few]."""
-        a, b = self._wide(rank, world_size, iteration)
-        return {"out": a @ (b @ onto(b.shape[1]))}
-
-    def _wide(
-        self, rank: int, world_size: int, iteration: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """a and b in float64, times their scales."""
+        """Compute out [M, N]."""
         given = self.inputs(rank, world_size, iteration)
         a, b = given["a"].double(), given["b"].double()
         if "a_scale" in given:
             a = dequantised(a, given["a_scale"], a.dtype)
             b = dequantised(b, given["b_scale"], b.dtype)
-        return a, b
+        return {"out": a[rows(len(a))] @ times(b, onto and onto(b.shape[1]))}
 
 
 class Collective(Part):
@@ -96,7 +87,7 @@ class Collective(Part):
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """x."""
+        """Return x."""
         m, n, k = self._mnk
         shape = (m // world_size, k) if self.case.gemm.gathers else (m, n)
         x = self.case.normal(iteration, _X, rank, *shape, into=into.get("x"))
@@ -105,37 +96,24 @@ class Collective(Part):
         return {"x": x}
 
     def results(self, world_size: int) -> dict[str, Memory]:
-        """out: [M, K] gathered, [M/W, N] scattered or [M, N]."""
+        """Return that of out: [M, K] gathered, [M/W, N] scattered or [M, N]."""
         m, n, k = self._mnk
         if self.case.gemm.gathers:
             return self._rows(m, k)
         return self._memory(m // world_size if self.case.gemm.scatters else m, n)
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """The rows of all ranks, or their sum."""
-        xs = (self.inputs(each, world_size, iteration)["x"] for each in range(world_size))
-        m, gemm, device = self.case.sizes["m"], self.case.gemm, self.case.device
+        """Compute the rows of all ranks, or their sum."""
+        xs = [self.inputs(each, world_size, iteration)["x"] for each in range(world_size)]
+        m, gemm, columns = self.case.sizes["m"], self.case.gemm, onto and onto(xs[0].shape[1])
         if gemm.gathers:
             shares = shares_of_rows(m, world_size, rows)
-            gathered = [x[at.to(device)] for x, at in zip(xs, shares, strict=True)]
-            return {"out": torch.cat(gathered).double()}
-        at = own_rows(m, rank, world_size, gemm.scatters, rows).to(device)
-        return {"out": sum((x[at].double() for x in xs), torch.zeros(()))}
-
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor]:
-        """The same times columns."""
-        xs = [self.inputs(each, world_size, iteration)["x"] for each in range(world_size)]
-        columns, gemm = onto(xs[0].shape[1]), self.case.gemm
-        if gemm.gathers:
-            return {"out": torch.cat([narrowed(x, columns) for x in xs])}
-        own = self.case.sizes["m"] // world_size if gemm.scatters else self.case.sizes["m"]
-        first = rank * own if gemm.scatters else 0
-        sums = (narrowed(x[first : first + own], columns) for x in xs)
-        return {"out": sum(sums, torch.zeros((), device=self.case.device))}
+            gathered = [narrowed(x[at], columns) for x, at in zip(xs, shares, strict=True)]
+            return {"out": torch.cat(gathered)}
+        at = own_rows(m, rank, world_size, gemm.scatters, rows)
+        return {"out": sum((narrowed(x[at], columns) for x in xs), torch.zeros(()))}
 
 
 class Transfer(Collective):
@@ -146,7 +124,7 @@ class Transfer(Collective):
     """
 
     def results(self, world_size: int) -> dict[str, Memory]:
-        """out: the gathered rows; of a sum what each rank sends, one after another."""
+        """Return that of out: the gathered rows; of a sum what each rank sends, one after another."""
         m, n, k = self._mnk
         if self.case.gemm.gathers:
             return self._rows(m, k)
@@ -154,7 +132,7 @@ class Transfer(Collective):
         return self._memory(halves * (m // world_size) * world_size, n)
 
     def pieces(self, rank: int, world_size: int, peer: int) -> list[tuple[slice, slice]]:
-        """Which rows of the output are which rows of a peer's ``x``."""
+        """Return which rows of the output are which rows of a peer's ``x``."""
         rows = self.case.sizes["m"] // world_size
         slot = slice(peer * rows, (peer + 1) * rows)
         if self.case.gemm.gathers:
@@ -166,24 +144,13 @@ class Transfer(Collective):
         return pieces
 
     def reference(
-        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
     ) -> dict[str, torch.Tensor]:
-        """Those pieces."""
-        whole = self._whole(rank, world_size, iteration)
-        return {"out": whole[rows(len(whole))].double()}
-
-    def projected(
-        self, rank: int, world_size: int, iteration: int, onto: Onto
-    ) -> dict[str, torch.Tensor]:
-        """The same times columns."""
-        whole = self._whole(rank, world_size, iteration)
-        return {"out": narrowed(whole, onto(whole.shape[1]))}
-
-    def _whole(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
+        """Put those pieces together."""
         ((shape, dtype),) = self.results(world_size).values()
         whole = torch.empty(shape, dtype=dtype, device=self.case.device)
         for source in range(world_size):
             x = self.inputs(source, world_size, iteration)["x"]
             for target, origin in self.pieces(rank, world_size, source):
                 whole[target] = x[origin]
-        return whole
+        return {"out": narrowed(whole[rows(len(whole))], onto and onto(shape[1]))}

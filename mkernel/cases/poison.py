@@ -1,4 +1,4 @@
-"""What outputs hold before a call: a NaN whose payload no arithmetic produces.
+"""Poison, which outputs hold before a call: a NaN whose payload no arithmetic produces.
 
 A processor's own NaN has an empty payload (0x7fc00000 in float32) or a full one (0x7fffffff on NVIDIA
 GPUs). Poison has another, so an element that was never written is told from a NaN that was computed,
@@ -44,12 +44,12 @@ def fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(shape: tuple[int, ...], dtype: torch.dtype, device: Any = None) -> torch.Tensor:
-    """A new tensor of poison."""
+    """Return a new tensor of poison."""
     return fill(torch.empty(shape, dtype=dtype, device=device))
 
 
 def count(tensor: torch.Tensor) -> int:
-    """How many elements are poison: were never written. 0 for dtypes that have none."""
+    """Count the elements that are poison: were never written. 0 for dtypes that have none."""
     if tensor.dtype not in _BITS:
         return 0
     words, bits = _BITS[tensor.dtype]
@@ -65,8 +65,8 @@ def freed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], device: Any) ->
 
 @contextmanager
 def uninitialised_is_nan() -> Iterator[None]:
-    """torch.empty and its kin give NaN (integers: the largest value), on every thread. torch does so
-    as part of its deterministic mode, whose warnings about anything else are left out."""
+    """Have torch.empty and its kin give NaN (integers: the largest value), on every thread. torch does
+    so as part of its deterministic mode, whose warnings about anything else are left out."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def uninitialised_is_nan() -> Iterator[None]:
 
 
 def _set_deterministic(mode: bool, *, warn_only: bool) -> None:
-    """``torch.use_deterministic_algorithms`` without its import of torch's compiler, which takes
+    """Call ``torch.use_deterministic_algorithms`` without its import of torch's compiler, which takes
     every rank process two seconds and which nothing here uses."""
     setter = getattr(torch._C, "_set_deterministic_algorithms", None)
     if setter is None or "torch._inductor.config" in sys.modules:

@@ -1,4 +1,4 @@
-"""Which case class judges which op."""
+"""The table of which case class judges which op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CASES: dict[str, type[Case]] = {
 
 
 def case_of(op: str) -> type[Case]:
-    """The case class of an op's canonical name. UnknownOp."""
+    """Return the case class of an op's canonical name. UnknownOp."""
     try:
         return _CASES[op]
     except KeyError:

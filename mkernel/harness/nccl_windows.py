@@ -49,8 +49,8 @@ class NcclWindows(NcclCublas):
     def outputs(self) -> Tensors:
         if self.problem.gathers:
             return super().outputs()
-        memory = self.problem.memory(self.kind)
-        return {name: self._memory(shape, dtype) for name, (shape, dtype) in memory.items()}
+        given = self.problem.given(self.kind).items()
+        return {name: self._memory(shape, dtype) for name, (shape, dtype) in given}
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self.op != "all_reduce":

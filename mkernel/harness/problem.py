@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mkernel.cases import Case, Comparison
-from mkernel.cases.base import Memory, Oracle
+from mkernel.cases.base import Memory, Onto, Oracle, Rows, every_row
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.parts import Collective, Part, Product, Transfer
 
@@ -81,13 +81,16 @@ class Problem:
         """The memory that a rank's outputs take."""
         return self.oracle(kind).results(self.world)
 
+    def given(self, kind: Kind) -> dict[str, Memory]:
+        """Return the memory of the outputs that the caller gives."""
+        memory = self.memory(kind)
+        return {name: memory[name] for name in self.oracle(kind).given_outputs}
+
     def empty(self, kind: Kind) -> Tensors:
-        """Uninitialised memory for the outputs that the caller gives."""
-        if not self.oracle(kind).given_outputs:
-            return {}
+        """Return uninitialised memory for the outputs that the caller gives."""
         return {
             name: torch.empty(shape, dtype=dtype, device=self.device)
-            for name, (shape, dtype) in self.memory(kind).items()
+            for name, (shape, dtype) in self.given(kind).items()
         }
 
     def fill(self, kind: Kind, held: Inputs, turn: int) -> None:
@@ -115,13 +118,14 @@ class Problem:
         if promised is not None and not promised:
             return {}
         oracle = self.oracle(kind)
-        if sampled and self._large(outputs, promised):
-            onto = partial(self._random_columns, turn)
-            whole = oracle.compared_whole(outputs, self.rank, self.world, turn, promised, onto)
-            if whole is not None:
-                return whole
-        rows = {"rows": partial(self.sampled_rows, turn)} if sampled else {}
-        return oracle.compared(outputs, self.rank, self.world, turn, promised, **rows)
+        rows: Rows = every_row
+        onto: Onto = None
+        if sampled:
+            names = outputs.keys() if promised is None else promised
+            whole = self._large(outputs, promised) and oracle.projects(names)
+            onto = partial(self._random_columns, turn) if whole else None
+            rows = rows if whole else partial(self.sampled_rows, turn)
+        return oracle.compared(outputs, self.rank, self.world, turn, promised, rows, onto)
 
     def _large(self, outputs: Mapping[str, torch.Tensor], promised: Collection[str] | None) -> bool:
         """Return whether an output has more rows than are compared one by one."""

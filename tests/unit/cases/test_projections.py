@@ -50,7 +50,9 @@ def test_they_are_the_reference_times_columns(
         oracles += [kind(case) for kind in (Product, Collective, Transfer)]
     for each in oracles:
         for rank in range(2):
-            found = each.projected(rank, 2, 3, columns)
+            names = [name for name in each.results(2) if (op, name) != ("moe_dispatch_gemm", "out")]
+            assert each.projects(names)
+            found = each.truths(rank, 2, 3, names, onto=columns)
             wanted = each.reference(rank, 2, 3)
             for name, narrow in found.items():
                 whole = wanted[name]
@@ -60,9 +62,9 @@ def test_they_are_the_reference_times_columns(
 
 
 def test_what_has_none_says_so() -> None:
-    assert oracle("gemm_all_reduce", GEMM, norm="alone").projected(0, 2, 1, columns) is None
-    activated = oracle("moe_dispatch_gemm", MOE, activation="silu_and_mul")
-    assert activated.projected(0, 2, 1, columns) is None
+    assert not oracle("gemm_all_reduce", GEMM, norm="alone").projects(["out", "residual_out"])
+    assert not oracle("moe_dispatch_gemm", MOE, activation="silu_and_mul").projects(["outputs"])
+    assert not oracle("moe_dispatch_gemm", MOE).projects(["outputs", "counts", "out"])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])

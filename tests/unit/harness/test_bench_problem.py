@@ -104,6 +104,9 @@ CASES: dict[str, Case] = {
         },
     }.items()
 }  # fmt: skip
+CASES["all_reduce"] = case_of("all_reduce")(
+    {"m": 300, "n": 16}, "float32", "float32", seed=5, options={"norm": "residual"}
+)
 
 
 @pytest.mark.parametrize("op", CASES)
