@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,16 +10,16 @@ import subprocess
 import time
 from pathlib import Path
 
+import forked_program
 import numpy as np
 import pytest
 import torch
 from command_line import MKERNEL, PATIENCE_S, ends, group_of, mkernel, mkernel_alone
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from mkernel import zigzag_positions
+from mkernel.errors import ArgumentError
 from mkernel.harness import timeline_picture
-from mkernel.harness.run_report import RunReport, render
 from mkernel.plan.model import LaunchPlan
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -56,27 +55,25 @@ def test_run_shows_what_it_did() -> None:
                  "speed-up", "overlap efficiency", "modelled", "predicted", "PASSED",
                  "float64"):  # fmt: skip
         assert part in done.stdout, part
+    assert re.search(
+        r"Overlap makes the call 1\.\d\dx as fast, .* us instead of .* us", done.stdout
+    )
     assert "measured" not in done.stdout, "how long a simulation takes says nothing of a device"
     assert "noise" not in done.stdout
 
 
+@pytest.mark.long
 def test_the_first_job_shows_its_point() -> None:
-    """The job of `make run` computes as long as it communicates, and reports what overlap gains."""
-    once = ["--warmup", "0", "--iterations", "1"]  # the modelled clock is the same each time
-    done = mkernel("run", "all_gather_gemm", *ASCEND, *once, "--json")
+    """The job of `make run` computes as long as it communicates, and overlap gains much. That overlap
+    gains at the sizes of every op is in tests/unit/ascend/test_views.py, with records alone."""
+    done = mkernel("run", "all_gather_gemm", *ASCEND, "--json")
     assert done.returncode == 0, done.stderr
-    report = RunReport.model_validate_json(done.stdout)
-    modelled = report.modelled
-    assert modelled is not None
-    assert 0.8 < modelled.compute_only_ms / modelled.comm_only_ms < 1.25
-    assert modelled.speedup > 1.5
-    said = Console(file=io.StringIO(), width=200)
-    said.print(render(report))
-    text = said.file.getvalue()  # type: ignore[attr-defined]
-    assert re.search(r"Overlap makes the call 1\.\d\dx as fast, .* us instead of .* us", text), text
+    modelled = json.loads(done.stdout)["modelled"]
+    assert 0.8 < modelled["compute_only_ms"] / modelled["comm_only_ms"] < 1.25
+    assert modelled["speedup"] > 1.5
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (3, 2)])
 def test_json_is_one_object(nodes: int, ranks: int) -> None:
     size = ["--m", str(64 * nodes * ranks), "--n", "128", "--k", "256"]
     done = mkernel("run", "ag_gemm", *ASCEND, "--json", "--nodes", str(nodes), "--ranks-per-node",
@@ -403,19 +400,18 @@ def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("nodes", "said"), [(1, None), (2, None), (3, "nodes x ranks_per_node = WORLD_SIZE = 4")]
-)
-def test_example_under_torchrun(torchrun: list[str], nodes: int, said: str | None) -> None:
+def test_example_under_torchrun(torchrun: list[str]) -> None:
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "4", str(EXAMPLE), "--nodes", str(nodes)],
+        [*torchrun, "--nproc-per-node", "4", str(EXAMPLE), "--nodes", "2"],
         capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False,
     )  # fmt: skip
-    assert (done.returncode == 0) == (said is None), done.stderr
-    if said is None:
-        assert done.stdout.count("error") == 4
-    else:
-        assert said in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("error") == 4
+
+
+def test_nodes_that_the_ranks_do_not_fill_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="nodes x ranks_per_node = WORLD_SIZE = 4"):
+        forked_program.run(EXAMPLE, "--nodes", "3", ranks=4)
 
 
 def test_times_wait_for_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,11 @@ OPS: tuple[OpName, ...] = ("all_gather_gemm", *REDUCING)
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (3, 2), (2, 4)]
-)
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (1, 8), (2, 2), (3, 2)])
 def test_worlds(op: OpName, nodes: int, ranks: int) -> None:
     plan = make_plan(136 * nodes * ranks, 320, 512, op=op, nodes=nodes, ranks_per_node=ranks)
     with World(plan) as world:
-        world.check(epochs=5)
+        world.check(epochs=3)
         assert bool(world.puts) == (nodes > 1)
 
 
@@ -50,17 +48,16 @@ def test_dtypes(op: OpName, dtype: str, out_dtype: str, b_layout: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("b_layout", ["row", "column"])
 @pytest.mark.parametrize(
-    ("m_local", "n", "k", "tiles_per_chunk"),
+    ("m_local", "n", "k", "tiles_per_chunk", "b_layout"),
     [
-        (1, 8, 8, 1),
-        (1, 1000, 2056, 4),
-        (5, 264, 264, 1),
-        (129, 40, 520, 2),
-        (200, 776, 1032, 3),
-        (383, 24, 24, 4),
-        (16, 4096, 16, 1),
+        (1, 8, 8, 1, "column"),
+        (1, 1000, 2056, 4, "row"),
+        (5, 264, 264, 1, "row"),
+        (129, 40, 520, 2, "column"),
+        (200, 776, 1032, 3, "column"),
+        (383, 24, 24, 4, "row"),
+        (16, 4096, 16, 1, "row"),
     ],
 )
 def test_ragged(

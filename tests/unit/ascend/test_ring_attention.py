@@ -55,11 +55,11 @@ def attention_plan(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 8), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (1, 8), (2, 2)])
 def test_worlds(nodes: int, ranks: int, causal: bool) -> None:
     plan = attention_plan(264, causal=causal, nodes=nodes, ranks_per_node=ranks)
     with World(plan) as world:
-        world.check(epochs=5)
+        world.check(epochs=3)
         assert bool(world.puts) == (nodes > 1)
 
 
@@ -198,7 +198,7 @@ def test_heads_that_are_too_wide_are_refused() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_modelled_views(causal: bool) -> None:
     """Pipelined hides communication; compute alone still waits between its two parts."""
-    plan = attention_plan(1024, heads=4, causal=causal, ranks_per_node=4, comm_blocks=12)
+    plan = attention_plan(512, heads=4, causal=causal, ranks_per_node=4, comm_blocks=12)
     alone, sequential, pipelined = modelled_views(plan)
     assert alone.total_us < pipelined.total_us < sequential.total_us
     communication = sequential.total_us - alone.total_us
