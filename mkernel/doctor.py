@@ -235,7 +235,7 @@ def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:
 
 def machine_rows(root: Path = Path("/")) -> list[Row]:
     """Return rows for libraries, build tools, CPU and shared memory. ``root``: the folder that
-    holds /usr, /proc, …"""
+    holds /usr, /proc and so on."""
     checks: tuple[tuple[Kind, str, Callable[[], Status]], ...] = (
         ("library", "torch", _torch),
         ("library", "pyverbs", _pyverbs),
@@ -253,7 +253,7 @@ def machine_rows(root: Path = Path("/")) -> list[Row]:
 
 def software_rows(root: Path = Path("/")) -> list[Row]:
     """Return rows for the vendors' software that accelerator backends find. ``root``: the folder
-    that holds /usr, /dev, …"""
+    that holds /usr, /dev and so on."""
     rows = []
     try:
         from mkernel.backends import registry

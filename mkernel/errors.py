@@ -189,7 +189,7 @@ _AWAITED = {
     0xFFFFFFFD: "sums that are a signal themselves",
     0xFFFFFFFC: "what other blocks of its own kernel prepare",
 }
-"""What kernels wait for that is no numbered word (``transport/device_wait.cuh``)."""
+"""The things that kernels wait for and that are no numbered words (``transport/device_wait.cuh``)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""This machine as its drivers and the chosen backends see it, whole or split into nodes."""
+"""The machine of this process as its drivers and the chosen backends see it, whole or split into
+nodes."""
 
 from __future__ import annotations
 

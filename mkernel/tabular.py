@@ -105,7 +105,7 @@ def _most(column: Column, cells: Sequence[Text]) -> int:
 
 def _fitted(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
     """Return a width for each column, together at most ``room``: the columns that lack little to be
-    on one line get more than their least first. (rich would crop a table in which it cannot.)"""
+    on one line get more than their least first. Otherwise rich would crop the table."""
     widths, spare = list(least), room - sum(least)
     for place in sorted(range(len(least)), key=lambda place: most[place] - least[place]):
         more = min(most[place] - least[place], spare)

@@ -123,8 +123,8 @@ def load(path: Path) -> Topology:
 
 
 def _driven(tree: Findings, known: Iterable[Accelerator]) -> Findings:
-    """Drop the accelerators that no driver of this machine reports, since nothing can use them. (In
-    a container, sysfs still shows the devices of others.)"""
+    """Drop the accelerators that no driver of this machine reports, since nothing can use them. In
+    a container, sysfs still shows the devices of others."""
     addresses = {one.pci for one in known}
     notes = Notes(tree.source)
     for one in tree.accelerators:

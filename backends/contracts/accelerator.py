@@ -150,7 +150,7 @@ class AcceleratorBackend(ABC):
     ``capabilities().constants`` come from it. None: the backend has none, and plans get no
     predicted times."""
     visibility: ClassVar[Mapping[str, str]] = {}
-    """By kind of device: the environment variable by which its driver's runtime hides some devices."""
+    """The environment variable by which a driver's runtime hides some devices, by kind of device."""
 
     @abstractmethod
     def status(self) -> Status:

@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
 
 
 _right: Recent[Hashable, bool] = Recent()
-"""By kind of product: True if torch's own product has all terms."""
+"""A flag for each kind of product: True if torch's own product has all terms."""
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, *dtype: torch.dtype, out: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ _REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (`ulimit -u`)",
     errno.ENOMEM: "end other programs, or raise the limits of memory",
 }
-"""What the user can do about an error of the system."""
+"""The advice for a user about an error of the system."""
 
 
 def main() -> None:

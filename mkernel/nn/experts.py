@@ -27,7 +27,7 @@ from mkernel.world.lifecycle import current
 
 
 class ExpertParallelMLP(ShardedModule):
-    """The gated MLPs of E experts, of which each rank has E/W:
+    """The gated MLPs of E experts, of which each rank has E/W.
 
     out[t] = sum over slots of topk_weights[t, slot] · mlp(x[t]) of expert topk_ids[t, slot], with
     mlp(x) = (activation(gate) * up) @ down_proj[e] and [gate, up] = x @ gate_up_proj[e].

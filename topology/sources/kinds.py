@@ -85,7 +85,7 @@ def made_by(vendor: int | None) -> KindName | None:
 
 
 def accelerator_id(kind: KindName, index: int) -> str:
-    """Return the id of a device: ``cuda0``, ``npu3``, …"""
+    """Return the id of a device, such as ``cuda0`` or ``npu3``."""
     return f"{_STEMS[kind]}{index}"
 
 

@@ -1,4 +1,4 @@
-"""AllReduce on one rank, in one of three ways:
+"""AllReduce on one rank, in one of three ways.
 
   mail        one kernel: x ──▶ every peer's mail ──▶ sums ──▶ norm ──▶ out
               (``kernels/sum_rows.hpp``)

@@ -34,7 +34,7 @@ def wanted(plan: LaunchPlan) -> int:
 
 def outputs_of(plan: LaunchPlan, context: DispatchContext) -> _hopper.Outputs:
     """Return the outputs that calls of such a plan announce: none as long as no rank has memory for
-    them, which is so on all ranks. (A rank with a pool for graphs may have none.)"""
+    them, which is so on all ranks. A rank with a pool for graphs may have none."""
     made = native()
     if context.outputs is None or not context.outputs.memory.ranges or not wanted(plan):
         nothing: _hopper.Outputs = made.Outputs()

@@ -41,7 +41,7 @@ DEVICES: dict[KindName, DeviceName] = {
 """torch's name of each kind of device that the backend runs on."""
 
 _used: dict[str, bool] = {}
-"""By type of device: True if the process had used one before the devices were probed."""
+"""A flag for each type of device: True if the process had used one before the devices were probed."""
 
 
 class Device:

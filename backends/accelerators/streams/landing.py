@@ -14,7 +14,7 @@ _GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 
 
 _Wanted = dict[str, tuple[int, int, DtypeName]]
-"""By name: rows and columns from each source, and their dtype."""
+"""Rows and columns from each source, and their dtype, by name."""
 
 
 class Landing(NamedTuple):
