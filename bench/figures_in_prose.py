@@ -191,7 +191,7 @@ def _before_the_fit() -> list[str]:
 
 def _swapped() -> list[str]:
     """The fit on the rows that check the default one."""
-    found = result("fits/ascend")["swapped"]
+    found = result("ascend_fit")["swapped"]
     constants = found["constants"]
     names = ("fabric.efficiency", "chip.l2_gbs", "pipes.mte2_gbs")
     return [

@@ -13,7 +13,7 @@
 #   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
 #                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
-#            choices are judged by                           fits/hopper_ways_41_2.json
+#            choices are judged by                           ways.json
 #   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers
 #                                                            hopper_moe_*_2.json
 #   experts_nodes  the same between nodes, where no library takes the NIC  hopper_moe_*_nodes_*_2.json
@@ -38,11 +38,13 @@
 #              OLD: where that one is installed, by `pip install --target`
 # CARD: stands in the names of files of `loops`, `first`, `seed`, `floor`, `bars`, `ways` and `experts` ahead of
 # the number of GPUs (h100).
-# RESULTS: where files are written [bench/results]. MKERNEL_COMMIT: which commit this tree is, where there is
+# RESULTS: where files are written [bench/results]. RAW: where those of `mkernel bench` are with every turn, of
+# which RESULTS has summaries [build/raw]. MKERNEL_COMMIT: which commit this tree is, where there is
 # no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=$(realpath -m "${RESULTS:-bench/results}")
+raw=$(realpath -m "${RAW:-build/raw}")
 commit=(${MKERNEL_COMMIT:+--commit "$MKERNEL_COMMIT"})
 outcome=0
 
@@ -54,7 +56,9 @@ run() {
 }
 
 bench() { # FILE ARGUMENT...
-    run python -m mkernel bench "${@:2}" --json "$results/$1.json" "${commit[@]}"
+    rm -f "$raw/$1.json"
+    run python -m mkernel bench "${@:2}" --json "$raw/$1.json" "${commit[@]}"
+    run python bench/results_file.py "$raw/$1.json" "$results/$1.json"
 }
 
 emulate_nic() { # MBPS: from here on at that rate, as a rail has it; none: no longer
@@ -161,10 +165,13 @@ for part in "$@"; do
         bench "hopper_4k_${card}2" ag_gemm,gemm_rs "${named[@]}" --shapes 4096x1024x4096,4096x4096x1024 "${peers[@]}"
         ;;
     ways)
-        mkdir -p "$results/fits"
-        bench "fits/hopper_ways_${SEED:-41}_${card}2" "${drawn[@]}" --random "${COUNT:-100}" \
-            --seed "${SEED:-41}" --mode graph \
-            --peers nccl+cublas,symm_mem,mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves
+        ways="$raw/hopper_ways_${SEED:-41}_${card}2.json"
+        rm -f "$ways"
+        run python -m mkernel bench "${drawn[@]}" --random "${COUNT:-100}" --seed "${SEED:-41}" --mode graph \
+            --peers nccl+cublas,symm_mem,mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves \
+            --json "$ways" "${commit[@]}"
+        run python bench/ways.py "$ways"
+        [ "$results" = "$PWD/bench/results" ] || cp bench/results/ways.json "$results/"
         ;;
     experts | experts_nodes)
         for model in ${MODELS:-deepseek qwen}; do
@@ -266,15 +273,15 @@ for part in "$@"; do
         merge_soaks
         ;;
     alternate)
-        mkdir -p "$results/two_commits"
         for turn in 1 2 3; do
-            one=("${layers[@]}" --iterations 7 --warmup 2 --peers none)
+            one=("${layers[@]}" --iterations 7 --warmup 2 --peers none) old="$raw/two_commits/old_$turn.json"
+            rm -f "$old"
             (cd / && PYTHONPATH="${OLD:?}:${PYTHONPATH:-}" python -m mkernel bench "${one[@]}" \
-                --json "$results/two_commits/old_$turn.json" --commit old) || outcome=1
+                --json "$old" --commit old) || outcome=1
             bench "two_commits/new_$turn" "${one[@]}"
+            run python bench/results_file.py "$old" "$results/two_commits/old_$turn.json"
         done
-        run python bench/two_commits.py --old "$results"/two_commits/old_*.json \
-            --new "$results"/two_commits/new_*.json
+        run python bench/two_commits.py --old "$raw"/two_commits/old_*.json --new "$raw"/two_commits/new_*.json
         ;;
     *)
         echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2

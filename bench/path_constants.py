@@ -5,9 +5,10 @@
         --ranks 4 --json FILE                    on the GPUs
     python bench/path_constants.py FILE... [--fit backends/accelerators/hopper/machine.json]
 
-One line a shape: both paths and, where they took part, the library's in one and two parts of each rank
-measured and predicted, the choice, and what it costs: the chosen way's time over the fastest way's, and
-over the best peer's. ``--fit`` then searches constants that predict
+A FILE is such a result, or ``bench/results/ways.json``, which has those of all fits. One line a shape:
+both paths and, where they took part, the library's in one and two parts of each rank measured and
+predicted, the choice, and what it costs: the chosen way's time over the fastest way's, and over the
+best peer's. ``--fit`` then searches constants that predict
 the measured times, wrong choices counting most, and writes those of both paths, and of few rows, into
 that backend's data file; its ``source`` is then yours to set right.
 """
@@ -24,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import ways
 from machine_file import write_section
 from pydantic import ValidationError
 
@@ -31,7 +33,7 @@ from mkernel.backends.accelerators.hopper import library_tuning, parts_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.harness import results
+from mkernel.harness.contenders import OURS
 from mkernel.plan import paths
 from mkernel.plan.model import DtypeName, GemmShape, LaunchPlan, OpName, ScaleMode
 from mkernel.plan.planner import plan
@@ -114,28 +116,15 @@ def plan_of(op: str, sizes: dict[str, int], world: int, **options: Any) -> Launc
 
 def samples(files: list[Path]) -> Iterator[Sample]:
     """The rows of one call a turn, or of a graph of calls, of which both paths were right."""
-    for file in files:
-        report = results.read(file)
-        if report is None:
-            raise SystemExit(f"{file} is no result of mkernel bench")
-        for row in report.rows:
-            times = {
-                name: entry.figures.median_us
-                for name, entry in row.entries.items()
-                if entry.figures is not None
-            }
-            if (
-                row.mode in ("kernel", "graph")
-                and "mkernel-fused" in times
-                and "mkernel-library" in times
-            ):
-                shape = GemmShape(m=row.shape.m, n=row.shape.n, k=row.shape.k)
-                names = ("mkernel-fused", "mkernel-library", *PARTS)
-                yield Sample(
-                    row.shape.op, shape, report.spec.dtype, report.ranks,
-                    {name: times[name] for name in names if name in times},
-                    times[row.best_peer] if row.best_peer else None,
-                )  # fmt: skip
+    names = ("mkernel-fused", "mkernel-library", *PARTS)
+    for one in ways.measured(files):
+        if one.mode not in ("kernel", "graph") or one.scales or not {*names[:2]} <= one.us.keys():
+            continue
+        yield Sample(
+            one.op, GemmShape(m=one.m, n=one.n, k=one.k), one.dtype, one.ranks,
+            {name: one.us[name] for name in names if name in one.us},
+            min((us for name, us in one.us.items() if name not in OURS), default=None),
+        )  # fmt: skip
 
 
 def table(found: list[Sample], constants: MachineConstants) -> None:

@@ -25,13 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ways
 from machine_file import write_section
 from path_constants import STEPS, plan_of, searched
 
 from mkernel.backends.accelerators.hopper import parts_tuning, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, Scaled, machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule, TilingName
-from mkernel.harness import results
 from mkernel.plan.around import Around
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 
@@ -93,23 +93,15 @@ def fused_plan(
 
 def samples(files: Iterable[Path]) -> Iterator[Sample]:
     """The rows of which both paths were right."""
-    for file in files:
-        report = results.read(file)
-        if report is None or report.spec.scales is None:
-            raise SystemExit(f"{file} is no result of mkernel bench with --scales")
-        for row in report.rows:
-            times = {
-                name: entry.figures.median_us
-                for name, entry in row.entries.items()
-                if entry.figures is not None
-            }
-            # The planner took the library's path as long as it knew no times of the fused one.
-            library = times.get("mkernel-library", times.get("mkernel"))
-            if row.mode == "graph" and "mkernel-fused" in times and library is not None:
-                sizes = {"m": row.shape.m or 0, "n": row.shape.n or 0, "k": row.shape.k or 0}
-                mode, fast = report.spec.scales, report.spec.fast_accum
-                made = fused_plan(row.shape.op, sizes, report.ranks, mode, fast)
-                yield Sample(made, times["mkernel-fused"], library)
+    for one in ways.measured(files):
+        # The planner took the library's path as long as it knew no times of the fused one.
+        library = one.us.get("mkernel-library", one.us.get("mkernel"))
+        if one.scales is None or one.mode != "graph" or library is None:
+            continue
+        if "mkernel-fused" in one.us:
+            sizes = {"m": one.m, "n": one.n, "k": one.k}
+            made = fused_plan(one.op, sizes, one.ranks, one.scales, one.fast_accum)
+            yield Sample(made, one.us["mkernel-fused"], library)
 
 
 def use(section: Scaled) -> None:

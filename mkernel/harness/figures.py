@@ -147,6 +147,7 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
         limit=found.tolerance,
         seconds=tuple(tuple(round(each, 8) for each in turn) for turn in kept),
         skew_us=tuple(skews),
+        turns=len(kept),
         dropped=len(seconds) - len(kept),
         why=why,
         way=ranks[0].way,

@@ -1,6 +1,7 @@
 """A benchmark's outcome as data: the JSON file, from which tables, plots and pages are made.
 
-``Figures`` hold what was derived; ``seconds`` are the measurements behind them.
+``Figures`` hold what was derived; ``seconds`` are the measurements behind them, which a summary leaves
+out (the committed files are summaries: ``bench/results_file.py``).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from mkernel.errors import InputFileError
 from mkernel.harness.problem import Kind
@@ -55,15 +56,18 @@ class Entry(Model):
     """One contender in one row.
 
     Attributes:
-        seconds: a call; by iteration, by rank. Not of dropped turns.
-        skew_us: of each timed turn, dropped ones too, how far apart the ranks started; empty where
-            that is not known. dropped: turns in which it was too far.
+        kind: what it does of the op.
+        seconds: the time of a call, by iteration and rank, without dropped turns; a summary has none.
+        skew_us: how far apart the ranks started in each timed turn, dropped ones too; empty where that
+            is not known, and in a summary.
+        turns: how many turns count; None in files from before it was recorded.
+        dropped: how many turns do not count, because the ranks started too far apart.
         way: which of several ways its calls take; empty: there is one.
         error: the worst rank's and turn's relative error; None: not finite, or there was none.
-        figures: none unless it is right.
+        figures: None unless the contender is right.
     """
 
-    kind: Kind
+    kind: Kind = "op"
     state: Literal["right", "wrong", "absent", "failed"]
     why: str = ""
     way: str = ""
@@ -71,6 +75,7 @@ class Entry(Model):
     limit: float = 0.0
     seconds: tuple[tuple[float, ...], ...] = ()
     skew_us: tuple[float, ...] = ()
+    turns: int | None = None
     dropped: int = 0
     figures: Figures | None = None
 
@@ -179,6 +184,18 @@ class Report(Model):
     timing: dict[Mode, Timing] = Field(default_factory=dict)
     conditions: Conditions | None = None
     rows: tuple[Row, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_shapes(cls, content: Any) -> Any:
+        """Give a summary's spec the shapes of its rows, which are listed there alone."""
+        spec = content.get("spec") if isinstance(content, dict) else None
+        rows = content.get("rows") if isinstance(content, dict) else None
+        if not isinstance(spec, dict) or "shapes" in spec or not isinstance(rows, list):
+            return content
+        shapes = [row.get("shape") for row in rows if isinstance(row, dict)]
+        distinct = [each for at, each in enumerate(shapes) if each not in shapes[:at]]
+        return {**content, "spec": {**spec, "shapes": distinct}}
 
     @property
     def passed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,10 @@ from mkernel.harness.spec import BenchSpec, Shape
 from mkernel.harness.turns import Turns
 
 ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "bench"))
+
+import results_file  # noqa: E402
+
 FRESH = 987_654_321
 """A seed that nothing was fitted to."""
 
@@ -71,6 +76,32 @@ def page(tmp_path: Path, *reports: Report) -> str:
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     results.write(made(120), tmp_path / "x.json")
     assert results.read(tmp_path / "x.json") == made(120)
+
+
+def test_a_summary_is_the_result_without_its_turns(tmp_path: Path) -> None:
+    raw, brief = made(120), tmp_path / "brief.json"
+    results.write(raw, tmp_path / "x.json")
+    brief.write_text(results_file.laid_out(results_file.summary(raw)))
+    found = results.read(brief)
+    assert found is not None
+    assert (found.spec, found.provenance, found.passed) == (raw.spec, raw.provenance, True)
+    (old,), (new,) = raw.rows, found.rows
+    assert new.entries.keys() == old.entries.keys()
+    for name, entry in old.entries.items():
+        kept, figures = new.entries[name], entry.figures
+        assert (kept.state, kept.turns, kept.dropped) == (entry.state, 3, entry.dropped)
+        assert kept.seconds == kept.skew_us == ()
+        assert kept.figures is not None
+        assert figures is not None
+        assert kept.figures.median_us == pytest.approx(figures.median_us, rel=1e-5)
+        assert kept.figures.p90_us == pytest.approx(figures.p90_us, rel=1e-3)
+    assert new.to_best == pytest.approx(old.to_best, rel=1e-4)
+    assert new.meets_target == old.meets_target
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(results_file.laid_out(results_file.summary(made(120, error=0.25))))
+    again = results.read(wrong)
+    assert again is not None
+    assert not again.passed
 
 
 def test_a_result_of_another_version_is_refused_by_name(tmp_path: Path) -> None:

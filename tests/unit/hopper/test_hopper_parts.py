@@ -4,6 +4,7 @@ torch's products stand-ins (``parts_fabric``)."""
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +29,17 @@ from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.errors import ArgumentError
-from mkernel.harness import results
 from mkernel.plan import paths, planner
 from mkernel.plan.around import Around, Norm
 from mkernel.plan.decide import GAIN
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales
 
+BENCH = Path(__file__).parents[3] / "bench"
+sys.path.append(str(BENCH))
+
+import ways  # noqa: E402
+
 OPS = capabilities.OPS
-FITS = Path(__file__).parents[3] / "bench/results/fits"
 every_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -323,7 +327,8 @@ def test_more_parts_must_gain_what_their_launches_cost(
     assert chosen((1 + least) / 2) == 1
 
 
-# us of each way on two H100 in a graph (bench/results/fits): fused, the library's whole, 1 and 2 parts.
+# us of each way on two H100 in a graph (bench/results/ways.json): fused, the library whole, in 1 and in
+# 2 parts.
 MEASURED = {
     ("all_gather_gemm", 694, 1152, 15112, "column"): (150.0, 133.3, 77.9, 95.2),
     ("all_gather_gemm", 726, 14784, 9088, "row"): (393.1, 351.6, 289.7, 341.6),
@@ -386,22 +391,11 @@ WAYS = ("mkernel-fused", "mkernel-library", "mkernel-parts", "mkernel-halves")
 
 
 def measured() -> Iterator[tuple[str, Sequence[int], str, dict[str, float]]]:
-    """Of each shape that was run on two H100 in every way: its op, sizes, layout of B, and times."""
-    for file in sorted(FITS.glob("hopper_parts_*_2.json")) + sorted(
-        FITS.glob("hopper_ways_*_2.json")
-    ):
-        report = results.read(file)
-        assert report is not None
-        for row in report.rows:
-            shape, found = row.shape, [row.entries.get(way) for way in WAYS]
-            times = {
-                way: entry.figures.median_us
-                for way, entry in zip(WAYS, found, strict=True)
-                if entry is not None and entry.figures is not None
-            }
-            sizes = [size for size in (shape.m, shape.n, shape.k) if size is not None]
-            if len(times) == len(WAYS):
-                yield shape.op, sizes, shape.layout or "row", times
+    """Return op, sizes, layout of B and times of each shape that was run on two H100 in every way."""
+    for one in ways.measured([BENCH / "results/ways.json"]):
+        times = {way: one.us[way] for way in WAYS if way in one.us}
+        if one.file.startswith(("hopper_parts_", "hopper_ways_")) and len(times) == len(WAYS):
+            yield one.op, (one.m, one.n, one.k), one.layout or "row", times
 
 
 def test_the_way_that_is_taken_was_measured_as_fast() -> None:
