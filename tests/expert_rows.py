@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import silu
 
 from mkernel.harness import expert_rows
-from mkernel.harness.library_moe import Sorted
+from mkernel.harness.expert_peers import Sorted
 
 TOKENS, TOP_K, EXPERTS, OWN = 96, 3, 8, 5
 

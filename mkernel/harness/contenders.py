@@ -1,68 +1,185 @@
-"""Who takes turns, by name: mkernel's op, the plain library path, its parts alone, other libraries.
+"""Contenders: what each provides, how far its results may be off, and the table of those with a name.
 
-A contender is made anew for every problem. Another one is named ``module:Class``, as backends are.
+A contender is made anew for every problem. One without a name here is named ``module:Class``, as
+backends are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import ClassVar
 
+from mkernel.cases.base import TOLERANCE
+from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import ArgumentError
-from mkernel.harness.contender import Contender
-from mkernel.harness.library_contenders import Collective, Gemm
-from mkernel.harness.own_contenders import (
-    Mkernel,
-    MkernelAllocating,
-    MkernelFused,
-    MkernelLibrary,
-    MkernelSymmetric,
-)
+from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
+from mkernel.harness.spec import GEMMS, LOOP_CALLS
+from mkernel.plan.ops import BACKWARD
 
-_KNOWN = {
-    **{
-        kind.name: f"{kind.__module__}:{kind.__name__}"
-        for kind in (
-            Mkernel,
-            MkernelSymmetric,
-            MkernelAllocating,
-            MkernelFused,
-            MkernelLibrary,
-            Gemm,
-            Collective,
-        )
-    },
-    "copy": "mkernel.harness.symm_mem:Copy",
-    "mkernel-parts": "mkernel.harness.own_contenders:MkernelParts",
-    "mkernel-halves": "mkernel.harness.own_contenders:MkernelHalves",
-    "mkernel-sequential": "mkernel.harness.own_contenders:MkernelSequential",
-    "nccl+cublas": "mkernel.harness.library_contenders:NcclCublas",
-    "gloo+matmul": "mkernel.harness.library_contenders:GlooMatmul",
-    "nccl-windows": "mkernel.harness.nccl_windows:NcclWindows",
-    "symm_mem": "mkernel.harness.symm_mem:SymmMem",
-    "symm_mem-one-shot": "mkernel.harness.symm_mem_sums:OneShot",
-    "symm_mem-two-shot": "mkernel.harness.symm_mem_sums:TwoShot",
-    "deepep": "mkernel.harness.deep_ep:DeepEp",
-    "gather+grouped": "mkernel.harness.library_peers:GatheredExperts",
-    "ring": "mkernel.harness.library_peers:Ring",
-    "context-parallel": "mkernel.harness.context_parallel:ContextParallel",
-    "context-parallel-alltoall": "mkernel.harness.context_parallel:ContextParallelAllToAll",
+ATTENTION_BACKWARD = BACKWARD["ring_attention"]
+EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER)
+"""Ops with products of experts."""
+
+NO_ROUNDING = 1e-12
+"""Limit of what is only moved: below any wrong element, above what float64 loses where all rows are
+compared by their products with random columns."""
+
+
+class Contender(ABC):
+    """One way to do a kind of work.
+
+    The order of use: ``unusable`` (None), construction (collective: scratch memory is allocated
+    here), then a :meth:`call` a turn, each with inputs and outputs that are new in content.
+
+    Attributes:
+        ops: those that it does, empty: all; and in words, for a row where it is absent.
+        device: the kind of device that it runs on, as torch names it; empty: any, CPUs where ``cpu``.
+        library: whether it communicates by a library, which a problem may bar.
+    """
+
+    name: ClassVar[str]
+    ops: ClassVar[tuple[str, ...]] = ()
+    ops_text: ClassVar[str] = ""
+    device: ClassVar[str] = ""
+    cpu: ClassVar[bool] = True
+    library: ClassVar[bool] = False
+    kind: ClassVar[Kind] = "op"
+    most_kept: ClassVar[int] = LOOP_CALLS
+    """Results of a loop that may be alive at once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.op = problem.op
+        self.fast = problem.fast_accum
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        """Return why it cannot take part, or None."""
+        if cls.ops and problem.op not in cls.ops:
+            return cls.ops_text
+        if cls.device and problem.device.type != cls.device:
+            return f"only on {cls.device} devices"
+        if not cls.cpu and problem.device.type == "cpu":
+            return "not on CPUs"
+        return problem.bars_libraries if cls.library else None
+
+    @classmethod
+    def way(cls, problem: Problem) -> str:
+        """Return which of several ways the op's calls take; empty: there is one, or their times do not
+        depend on it."""
+        return ""
+
+    def promised(self) -> tuple[str, ...] | None:
+        """Return which of the op's outputs it returns and is judged by; None: all."""
+        return None
+
+    def inputs(self) -> Inputs:
+        """Return memory for its inputs, where it wants them somewhere; else the first turn's are
+        kept."""
+        return {}
+
+    def outputs(self) -> Tensors:
+        """Return new memory for the outputs that the caller gives to a call; poisoned before every
+        turn. Collective."""
+        return self.problem.empty(self.kind)
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """Return the pool that its graphs take memory from; None: torch's choice."""
+        return None
+
+    def before(self, inputs: Inputs) -> None:  # noqa: B027 - most have nothing to do
+        """Make what a turn needs of its inputs and is not timed; may add to them. Collective."""
+
+    @abstractmethod
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        """Do the work on the current stream; return the results by name, in ``outputs`` or memory of
+        its own. What Python does here is timed in some modes: it is as little for one contender as for
+        another, and what can be made before is made in the constructor."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Free what it holds, after its last turn, with the device idle. Collective."""
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        """Return the op's outputs, given the results of a call; not timed. Collective."""
+        return results
+
+    def limits(self) -> dict[str, float]:
+        """Return the largest relative error that counts as right, by output; an output that is missing
+        here must be equal."""
+        if self.problem.op in GEMMS:
+            return {"out": library_limit(self.problem)}
+        variances = LAYER_VARIANCES if self.op == MOE_LAYER else 2.0
+        return widened(self.problem.oracle(self.kind).tolerances(), variances)
+
+
+LAYER_VARIANCES = 3.5
+"""The variance of libraries' layers of experts, as a ratio to two roundings': gate, up, SiLU and their
+product are rounded, results, ranks' sums of them, and the sum of these."""
+
+
+def widened(limits: Mapping[str, float], variances: float) -> dict[str, float]:
+    """Return limits where there may be the variance of so many roundings instead of one's."""
+    return {name: limit * math.sqrt(variances) for name, limit in limits.items()}
+
+
+def library_limit(problem: Problem) -> float:
+    """Return what a library that adds in the output's dtype can reach, at the margin of our own limit.
+
+    A product alone may be split along K, its parts rounded and their sum rounded again: twice the
+    variance of one rounding. Ring and two-shot collectives round every partial product and then
+    every sum of two or more terms: W + (2 + ... + W) roundings of one term's variance, where one
+    rounding of the sum of W terms counts W.
+    """
+    world = problem.world
+    rounded = 2.0 if problem.gathers else 1 + (world * (world + 1) / 2 - 1) / world
+    return TOLERANCE[problem.case.out_dtype] * math.sqrt(max(2.0, rounded))
+
+
+_HARNESS = "mkernel.harness"
+_CLASSES = {
+    "mkernel": "own_contenders:Mkernel",
+    "mkernel-symmetric": "own_contenders:MkernelSymmetric",
+    "mkernel-allocating": "own_contenders:MkernelAllocating",
+    "mkernel-fused": "own_contenders:MkernelFused",
+    "mkernel-library": "own_contenders:MkernelLibrary",
+    "gemm": "library_contenders:Gemm",
+    "comm": "library_contenders:Collective",
+    "copy": "symm_mem:Copy",
+    "mkernel-parts": "own_contenders:MkernelParts",
+    "mkernel-halves": "own_contenders:MkernelHalves",
+    "mkernel-sequential": "own_contenders:MkernelSequential",
+    "nccl+cublas": "library_contenders:NcclCublas",
+    "gloo+matmul": "library_contenders:GlooMatmul",
+    "nccl-windows": "nccl_windows:NcclWindows",
+    "symm_mem": "symm_mem:SymmMem",
+    "symm_mem-one-shot": "symm_mem:OneShot",
+    "symm_mem-two-shot": "symm_mem:TwoShot",
+    "deepep": "deep_ep:DeepEp",
+    "gather+grouped": "expert_peers:GatheredExperts",
+    "ring": "attention_peers:Ring",
+    "context-parallel": "context_parallel:ContextParallel",
+    "context-parallel-alltoall": "context_parallel:ContextParallelAllToAll",
 }
-NAMES = tuple(_KNOWN)
+"""Modules of this package and their classes, by name."""
+NAMES = tuple(_CLASSES)
 ALWAYS = ("gemm", "comm", "copy")
-"""What gives T_c and T_m."""
+"""The parts alone, which give T_c and T_m."""
 OURS = (
     "mkernel", "mkernel-symmetric", "mkernel-allocating", "mkernel-fused", "mkernel-library",
     "mkernel-parts", "mkernel-halves", "mkernel-sequential",
 )  # fmt: skip
 PEERS = (*(name for name in NAMES if name not in (*OURS, *ALWAYS)), "mkernel-sequential")
-"""Who takes part unless others are named."""
+"""The contenders that take part unless others are named."""
 SEQUENTIAL = ("nccl+cublas", "gloo+matmul", "mkernel-sequential")
 
 
 def named(name: str) -> type[Contender]:
-    """The contender of that name, or at ``module:Class``. ArgumentError."""
-    module, colon, attribute = _KNOWN.get(name, name).partition(":")
+    """Return the contender of that name, or at ``module:Class``. ArgumentError."""
+    known = _CLASSES.get(name)
+    module, colon, attribute = (f"{_HARNESS}.{known}" if known else name).partition(":")
     if not colon:
         raise ArgumentError("--peers", repr(name), f"one of: {', '.join(NAMES)}; or module:Class")
     try:
@@ -75,7 +192,7 @@ def named(name: str) -> type[Contender]:
 
 
 def chosen(peers: Sequence[str] | None, with_mkernel: bool) -> tuple[str, ...]:
-    """The contenders of a run in their order: mkernel, the peers (default: all), the parts alone."""
+    """Return the contenders of a run in their order: mkernel, the peers (default: all), the parts."""
     wanted = PEERS if peers is None else tuple(peers)
     for name in wanted:
         named(name)

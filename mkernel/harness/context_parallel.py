@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import distributed
 
-from mkernel.harness.contender import ATTENTION_BACKWARD, Contender
-from mkernel.harness.library_moe import kept
+from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
+from mkernel.harness.expert_peers import kept
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 
@@ -22,20 +22,14 @@ class ContextParallel(Contender):
     zigzag where ``causal``."""
 
     name = "context-parallel"
+    ops, ops_text = ("ring_attention", ATTENTION_BACKWARD), "for attention"
+    cpu, library = False, True
     rotation: ClassVar[str] = "allgather"
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._mesh = distributed.device_mesh.init_device_mesh(problem.device.type, (problem.world,))
         self._causal = bool(problem.case.sizes.get("causal"))
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in ("ring_attention", ATTENTION_BACKWARD):
-            return "for attention"
-        if problem.device.type == "cpu":
-            return "torch has none on CPUs"
-        return problem.bars_libraries
 
     def promised(self) -> tuple[str, ...] | None:
         return ("out",) if self.op == "ring_attention" else None
@@ -60,14 +54,14 @@ class ContextParallel(Contender):
         return {"grad_q": of_q, "grad_k": of_k, "grad_v": of_v}
 
     def _forward(self, inputs: Inputs) -> tuple[Any, ...]:
-        """out, log-sum-exp, and more."""
+        """Compute out, log-sum-exp, and more."""
         found: tuple[Any, ...] = self._torch()._scaled_dot_product_ring_cudnn_attention(
             self._mesh, *(inputs[name] for name in "qkv"), is_causal=self._causal
         )
         return found
 
     def _torch(self) -> Any:
-        """The module, told how to rotate; it cuts in zigzag where sequences are."""
+        """Return torch's module, told how to rotate; it cuts in zigzag where sequences are."""
         from torch.distributed.tensor.experimental import _attention
         from torch.distributed.tensor.experimental._context_parallel import _attention as module
 

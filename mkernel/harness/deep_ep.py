@@ -15,39 +15,29 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness import expert_rows
-from mkernel.harness.contender import Contender
-from mkernel.harness.library_moe import (
-    DISPATCHED,
-    Sorted,
-    gated_products,
-    kept,
-    padded,
-    products,
-    without_padding,
-)
+from mkernel.harness.expert_peers import ExpertPeer, Sorted, gated_products, kept, products
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 _ABSENT = "deep_ep is not installed: it is built from source against the torch that is here"
-_OPS = ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER)
 _WORLDS = (2, 4, 8)
 _BLOCKS = 64
-"""Of its kernels. It takes 20 if not told, which leaves the others to products beside them."""
+"""Thread blocks of its kernels. It takes 20 if not told, which leaves the others to products beside
+them."""
 _SEND_CHUNK, _RECEIVE_CHUNK = 24, 256
 """Tokens, as it takes them for two ranks."""
 _HANDLE = 6
 """Tensors that a combine needs of its dispatch."""
 
 
-class DeepEp(Contender):
-    """Its dispatch and combine before and behind torch's grouped product."""
+class DeepEp(ExpertPeer):
+    """DeepEP's dispatch and combine before and behind torch's grouped product."""
 
     name = "deepep"
+    cpu = False
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._capacity: int | None = problem.case.options.get("capacity")
         self._experts = problem.case.sizes["experts"]
         self._library: Any = import_module("deep_ep")
         self._config = self._library.Config(_BLOCKS, _SEND_CHUNK, _RECEIVE_CHUNK)
@@ -60,20 +50,14 @@ class DeepEp(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in _OPS:
-            return "for products of experts"
+        found = super().unusable(problem)
+        if found is not None:
+            return found
         if find_spec("deep_ep") is None:
             return _ABSENT
-        if problem.device.type == "cpu":
-            return "has no kernels for CPUs"
-        if problem.bars_libraries:
-            return problem.bars_libraries
         if problem.case.dtype != "bfloat16":
             return "adds bfloat16 alone"
         return None if problem.world in _WORLDS else "for 2, 4 or 8 ranks"
-
-    def promised(self) -> tuple[str, ...] | None:
-        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
         if self.op != "moe_gemm_combine":
@@ -82,9 +66,7 @@ class DeepEp(Contender):
         for number, each in enumerate(handle):
             kept(inputs, f"handle{number}", each)
         kept(inputs, "weights", weights)
-        for name in ("counts", "count", "home"):
-            kept(inputs, name, getattr(routing, name))
-        kept(inputs, "rows", padded(inputs["h"], self._capacity))
+        self.keep(inputs, routing)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self.op == "moe_gemm_combine":
@@ -99,8 +81,8 @@ class DeepEp(Contender):
         return self._brought_home(routing.summed(rows, weights), handle)
 
     def _sent(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, Sorted, tuple[Any, ...]]:
-        """Tokens that came, by source and number, in room for all; their slots' weights; the routing;
-        what the way home needs."""
+        """Dispatch; return the tokens that came, by source and number, in room for all, their slots'
+        weights, the routing, and what the way home needs."""
         ids = inputs["topk_ids"].to(self._library.topk_idx_t)
         on_ranks, _, of_experts, wanted, _ = self._buffer.get_dispatch_layout(ids, self._experts)
         tokens, local, weights, _, handle, _ = self._buffer.dispatch(
@@ -113,22 +95,12 @@ class DeepEp(Contender):
             num_worst_tokens=len(ids) * self.problem.world,
             config=self._config,
         )
-        routing = Sorted(local, self._experts // self.problem.world, self._capacity)
+        routing = Sorted(local, self._experts // self.problem.world, self.capacity)
         return tokens, weights, routing, handle
 
     def _brought_home(self, sums: torch.Tensor, handle: tuple[Any, ...]) -> Tensors:
         out, *_ = self._buffer.combine(sums, handle, config=self._config)
         return {"out": out}
-
-    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
-        return without_padding(results)
-
-    def limits(self) -> dict[str, float]:
-        """Results, then ranks' sums of them, then their sum are rounded."""
-        if self.op == MOE_LAYER:
-            return super().limits()
-        tolerances = self.problem.case.tolerances()
-        return {name: 3**0.5 * each for name, each in tolerances.items()}
 
     def close(self) -> None:
         self._buffer.destroy()

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 import torch
 from torch import distributed
+from torch.nn.functional import rms_norm
 
 from mkernel.backends.contracts.scaled import block_product, padded_blocks
+from mkernel.cases.all_reduce import EPS
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness import (
-    library_attention,
-    library_attention_backward,
-    library_moe,
-    library_sums,
-)
+from mkernel.harness import attention_peers, expert_peers
 from mkernel.harness.collectives import all_gather, collective
-from mkernel.harness.contender import (
-    ATTENTION_BACKWARD,
-    NO_ROUNDING,
-    Contender,
-)
-from mkernel.harness.library_moe import DISPATCHED, kept, padded
+from mkernel.harness.contenders import ATTENTION_BACKWARD, NO_ROUNDING, Contender
+from mkernel.harness.expert_peers import DISPATCHED, kept, padded
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.model import ScaleMode
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.scales import scale_sizes
 
-_ATTENTION: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
-    "ring_attention": library_attention.call,
-    "ring_attention_backward": library_attention_backward.call,
-}
-"""Attention by a library alone, by op."""
-_LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
-    "all_reduce": library_sums.call,
-    **_ATTENTION,
-    **library_moe.CALLS,
-}
-"""All of such an op by libraries."""
-_ON_PARTS: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
-    "ring_attention": library_attention.alone,
-    "ring_attention_backward": library_attention_backward.alone,
-}
-"""The same on parts that are there."""
-
 
 def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
-    """out = a @ b of the inputs, by torch; of e4m3 ones with their scales, and as ``use_fast_accum``
-    says."""
+    """Compute out = a @ b of the inputs, by torch; of e4m3 ones with their scales, and with
+    ``use_fast_accum`` where ``fast``."""
     if "a_scale" not in inputs:
         torch.matmul(a, inputs["b"], out=out)
         return
@@ -66,18 +41,41 @@ def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -
 
 
 def scales_without_product(problem: Problem) -> str | None:
-    """Why there is no product of torch's for the problem, or None."""
+    """Return why there is no product of torch's for the problem, or None."""
     if problem.case.options.get("scales") != "block" or problem.device.type == "cuda":
         return None
     return "torch has no product with scales by blocks here"
 
 
+def normed(total: torch.Tensor, inputs: Inputs) -> Tensors:
+    """Return the results of a call whose sum is there: by two kernels of torch where there is a
+    norm."""
+    weight = inputs.get("norm_weight")
+    if weight is None:
+        return {"out": total}
+    new = total + inputs["residual"]
+    return {"out": rms_norm(new, weight.shape, weight, EPS), "residual_out": new}
+
+
+def _all_reduced(problem: Problem, inputs: Inputs) -> Tensors:
+    """Sum a copy of x, since torch's collective overwrites what it sums."""
+    total = inputs["x"].clone()
+    distributed.all_reduce(total)
+    return normed(total, inputs)
+
+
+_LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
+    "all_reduce": _all_reduced,
+    **attention_peers.CALLS,
+    **expert_peers.CALLS,
+}
+"""An op by libraries, where it is no GEMM."""
+
+
 class PartAlone(Contender):
     """A part of a GEMM op. Those of other ops are not timed alone."""
 
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return None if problem.op in GEMMS else "parts are timed alone for the GEMM ops only"
+    ops, ops_text = GEMMS, "parts are timed alone for the GEMM ops only"
 
 
 class Gemm(Contender):
@@ -91,7 +89,7 @@ class Gemm(Contender):
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op in ("all_reduce", "moe_combine"):
             return "the op has no product"
-        if problem.op in _ATTENTION and problem.bars_libraries:
+        if problem.op in attention_peers.CALLS and problem.bars_libraries:
             return problem.bars_libraries
         return scales_without_product(problem)
 
@@ -99,13 +97,13 @@ class Gemm(Contender):
         return ("outputs",) if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op in _ATTENTION:
-            kept(inputs, "kv", library_attention.gathered(self.problem, inputs))
+        if self.op in attention_peers.CALLS:
+            kept(inputs, "kv", attention_peers.gathered_keys(self.problem, inputs))
             if self.op == ATTENTION_BACKWARD:
-                library_attention_backward.forward(self.problem, inputs)
+                attention_peers.forward(self.problem, inputs)
         elif self.op not in GEMMS:
             device = self.problem.device
-            routing = library_moe.Exchanged(self.problem, self._exchangeable(inputs["topk_ids"]))
+            routing = expert_peers.Exchanged(self.problem, self._exchangeable(inputs["topk_ids"]))
             inputs["routing"] = routing
             kept(inputs, "counts", routing.counts.to(device))
             if self.op == "moe_gemm_combine":
@@ -115,29 +113,29 @@ class Gemm(Contender):
             kept(inputs, "rows", padded(rows, self.problem.case.options.get("capacity")))
 
     def _exchangeable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the process group takes: where libraries are barred it is gloo's, of tensors on the
-        host. Nothing of it is timed."""
+        """Return what the process group takes: where libraries are barred it is gloo's, of tensors on
+        the host. Nothing of it is timed."""
         return tensor.cpu() if self.problem.bars_libraries else tensor
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self.op in GEMMS:
             product(inputs["a"], inputs, outputs["out"], fast=self.fast)
             return outputs
-        if self.op in _ATTENTION:
-            return _ON_PARTS[self.op](self.problem, inputs)
+        if self.op in attention_peers.ALONE:
+            return attention_peers.ALONE[self.op](self.problem, inputs)
         rows, counts = inputs["rows"], inputs["counts"]
         if self.op == MOE_LAYER:
-            return {"rows": library_moe.gated_products(rows, inputs["w"], inputs["w2"], counts)}
+            return {"rows": expert_peers.gated_products(rows, inputs["w"], inputs["w2"], counts)}
         w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
-        return {"rows": library_moe.products(rows, w, counts)}
+        return {"rows": expert_peers.products(rows, w, counts)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         if self.op in GEMMS:
             return results
         if self.op == "ring_attention":
-            return library_attention.merged_alone(self.problem, results)
+            return attention_peers.merged_alone(self.problem, results)
         if self.op == ATTENTION_BACKWARD:
-            return library_attention_backward.merged_alone(self.problem, inputs, results)
+            return attention_peers.gradients_merged_alone(self.problem, inputs, results)
         rows = results["rows"][: int(inputs["counts"].sum())]
         if self.op == "moe_dispatch_gemm":
             return {"outputs": rows}
@@ -150,10 +148,7 @@ class Collective(PartAlone):
 
     name = "comm"
     kind = "communication"
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return super().unusable(problem) or problem.bars_libraries
+    library = True
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         return {"out": collective(self.op, inputs["x"], outputs["out"])}
@@ -166,7 +161,7 @@ class Sequential(Contender):
     """torch's products and torch.distributed's collectives, one after the other."""
 
     name = "sequential"
-    device: ClassVar[str] = "cpu"
+    library = True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -185,23 +180,21 @@ class Sequential(Contender):
             self._repeat = sizes["m"] // rows
 
     def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that a collective reads or writes."""
+        """Allocate memory that a collective reads or writes."""
         return torch.empty(shape, dtype=dtype, device=self.problem.device)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.device.type != cls.device:
-            return f"only on {cls.device} devices"
-        return problem.bars_libraries or scales_without_product(problem)
+        return super().unusable(problem) or scales_without_product(problem)
 
     def promised(self) -> tuple[str, ...] | None:
         return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
         if self.op in COMPANIONS:
-            inputs["routing"] = library_moe.Exchanged(self.problem, inputs["topk_ids"])
+            inputs["routing"] = expert_peers.Exchanged(self.problem, inputs["topk_ids"])
         if self.op == ATTENTION_BACKWARD:
-            library_attention_backward.forward(self.problem, inputs)
+            attention_peers.forward(self.problem, inputs)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op
@@ -222,7 +215,8 @@ class Sequential(Contender):
         return _LIBRARIES[op](self.problem, inputs)
 
     def _gathered_scales(self, scale: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' rows; a single one of each rank for each of its rows."""
+        """Gather the scales of all ranks' rows; a rank's single one is repeated for each of its
+        rows."""
         all_gather(self._scales, scale)
         return (
             self._scales if self._repeat == 1 else self._scales.repeat_interleave(self._repeat, 0)

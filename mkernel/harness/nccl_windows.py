@@ -1,4 +1,4 @@
-"""NCCL's symmetric kernels as a peer: what its collectives read and write lies in registered windows.
+"""NCCL's symmetric kernels as a peer: its collectives read and write memory in registered windows.
 
 Torch registers the segments of a memory pool with ``NCCL_WIN_COLL_SYMMETRIC``, which is what makes the
 kernels eligible that load and store peers' memory directly. Multicast stays off, as for all peers.
@@ -14,8 +14,7 @@ from torch import distributed
 
 from mkernel.errors import Unsupported
 from mkernel.harness import symm_mem
-from mkernel.harness.library_contenders import NcclCublas
-from mkernel.harness.library_sums import normed
+from mkernel.harness.library_contenders import NcclCublas, normed
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -28,6 +27,7 @@ class NcclWindows(NcclCublas):
     sums. A plain sum is copied into one first."""
 
     name = "nccl-windows"
+    ops, ops_text = (*GEMMS, "all_reduce"), "for GEMM ops and sums"
 
     def __init__(self, problem: Problem) -> None:
         self._pools: list[Any] = []
@@ -35,9 +35,7 @@ class NcclWindows(NcclCublas):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in (*GEMMS, "all_reduce"):
-            return "for GEMM ops and sums"
-        return symm_mem.unusable(problem) or super().unusable(problem) or _unsupported()
+        return super().unusable(problem) or symm_mem.unusable(problem) or _unsupported()
 
     def inputs(self) -> Inputs:
         if not self.problem.gathers:
@@ -64,7 +62,7 @@ class NcclWindows(NcclCublas):
             _backend(self.problem.device).deregister_mem_pool(pool)
 
     def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A window of its own. Collective: all ranks make theirs in one order."""
+        """Allocate a window of its own. Collective: all ranks make theirs in one order."""
         backend, cuda = _backend(self.problem.device), torch.cuda
         pool = cuda.MemPool(backend.mem_allocator)
         with cuda.use_mem_pool(pool):

@@ -12,11 +12,8 @@ from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import Outcome
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness.contender import (
-    ATTENTION_BACKWARD,
-    Contender,
-)
-from mkernel.harness.library_moe import DISPATCHED, kept, padded, without_padding
+from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
+from mkernel.harness.expert_peers import DISPATCHED, kept, padded, without_padding
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops import moe
@@ -26,7 +23,6 @@ from mkernel.ops.scales import Scaled
 from mkernel.plan.ops import COMPANIONS
 from mkernel.world.lifecycle import current
 
-_EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
 _SCALES = ("a_scale", "b_scale")
 
 
@@ -48,7 +44,7 @@ class Mkernel(Contender):
 
     @classmethod
     def way(cls, problem: Problem) -> str:
-        """Of ring attention, the kind of the plan's schedule."""
+        """Return the kind of the plan's schedule, of ring attention."""
         if problem.op != "ring_attention":
             return ""
         sizes: dict[str, Any] = dict(problem.case.sizes)
@@ -123,7 +119,7 @@ class Mkernel(Contender):
         return {"out": out, "lse": lse}
 
     def _gradients(self, inputs: Inputs) -> Tensors:
-        """By the op that autograd calls."""
+        """Call the op that autograd calls."""
         found = ops.ring_attention_backward(
             inputs["grad_out"], None, *(inputs[name] for name in "qkv"), None, inputs["out"],
             inputs["lse"], causal=self._causal, group=self._group,
@@ -169,10 +165,7 @@ class MkernelSymmetric(Mkernel):
     """The same with the output in the library's symmetric memory: peers write straight into it."""
 
     name = "mkernel-symmetric"
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return None if problem.op == "gemm_all_reduce" else "peers write to no output of this op"
+    ops, ops_text = ("gemm_all_reduce",), "peers write to no output of this op"
 
     def outputs(self) -> Tensors:
         return {"out": mkernel.empty(*self.problem.memory(self.kind)["out"])}
@@ -183,11 +176,8 @@ class MkernelAllocating(Mkernel):
     if the accelerator has such memory. It is not poisoned; what an earlier turn left there is wrong."""
 
     name = "mkernel-allocating"
+    ops, ops_text = GEMMS, "the op allocates its outputs anyway"
     most_kept = 2  # such memory holds few outputs; further ones would be copied
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return None if problem.op in GEMMS else "the op allocates its outputs anyway"
 
     def outputs(self) -> Tensors:
         return {}
@@ -203,7 +193,7 @@ class WithOptions(Mkernel):
 
     @property
     def called_with(self) -> Mapping[str, Any]:
-        """The options of this problem's calls."""
+        """Return the options of this problem's calls."""
         return self.options
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
@@ -268,12 +258,14 @@ class MkernelSequential(WithOptions):
     sums behind the product either way."""
 
     name = "mkernel-sequential"
+    ops = (*GEMMS, "moe_dispatch_gemm", "moe_gemm_combine")
+    ops_text = "for GEMM ops and products of experts between nodes"
     options: ClassVar[Mapping[str, str]] = {"view": "sequential"}
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in (*GEMMS, *_EXPERTS) or problem.nodes == 1:
-            return "for GEMM ops and products of experts between nodes"
+        if problem.op not in cls.ops or problem.nodes == 1:
+            return cls.ops_text
         has_views = isinstance(current().accelerator, Instrumented)
         return None if has_views else "the accelerator has no such view"
 

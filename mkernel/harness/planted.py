@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.harness import library_attention, library_attention_backward, rank
-from mkernel.harness.contender import ATTENTION_BACKWARD, Contender
+from mkernel.harness import attention_peers, rank
+from mkernel.harness.attention_peers import Ring
+from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
+from mkernel.harness.expert_peers import GatheredExperts
 from mkernel.harness.library_contenders import GlooMatmul, NcclCublas
-from mkernel.harness.library_peers import GatheredExperts, Ring
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS
 
@@ -26,9 +27,7 @@ LATE_S = 0.05
 class _Broken(Contender):
     """The plain library path with one promise broken."""
 
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return None if problem.op in GEMMS else "faults are planted in GEMM ops"
+    ops, ops_text = GEMMS, "faults are planted in GEMM ops"
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -187,8 +186,8 @@ class MergesWithoutRescaling(Ring):
 
     name = "merges_without_rescaling"
 
-    def merged(self, parts: list[library_attention.Part], dtype: torch.dtype) -> Tensors:
-        right = library_attention.merged(parts, dtype)
+    def merged(self, parts: list[attention_peers.Part], dtype: torch.dtype) -> Tensors:
+        right = attention_peers.merged(parts, dtype)
         for each in parts[1:]:
             right["out"][:, :, each.first :] = each.out
         return right
@@ -198,16 +197,13 @@ class SumsOfTheOwnKeys(Contender):
     """Gradients whose weights are those of queries that see the own keys alone."""
 
     name = "sums_of_the_own_keys"
-
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        return None if problem.op == ATTENTION_BACKWARD else "for gradients of attention"
+    ops, ops_text = (ATTENTION_BACKWARD,), "for gradients of attention"
 
     def before(self, inputs: Inputs) -> None:
-        library_attention_backward.forward(self.problem, inputs)
-        own = library_attention.own(inputs)
-        alone = library_attention.part(self.problem, inputs["q"], own, self.problem.rank)
+        attention_peers.forward(self.problem, inputs)
+        own = attention_peers.own(inputs)
+        alone = attention_peers.part(self.problem, inputs["q"], own, self.problem.rank)
         inputs["lse"].copy_(alone.lse)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        return library_attention_backward.call(self.problem, inputs)
+        return attention_peers.backward(self.problem, inputs)

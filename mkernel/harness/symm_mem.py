@@ -16,8 +16,8 @@ import torch
 from torch import distributed
 
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contender import NO_ROUNDING, Contender
-from mkernel.harness.library_contenders import PartAlone, product, scales_without_product
+from mkernel.harness.contenders import NO_ROUNDING, Contender
+from mkernel.harness.library_contenders import PartAlone, normed, product, scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -35,7 +35,7 @@ def _module() -> Any:
 
 
 def group_name() -> str:
-    """Of all ranks, which torch's symmetric memory is told of."""
+    """Return the name of the group of all ranks, which torch's symmetric memory is told of."""
     group = distributed.group.WORLD
     assert group is not None
     name: str = group.group_name
@@ -48,7 +48,7 @@ def group_name() -> str:
 
 
 def _sees_multicast(device: torch.device) -> bool:
-    """Whether torch would use multicast memory in spite of the environment."""
+    """Return whether torch would use multicast memory in spite of the environment."""
     from torch._C._autograd import DeviceType
 
     found: bool = _module()._SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
@@ -56,13 +56,9 @@ def _sees_multicast(device: torch.device) -> bool:
 
 
 def unusable(problem: Problem) -> str | None:
-    """Why the problem's ranks cannot use it, or None."""
-    if problem.device.type != "cuda":
-        return "only on cuda devices"
+    """Return why the problem's ranks cannot use it, on devices where no library is barred, or None."""
     if problem.world < 2:
         return "needs at least 2 ranks"
-    if problem.bars_libraries is not None:
-        return problem.bars_libraries
     for name, value in ENVIRONMENT.items():
         if os.environ.get(name) != value:
             return f"needs {name}={value}"
@@ -74,6 +70,8 @@ class SymmMem(Contender):
     two-shot all-reduce (one-shot where the result is small)."""
 
     name = "symm_mem"
+    ops, ops_text = GEMMS, "has no such op"
+    device, library = "cuda", True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -84,13 +82,12 @@ class SymmMem(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op not in GEMMS:
-            return "has no such op"
-        if problem.case.options.get("scales") == "tensor" and problem.gathers:
+        scales = problem.case.options.get("scales")
+        if scales == "tensor" and problem.gathers:
             return "multiplies all ranks' rows by one rank's scale"
-        if problem.case.options.get("scales") == "block" and problem.op != "gemm_all_reduce":
+        if scales == "block" and problem.op != "gemm_all_reduce":
             return "takes no scales by blocks"
-        return unusable(problem) or scales_without_product(problem)
+        return super().unusable(problem) or unusable(problem) or scales_without_product(problem)
 
     def outputs(self) -> Tensors:
         """Return GEMM+AllReduce's output in symmetric memory, where products are summed."""
@@ -120,7 +117,7 @@ class SymmMem(Contender):
         return {"out": ops.two_shot_all_reduce_(out, "sum", self._group)}
 
     def _scaled(self, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
-        """Of e4m3 operands."""
+        """Call the op for e4m3 operands."""
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
         of_a, of_b = inputs["a_scale"], inputs["b_scale"]
         result: torch.Tensor
@@ -137,8 +134,8 @@ class SymmMem(Contender):
 
 
 def pull_order(rank: int, world: int) -> tuple[int, ...]:
-    """From which rank ``rank`` pulls in each step, its own share last. In no step do two ranks pull
-    from one: its link would be shared, and the figure flatter whatever it is compared with."""
+    """Return from which rank ``rank`` pulls in each step, its own share last. In no step do two ranks
+    pull from one: its link would be shared, and the figure flatter whatever it is compared with."""
     return tuple((rank + step) % world for step in range(1, world + 1))
 
 
@@ -148,6 +145,7 @@ class Copy(PartAlone):
 
     name = "copy"
     kind = "bytes"
+    device, library = "cuda", True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -184,15 +182,66 @@ class Copy(PartAlone):
 
 
 def rendezvous(tensor: torch.Tensor, group: str) -> Any:
-    """The handle of memory that :func:`symmetric` gave every rank. Collective."""
+    """Return the handle of memory that :func:`symmetric` gave every rank. Collective."""
     return _module().rendezvous(tensor, group)
 
 
 def symmetric(shape: tuple[int, ...], problem: Problem) -> torch.Tensor:
-    """Memory of its own: a handle's buffers start at the allocation, and a pool would share one."""
+    """Allocate memory of its own: a handle's buffers start at the allocation, and a pool would share
+    one."""
     case = problem.case
     dtype = case.dtype if problem.gathers else case.out_dtype
     made: torch.Tensor = _module()._SymmetricMemory.empty_strided_p2p(
         shape, (shape[1], 1), getattr(torch, dtype), problem.device
     )
     return made
+
+
+class SymmetricSum(Contender):
+    """torch.ops.symm_mem's all-reduce, with torch's norm behind it."""
+
+    ops, ops_text = ("all_reduce",), "for plain sums"
+    device, library = "cuda", True
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._group = group_name()
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return super().unusable(problem) or unusable(problem)
+
+    def _symmetric(self) -> torch.Tensor:
+        shape, _ = self.problem.memory("op")["out"]
+        made = symmetric(shape, self.problem)
+        rendezvous(made, self._group)
+        return made
+
+
+class OneShot(SymmetricSum):
+    """Everything to everyone at once, of rows that lie in its memory already."""
+
+    name = "symm_mem-one-shot"
+
+    def inputs(self) -> Inputs:
+        return {"x": self._symmetric()}
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        return normed(
+            torch.ops.symm_mem.one_shot_all_reduce(inputs["x"], "sum", self._group), inputs
+        )
+
+
+class TwoShot(SymmetricSum):
+    """In two exchanges, in place of a copy of the rows: torch's kernel overwrites what it sums."""
+
+    name = "symm_mem-two-shot"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._sum = self._symmetric()
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        self._sum.copy_(inputs["x"])
+        torch.ops.symm_mem.two_shot_all_reduce_(self._sum, "sum", self._group)
+        return normed(self._sum, inputs)

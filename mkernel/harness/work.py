@@ -21,7 +21,7 @@ import torch
 
 from mkernel.cases import Comparison, poison
 from mkernel.cases.comparison import compare_alike
-from mkernel.harness.contender import Contender
+from mkernel.harness.contenders import Contender
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.protocol import Clock
 from mkernel.harness.spec import LOOP_CALLS, Mode

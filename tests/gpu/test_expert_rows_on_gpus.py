@@ -12,7 +12,7 @@ from device_buffers import needs_gpus
 from expert_rows import TOKENS, TOP_K, check
 
 from mkernel.harness import expert_rows
-from mkernel.harness.library_moe import Sorted
+from mkernel.harness.expert_peers import Sorted
 
 pytestmark = needs_gpus(1)
 

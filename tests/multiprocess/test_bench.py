@@ -9,7 +9,7 @@ import pytest
 from command_line import Done, mkernel
 
 from mkernel.harness import results
-from mkernel.harness.contender import NO_ROUNDING
+from mkernel.harness.contenders import NO_ROUNDING
 from mkernel.harness.spec import GEMMS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]

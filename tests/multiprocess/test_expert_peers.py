@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 import mkernel
 from mkernel.cases import case_of
 from mkernel.harness.collectives import all_gather
-from mkernel.harness.contender import Contender
+from mkernel.harness.contenders import Contender
 from mkernel.harness.deep_ep import DeepEp
 from mkernel.harness.library_contenders import Gemm
 from mkernel.harness.problem import Inputs, Problem

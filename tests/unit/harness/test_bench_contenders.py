@@ -12,7 +12,7 @@ import torch
 
 from mkernel.cases import case_of, compare
 from mkernel.harness import contenders, symm_mem
-from mkernel.harness.contender import NO_ROUNDING, Contender
+from mkernel.harness.contenders import NO_ROUNDING, Contender
 from mkernel.harness.library_contenders import Collective, Gemm, GlooMatmul, NcclCublas
 from mkernel.harness.own_contenders import Mkernel
 from mkernel.harness.problem import Problem
@@ -25,6 +25,10 @@ TIMES = {  # variances, of one rounding's, by world: 1 + (W (W + 1) / 2 - 1) / W
     4: 3.25,
     8: 5.375,
 }
+
+
+def test_each_contender_has_its_name() -> None:
+    assert [contenders.named(name).name for name in contenders.NAMES] == list(contenders.NAMES)
 
 
 def limit(kind: type[Contender], op: str, dtype: Any, world: int = 2) -> float:

@@ -13,7 +13,7 @@ from mkernel.cases import case_of, poison
 from mkernel.cases.parts import Transfer
 from mkernel.harness import conditions, results
 from mkernel.harness import work as module
-from mkernel.harness.contender import Contender
+from mkernel.harness.contenders import Contender
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Mode, Shape

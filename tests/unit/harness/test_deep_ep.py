@@ -27,7 +27,7 @@ def test_why_it_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_ep, "find_spec", lambda name: object())
     assert peer.unusable(problem(op)) is None
     for other, why in (
-        ({"device": SimpleNamespace(type="cpu")}, "has no kernels for CPUs"),
+        ({"device": SimpleNamespace(type="cpu")}, "not on CPUs"),
         ({"bars_libraries": "would go past the NIC"}, "would go past the NIC"),
         ({"case": SimpleNamespace(dtype="float16")}, "adds bfloat16 alone"),
         ({"world": 3}, "for 2, 4 or 8 ranks"),

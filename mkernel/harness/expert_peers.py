@@ -1,4 +1,4 @@
-"""MoE by torch and torch.distributed alone: exchange, product, exchange.
+"""MoE by torch and torch.distributed alone: exchange, product, exchange; or gathers of all tokens.
 
 These are the peers of the ops that no library fuses. Their results have the order that the ops'
 documentation promises, so that the same reference judges them.
@@ -15,7 +15,8 @@ from torch import distributed
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
 from mkernel.harness import expert_rows
-from mkernel.harness.collectives import all_gather
+from mkernel.harness.collectives import all_gather, reduce_scatter
+from mkernel.harness.contenders import EXPERTS, Contender, widened
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.world.order import capturing
 
@@ -24,22 +25,22 @@ DISPATCHED = ("outputs", "counts")
 
 
 def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
-    """As many rows as the capacity says, those at the end being zero."""
+    """Return as many rows as the capacity says, those at the end being zero."""
     if capacity is None:
         return rows
     return torch.nn.functional.pad(rows, (0, 0, 0, capacity - len(rows)))
 
 
 def without_padding(results: Tensors) -> Tensors:
-    """A dispatch's results with the rows that its counts name, of those that a capacity gave."""
+    """Return a dispatch's results with the rows that its counts name, of those that a capacity gave."""
     if "counts" not in results:
         return results
     return {**results, "outputs": results["outputs"][: int(results["counts"].sum())]}
 
 
 def kept(held: Inputs, name: str, made: torch.Tensor) -> torch.Tensor:
-    """What was made before a turn, in the memory of the turn before where it fits: a captured graph
-    reads it there."""
+    """Keep what was made before a turn, in the memory of the turn before where it fits: a captured
+    graph reads it there."""
     if name in held and held[name].shape == made.shape:
         held[name].copy_(made)
     else:
@@ -49,8 +50,8 @@ def kept(held: Inputs, name: str, made: torch.Tensor) -> torch.Tensor:
 
 
 def products(rows: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Rows of each expert, which come one after another, times its weights. Rows behind the last
-    expert's have no product: their results are anything.
+    """Multiply the rows of each expert, which come one after another, by its weights. Rows behind the
+    last expert's have no product: their results are anything.
 
     One grouped product where torch has it (bfloat16); else a product an expert, for which the host
     waits for the counts. Unsupported, where a graph is captured.
@@ -68,7 +69,7 @@ def products(rows: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch
 def gated_products(
     rows: torch.Tensor, w: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """What the experts of a layer make of their rows; ``w`` has the gates' columns, then the ups'."""
+    """Compute a layer's experts of their rows; ``w`` has the gates' columns, then the ups'."""
     both = products(rows, w, counts)
     return products(expert_rows.gated(both, counts.sum(0, keepdim=True)), w2, counts)
 
@@ -98,12 +99,12 @@ class Exchanged:
         self.counts = received.view(world, own).sum(0)
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens to the ranks of their experts; their rows by expert, source, token and slot."""
+        """Send tokens to the ranks of their experts; return rows by expert, source, token and slot."""
         rows = x[self._order // self._top_k]
         return _exchanged(rows, self._sent, self._received)[self._by_expert]
 
     def bring_home(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Rows back to their tokens, weighted and summed in float32, rounded once."""
+        """Send rows back to their tokens; add them up weighted, in float32, rounded once."""
         _refuse_capture(rows, "rows for every rank")
         arrived = torch.empty_like(rows[: len(self._by_expert)])
         arrived[self._by_expert] = rows[: len(self._by_expert)]
@@ -124,26 +125,26 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torc
 
 
 def dispatch(problem: Problem, inputs: Inputs) -> Tensors:
-    """All-to-all of every copy of a token, and the products."""
+    """Exchange every copy of a token by an all-to-all, and multiply."""
     routing = Exchanged(problem, inputs["topk_ids"])
     rows = products(routing.send(inputs["x"]), inputs["w"], routing.counts)
     return {"outputs": rows, "counts": routing.counts}
 
 
 def combine(problem: Problem, inputs: Inputs) -> Tensors:
-    """All-to-all of rows and their weighted sum, with the routing that is known before."""
+    """Exchange rows by an all-to-all and add them up, with the routing that is known before."""
     return {"out": inputs["routing"].bring_home(inputs["y"], inputs["topk_weights"])}
 
 
 def gemm_combine(problem: Problem, inputs: Inputs) -> Tensors:
-    """The products, then the combine, with the routing that is known before."""
+    """Multiply, then combine, with the routing that is known before."""
     routing: Exchanged = inputs["routing"]
     rows = products(inputs["h"], inputs["w2"], routing.counts)
     return {"out": routing.bring_home(rows, inputs["topk_weights"])}
 
 
 def layer(problem: Problem, inputs: Inputs) -> Tensors:
-    """All-to-all of every copy of a token, the experts, and all-to-all of what they made."""
+    """Exchange every copy of a token, compute the experts, and exchange what they made."""
     routing = Exchanged(problem, inputs["topk_ids"])
     rows = routing.send(inputs["x"])
     rows = gated_products(rows, inputs["w"], inputs["w2"], routing.counts)
@@ -195,16 +196,87 @@ class Gathered(Sorted):
 
 
 def gathered(share: torch.Tensor, world: int) -> torch.Tensor:
-    """All ranks' rows, one rank's after another's."""
+    """Gather all ranks' rows, one rank's after another's."""
     whole, coming = gathering(share, world)
     coming.wait()
     return whole
 
 
 def gathering(share: torch.Tensor, world: int) -> tuple[torch.Tensor, Any]:
-    """Start to gather all ranks' rows: their memory, and what to wait for before it is read."""
+    """Start to gather all ranks' rows; return their memory, and what to wait for before it is read."""
     whole = share.new_empty(world * share.shape[0], *share.shape[1:])
     return whole, all_gather(whole, share.contiguous(), async_op=True)
+
+
+class ExpertPeer(Contender):
+    """A peer to which each rank's tokens come once, and whose experts' results go home as ranks'
+    sums."""
+
+    ops, ops_text = EXPERTS, "for products of experts"
+    library = True
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.capacity: int | None = problem.case.options.get("capacity")
+
+    def promised(self) -> tuple[str, ...] | None:
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
+
+    def keep(self, inputs: Inputs, routing: Sorted) -> None:
+        """Keep what GEMM+combine knows before its turn: the routing, and rows for its experts."""
+        for name in ("counts", "count", "home"):
+            kept(inputs, name, getattr(routing, name))
+        kept(inputs, "rows", padded(inputs["h"], self.capacity))
+
+    def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
+        return without_padding(results)
+
+    def limits(self) -> dict[str, float]:
+        """Allow three roundings: results, then ranks' sums of them, then their sum are rounded, each
+        time with as large an error, in all, as one rounding of the sum."""
+        if self.op == MOE_LAYER:
+            return super().limits()
+        return widened(self.problem.case.tolerances(), 3.0)
+
+
+class GatheredExperts(ExpertPeer):
+    """A peer that sends all tokens to all ranks, each of which takes the rows of its experts: a
+    gather, a copy and a grouped product. Results come home as sums of ranks, by a reduce-scatter.
+    Gathers overlap with what does not need them."""
+
+    name = "gather+grouped"
+
+    def before(self, inputs: Inputs) -> None:
+        if self.op == "moe_gemm_combine":
+            ids = gathered(inputs["topk_ids"], self.problem.world)
+            self.keep(inputs, Gathered(self.problem, ids, self.capacity))
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        world = self.problem.world
+        if self.op == "moe_gemm_combine":
+            weights, coming = gathering(inputs["topk_weights"], world)
+            rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+            coming.wait()
+            return self._brought_home(
+                expert_rows.summed(rows, weights, inputs["home"], inputs["count"])
+            )
+        ids, coming_first = gathering(inputs["topk_ids"], world)
+        tokens, coming = gathering(inputs["x"], world)  # while ids are sorted
+        coming_first.wait()
+        routing = Gathered(self.problem, ids, self.capacity)
+        coming.wait()
+        if self.op == "moe_dispatch_gemm":
+            rows = products(routing.copied(tokens), inputs["w"], routing.counts)
+            return {"outputs": rows, "counts": routing.counts}
+        weights, coming = gathering(inputs["topk_weights"], world)
+        rows = gated_products(routing.copied(tokens), inputs["w"], inputs["w2"], routing.counts)
+        coming.wait()
+        return self._brought_home(routing.summed(rows, weights))
+
+    def _brought_home(self, sums: torch.Tensor) -> Tensors:
+        out = sums.new_empty(len(sums) // self.problem.world, sums.shape[1])
+        reduce_scatter(out, sums)
+        return {"out": out}
 
 
 CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {
