@@ -1,4 +1,4 @@
-"""Programs for torchrun, in ranks that are forked with torch loaded: torchrun's would each import it anew."""
+"""Programs for torchrun, in forked ranks: torchrun's own would each import torch anew."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 A block of Python has a title, the name of its file. A block of console starts with a command behind
 ``$``, which runs in a folder with the page's files; the lines below it are what it prints, in any
 order, since ranks take turns. ``...`` stands for lines that differ from machine to machine.
+Programs for torchrun run in forked ranks; tests/torch/test_starters.py has torchrun itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_program
 import pytest
 from pages import PAGES, ROOT, Block, blocks, name
 
@@ -56,13 +58,12 @@ def files(page: Path) -> dict[str, Block]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, torchrun: list[str]) -> dict[str, str]:
-    """Of a user who has activated the environment that mkernel is installed in."""
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Return that of a user who has activated the environment that mkernel is installed in."""
     commands = tmp_path / "bin"
     commands.mkdir()
     starts = {
         "python": [sys.executable],
-        "torchrun": torchrun,
         "mkernel": [sys.executable, "-m", "mkernel"],
     }
     for command, words in starts.items():
@@ -102,12 +103,16 @@ def test_a_command_prints_what_the_page_says(
         (folder / title).write_text(block.text)
     if "examples/" in command:
         (folder / "examples").symlink_to(ROOT / "examples")
-    ended = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout
-    assert differs(printed, ended.stdout) is None, ended.stdout
+    if started := re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+)", command):
+        code, said = forked_program.run(folder / started[2], ranks=int(started[1]))
+    else:
+        ended = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=environment, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
+        )  # fmt: skip
+        code, said = ended.returncode, ended.stdout
+    assert code == 0, said
+    assert differs(printed, said) is None, said
 
 
 LEFT_OUT = r"(?:(?!rank \d+ of )[^\n])*"

@@ -79,10 +79,9 @@ def first_world(page: str, stand_ins: dict[str, str], *, one_name: bool) -> str:
     "stand_ins",
     [
         {"=system": "=soft"},
-        {"=system": "=soft", "NIC=cx7": "NIC=efa"},
         {"=ascend": "=streams GLOO_SOCKET_IFNAME=wire"},
     ],
-    ids=["ascend on cx7", "ascend on efa", "streams"],
+    ids=["ascend on cx7", "streams"],
 )
 def test_the_first_world_of_a_cluster(stand_ins: dict[str, str]) -> None:
     """Step 5 of docs/nics.md on two hosts. The software device stands in for NICs, and joins processes

@@ -38,10 +38,10 @@ def run(*command: str) -> str:
 
 
 @needs_weights
-@pytest.mark.parametrize("arguments", [["--ranks", "2"], ["--ranks", "4", "--nodes", "2"]])
-def test_embeddings_equal_the_unsharded_models(arguments: list[str]) -> None:
-    printed = run(sys.executable, str(EXAMPLE), "--accelerator", "streams", *arguments)
-    assert f"rank 0 of {arguments[1]} on streams: 6 sentences, embeddings equal" in printed
+def test_embeddings_equal_the_unsharded_models() -> None:
+    arguments = ["--accelerator", "streams", "--ranks", "4", "--nodes", "2"]
+    printed = run(sys.executable, str(EXAMPLE), *arguments)
+    assert "rank 0 of 4 on streams: 6 sentences, embeddings equal" in printed
 
 
 @needs_weights
