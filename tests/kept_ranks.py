@@ -214,9 +214,9 @@ def close() -> None:
 def _serve(port: int) -> None:
     """What kept processes run: calls, until there is nothing in one."""
     mkernel.finalize()
-    # Semaphores that a call makes live as long as the process: Inductor's do. tests/conftest.py looks for
-    # those of calls' tests by another prefix.
-    multiprocessing.current_process()._config["semprefix"] = f"/mp-of-tests-kept-{os.getpid()}"  # type: ignore[attr-defined]
+    # Semaphores of Inductor live as long as the process; tests/conftest.py looks for another prefix.
+    process: Any = multiprocessing.current_process()
+    process._config["semprefix"] = f"/mp-of-tests-kept-{os.getpid()}"
     store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=_IDLE)
     report(os.getpid())
     number = 0

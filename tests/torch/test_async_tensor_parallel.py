@@ -636,10 +636,8 @@ FUSED[1] = FUSED[0]
 @pytest.mark.parametrize(
     ("sequence_dim", "bias", "codegen"),
     [
-        (None, False, False),
         (None, True, False),
         (0, False, False),
-        (1, False, False),
         (1, True, False),
         (1, False, True),
     ],

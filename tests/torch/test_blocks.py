@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import DEADLINE_S
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import scaled_dot_product_attention, silu
@@ -121,10 +121,7 @@ def test_a_block_is_the_unsharded_one(
     y = whole(x, *more)
     y.sin().sum().backward()
     gradients = {name: each.grad for name, each in whole.named_parameters()}
-    everywhere = mkernel.launch(
-        trained, kind, bias, sequence_parallel, compiled,
-        ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S,
-    )  # fmt: skip
+    everywhere = on_ranks(trained, kind, bias, sequence_parallel, compiled)
     for rank, found in enumerate(everywhere):
         assert found.keys() == {"y", "x", *gradients}
         for name, each in {"y": y.detach(), "x": x.grad, **gradients}.items():
@@ -173,9 +170,7 @@ def reloaded() -> tuple[bool, str]:
 
 
 def test_state_dicts_of_a_rank_and_of_the_whole_are_loaded() -> None:
-    for same, error in mkernel.launch(
-        reloaded, ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S
-    ):
+    for same, error in on_ranks(reloaded):
         assert same
         assert f"mlp.up_proj.weight [{INNER + 2}, {H}]" in error
 
@@ -196,8 +191,6 @@ def refused() -> list[str]:
 
 def test_sizes_that_ranks_cannot_share_are_refused_by_name() -> None:
     words = ("gate_proj = 21", "heads = 4", "kv_heads = 1", "hidden_size = 17")
-    for said in mkernel.launch(
-        refused, ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S
-    ):
+    for said in on_ranks(refused):
         for text, word in zip(said, words, strict=True):
             assert word in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import DEADLINE_S
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn import Linear, Module, Sequential
 
@@ -77,10 +77,7 @@ def test_a_pair_of_layers_is_the_unsharded_one(
     x = tokens().double().requires_grad_()
     y = whole(x)
     y.square().sum().backward()
-    results = mkernel.launch(
-        trained, bias, sequence_parallel, compiled,
-        ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S,
-    )  # fmt: skip
+    results = on_ranks(trained, bias, sequence_parallel, compiled)
     splits = {"first.weight": 0, "first.bias": 0, "second.weight": 1, "second.bias": None}
     gradients = dict(zip(splits, [p.grad for p in whole.parameters()], strict=False))
     if not bias:
@@ -125,16 +122,12 @@ def refused() -> str:
 
 
 def test_state_dicts_of_the_part_and_of_the_whole_are_loaded() -> None:
-    for same, error in mkernel.launch(
-        reloaded, ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S
-    ):
+    for same, error in on_ranks(reloaded):
         assert same
         assert "size mismatch" in error
 
 
 def test_features_that_ranks_cannot_share_are_refused_by_name() -> None:
-    for error in mkernel.launch(
-        refused, ranks_per_node=RANKS, accelerator="streams", timeout_s=DEADLINE_S
-    ):
+    for error in on_ranks(refused):
         assert "in_features" in error
         assert str(HIDDEN + 1) in error

@@ -301,7 +301,6 @@ def compiled(backend: str, capacity: int | None, kind: str) -> tuple[list[float]
     [
         ("aot_eager", MOST, "plain"),
         ("aot_eager", None, "plain"),
-        ("inductor", MOST, "plain"),
         ("aot_eager", None, "gated"),
         ("inductor", MOST, "gated"),
         ("aot_eager", None, "activated"),

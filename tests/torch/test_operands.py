@@ -32,6 +32,7 @@ from operand_forms import (
     transposed,
     weighed,
 )
+from ranks import on_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -41,12 +42,6 @@ from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.ops import all_gather_gemm, gemm_reduce_scatter
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
-
-
-def on_ranks(check: Callable[..., Any], *arguments: Any, accelerator: str) -> list[Any]:
-    return mkernel.launch(
-        check, *arguments, ranks_per_node=RANKS, accelerator=accelerator, timeout_s=120
-    )
 
 
 def called(name: str) -> list[str]:
@@ -201,7 +196,7 @@ def launches() -> tuple[int, tuple[int, ...], int]:
 
 
 def test_several_products_are_one_launch_of_the_widest() -> None:
-    assert on_ranks(launches, accelerator="streams") == [(1, WIDTHS, 1)] * RANKS
+    assert on_ranks(launches) == [(1, WIDTHS, 1)] * RANKS
 
 
 # ---- DTensors ------------------------------------------------------------------------------------
@@ -257,7 +252,7 @@ def dtensors(name: str) -> list[str]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_dtensors_that_fit_are_unwrapped_and_others_refused(op: str) -> None:
-    assert on_ranks(dtensors, op, accelerator="streams") == [[]] * RANKS
+    assert on_ranks(dtensors, op) == [[]] * RANKS
 
 
 def of_other_ranks() -> str:
@@ -273,7 +268,7 @@ def of_other_ranks() -> str:
 
 
 def test_a_dtensor_of_other_ranks_is_refused() -> None:
-    for error in on_ranks(of_other_ranks, accelerator="streams"):
+    for error in on_ranks(of_other_ranks):
         assert "ranks of the group" in error
         assert error.startswith("a = ")
 
@@ -379,7 +374,7 @@ def checked_by_torch() -> dict[str, dict[str, str]]:
 
 
 def test_torch_finds_nothing_wrong_with_any_form() -> None:
-    for found in on_ranks(checked_by_torch, accelerator="streams"):
+    for found in on_ranks(checked_by_torch):
         for form, outcome in found.items():
             assert set(outcome.values()) == {"SUCCESS"}, (form, outcome)
 
@@ -390,7 +385,7 @@ def block(x: Tensor, up: list[Tensor], bias: list[Tensor], down: Tensor, shift: 
     return mkernel.gemm_reduce_scatter(left * right, down, bias=shift, scatter_dim=1)
 
 
-def compiled(backend: str) -> tuple[list[float], int]:
+def compiled() -> tuple[list[float], int]:
     """Greatest differences from the eager block, of the result and of gradients; graphs made."""
     rank = mkernel.world().rank
     form = ACTIVATIONS["[3, S, H]"]
@@ -402,7 +397,7 @@ def compiled(backend: str) -> tuple[list[float], int]:
     wanted = block(x, up, bias, down, shift)
     gradients = torch.autograd.grad(wanted.sin().sum(), inputs)
     torch._dynamo.reset()
-    graphs = CompileCounterWithBackend(backend)
+    graphs = CompileCounterWithBackend("inductor")
     got = torch.compile(block, backend=graphs, fullgraph=True)(x, up, bias, down, shift)
     found = torch.autograd.grad(got.sin().sum(), inputs)
     pairs = [(got.detach(), wanted.detach()), *zip(found, gradients, strict=True)]
@@ -410,9 +405,8 @@ def compiled(backend: str) -> tuple[list[float], int]:
     return [float((x - y).abs().max()) if same else 99.0 for x, y in pairs], graphs.frame_count
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_block_compiles_into_one_graph_with_the_same_results(backend: str) -> None:
-    for different, graphs in on_ranks(compiled, backend, accelerator="streams"):
+def test_a_block_compiles_into_one_graph_with_the_same_results() -> None:
+    for different, graphs in on_ranks(compiled):
         assert graphs == 1
         assert max(different) <= 1e-3
 
@@ -432,4 +426,4 @@ def compiled_dtensors() -> tuple[float, int]:
 
 
 def test_dtensors_are_unwrapped_in_a_compiled_graph() -> None:
-    assert on_ranks(compiled_dtensors, accelerator="streams") == [(0.0, 1)] * RANKS
+    assert on_ranks(compiled_dtensors) == [(0.0, 1)] * RANKS

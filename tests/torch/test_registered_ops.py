@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from in_world import DEADLINE_S
+from ranks import on_ranks, operand
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -22,18 +21,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 RANKS = 2
 M, K, N = 8, 16, 24
 """M counts all rows where they are split over the ranks; K and N are one rank's where these are."""
-
-
-def operand(name: str, rank: int, *shape: int) -> Tensor:
-    """Values that every process can draw of any rank's."""
-    seed = 1000 * rank + sum(map(ord, name))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def on_ranks(check: Callable[..., Any], *arguments: Any, accelerator: str = "streams") -> list[Any]:
-    return mkernel.launch(
-        check, *arguments, ranks_per_node=RANKS, accelerator=accelerator, timeout_s=DEADLINE_S
-    )
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -202,7 +189,7 @@ def layer(a: Tensor, b: Tensor, down: Tensor) -> Tensor:
     return mkernel.gemm_reduce_scatter(mkernel.all_gather_gemm(a, b), down)
 
 
-def compiled(backend: str) -> tuple[float, list[float], int]:
+def compiled() -> tuple[float, list[float], int]:
     """Greatest differences from the eager layer, of the result and of gradients; graphs made."""
     world = mkernel.world()
     a, b = operands("all_gather_gemm", world.rank)
@@ -211,16 +198,15 @@ def compiled(backend: str) -> tuple[float, list[float], int]:
     wanted = layer(*inputs)
     gradients = torch.autograd.grad(wanted.sin().sum(), inputs)
     torch._dynamo.reset()
-    graphs = CompileCounterWithBackend(backend)
+    graphs = CompileCounterWithBackend("inductor")
     got = torch.compile(layer, backend=graphs, fullgraph=True)(*inputs)
     found = torch.autograd.grad(got.sin().sum(), inputs)
     differences = [float((x - y).abs().max()) for x, y in zip(found, gradients, strict=True)]
     return float((got - wanted).detach().abs().max()), differences, graphs.frame_count
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_layer_compiles_into_one_graph_with_the_same_results(backend: str) -> None:
-    for difference, gradients, graphs in on_ranks(compiled, backend):
+def test_a_layer_compiles_into_one_graph_with_the_same_results() -> None:
+    for difference, gradients, graphs in on_ranks(compiled):
         assert graphs == 1
         assert difference <= 1e-5
         assert max(gradients) <= 1e-4
