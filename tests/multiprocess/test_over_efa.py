@@ -35,21 +35,17 @@ def calls(count: int) -> list[tuple[bool, float]]:
     return found
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
 @pytest.mark.parametrize(
     "message", ["1073741824", SOME_PARTS, "4096"], ids=["whole", "some-parts", "parts"]
 )
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
-def test_reordered_and_placed_twice(
-    nodes: int, ranks: int, message: str, seed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reordered_and_placed_twice(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole puts, and puts of many messages, which the receiver counts."""
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_SEED", seed)
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SEED", "1")
     monkeypatch.setenv("MKERNEL_SOFTVERBS_DUPLICATES", "50")
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", HELD_NS)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", message)
     for found in mkernel.launch(
-        calls, 8, nodes=nodes, ranks_per_node=ranks, nic="efa", accelerator="ascend"
+        calls, 8, nodes=2, ranks_per_node=2, nic="efa", accelerator="ascend"
     ):
         assert all(exact for exact, _ in found)
         assert max(error for _, error in found) <= TOLERANCE["float32"]

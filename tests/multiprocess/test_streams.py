@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
+from kept_ranks import run
 
 import mkernel
 from mkernel.backends.accelerators.streams import schedule
@@ -52,10 +53,7 @@ def sizes(op: str, world: int) -> dict[str, int]:
 
 def check(cases: Sequence[Case], ranks: int, view: View = "pipelined") -> None:
     """Every case passes on every rank of a world."""
-    found = mkernel.launch(
-        each_case, judge_calls, cases, 3, view,
-        ranks_per_node=ranks, accelerator="streams", timeout_s=DEADLINE_S,
-    )  # fmt: skip
+    found = run(each_case, judge_calls, cases, 3, view, ranks_per_node=ranks, accelerator="streams")
     assert found == [[]] * ranks
 
 
@@ -221,7 +219,7 @@ def in_every_view() -> list[dict[str, float]]:
 
 
 def test_views_take_turns() -> None:
-    for times in mkernel.launch(in_every_view, ranks_per_node=3, accelerator="streams"):
+    for times in run(in_every_view, ranks_per_node=3, accelerator="streams"):
         for index, seconds in enumerate(times):
             alone = index % 4 in (0, 3)
             assert (seconds["comm"] == 0) == alone
@@ -252,7 +250,7 @@ def gathered() -> bool:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_gathered_a(ranks: int) -> None:
-    assert all(mkernel.launch(gathered, ranks_per_node=ranks, accelerator="streams"))
+    assert all(run(gathered, ranks_per_node=ranks, accelerator="streams"))
 
 
 # ---- worlds that break ---------------------------------------------------------------------------
@@ -347,5 +345,5 @@ def under_inference_mode() -> list[float]:
 
 
 def test_inference_mode() -> None:
-    for errors in mkernel.launch(under_inference_mode, ranks_per_node=2, accelerator="streams"):
+    for errors in run(under_inference_mode, ranks_per_node=2, accelerator="streams"):
         assert max(errors) <= 1e-5

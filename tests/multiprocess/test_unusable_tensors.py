@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import kept_ranks
 import pytest
 import torch
 from torch import distributed
@@ -318,7 +319,7 @@ def overwrite_saved() -> list[str]:
 def test_torch_around_the_ops_is_heeded(look: Callable[[], list[str]], accelerator: str) -> None:
     """Modes that stand in for the data are refused, parameters pass where nothing records gradients,
     a default device does not reach the ops, and autograd hears of outputs that are overwritten."""
-    assert mkernel.launch(look, ranks_per_node=RANKS, accelerator=accelerator) == [[]] * RANKS
+    assert kept_ranks.run(look, ranks_per_node=RANKS, accelerator=accelerator) == [[]] * RANKS
 
 
 def compiled() -> list[str]:
@@ -351,5 +352,5 @@ def compiled_op(op: str) -> Iterator[str]:
 
 
 def test_compiled_functions_do_not_look_into_an_op() -> None:
-    found = mkernel.launch(compiled, ranks_per_node=RANKS, accelerator="streams")
+    found = kept_ranks.run(compiled, ranks_per_node=RANKS, accelerator="streams")
     assert found == [[]] * RANKS
