@@ -5,7 +5,6 @@ the world itself."""
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import socket
 import time
@@ -21,6 +20,7 @@ from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel import fork_server
 from mkernel.conformance.ranks import meeting_place
 from mkernel.errors import CapacityExceeded, MkernelError, PlanMismatch, Timeout, WorldError
 from mkernel.nn import ColumnParallelLinear
@@ -200,7 +200,7 @@ def test_the_store_serves_ranks_that_end_later_than_its_host() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = fork_server.context()
     ranks = [context.Process(target=leaves_early, args=(port, rank)) for rank in range(2)]
     for rank in ranks:
         rank.start()
