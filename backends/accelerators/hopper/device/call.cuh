@@ -1,32 +1,32 @@
-// How a call of a kernel ends, and with it why memory of the workspace may be used again.
+// The end of a kernel's call, and the rule by which memory of the workspace may be used again.
 //
-// The rule: a call is over on a rank only when every rank of the world has said that it needs nothing
-// of that call any more. So whatever lies in the workspace's data area, and any flag, is free for the
-// next call from its first instruction, whatever op that is and in whatever order the copy engines
-// start; and whatever a peer wrote into this rank's memory in this call has arrived.
+// The rule: a call is over on a rank only when every rank of the world has signalled that it needs nothing of
+// that call any more. Everything in the workspace's data area, and every flag, is therefore free for the next
+// call from its first instruction, whatever op that is and in whatever order the copy engines start; and
+// everything that a peer wrote into this rank's memory in this call has arrived.
 //
 // Brief calls are the exception, for exchanges in which a rank waits for something of every peer and
 // for all that peers write into its memory, and that fit the brief part of the workspace: their rank
 // goes on at once (`finish_brief_call`), which saves a round trip. What keeps a fast rank from overwriting
 // what a slow peer still reads:
-//   data   calls of even and of odd epochs have memory of their own. Who is in call e has heard of
-//          every peer in call e - 1; each was then done with call e - 2, the last one of e's memory.
+//   data   calls of even and of odd epochs have memory of their own. A rank in call e has received a signal
+//   of every peer in call e - 1; each peer was then done with call e - 2, the last one that used e's memory.
 //   flags  a brief flag has the same writer in every call, and nothing else uses it. A flag that is
 //          already at e + 1 was at e before, with e's data in place.
 // Other calls may come before and after; they use neither.
 //
-// Ranks of other nodes say the same through the NIC. Their puts of a call have each been waited for when a
-// rank is done, so "arrived" holds for them too. The own area may be written again when every peer is done,
-// since each has then got all that was put to it; on a NIC that may repeat a put, when in addition the own
-// proxy has said that it is complete.
+// Ranks of other nodes send the same signal through the NIC. Their puts of a call have each been waited for
+// when a rank is done, so "arrived" holds for them too. The own area may be written again when every peer is
+// done, since each has then got all that was put to it; on a NIC that may repeat a put, when in addition the
+// own proxy has reported the put complete.
 //
-// What holds in every interleaving of the blocks of two ranks, and is tried in them with this code
-// (tests/native/model/test_call_end_model.cpp), whole and brief, on one node and on two:
-//   over    no memory of a call is written for the next one while anybody still reads it
-//   seen    who reads what came in a call sees all of it
+// Three properties hold in every interleaving of the blocks of two ranks, and are tried in them with this
+// code (tests/native/model/test_call_end_model.cpp), whole and brief, on one node and on two:
+//   over    no memory of a call is written for the next one while any rank still reads it
+//   seen    a reader of what came in a call sees all of it
 //   number  every block of a call finds that call's epoch, and the next call counts its blocks from zero
 //
-// A user's symmetric buffer is another matter: its owner may still read it between two calls, so who
+// A user's symmetric buffer is different: its owner may still read it between two calls, so a rank that
 // pushes into it first waits for the owner's `started` word (`announce_start`).
 #pragma once
 
@@ -36,20 +36,20 @@
 
 namespace mkernel::hopper {
 
-// What kernels of this rank wait with.
+// Returns the waiter that kernels of this rank wait with.
 __device__ inline transport::DeviceWaiter waiter_of(const Workspace& workspace,
                                                     const transport::WaitLimits& limits,
                                                     transport::Waiter kernel) {
     return {workspace.control().state, limits, kernel};
 }
 
-// A control word of that peer, for the diagnosis.
+// Returns the diagnosis of a wait for a control word of that peer.
 __device__ inline transport::Awaited awaited(std::uint32_t peer) {
     return {transport::kControlWord, peer, transport::kNoChunk};
 }
 
-// Tells every peer that this rank is in call `epoch`: what it read or wrote before is done. One
-// thread of the grid; all ranks are on this node.
+// Announces to every peer that this rank is in call `epoch`, so that what it read or wrote before is done.
+// Called by one thread of the grid; all ranks are on this node.
 __device__ inline void announce_start(const Workspace& workspace, std::uint64_t epoch) {
     transport::fence_system();
     for (int step = 1; step < workspace.world; ++step) {
@@ -58,7 +58,7 @@ __device__ inline void announce_start(const Workspace& workspace, std::uint64_t 
     }
 }
 
-// Whether every peer has announced the call. One thread.
+// Waits until every peer has announced the call; returns whether all have. Called by one thread.
 __device__ inline bool wait_for_starts(const Workspace& workspace,
                                        const transport::DeviceWaiter& waiter, std::uint64_t epoch) {
     for (int step = 1; step < workspace.world; ++step) {
@@ -70,15 +70,15 @@ __device__ inline bool wait_for_starts(const Workspace& workspace,
     return true;
 }
 
-// After all else of call `epoch` on this rank. One thread of the grid.
+// Moves the epoch on, after everything else of call `epoch` on this rank. Called by one thread of the grid.
 __device__ inline void move_on(Control& control, std::uint64_t epoch) {
     control.state.move_on(epoch);
     for (std::uint64_t& copy : control.epochs) copy = epoch + 1;
 }
 
-// The end of a call; one thread of every block, after all the block's threads are done and its bulk
-// stores complete (`wait_group 0`). The last block tells the peers, waits for them, and moves the
-// epoch on.
+// Ends a call. Called by one thread of every block, after all the block's threads are done and its bulk
+// stores are complete (`wait_group 0`). The last block signals the peers, waits for them, and moves the epoch
+// on.
 __device__ inline void finish_call(const Workspace& workspace,
                                    const transport::DeviceWaiter& waiter, std::uint64_t epoch) {
     if (workspace.world == 1) return;
@@ -109,9 +109,9 @@ __device__ inline void finish_call(const Workspace& workspace,
     move_on(control, epoch);
 }
 
-// Before the end: a kernel of several in one call tells every peer of this node, by flag W + r there, that
-// this rank has written what it has for them. One thread of every block, after all the block's threads are
-// done and have fenced (`fence_system`).
+// Signals to every peer of this node, before the end of the call and by flag W + r there, that this rank has
+// written what it has for them: for one kernel of several in a call. Called by one thread of every block,
+// after all the block's threads are done and have fenced (`fence_system`).
 __device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoch) {
     if (workspace.world == 1) return;
     Control& control = workspace.control();
@@ -126,7 +126,7 @@ __device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoc
     }
 }
 
-// The end of a brief call: waits for nobody.
+// Ends a brief call, without waiting for any peer.
 __device__ inline void finish_brief_call(const Workspace& workspace, std::uint64_t epoch) {
     Control& control = workspace.control();
     __threadfence();
@@ -134,8 +134,9 @@ __device__ inline void finish_brief_call(const Workspace& workspace, std::uint64
     move_on(control, epoch);
 }
 
-// The epoch of a brief call whose blocks need nothing of the control words but this: they read it at their
-// begin, and the last one that did moves it on. One thread of every block; 0 in a world of one rank.
+// Returns the epoch of a brief call whose blocks need nothing else of the control words: every block reads it
+// at its begin, and the last one that did moves it on. Called by one thread of every block; 0 in a world of
+// one rank.
 __device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) {
     if (workspace.world == 1) return 0;
     const std::uint64_t epoch = workspace.control().state.epoch;
@@ -143,8 +144,8 @@ __device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) 
     return epoch;
 }
 
-// The same for all threads of a block, which go on as soon as they know it: another thread counts. All of them,
-// in a world of several ranks.
+// Returns the same epoch to all threads of a block, which go on as soon as they know it, since another thread
+// counts. Called by all of them, in a world of several ranks.
 __device__ inline std::uint64_t epoch_of_brief_block(const Workspace& workspace) {
     __shared__ std::uint64_t of_block;
     if (threadIdx.x == 0) of_block = workspace.control().state.epoch;

@@ -1,28 +1,32 @@
-// Mail: words that say themselves that they have come, so that neither fence nor flag follows them.
+// Lamport exchange, called mail here: every word itself shows that it has arrived, so that neither a fence
+// nor a flag has to follow it.
 //
-// A word of the mail area that is zero has not come. Senders therefore write +0 as -0: a word that would be
-// zero (a float, or a pair of 16-bit floats) gets its highest bit set, which changes no sum that starts from
-// +0. Every 32-bit word is judged by itself, so nothing needs to be ordered, and 16 bytes may be torn.
+// A word of the mail area that is zero has not arrived. Senders therefore write +0 as -0: a word that would
+// be zero (a float, or a pair of 16-bit floats) gets its highest bit set, which changes no sum that starts
+// from +0. Every 32-bit word is checked by itself, so no order is needed, and a store of 16 bytes may be
+// torn.
 //
-// Reuse. The reader of a word writes zero back at once, and each word that is sent in a call is read in it:
-// between calls the area is all zeros, as workspaces are when they are new. Nothing else is ever written
-// there. Calls of even and of odd epochs have areas of their own: who sends in call e has heard of every
-// peer in call e - 1 (these calls are brief, device/call.cuh), so the peer's call e - 2 was over, and with
-// it the zeros were written that the mail of e falls on. That the zeros come first everywhere is the doing of
-// grids, since a call is one grid and nothing of it is sent before the grid before has completed: a grid's
-// stores to its own device's memory have then been performed in that device's L2, which is where all
-// processors, those of peers too, meet for it. So the peer's zeros of e - 2 are there before its mail of e - 1
-// leaves, and this rank has looked at that mail before its own of e leaves. PTX's rules alone, which know no
-// order between devices without fences, do not say so; a fence of all threads that send would, and costs 2 to
-// 5 us a call. With that order it is tried in every interleaving (tests/native/model/test_words_model.cpp).
+// Reuse. The reader of a word writes zero back at once, and each word that is sent in a call is read in that
+// call: between calls the area is all zeros, as workspaces are when they are new. Nothing else is ever
+// written there. Calls of even and of odd epochs have areas of their own: a rank that sends in call e has
+// received mail of every peer in call e - 1 (these calls are brief, device/call.cuh), so the peer's call
+// e - 2 was over, and the zeros that the mail of e overwrites had been written. Grids guarantee that the zeros
+// come first everywhere, since a call is one grid and nothing of it is sent before the previous grid has
+// completed: a grid's stores to its own device's memory have then been performed in that device's L2, which
+// is where all processors, those of peers too, meet for it. So the peer's zeros of e - 2 are there before its
+// mail of e - 1 leaves, and this rank has looked at that mail before its own of e leaves. PTX's rules alone,
+// which define no order between devices without fences, do not guarantee it; a fence of all sending threads
+// would, and costs 2 to 5 us a call. Given that order, the exchange is tried in every interleaving
+// (tests/native/model/test_words_model.cpp).
 //
-// A call may have two exchanges: what is sent in the second one depends on what came in the first. They are
-// one grid and one epoch, with places of their own in the same area, so nothing above changes: all of it is
-// mail of e, on zeros of e - 2. (An epoch each in one grid would not do. The peer's second mail leaves when
-// some of its threads have taken their first, with no end of a grid between the zeros that others have
-// still to write and the call after, whose mail falls on them.) Where few ranks own what is summed, the
-// others hear of each other through an owner: it sends sums only of what it has looked at, and it has
-// looked at mail of every rank. All this, and what would go wrong with an epoch each, is tried there too.
+// A call may have two exchanges, where the data of the second one depends on the first. They are one grid and
+// one epoch, with places of their own in the same area, so nothing above changes: all of it is mail of e, on
+// zeros of e - 2. (An epoch each in one grid would not do. The peer's second mail leaves when some of its
+// threads have taken their first mail; no end of a grid would then lie between the zeros that its other
+// threads have still to write and the next call, whose mail overwrites them.) Where few ranks own what is
+// summed, the other ranks learn of each other through an owner: it sends sums only of what it has looked at,
+// and it has looked at mail of every rank. All this, and what would go wrong with an epoch each, is tried
+// there too.
 #pragma once
 
 #include <cstdint>
@@ -39,14 +43,14 @@ __device__ inline uint4 mailable(uint4 words) {
     return {mailable(words.x), mailable(words.y), mailable(words.z), mailable(words.w)};
 }
 
-// `words` are mailable; `to`: in a peer's mail area, a multiple of 16.
+// Sends `words`, which are mailable, to `to`: an address in a peer's mail area, a multiple of 16.
 __device__ inline void send(char* to, uint4 words) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x),
                  "r"(words.y), "r"(words.z), "r"(words.w)
                  : "memory");
 }
 
-// What is at a place of the own mail area now.
+// Returns what is at a place of the own mail area now.
 __device__ inline uint4 look(const char* at) {
     uint4 words;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -60,13 +64,13 @@ __device__ inline bool is_all(uint4 words) {
     return words.x != 0 && words.y != 0 && words.z != 0 && words.w != 0;
 }
 
-// After all of it has come: for the call after the next.
+// Clears a place after all of its mail has arrived, for the call after the next.
 __device__ inline void clear(char* at) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(at), "r"(0)
                  : "memory");
 }
 
-// Waits until `come()`, which looks at mail: whether it did.
+// Waits until `come()`, which looks at mail, is true; returns whether it was before the limit.
 template <class Come>
 __device__ inline bool until(Come&& come, const transport::DeviceWaiter& waiter,
                              transport::Awaited what) {
@@ -90,8 +94,9 @@ __device__ inline bool until(Come&& come, const transport::DeviceWaiter& waiter,
     return true;
 }
 
-// Whether all mail at these places of the own mail area has come; it is in `words` then, and the places are
-// cleared. Where `at` is null there is none. Any number of threads, each for places of its own.
+// Takes all mail at these places of the own mail area: returns true when it has arrived, with the mail in
+// `words` and the places cleared. A null `at` stands for no place. Called by any number of threads, each for
+// places of its own.
 template <int kPlaces>
 __device__ inline bool take(char* const (&at)[kPlaces], uint4 (&words)[kPlaces],
                             const transport::DeviceWaiter& waiter, transport::Awaited what) {
@@ -113,7 +118,8 @@ __device__ inline bool take(char* const (&at)[kPlaces], uint4 (&words)[kPlaces],
     return true;
 }
 
-// 16 bytes of any bits: beside them goes a byte, by the same rules, which says which words are zero.
+// 16 bytes of any bits. A byte that follows the same rules travels beside them and marks which words are
+// zero.
 struct Exact {
     static constexpr std::uint32_t kCome = 0x80;
 
@@ -129,7 +135,7 @@ __device__ inline void send_exactly(const Exact& to, uint4 words) {
                  : "memory");
 }
 
-// As `take`.
+// Takes exact mail, as `take` does.
 __device__ inline bool take_exactly(const Exact& at, uint4& words,
                                     const transport::DeviceWaiter& waiter,
                                     transport::Awaited what) {
@@ -149,21 +155,21 @@ __device__ inline bool take_exactly(const Exact& at, uint4& words,
     return true;
 }
 
-// 16 bytes of pairs of rounded 16-bit floats, of which no bit may change: all ones, a pair of NaNs, stand
-// for zero on the way. Rounding makes NaNs of another kind; `sendable` says so of any, and goes before all
-// that is stored.
+// Returns 16 bytes of pairs of rounded 16-bit floats, made sendable. No bit of them may change on the way,
+// where all ones, a pair of NaNs, stand for zero. Rounding makes NaNs of another kind; `sendable` replaces a
+// word of all ones by a pair of that kind, and is applied before everything that is stored.
 __device__ inline uint4 sendable(uint4 words) {
     const auto one = [](std::uint32_t word) { return word == 0xFFFFFFFFu ? 0x7FFF7FFFu : word; };
     return {one(words.x), one(words.y), one(words.z), one(words.w)};
 }
 
-// `words` are sendable.
+// Sends `words`, which are sendable.
 __device__ inline void send_rounded(char* to, uint4 words) {
     const auto one = [](std::uint32_t word) { return word == 0 ? 0xFFFFFFFFu : word; };
     send(to, {one(words.x), one(words.y), one(words.z), one(words.w)});
 }
 
-// As `take`, at one place.
+// Takes rounded mail at one place, as `take` does.
 __device__ inline bool take_rounded(char* at, uint4& words, const transport::DeviceWaiter& waiter,
                                     transport::Awaited what) {
     char* const places[] = {at};

@@ -1,18 +1,19 @@
-// Ranks of other nodes as kernels see them: reached by puts of a NIC, which the rank's proxy makes of
-// commands (transport/channel.hpp), heard of by words of the own signal pad. Part of a Workspace.
+// Ranks of other nodes as kernels see them, a part of a Workspace. Kernels reach them by puts of a NIC, which
+// the rank's proxy makes of commands (transport/channel.hpp), and are signalled by them through words of the
+// own signal pad.
 //
 // Words of the pad, each of which one other rank adds to:
-//   [0, kMaxRanks)   `finished`: rank r needs nothing of this rank's of so many calls any more
+//   [0, kMaxRanks)   `finished`: in so many calls rank r needs nothing of this rank's any more
 //   kCompletedWord   the own proxy adds to it: the puts before are complete here
-//   kFirstArrival + f  what a rank of this node says by setting flag f
-// A call's arrivals are republished: flag f is then set to the epoch, as ranks of the node do, so that who
-// waits for a flag need not know where it is set. `finished` is waited for by one thread of the grid.
+//   kFirstArrival + f  what a rank of this node signals by setting flag f
+// A call's arrivals are republished: flag f is then set to the epoch, as ranks of the node set it, so that a
+// waiter for a flag need not know who sets it. `finished` is waited for by one thread of the grid.
 //
 // Outbox and inbox are one area, laid out as the workspace's data area, at the same place on every rank.
 // Where the NIC reads and writes memory of the device, it is the data area itself; else it is `staged`:
-// pinned host memory. What came into it is then copied into the data area before its flag is set; its word
-// is republished as a landed flag of the workspace. (Words and counts are the world's; flags hold epochs,
-// which are a workspace's own.)
+// pinned host memory. Data that arrives there is then copied into the data area before its flag is set; its
+// word is republished as a landed flag of the workspace. (Words and counts are the world's; flags hold
+// epochs, which are a workspace's own.)
 #pragma once
 
 #include <cstdint>
@@ -46,18 +47,19 @@ struct Network {
 
 #ifdef __CUDACC__
     // Puts bytes of the own area into that of a rank of another node, then adds 1 to the word there.
-    // What this thread knows to be written is there before. False: the call is given up.
+    // Everything that this thread knows to be written is there before the word. Returns false when the call
+    // is given up.
     __device__ bool put(const transport::DeviceWaiter& waiter, int peer, std::uint32_t word,
                         const transport::Put& bytes = {}) const {
         return push(waiter, channel.command(static_cast<std::uint32_t>(peer), word, bytes));
     }
 
-    // Adds 1 to kCompletedWord once what was put before is complete here.
+    // Adds 1 to kCompletedWord once all earlier puts are complete here.
     __device__ bool ask_completion(const transport::DeviceWaiter& waiter) const {
         return push(waiter, channel.completion(kCompletedWord));
     }
 
-    // Until the word has had its one addition of this call. One thread of the grid waits for it.
+    // Waits until the word has had its one addition of this call. Called by one thread of the grid.
     __device__ bool wait(const transport::DeviceWaiter& waiter, std::uint32_t word) const {
         const auto from = word < kMaxRanks ? word : static_cast<std::uint32_t>(rank);
         if (!waiter.until(words[word], expected[word].after(1),
@@ -68,8 +70,8 @@ struct Network {
         return true;
     }
 
-    // By `mine.lanes` threads of one warp together: sets those flags, from flag `first` on, as ranks of
-    // other nodes say so. `source(flag)`: who does, for the diagnosis.
+    // Sets those flags, from flag `first` on, as ranks of other nodes signal them. Called by `mine.lanes`
+    // threads of one warp together. `source(flag)` returns the rank that signals a flag, for the diagnosis.
     template <class Source>
     __device__ void watch(const transport::DeviceWaiter& waiter, std::uint64_t epoch,
                           transport::SetWord* flags, std::uint32_t first,

@@ -1,9 +1,9 @@
-// When a block of a call did what, by the device's clock, where the build asks for it (MKERNEL_TRACE); without
-// it nothing of this is in a kernel. bench/kernel_trace.py draws it.
+// Times of a call's blocks by the device's clock, where the build has MKERNEL_TRACE; without it nothing of
+// this is in a kernel. bench/kernel_trace.py draws it.
 //
-// Threads of a block leave the times of its marks in shared memory, and one thread stores them at
-// the end of the call, in a ring of the last `calls` epochs: [calls, blocks, 1 + marks] 64-bit words, of which
-// the first is the epoch. A mark that is made more than once keeps its last time.
+// Threads of a block write the times of its marks to shared memory, and one thread stores them at the end of
+// the call, in a ring of the last `calls` epochs: [calls, blocks, 1 + marks] 64-bit words, of which the first
+// is the epoch. A mark that is made more than once keeps its last time.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline constexpr bool kTraced = true;
 inline constexpr bool kTraced = false;
 #endif
 
-// The ring; nothing is traced into a null one.
+// The ring; nothing is traced where it is null.
 struct Trace {
     std::uint64_t* words = nullptr;
     std::uint32_t calls = 0;
@@ -32,7 +32,7 @@ struct BlockTrace {
     __device__ void mark(int which) {
         if constexpr (kTraced) at[which] = transport::global_ns();
     }
-    // One thread of the block, after all marks.
+    // Stores the marks' times. Called by one thread of the block, after all marks.
     __device__ void store(const Trace& trace, std::uint64_t epoch) const {
         if constexpr (kTraced) {
             if (trace.words == nullptr) return;

@@ -5,8 +5,8 @@
 // Layout, the same on every rank:
 //   [0, 64 KiB)        control words: the epoch, one finished and one started word a rank
 //   [64 KiB, 128 KiB)  flags of brief calls
-//   [128 KiB, 1 MiB)   flags: 64-bit, what they mean is the plan's business
-//   [1 MiB, 1.875 MiB) landed flags: what came into staging memory (network.cuh), by the number of its flag
+//   [128 KiB, 1 MiB)   flags: 64-bit, the plan defines what they mean
+//   [1 MiB, 1.875 MiB) landed flags: what arrived in staging memory (network.cuh), by the number of its flag
 //   [.., 2 MiB)        flags of splits that the rank keeps for itself (kernels/kept_splits.cuh)
 //   [2 MiB, 34 MiB)    data of brief calls, of even and of odd epochs
 //   [34 MiB, 66 MiB)   mail (mailbox.cuh), of even and of odd epochs
@@ -16,7 +16,7 @@
 //
 // Epochs. `CallState::epoch` is the number of the running call, 1 for the first; the call's last block moves
 // it on. Every flag and word that a peer waits for is a set word that holds the epoch: transport/signal.hpp
-// says why the plans that share a workspace may follow each other in any order, launched or replayed.
+// states why the plans that share a workspace may follow each other in any order, launched or replayed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -51,23 +51,24 @@ static_assert(kKeptFlagsOffset < kBriefOffset);
 inline constexpr int kEpochCopies = 16;
 inline constexpr int kRowShares = 8;
 
-// Whose blocks have summed their tiles of some rows (kernels/few_rows/norm.cuh); a line of its own, since many
-// blocks poll it.
+// The blocks that have summed their tiles of some rows (kernels/few_rows/norm.cuh); on a cache line of its
+// own, since many blocks poll it.
 struct alignas(128) RowShare {
     unsigned long long arrived;
 };
 
-// Local to a rank, but for `finished`, `started` and `landings`, whose entry [r] rank r writes.
+// Local to a rank, except `finished`, `started` and `landings`, whose entry [r] is written by rank r.
 struct Control {
     transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
-    // Of attention's kernels (attention_core.hpp: counters), of which two may run at a time.
+    // Counters of attention's kernels (attention_core.hpp), of which two may run at a time.
     std::uint32_t counters[2][2];
     std::uint32_t pushed;  // blocks of a call's push of tokens that are done; back to 0 at its end
     std::uint32_t reserved[23];
-    // The epoch again, for copy engines to copy into as many flags in a row.
+    // The epoch again, as a source from which copy engines copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
     std::uint64_t more_reserved[32];
-    // Rank r needs nothing of this rank's of that call any more; rank r's memory may be written in it.
+    // `finished`: rank r needs nothing of this rank's of that call any more; `started`: rank r's memory may
+    // be written in that call.
     transport::SetWord finished[kMaxRanks];
     transport::SetWord started[kMaxRanks];
     std::uint64_t landings[kMaxRanks];  // landing.cuh
@@ -82,11 +83,11 @@ struct Workspace {
     std::int32_t first, local;  // ranks of this node: the first one, and how many
     Network network;
 
-    // Whether that rank is on this node.
+    // Returns true for a rank of this node.
     __host__ __device__ bool near(int other) const { return base[other] != nullptr; }
-    // How many ranks are on other nodes.
+    // The number of ranks on other nodes.
     __host__ __device__ int far() const { return world - local; }
-    // The `number`th of them, in the order in which they follow this node's.
+    // Returns the `number`th of them, in the order in which they follow this node's.
     __host__ __device__ int far_rank(int number) const { return (first + local + number) % world; }
     __host__ __device__ Control& control(int of) const {
         return *reinterpret_cast<Control*>(base[of]);
@@ -95,18 +96,18 @@ struct Workspace {
     __host__ __device__ transport::SetWord* flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kFlagsOffset);
     }
-    // This rank's own.
+    // This rank's own landed flags.
     __host__ __device__ transport::SetWord* landed() const {
         return reinterpret_cast<transport::SetWord*>(base[rank] + kLandedOffset);
     }
-    // Likewise.
+    // This rank's own flags of kept splits.
     __host__ __device__ transport::SetWord* kept_flags() const {
         return reinterpret_cast<transport::SetWord*>(base[rank] + kKeptFlagsOffset);
     }
     __host__ __device__ transport::SetWord* brief_flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);
     }
-    // Data of a brief call.
+    // The data area of a brief call.
     __host__ __device__ char* brief(int of, std::uint64_t epoch) const {
         return base[of] + kBriefOffset + epoch % 2 * kBriefBytes;
     }

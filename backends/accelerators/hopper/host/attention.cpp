@@ -41,7 +41,7 @@ void copy(char* to, std::uint64_t from, std::uint64_t nbytes, int peer, cudaStre
            nbytes, peer);
 }
 
-// The first `width` bytes of each stretch of K, or V.
+// Copies the first `width` bytes of each stretch of K, or of V.
 void copy_stretches(char* to, std::uint64_t from, std::uint64_t width, const Keys& keys, int peer,
                     cudaStream_t on) {
     if (width == keys.pitch) {
@@ -53,7 +53,7 @@ void copy_stretches(char* to, std::uint64_t from, std::uint64_t width, const Key
            width * keys.count, peer);
 }
 
-// Behind what was copied to that peer.
+// Sets the flag after the data that was copied to that peer.
 void set_flag(const Workspace& workspace, int peer, std::uint32_t flag, cudaStream_t on) {
     copied(cudaMemcpyAsync(workspace.flags(peer) + flag, workspace.control().epochs,
                            sizeof(transport::SetWord), cudaMemcpyDeviceToDevice, on),

@@ -11,7 +11,8 @@ namespace {
 
 constexpr std::int64_t kKeptBytes = 32 << 20;  // of L2, for keys and values
 
-// Heads of queries that are worked on side by side: as many as keep their keys and values in L2.
+// Returns the number of query heads that are worked on side by side: as many as keep their keys and values in
+// L2.
 std::int32_t section_of(const Core& core) {
     const std::int64_t of_head = std::int64_t{core.keys} * kCoreWidth * kElementBytes * 2;
     const std::int64_t fits =

@@ -1,4 +1,4 @@
-// What the kernels that have attention's core in them are given of it.
+// The arguments of the kernels that contain attention's core.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/attention_core.hpp"

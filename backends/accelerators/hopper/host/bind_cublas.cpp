@@ -20,8 +20,8 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// What a world's products share on its device. `tensor` is the memory of the workspace, and behind it of what
-// calls have between product and exchange.
+// The objects that a world's products share on its device. `tensor` is the memory of the workspace, followed
+// by room for what calls have between product and exchange.
 struct WorldCublas {
     CublasHandle& handle;
     py::object tensor;
@@ -29,7 +29,7 @@ struct WorldCublas {
     std::uint64_t room_bytes;
 };
 
-// Null where the process has no such library. `allocate` makes the memory.
+// Returns null where the process has no such library. `allocate` makes the memory.
 std::shared_ptr<WorldCublas> open_cublas(int device, const std::string& library,
                                          const py::object& allocate, std::size_t workspace_bytes) {
     const std::optional<Cublas> functions = loaded_cublas(library);
@@ -47,13 +47,14 @@ std::shared_ptr<WorldCublas> open_cublas(int device, const std::string& library,
         WorldCublas{*handle, std::move(tensor), workspace, bytes - workspace_bytes});
 }
 
-// As torch has its own sized, at each product (CublasHandlePool.cpp).
+// Returns true where the environment sets the size of the workspace; torch has its own sized so, at each
+// product (CublasHandlePool.cpp).
 bool sized_by_environment() {
     return std::getenv("CUBLAS_WORKSPACE_CONFIG") != nullptr;
 }
 
-// By cuBLAS where torch would call it so, else by torch. `switches`: pairs of a function of torch's and what
-// it returns while it would.
+// Multiplies by cuBLAS where torch would call it so, else by torch. `switches`: pairs of a function of
+// torch's and what it returns while it would.
 class CublasProduct final : public LibraryProduct {
   public:
     CublasProduct(std::shared_ptr<LibraryProduct> torchs, std::shared_ptr<WorldCublas> world,
@@ -68,7 +69,7 @@ class CublasProduct final : public LibraryProduct {
         torchs_->multiply(call, rows, scales, bias, out);
     }
 
-    // A single row is a vector, which torch tells cuBLAS in another way.
+    // A single row is a vector, which torch passes to cuBLAS in another way.
     [[nodiscard]] bool takes_addresses(std::int64_t rows) const override {
         return rows >= 2 && !sized_by_environment() && !switched();
     }

@@ -73,13 +73,13 @@ GemmTensors gemm_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out, st
     return {a, b, out, bias, a_pitch, b_pitch, a_scale, b_scale};
 }
 
-// The product of these tensors.
+// Returns the product with these tensors.
 Product with_tensors(Product product, const GemmTensors& tensors) {
     product.tensors = tensors;
     return product;
 }
 
-// The product has no tensors yet.
+// Returns a product that has no tensors yet.
 Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks,
                    Scaling scaling, int last_splits) {
     // Rows of out are packed, as those of a and b may be, and each must be as aligned as the first.
@@ -285,7 +285,8 @@ void bind_few_rows(py::module_& module) {
     module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 
-// `function` with a device before its other arguments, which is the current one in it.
+// Wraps `function` so that it takes a device before its other arguments, which is the current one during the
+// call.
 template <class... Arguments>
 auto on_device(void (*function)(Arguments...)) {
     return [function](int device, Arguments... arguments) {

@@ -1,4 +1,4 @@
-// What plans tell of their outputs, for Python.
+// Python bindings for the outputs that plans publish to their peers.
 #include <pybind11/pybind11.h>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"

@@ -1,4 +1,4 @@
-// What starts calls of the library path without Python: torch's product and a collective of our own, one
+// The starter of the library path's calls without Python: torch's product and a collective of our own, one
 // after the other.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -28,7 +28,7 @@ void* pointer_to(std::uint64_t address) {
     return reinterpret_cast<void*>(address);
 }
 
-// What a plan's calls have in common.
+// The parts that all calls of a plan have in common.
 struct LibraryPlan {
     collectives::Collective together;
     collectives::Element element;

@@ -1,4 +1,4 @@
-// What stands around a library's products, for Python: parts that ranks exchange, and scales.
+// Python bindings for the exchanges around a library's products: parts that ranks exchange, and scales.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// What starts calls of 16-bit operands in parts without Python: the steps of a plan's executor, in order.
+// The starter of calls of 16-bit operands in parts without Python: the steps of a plan's executor, in order.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -26,14 +26,14 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// Bytes into a tensor of the call, or, of `here`, an address.
+// An offset in bytes into a tensor of the call, or, with `here`, an address.
 enum class Base : std::uint8_t { here, a, partial, out };
 struct Place {
     Base base;
     std::uint64_t offset;
 };
 
-// As the methods of PartsProgram, below.
+// The steps; each is described at the method of PartsProgram, below, of its name.
 struct Fork {};
 struct Join {};
 struct End {};
@@ -63,8 +63,8 @@ struct Copy {
 };
 using Step = std::variant<Fork, Join, End, Push, Wait, Multiply, Sum, Copy>;
 
-// What all calls of a plan do. `partial`: makes the partial results, where products go there and not to
-// the call's out.
+// The steps that all calls of a plan share. `partial`: makes the partial results, where products go there and
+// not to the call's out.
 struct PartsProgram {
     DeviceWorld world;
     std::shared_ptr<LibraryProduct> product;
@@ -86,7 +86,7 @@ py::object rows_of(py::handle tensor, std::int64_t first, std::int64_t count) {
     return tensor.attr("narrow")(0, first, count);
 }
 
-// One call's steps, with the GIL held.
+// The steps of one call, run with the GIL held.
 class RunningParts {
   public:
     RunningParts(const PartsProgram& program, const MkernelCall& call, CallOrder& order)

@@ -1,4 +1,4 @@
-// What starts calls of a plan without Python: one starter for the fused path's kernels each.
+// Starters of a plan's calls without Python: one for each kind of the fused path's kernels.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,7 +18,7 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// What lies so differs from call to call in its addresses alone.
+// The pitches of tensors whose calls differ in their addresses alone.
 struct Pitches {
     std::int64_t a, b;
 
@@ -31,7 +31,7 @@ struct Pitches {
     }
 };
 
-// Of calls that differ in their tensors' addresses alone: PipelinedGather, FewRowsCalls.
+// The starter of calls that differ in their tensors' addresses alone: PipelinedGather, FewRowsCalls.
 template <class Calls>
 class TensorStarter final : public CallStarter {
   public:

@@ -1,5 +1,5 @@
-// What each `bind_*.cpp` adds to the Python module. Addresses and streams are plain integers;
-// CudaError becomes Python's RuntimeError subclass of that name.
+// The functions by which each `bind_*.cpp` adds to the Python module. Addresses and streams are plain
+// integers; CudaError becomes Python's RuntimeError subclass of that name.
 #pragma once
 
 #include <pybind11/pybind11.h>

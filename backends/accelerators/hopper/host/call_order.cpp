@@ -7,7 +7,7 @@ namespace mkernel::hopper {
 
 namespace {
 
-// Identifies the capture that `stream` is part of; 0: none.
+// Returns the identifier of the capture that `stream` is part of; 0 for none.
 unsigned long long capture_of(std::uint64_t stream) {
     cudaStreamCaptureStatus status{};
     unsigned long long id = 0;

@@ -1,9 +1,9 @@
-// Calls of a world run one after another on each device, whatever streams they are queued on: two
-// persistent kernels that wait for their peers must never stand in opposite order on two ranks.
+// The order of a world's calls: they run one after another on each device, whatever streams they are queued
+// on, since two persistent kernels that wait for their peers must never stand in opposite order on two ranks.
 //
-// `begin(stream)`, the call's work, `end(stream)`. While a stream is being captured into a graph, calls
-// are ordered among those of that capture; how a graph's replays and other calls follow one another
-// is for the user to order, by streams. One thread at a time. Streams are plain integers.
+// A call is `begin(stream)`, the call's work, `end(stream)`. While a stream is being captured into a graph,
+// calls are ordered among those of that capture; the user orders a graph's replays and other calls, by
+// streams. Used by one thread at a time. Streams are plain integers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,32 +22,34 @@ class CallOrder {
     CallOrder& operator=(const CallOrder&) = delete;
     ~CallOrder();
 
-    // Whoever carries what calls put to other nodes is told of each; null: nobody. It outlives this, or its
-    // place here.
+    // Announces each call to the carrier of what calls put to other nodes; null: to nobody. The carrier
+    // outlives this object, or its place here.
     void announce_to(const transport::FifoHandle* fifo) { fifo_ = fifo; }
 
-    // What is queued on `stream` from here on comes after the previous call.
+    // Orders everything queued on `stream` from here on after the previous call.
     void begin(std::uint64_t stream);
 
-    // A second stream of the call, for copy engines: after all that is queued on `stream`.
+    // Returns a second stream of the call, for copy engines, which comes after everything queued on `stream`.
     std::uint64_t fork(std::uint64_t stream);
-    // `stream` goes on only after what was queued on the second one.
+    // Makes `stream` go on only after everything queued on the second one.
     void join(std::uint64_t stream);
 
-    // A third one, for kernels, whose blocks go before those of `stream`: likewise.
+    // The same with a third stream, for kernels, whose blocks go before those of `stream`.
     std::uint64_t fork_kernels(std::uint64_t stream);
     void join_kernels(std::uint64_t stream);
 
-    // The call's number, for `finished`; 0 while capturing: nothing runs that could end.
+    // Ends a call and returns its number, for `finished`; 0 while capturing, when nothing runs that could
+    // end.
     std::uint64_t end(std::uint64_t stream);
 
-    // The number of the last call that was not captured; 0: none.
+    // Returns the number of the last call that was not captured; 0 for none.
     [[nodiscard]] std::uint64_t latest() const { return calls_; }
 
-    // Whether a graph holds a call of the world: it may be replayed unheard.
+    // Returns true where a graph holds a call of the world: it may be replayed without this object being
+    // called.
     [[nodiscard]] bool captured() const { return capture_ != 0; }
 
-    // Whether that call's work is over. CudaError where the device has failed.
+    // Returns true when that call's work is over. CudaError where the device has failed.
     [[nodiscard]] bool finished(std::uint64_t call) const;
 
   private:
@@ -56,7 +58,8 @@ class CallOrder {
 
     cudaEvent_t& event_of(std::uint64_t call) { return events_[call % kEvents]; }
 
-    // `other`, which from here on comes after what is queued on `stream`; and the other way round.
+    // `forked` returns `other`, which from here on comes after everything queued on `stream`; `joined` orders
+    // them the other way round.
     [[nodiscard]] std::uint64_t forked(std::uint64_t stream, cudaStream_t other) const;
     void joined(std::uint64_t stream, cudaStream_t other) const;
 

@@ -19,7 +19,7 @@ struct Handed {
     std::unique_ptr<CallStarter> starter;
 };
 
-// Sets the Python exception that the same error would be, had Python made the call.
+// Sets the Python exception that the same error would have been if Python had made the call.
 MkernelCallResult start(void* self, const MkernelCall* call) {
     try {
         return static_cast<CallStarter*>(self)->start(*call);

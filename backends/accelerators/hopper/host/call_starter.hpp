@@ -15,21 +15,21 @@
 
 namespace mkernel::hopper {
 
-// Of a GEMM op's tensors, in a call; there may be no bias, and no scales.
+// A GEMM op's tensors in a call; there may be no bias, and no scales.
 enum : int { kA, kB, kBias, kOut, kAScale, kBScale };
 
 class CallStarter {
   public:
-    // Python objects, which outlive it: the world's CallOrder and ControlBlock.
+    // Takes Python objects, which outlive it: the world's CallOrder and ControlBlock.
     CallStarter(int device, pybind11::object order, pybind11::object control);
     virtual ~CallStarter() = default;
     CallStarter(const CallStarter&) = delete;
     CallStarter& operator=(const CallStarter&) = delete;
 
-    // As the contract's `start`, with the GIL held. Throws what the work throws.
+    // Starts a call as the contract's `start` does, with the GIL held. Throws what the work throws.
     MkernelCallResult start(const MkernelCall& call);
 
-    // The capsule that the contract asks for, which owns the starter.
+    // Returns the capsule that the contract requires, which owns the starter.
     static pybind11::object capsule(std::unique_ptr<CallStarter> starter);
 
   protected:
@@ -46,7 +46,7 @@ class CallStarter {
     const ControlBlock& control_;
 };
 
-// The number of a call as kernels note it: the low 32 bits.
+// Returns the number of a call as kernels note it: the low 32 bits.
 inline std::uint32_t call_number(const MkernelCall& call) {
     return static_cast<std::uint32_t>(call.number);
 }

@@ -11,7 +11,7 @@ namespace mkernel::hopper {
 
 ControlBlock::ControlBlock() {
     void* memory = nullptr;
-    // Unified addressing: the device's address is the same.
+    // With unified addressing the device's address is the same.
     cuda::check(cudaHostAlloc(&memory, sizeof(transport::HostControl),
                               cudaHostAllocMapped | cudaHostAllocPortable),
                 "cudaHostAlloc of the host's control block");

@@ -28,11 +28,11 @@ struct Cublas {
     const char* (*status_name)(int);
 };
 
-// `library`: its soname, or a path. None where the process has not loaded it: another copy would not be
-// torch's. std::runtime_error where it lacks a function. It is never unloaded.
+// Returns the functions of `library`, its soname or a path; none where the process has not loaded it, since
+// another copy would not be torch's. std::runtime_error where it lacks a function. It is never unloaded.
 std::optional<Cublas> loaded_cublas(const std::string& library);
 
-// CudaError, with the status' name, unless `status` is success.
+// Throws CudaError, with the status' name, unless `status` is success.
 void check(const Cublas& functions, int status, const char* call);
 
 }  // namespace mkernel::hopper

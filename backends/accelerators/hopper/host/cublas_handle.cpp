@@ -49,7 +49,7 @@ void CublasHandle::use(const CublasWorkspace& workspace, cudaStream_t stream) {
     if (workspace.at == workspace_ && stream == stream_) return;
     workspace_ = nullptr;
     check(functions_, functions_.set_stream(handle_, stream), "cublasSetStream");
-    // After the stream, which cuBLAS gives a workspace of its own.
+    // Set after the stream, since setting a stream gives cuBLAS a workspace of its own.
     check(functions_, functions_.set_workspace(handle_, workspace.at, workspace.nbytes),
           "cublasSetWorkspace");
     stream_ = stream;

@@ -25,14 +25,14 @@ struct MatrixLayout {
     int pitch;
 };
 
-// What the products of a plan have in common: [rows, k] @ [k, n] = [rows, n], which is packed.
+// The parts that products of a plan have in common: [rows, k] @ [k, n] = [rows, n], which is packed.
 struct HalfProduct {
     cudaDataType_t element, result;
     int n, k;
     MatrixLayout a, b;
 };
 
-// Where a product's matrices lie, and how many rows two of them have.
+// The places of a product's matrices, and the number of rows that two of them have.
 struct ProductPlaces {
     const void* a;
     const void* b;
@@ -40,25 +40,27 @@ struct ProductPlaces {
     int rows;
 };
 
-// Products that use the same one must be ordered on their device; graphs keep its address.
+// A workspace. Products that use the same one must be ordered on their device; graphs keep its address.
 struct CublasWorkspace {
     void* at;
     std::size_t nbytes;
 };
 
-// Any thread. Waits for nothing but another thread's product, which is queued then.
+// A handle of cuBLAS, for any thread. It waits for nothing but another thread's product, which is queued
+// then.
 class CublasHandle {
   public:
-    // Of the current device. CudaError.
+    // Makes a handle on the current device. CudaError.
     explicit CublasHandle(const Cublas& functions);
     CublasHandle(const CublasHandle&) = delete;
     CublasHandle& operator=(const CublasHandle&) = delete;
 
-    // This process's handle of a device. It is never destroyed: cublasDestroy waits for all that the device
-    // has to do, and has no deadline. `functions`: of the first call.
+    // Returns this process's handle of a device. It is never destroyed: cublasDestroy waits for everything
+    // that the device has to do, and has no deadline. `functions`: those of the first call.
     static CublasHandle& of(int device, const Cublas& functions);
 
-    // Queued when this returns, also where `stream` is captured. The device is current. CudaError.
+    // Queues the product before it returns, also where `stream` is captured. The device is current.
+    // CudaError.
     void multiply(const HalfProduct& product, const ProductPlaces& places,
                   const CublasWorkspace& workspace, cudaStream_t stream);
 
@@ -68,7 +70,7 @@ class CublasHandle {
     Cublas functions_;
     std::mutex turn_;
     Cublas::Handle handle_ = nullptr;
-    // As cuBLAS was told; null: nothing.
+    // The stream and workspace that cuBLAS was last given; null: none.
     cudaStream_t stream_ = nullptr;
     void* workspace_ = nullptr;
 };

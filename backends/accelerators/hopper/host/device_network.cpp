@@ -15,7 +15,7 @@ const transport::Word* words_of(std::uint64_t pad) {
     return transport::SignalPad(reinterpret_cast<void*>(pad)).word(0);
 }
 
-// The whole pages that hold the words. A pad begins with a page, and its header is in that.
+// Returns the whole pages that hold the words. A pad begins with a page, and its header is in that.
 cuda::MappedPages pages_of(const transport::Word* words, int device) {
     const cuda::DeviceScope scope(device);
     const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));

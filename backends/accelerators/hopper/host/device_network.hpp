@@ -13,12 +13,12 @@ namespace mkernel::hopper {
 
 class DeviceNetwork {
   public:
-    // `fifo`: of the session; `pad`: the rank's signal pad, of at least kNetworkWords. `ordered`: the NIC
+    // `fifo`: the session's; `pad`: the rank's signal pad, of at least kNetworkWords. `ordered`: the NIC
     // never sends a put twice. CudaError; std::invalid_argument, as cuda::DeviceFifo.
     DeviceNetwork(int device, std::uint64_t fifo, std::uint64_t pad, bool ordered);
 
-    // What kernels are given to use the area at `area`, `offset` bytes into a region on every rank. No
-    // kernel may use it once this object has ended.
+    // Returns the kernels' argument for using the area at `area`, `offset` bytes into a region on every rank.
+    // No kernel may use it once this object has ended.
     [[nodiscard]] Network of(std::uint64_t area, bool staged, std::uint32_t region,
                              std::uint64_t offset) const;
 

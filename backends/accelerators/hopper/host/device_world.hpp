@@ -12,8 +12,8 @@
 
 namespace mkernel::hopper {
 
-// The world of one call: the workspaces of this node's ranks mapped on this device, the way to the others,
-// and how to wait.
+// The world of one call: the workspaces of this node's ranks mapped on this device, the way to the other
+// ranks, and the limits of waits.
 struct DeviceWorld {
     std::vector<std::uint64_t> workspaces;  // by rank; 0: of another node
     Network network;
@@ -23,7 +23,7 @@ struct DeviceWorld {
     std::uint32_t call;
 };
 
-// What kernels are given of it. At most kMaxRanks workspaces.
+// Returns the kernels' view of it. At most kMaxRanks workspaces.
 inline Workspace workspace_of(const DeviceWorld& world) {
     Workspace workspace{};
     for (std::size_t rank = 0; rank < world.workspaces.size(); ++rank) {
@@ -45,7 +45,7 @@ inline transport::WaitLimits limits_of(const DeviceWorld& world) {
             static_cast<std::uint64_t>(world.timeout_s * 1e9), world.call};
 }
 
-// Whether another rank is on this device: copies to it need room on its multiprocessors.
+// Returns true where another rank is on this device: copies to it need room on its multiprocessors.
 inline bool shares_device(int device, const DeviceWorld& world) {
     for (int rank = 0; rank < static_cast<int>(world.workspaces.size()); ++rank) {
         const std::uint64_t workspace = world.workspaces[rank];
@@ -55,7 +55,7 @@ inline bool shares_device(int device, const DeviceWorld& world) {
     return false;
 }
 
-// Where the number of the first call is written into new memory: bytes into it.
+// Returns the places, in bytes into new memory, at which the number of the first call is written.
 inline std::vector<std::size_t> epoch_offsets() {
     std::vector<std::size_t> offsets{offsetof(Control, state) +
                                      offsetof(transport::CallState, epoch)};

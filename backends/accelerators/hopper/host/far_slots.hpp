@@ -14,11 +14,12 @@ namespace mkernel::hopper {
 void send_far(const DeviceWorld& world, std::uint64_t from, const FarSlots& slots,
               std::uint64_t stream);
 
-// Puts what lies in the outbox, `slots.bytes` for each rank of the world, to those of other nodes. CudaError.
+// Puts the contents of the outbox, `slots.bytes` for each rank of the world, to the ranks of other nodes.
+// CudaError.
 void send_outbox(const DeviceWorld& world, std::uint64_t outbox, const FarSlots& slots,
                  std::uint64_t stream);
 
-// Sets the flags of what other nodes put into the slots. CudaError; std::invalid_argument.
+// Sets the flags of slots when other nodes' data has arrived in them. CudaError; std::invalid_argument.
 void land_far(const DeviceWorld& world, const std::vector<FarSlots>& slots, std::uint64_t stream);
 
 }  // namespace mkernel::hopper

@@ -16,12 +16,12 @@ namespace mkernel::hopper {
 
 namespace {
 
-// Rows of the `out` of one of `world` ranks.
+// Returns the rows of `out` on one of `world` ranks.
 int rows_of(int world, const FewRowsSchedule& schedule) {
     return schedule.m / (schedule.exchange == FewRowsExchange::reduce_scatter ? world : 1);
 }
 
-// What one rank mails another one.
+// Returns the bytes that one rank mails to another one.
 std::uint64_t slot_bytes(int world, int n, const FewRowsSchedule& schedule) {
     const std::uint64_t elements = std::uint64_t{1} * rows_of(world, schedule) * n;
     return (elements * (schedule.unrounded ? sizeof(float) : kElementBytes) + 127) / 128 * 128;

@@ -10,8 +10,8 @@
 
 namespace mkernel::hopper {
 
-// How K is cut, and what travels. `unrounded`: sums of a rank travel in float32, else rounded to the result's type.
-// `m`: rows of the product; of ReduceScatter a multiple of the number of ranks.
+// The cut of K, and the type that travels. `unrounded`: sums of a rank travel in float32, else rounded to the
+// result's type. `m`: rows of the product; for ReduceScatter a multiple of the number of ranks.
 struct FewRowsSchedule {
     int m;
     int splits;
@@ -19,15 +19,15 @@ struct FewRowsSchedule {
     FewRowsExchange exchange = FewRowsExchange::all_reduce;
 };
 
-// std::length_error where what the ranks send each other is more than a call may have.
+// Throws std::length_error where what the ranks send each other is more than a call may have.
 void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
 
-// Of a world of one rank, the product alone. `norm`: of AllReduce of several ranks, on a cluster for each tile.
-// std::invalid_argument.
+// Queues a call; in a world of one rank, the product alone. `norm`: for AllReduce of several ranks, on a
+// cluster for each tile. std::invalid_argument.
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
               const RowNorm& norm, std::uint64_t stream);
 
-// From now on calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
+// Makes later calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
 // only in a build with MKERNEL_TRACE.
 void trace_few_rows(std::uint64_t address, std::uint32_t calls);
 

@@ -65,7 +65,8 @@ CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width
                       box_rows, half);
 }
 
-// Tiles of one owner, counting every block of its clusters, and the bytes of one.
+// Returns the tiles of one owner, counting every block of its clusters; `tile_bytes` returns the bytes of
+// one.
 std::uint64_t tiles_of(int rows, int n, Tiling tiling) {
     const int height = cluster_rows(tiling);
     return std::uint64_t{1} * divide_up(rows, height) * (height / kTileRows) *
@@ -79,7 +80,7 @@ int blocks_of(int k, Scaling scaling) {
     return scaling == Scaling::by_blocks ? k / kScaleBlock : 0;
 }
 
-// Of one rank's rows.
+// Returns the number of scales of one rank's rows.
 std::size_t scales_of(int rows, int k, Scaling scaling) {
     if (scaling == Scaling::single) return 1;
     return static_cast<std::size_t>(rows) * std::max(blocks_of(k, scaling), 1);
@@ -96,7 +97,7 @@ std::size_t aligned(std::size_t bytes) {
     return (bytes + kAreaAlignment - 1) / kAreaAlignment * kAreaAlignment;
 }
 
-// `bytes`: as of with_kept_splits.
+// `bytes`: as with_kept_splits takes it.
 LastWave last_wave_of(const Product& product, const Workspace& workspace, std::size_t bytes) {
     if (product.last_splits == 1) return {};
     if (workspace.far() > 0) {
@@ -151,7 +152,7 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
 
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tiling, bool by_outbox,
                               bool gathers) {
-    // As TileFlags of the kernel numbers them.
+    // Numbered as TileFlags of the kernel numbers them.
     check_flags((gathers ? 2 : 1) * tiles_of(rows, n, tiling) * (world - 1));
     if (local == 1) return kDataOffset;  // everything goes through the area for other nodes
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
@@ -205,7 +206,7 @@ void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_b
             return "copying " + std::to_string(nbytes) + " bytes to rank " + std::to_string(peer);
         });
     };
-    // `count` rows from `first` on, `width` bytes of each from `at` on.
+    // Copies `count` rows from `first` on, `width` bytes of each from `at` on.
     const auto copy = [&](int peer, int first, int count, std::uint64_t at, std::uint64_t width) {
         const std::uint64_t own = first * row_bytes + at;
         const std::uint64_t before =

@@ -24,9 +24,9 @@ struct GemmTensors {
     std::uint64_t a_scale = 0, b_scale = 0;  // of e4m3 operands, float32; else 0
 };
 
-// Which operands: of 16 bits; or e4m3 with scales [rows] and [n], with one each, or with one of each
-// kScaleBlock elements of a row of A, [rows, k / kScaleBlock], and square of B, [n / kScaleBlock rounded up,
-// k / kScaleBlock].
+// The kind of operands: 16-bit; or e4m3 with scales [rows] and [n], with one each, or with one for each
+// kScaleBlock elements of a row of A, [rows, k / kScaleBlock], and for each square of B, [n / kScaleBlock
+// rounded up, k / kScaleBlock].
 enum class Scaling : std::uint8_t { none, by_rows, single, by_blocks };
 inline constexpr int kScaleBlock = 128;
 
@@ -41,30 +41,31 @@ struct Product {
     int band;    // cluster rows that share B in L2
     int blocks;  // 0: one an SM
     Scaling scaling = Scaling::none;
-    // Along K, of tiles of the last wave (tile/shares.cuh); more than 1 with `blocks`, of 16-bit operands, and
-    // not between nodes.
+    // Splits along K of the tiles of the last wave (tile/shares.cuh); more than 1 with `blocks`, for 16-bit
+    // operands, and not between nodes.
     int last_splits = 1;
 };
 
-// Of an element of A and B.
+// Returns the bytes of an element of A and B.
 inline int operand_bytes(Scaling scaling) {
     return scaling == Scaling::none ? static_cast<int>(kElementBytes) : 1;
 }
 
-// Of A and B.
+// Returns the type of the elements of A and B.
 ElementType operands_of(const Product& product);
 
-// As kernels take them; in `gathered_at` of the data area what all ranks have as rows'.
+// Returns the scales as kernels take them; `gathered_at` of the data area holds the rows' scales of all
+// ranks.
 OperandScales scales_of(const Product& product, std::uint64_t gathered_at = 0);
 
-// B as bulk copies see it: boxes of 128 rows of N (of medium tiles 96) and 64 of K, or, N-major, of 64 rows of
-// K (32) and 64 of N.
+// Returns B's map for bulk copies: boxes of 128 rows of N (for medium tiles 96) and 64 of K, or, N-major, of
+// 64 rows of K (32) and 64 of N.
 CUtensorMap map_of_b(const Product& product);
 
-// How one rank's rows of A travel: in `chunks` of `chunk_rows`, the last one perhaps shorter; by the
-// first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0, there to
-// the last peer in `slices` of K, which tiles begin with one by one. Meanwhile `columns_ahead` tile
-// columns of the own rows are computed; 0: all. Slices are for one chunk, and not for blocks.
+// The schedule of one rank's rows of A. They travel in `chunks` of `chunk_rows`, the last one perhaps
+// shorter: by the first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0,
+// and there to the last peer in `slices` of K, which tiles begin with one by one. Meanwhile `columns_ahead`
+// tile columns of the own rows are computed; 0: all. Slices are for one chunk, and not for blocks.
 // `hierarchical`: between nodes, once to each other node (device/rails.cuh).
 struct AllGatherSchedule {
     int rows;
@@ -78,19 +79,19 @@ struct AllGatherSchedule {
     [[nodiscard]] int flags() const { return count() * slices; }  // of one rank
 };
 
-// Bytes of a workspace's data area, and its flags, that a call needs. std::length_error where flags run
-// out.
+// Returns the bytes of a workspace's data area that a call needs, and checks its flags. std::length_error
+// where flags run out.
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
                                   Scaling scaling = Scaling::none);
-// `gathers`: AllReduce into an out that is not symmetric. Of `world` ranks `local` are on a node.
+// `gathers`: AllReduce into an out that is not symmetric. `local` of the `world` ranks are on one node.
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tiling, bool by_outbox,
                               bool gathers);
-// Bytes of the area for other nodes: of the data area, behind those, or of staging memory.
+// Returns the bytes of the area for other nodes: in the data area, after those, or in staging memory.
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
                                    bool gathers, bool hierarchical);
 
-// What `bytes` of the data area become with the splits that an op of `owners` blocks of `rows` rows keeps
-// behind them; `others`: blocks of its kernel that have no tiles, or none. std::length_error.
+// Returns `bytes` of the data area plus the splits that an op of `owners` blocks of `rows` rows keeps after
+// them; `others`: blocks of its kernel that have no tiles, or none. std::length_error.
 std::size_t with_kept_splits(std::size_t bytes, const Product& product, int owners, int rows,
                              int others);
 
@@ -100,31 +101,31 @@ struct RowScales {
 };
 RowScales row_scales(const Product& product, int rows);
 
-// Copies the own rows, and ahead of them their scales, into every peer's workspace, the rank before this
-// one first, and the epoch into the flags behind them: whole shards, but the last peer's chunk by chunk or
-// slice by slice, since only the end of the last shard is ever waited for. On the copy engines; `stream`
-// must come after the end of the previous call. At most kEpochCopies flags.
+// Copies the own rows, and ahead of them their scales, into every peer's workspace, the rank before this one
+// first, and then the epoch into their flags: whole shards, except the last peer's chunk by chunk or slice by
+// slice, since only the end of the last shard is ever waited for. On the copy engines; `stream` must come
+// after the end of the previous call. At most kEpochCopies flags.
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
                const AllGatherSchedule& schedule, std::uint64_t stream,
                const RowScales& scales = {});
 
-// The same by blocks of a kernel (`schedule.push_blocks`, not 0), to ranks of other nodes too. A call
-// of all_gather_gemm behind it on the stream, without blocks that push, ends the call.
+// Does the same by blocks of a kernel (`schedule.push_blocks`, not 0), to ranks of other nodes too. A later
+// call of all_gather_gemm on the stream, without blocks that push, ends the call.
 void send_rows(const DeviceWorld& world, const Product& product, const AllGatherSchedule& schedule,
                std::uint64_t stream);
 
-// Of e4m3 operands all ranks are on one node. std::invalid_argument.
-// `wait` false: take the other ranks' rows as they lie in the workspace. Of several ranks, rows of `a`
-// are packed: they travel as they lie. std::invalid_argument.
+// Queues the product; with e4m3 operands all ranks must be on one node. `wait` false: take the other ranks'
+// rows as they lie in the workspace. With several ranks, rows of `a` are packed: they travel as they lie.
+// std::invalid_argument.
 void all_gather_gemm(const DeviceWorld& world, const Product& product,
                      const AllGatherSchedule& schedule, bool wait, std::uint64_t stream);
 
-// Who sums what, and how it travels (kernels/gemm_reduce.cuh). `rows`: of each owner, the last one's
-// perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for Tiling::narrow) where
-// `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows, n]. `alone`:
-// exchange nothing. `network_blocks`: of the kernel, whole clusters, that tend the network, where there are
-// other nodes. `hierarchical`: between nodes, sums over a node go to each other node (device/rails.cuh).
-// `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
+// The schedule of sums: which rank sums what, and how parts travel (kernels/gemm_reduce.cuh). `rows`: of each
+// owner, the last one's perhaps beyond `m`; a multiple of the height of a cluster (256, 128 for
+// Tiling::narrow) where `everywhere`. `everywhere`: AllReduce, `out` is [m, n]; else ReduceScatter, [rows,
+// n]. `alone`: exchange nothing. `network_blocks`: blocks of the kernel, whole clusters, that tend the
+// network, where there are other nodes. `hierarchical`: between nodes, sums over a node go to each other node
+// (device/rails.cuh). `given`: the rank's product [m, n] is there already, rounded; 0: it is not.
 struct ReduceSchedule {
     int m;
     int rows;
@@ -143,7 +144,7 @@ struct ReduceSchedule {
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream);
 
-// On the stream, goes on once every rank has come to this call; kernels/rendezvous.hpp.
+// Makes the stream go on once every rank has come to this call; kernels/rendezvous.hpp.
 void rendezvous(const DeviceWorld& world, std::uint64_t stream);
 
 }  // namespace mkernel::hopper

@@ -1,4 +1,4 @@
-// Where a call's `out` lies, for the kernels of all ranks of a node (device/landing.cuh).
+// The place of a call's `out`, for the kernels of all ranks of a node (device/landing.cuh).
 #pragma once
 
 #include <cstddef>
@@ -10,14 +10,14 @@
 
 namespace mkernel::hopper {
 
-// What calls of one plan tell of their outputs of `bytes`. `memory`: null where the plan's calls tell nothing,
-// which is the same on all ranks.
+// The places that calls of one plan publish for their outputs of `bytes`. `memory`: null where the plan's
+// calls publish none, which is the same on all ranks.
 class Outputs {
   public:
     Outputs() = default;
     Outputs(std::shared_ptr<const cuda::OutputMemory> memory, int world, std::size_t bytes);
 
-    // Of a call whose own output is there.
+    // Returns the landings of a call whose own output is there.
     [[nodiscard]] Landings landings(std::uint64_t out) const;
 
   private:

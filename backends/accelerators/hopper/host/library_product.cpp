@@ -14,7 +14,7 @@ using namespace py::literals;
 namespace mkernel::hopper {
 namespace {
 
-// function(*given, **named), with the values of `names`, a tuple, last.
+// Calls function(*given, **named), with the values of `names`, a tuple, last.
 template <std::size_t kCount>
 void invoke(const py::object& function, PyObject* const (&given)[kCount], const py::tuple& names) {
     PyObject* const made = PyObject_Vectorcall(function.ptr(), given, kCount - names.size(),
@@ -23,8 +23,8 @@ void invoke(const py::object& function, PyObject* const (&given)[kCount], const 
     Py_DECREF(made);
 }
 
-// By torch's functions. `more`: at most one argument of `mm`, the dtype of the result where that is not
-// the inputs'. `whole`: where the product is of another dtype than `out`, makes what it is rounded from.
+// A product by torch's functions. `more`: at most one argument of `mm`, the dtype of the result where that is
+// not the inputs'. `whole`: where the product is of another dtype than `out`, makes what it is rounded from.
 class TorchProduct final : public LibraryProduct {
   public:
     TorchProduct(py::object mm, py::object addmm, py::object add, py::tuple more,
@@ -35,7 +35,7 @@ class TorchProduct final : public LibraryProduct {
           more_(std::move(more)),
           whole_(std::move(whole)) {}
 
-    // Without a bias into a result of the product's own dtype: partial results.
+    // Without a bias and into a result of the product's own dtype, it makes partial results.
     void multiply(const MkernelCall& call, py::handle rows, py::handle /*scales*/, py::handle bias,
                   py::handle out) const override {
         const py::handle b = tensor_of(call, kB);
@@ -71,7 +71,7 @@ class TorchProduct final : public LibraryProduct {
     py::tuple out_ = py::make_tuple("out");
 };
 
-// By a function of (rows, their scales, b, its scales, bias or None, out).
+// A product by a function of (rows, their scales, b, its scales, bias or None, out).
 class ScaledProduct final : public LibraryProduct {
   public:
     explicit ScaledProduct(py::object function) : function_(std::move(function)) {}

@@ -11,12 +11,12 @@
 
 namespace mkernel::hopper {
 
-// Of a call; borrowed.
+// Returns a tensor of a call; borrowed.
 inline pybind11::handle tensor_of(const MkernelCall& call, int which) {
     return static_cast<PyObject*>(call.tensors[which]);
 }
 
-// What makes a tensor: a function of torch's and its arguments.
+// The making of a tensor: a function of torch's and its arguments.
 struct Allocation {
     pybind11::object function;
     pybind11::tuple arguments;
@@ -24,13 +24,13 @@ struct Allocation {
     [[nodiscard]] pybind11::object operator()() const;
 };
 
-// Of a pair (function, arguments), or None. py::value_error.
+// Returns the allocation of a pair (function, arguments), or of None. py::value_error.
 std::optional<Allocation> allocation(const pybind11::object& pair);
 
-// A tensor's, in memory.
+// Returns a tensor's address in memory.
 std::uint64_t address_of(const pybind11::object& tensor);
 
-// `out` = rows @ the call's b, perhaps with a bias, on torch's current stream, rounded once.
+// The product `out` = rows @ the call's b, perhaps with a bias, on torch's current stream, rounded once.
 class LibraryProduct {
   public:
     LibraryProduct() = default;
@@ -38,21 +38,22 @@ class LibraryProduct {
     LibraryProduct(const LibraryProduct&) = delete;
     LibraryProduct& operator=(const LibraryProduct&) = delete;
 
-    // `scales`: of the rows; `bias`: either may be None.
+    // `scales`: those of the rows; it and `bias` may be None.
     virtual void multiply(const MkernelCall& call, pybind11::handle rows, pybind11::handle scales,
                           pybind11::handle bias, pybind11::handle out) const = 0;
 
-    // Whether a product of so many rows, without scales or a bias, takes addresses now; else tensors.
+    // Returns true where a product of so many rows, without scales or a bias, takes addresses now; otherwise
+    // it takes tensors.
     [[nodiscard]] virtual bool takes_addresses(std::int64_t /*rows*/) const { return false; }
 
-    // The same by the addresses of rows and of their results, where it takes them.
+    // Multiplies by the addresses of rows and of their results, where it takes them.
     virtual void multiply_at(const MkernelCall& /*call*/, std::uint64_t /*rows*/,
                              std::int64_t /*count*/, std::uint64_t /*out*/) const {
         throw std::logic_error("this product takes tensors");
     }
 
-    // Memory for what a call has between its product and its exchange, which its world's next call uses again;
-    // 0: there is not so much.
+    // Returns memory for what a call has between its product and its exchange, which its world's next call
+    // uses again; 0 where there is less room than that.
     [[nodiscard]] virtual std::uint64_t room(std::uint64_t /*bytes*/) const { return 0; }
 };
 

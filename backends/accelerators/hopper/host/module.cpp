@@ -7,7 +7,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_hopper, module) {
     module.doc() = "Kernels for GPUs of compute capability 9.0.";
-    // Its types of an abort's code and diagnosis are used here.
+    // transport's types of an abort's code and diagnosis are used here.
     py::module_::import("mkernel.backends.transport._transport");
     py::module_::import("mkernel.backends.cuda._cuda");  // it makes CudaError known to Python
     mkernel::hopper::bind_calls(module);

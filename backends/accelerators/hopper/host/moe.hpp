@@ -2,9 +2,10 @@
 // waits for the device.
 //
 // The data area of a rank's workspace in a dispatch: tokens of all ranks [W, tokens, hidden], their ids
-// [W, tokens, top_k] int32, scratch. Flag s: tokens of rank s are there; flag W + s: its ids are. Of what
-// comes home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank, then the results
-// [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s; flag W + s: its results.
+// [W, tokens, top_k] int32, scratch. Flag s: tokens of rank s are there; flag W + s: its ids are. The data
+// area for results that come home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank,
+// then the results [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s; flag W +
+// s: its results.
 #pragma once
 
 #include <cstdint>
@@ -20,32 +21,33 @@
 
 namespace mkernel::hopper::moe {
 
-// What tells routings apart. `experts`: of one rank.
+// The sizes that tell routings apart. `experts`: of one rank.
 struct Sizes {
     std::int32_t world, tokens, top_k, experts;
 };
 
-// 32-bit words of a handle. std::length_error where they, or places, cannot be counted in 31 bits.
+// Returns the 32-bit words of a handle. std::length_error where they, or places, cannot be counted in 31
+// bits.
 std::int64_t table_words(const Sizes& sizes);
 
-// Bytes of a workspace. std::length_error: too many experts.
+// Returns the bytes of a workspace. std::length_error: too many experts.
 std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes);
 std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank);
 
-// Between nodes these are also slots that NICs write into, or staging memory of the same layout. Behind them,
-// where sums come by rank, is the outbox: those for each rank, [W, tokens, width].
+// The slots between nodes, which NICs write into, or staging memory of the same layout. After them, where
+// sums come by rank, is the outbox: those for each rank, [W, tokens, width].
 FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes);
 FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes);
 FarSlots far_weights(const Sizes& sizes);
 FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes);
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
 
-// Loads what calls between nodes start to the current device, before the first of them. A kernel that is
-// loaded while another waits may wait for that in the driver, and whoever asks the driver for something
-// then, as an emulated NIC does for every copy, waits with both.
+// Loads the kernels that calls between nodes start to the current device, before the first of those calls. A
+// kernel that is loaded while another one waits may wait for that in the driver; anything that then calls the
+// driver, as an emulated NIC does for every copy, waits with both.
 void load();
 
-// Pinned memory where a dispatch tells the host of its rows (kernels/moe/tables.cuh).
+// Pinned memory in which a dispatch reports its rows to the host (kernels/moe/tables.cuh).
 class ReportBlock {
   public:
     ReportBlock();
@@ -54,9 +56,9 @@ class ReportBlock {
     ~ReportBlock();
 
     [[nodiscard]] Report* report() const { return report_; }
-    // Rows of this rank in that call, once they are known.
+    // Returns the rows of this rank in that call, once they are known.
     [[nodiscard]] std::optional<std::int32_t> rows(std::uint32_t call) const;
-    // (rank, rows, capacity) of the first call since this was last asked that had too many rows.
+    // Returns (rank, rows, capacity) of the first call since the last query that had too many rows.
     [[nodiscard]] std::optional<std::tuple<int, int, int>> take_refusal() const;
 
   private:
@@ -74,7 +76,8 @@ struct Routing {
 void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
            std::uint64_t stream);
 
-// Own tokens and ids, as in PushArgs; each token goes once to each rank of the node that has an expert of it.
+// The own tokens and ids, as in PushArgs; each token goes once to each rank of the node that has an expert of
+// it.
 struct WantedTokens {
     Sizes sizes;
     std::uint64_t x, ids, row_bytes;
@@ -82,11 +85,11 @@ struct WantedTokens {
 };
 void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
 
-// Rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in the order of
-// rows first; 0: they are gathered. `rows`: that `out` has, and `a` where it has rows. `gated`: weights have
-// 2n columns. `home`: results go to the places of their rows, not to `out`. `wide`: they are float32.
-// `waits`: for other ranks, and send to them. `ends`: see GroupedArgs. `deep`: see
-// GroupedVariant.
+// The product rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in
+// the order of rows first; 0: they are gathered. `rows`: the number that `out` has, and `a` where it has
+// rows. `gated`: weights have 2n columns. `home`: results go to the places of their rows, not to `out`.
+// `wide`: they are float32. `waits`: the product waits for other ranks, and sends to them. `ends`: see
+// GroupedArgs. `deep`: see GroupedVariant.
 struct GroupedProduct {
     Sizes sizes;
     std::uint64_t routing, a, permuted, b, out;

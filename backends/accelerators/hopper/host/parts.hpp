@@ -1,4 +1,4 @@
-// What ranks of a node put into each other's memory around a library's products, part by part.
+// Exchanges around a library's products, part by part: what ranks of a node put into each other's memory.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace mkernel::hopper {
 
-// What is raised behind a part that needs no word of its own.
+// The flag of a part that needs no flag of its own.
 inline constexpr std::int64_t kNoFlag = -1;
 
-// Copies `nbytes` from `src` to `to`, an address of rank `peer`'s memory as it is mapped here, and the
-// epoch into flag `flag` of that rank behind them, unless it is kNoFlag. On the copy engines; `stream`
-// must come after the end of the previous call. std::invalid_argument; CudaError.
+// Copies `nbytes` from `src` to `to`, an address of rank `peer`'s memory as it is mapped here, and then the
+// epoch into flag `flag` of that rank, unless it is kNoFlag. On the copy engines; `stream` must come after
+// the end of the previous call. std::invalid_argument; CudaError.
 void push_part(const DeviceWorld& world, int peer, std::uint64_t src, std::uint64_t nbytes,
                std::uint64_t to, std::int64_t flag, std::uint64_t stream);
 

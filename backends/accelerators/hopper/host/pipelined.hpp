@@ -1,5 +1,5 @@
-// A plan's pipelined calls in one world, the view that a product runs again and again. What stays the
-// same from call to call is known beforehand, so that starting one costs the host little.
+// A plan's pipelined calls in one world, the view that a product runs again and again. Everything that stays
+// the same from call to call is computed beforehand, so that starting a call costs the host little.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@
 
 namespace mkernel::hopper {
 
-// What a call brings. `product`'s other members are those of the plan.
+// The values that a call brings. `product`'s other members are those of the plan.
 struct CallOnce {
     std::uint32_t number;
     double timeout_s;
@@ -47,8 +47,8 @@ class PipelinedReduce {
     PipelinedReduce(int device, DeviceWorld world, Product product, ReduceSchedule schedule,
                     Outputs outputs = {});
 
-    // `outs`: every rank's `out` by rank, where AllReduce's is symmetric; else none, and the ranks tell where
-    // theirs are.
+    // `outs`: every rank's `out` by rank, where AllReduce's is symmetric; otherwise none, and the ranks
+    // publish where theirs are.
     void start(const CallOnce& call, const std::vector<std::uint64_t>& outs);
 
   private:

@@ -1,4 +1,4 @@
-// What ring attention's one kernel is asked for, as it is given it.
+// The arguments of ring attention's one kernel, made from what it is called with.
 #include "backends/accelerators/hopper/kernels/ring_attention.hpp"
 
 #include <stdexcept>

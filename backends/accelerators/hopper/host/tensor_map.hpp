@@ -9,15 +9,15 @@ namespace mkernel::hopper {
 
 inline constexpr std::uint64_t kElementBytes = 2;  // bfloat16, float16
 
-// What a tensor is of. e4m3 elements are 8 bits wide, the others 16.
+// The type of a tensor's elements. e4m3 elements are 8 bits wide, the others 16.
 enum class ElementType : std::uint8_t { bfloat16, float16, e4m3 };
 inline constexpr std::uint64_t bytes_of(ElementType type) {
     return type == ElementType::e4m3 ? 1 : kElementBytes;
 }
 
-// A tensor, innermost dimension first; `depth` 0: two dimensions. `pitch`: elements
-// from one row to the next; 0: rows are packed. The address and the pitch (in bytes) are multiples of
-// 16, and what comes after the first `height` rows begins where the next row would.
+// A tensor, innermost dimension first; `depth` 0: two dimensions. `pitch`: elements from one row to the next;
+// 0: rows are packed. The address and the pitch (in bytes) are multiples of 16, and the rows after the first
+// `height` begin where the next row would.
 struct TensorExtent {
     std::uint64_t address;
     std::uint64_t width;
@@ -26,7 +26,8 @@ struct TensorExtent {
     std::uint64_t pitch = 0;
 };
 
-// Copies boxes of [box_height, 128 bytes], 128-byte-swizzled in shared memory. CudaError names the extent.
+// Returns the map by which boxes of [box_height, 128 bytes] are copied, 128-byte-swizzled in shared memory.
+// CudaError names the extent.
 CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, ElementType type);
 inline CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half) {
     return tensor_map(extent, box_height, half ? ElementType::float16 : ElementType::bfloat16);
@@ -43,7 +44,7 @@ struct RowsExtent {
     std::int64_t set = 0;
 };
 
-// As above, coordinates: element, row, head, batch, set.
+// Returns the same map for these rows, with coordinates: element, row, head, batch, set.
 CUtensorMap tensor_map(const RowsExtent& extent, std::uint32_t box_height, bool half);
 
 }  // namespace mkernel::hopper
