@@ -94,7 +94,7 @@ class SumCase(Case):
 
     @property
     def rounds_partials(self) -> bool:
-        """With a norm: the sum may be rounded before the residual is added."""
+        """Return whether there is a norm: the sum may be rounded before the residual is added."""
         return "norm" in self.options
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:

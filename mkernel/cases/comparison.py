@@ -41,7 +41,7 @@ _STRIP = 1 << 24
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a result is from its reference.
+    """The distance of a result from its reference.
 
     Attributes:
         error: relative Frobenius error; infinite where ``why`` says what is wrong beyond it.

@@ -53,7 +53,7 @@ class Part(Oracle):
 
 
 class Product(Part):
-    """a [M, K] @ b [K, N]."""
+    """The product a [M, K] @ b [K, N]."""
 
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE

@@ -107,7 +107,7 @@ def run(
 def _rows(
     spec: BenchSpec, mode: Mode, results: Sequence[rank.RankResult], accelerator: str
 ) -> list[Row]:
-    """A mode's rows, from what each rank sent back."""
+    """Make a mode's rows, from what each rank sent back."""
     kinds = {each: named(each).kind for each in spec.contenders}
     most_skew_us = results[0].timing[mode].get("most_skew_us")
     return [
@@ -122,7 +122,7 @@ def _rows(
 
 
 def conditions(accelerator: str) -> Conditions:
-    """What the figures of a run on this accelerator backend depend on."""
+    """Return what the figures of a run on this accelerator backend depend on."""
     claims = registry.accelerator(accelerator).capabilities()
     constants = constants_for(claims.constants, load_settings().constants)
     if not claims.library_ops or constants is None:
@@ -137,7 +137,8 @@ def conditions(accelerator: str) -> Conditions:
 
 
 def check_modes(spec: BenchSpec, accelerator: str) -> None:
-    """ArgumentError: a mode that the accelerator's device has not, or the ops of the shapes."""
+    """Raise ArgumentError for a mode that the accelerator's device has not, or the ops of the
+    shapes."""
     if "graph" not in spec.modes:
         return
     moe = next((each.op for each in spec.shapes if each.op.startswith("moe")), None)

@@ -22,7 +22,7 @@ Sample = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What lies between a device's clock and CLOCK_MONOTONIC, in nanoseconds.
+    """The offset between a device's clock and CLOCK_MONOTONIC, in nanoseconds.
 
     Attributes:
         offset_ns: the device's clock minus the host's. error_ns: it is at most so far from the truth.
@@ -32,16 +32,16 @@ class Calibration:
     error_ns: int
 
     def on_device(self, monotonic_ns: int) -> int:
-        """An instant of the host's clock on the device's."""
+        """Convert an instant of the host's clock to the device's."""
         return monotonic_ns + self.offset_ns
 
     def on_host(self, device_ns: int) -> int:
-        """An instant of the device's clock on the host's."""
+        """Convert an instant of the device's clock to the host's."""
         return device_ns - self.offset_ns
 
 
 def calibrated(samples: Sequence[Sample]) -> Calibration:
-    """The calibration that the fastest of at least one answer gives."""
+    """Return the calibration that the fastest of at least one answer gives."""
     before, device, after = min(samples, key=lambda sample: sample[2] - sample[0])
     return Calibration(device - (before + after) // 2, (after - before + 1) // 2)
 
@@ -60,7 +60,7 @@ class Meeting:
         self._count = 0
 
     def agree(self, lead_s: float) -> int:
-        """The latest of what the ranks propose, which is ``lead_s`` from now; nanoseconds."""
+        """Return the latest of what the ranks propose, which is ``lead_s`` from now; nanoseconds."""
         mine = time.monotonic_ns() + round(lead_s * 1e9)
         if self._size == 1:
             return mine
@@ -80,7 +80,8 @@ class Meeting:
 
 
 def wait_until(instant_ns: int) -> int:
-    """Keep the host busy until an instant of CLOCK_MONOTONIC; when it really ended, nanoseconds."""
+    """Keep the host busy until an instant of CLOCK_MONOTONIC; return when it really ended, in
+    nanoseconds."""
     now = time.monotonic_ns()
     while now < instant_ns:
         now = time.monotonic_ns()
@@ -88,5 +89,5 @@ def wait_until(instant_ns: int) -> int:
 
 
 def skew_us(starts_ns: Sequence[int]) -> float:
-    """How far apart the first and the last rank started."""
+    """Return how far apart the first and the last rank started, in microseconds."""
     return (max(starts_ns) - min(starts_ns)) / 1e3

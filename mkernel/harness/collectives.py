@@ -29,7 +29,8 @@ traced_reduce_scatter = _newest(
 
 
 def collective(op: str, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The op's collective by torch.distributed, into ``out``. ``source`` may be summed in place."""
+    """Call the op's collective of torch.distributed, into ``out``. ``source`` may be summed in
+    place."""
     if source.dtype == torch.float8_e4m3fn:  # of which not all libraries know
         collective(op, source.view(torch.uint8), out.view(torch.uint8))
         return out

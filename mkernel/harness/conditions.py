@@ -1,4 +1,5 @@
-"""What a table's figures depend on, in sentences: on the page above each table, and on the terminal."""
+"""Sentences about what a table's figures depend on: on the page above each table, and on the
+terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ _MULTICAST = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
 def timed(report: Report) -> list[str]:
-    """What a turn of each mode is, and how it is timed."""
+    """Say what a turn of each mode is, and how it is timed."""
     return [_timed(report, mode) for mode in report.spec.modes]
 
 
 def sentences(report: Report) -> list[str]:
-    """One a condition; what an older file does not say is said to be not recorded."""
+    """Return a sentence for each condition; what an older file lacks is said to be not recorded."""
     return [
         *timed(report),
         *_emulated_nic(report),
@@ -40,7 +41,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def commit(report: Report) -> str:
-    """Which commit, how that is known, and whether the tree was that commit's."""
+    """Say which commit it was, how that is known, and whether the tree was that commit's."""
     source = report.provenance
     name = f"Commit `{source['commit'][:12]}`"
     asserted = {
@@ -147,7 +148,7 @@ def shapes(report: Report) -> str:
 
 
 def listed_as(report: Report) -> str | None:
-    """The shipped list that the shapes are of, also where the file does not name it."""
+    """Return the shipped list that the shapes are of, also where the file does not name it."""
     if report.spec.source in SHIPPED:
         return report.spec.source
     sizes = {(shape.op, shape.size) for shape in _distinct(report)}
@@ -200,7 +201,7 @@ def _planner(report: Report) -> str:
 
 
 def _named(used: str) -> str:
-    """A list, or a seed and why it is spent."""
+    """Name a list, or a seed and why it is spent."""
     _, seed, number = used.partition("seed ")
     return f"{used}: {SPENT.get(int(number), 'spent when this was measured')}" if seed else used
 
@@ -213,5 +214,5 @@ def _like(report: Report, name: str) -> bool:
 
 
 def _distinct(report: Report) -> list[Shape]:
-    """The shapes of all rows, each once though several modes have it."""
+    """Return the shapes of all rows, each once though several modes have it."""
     return list({repr(row.shape): row.shape for row in report.rows}.values())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """What is started or opened inside sees these values; afterwards all are as they were."""
+    """Set variables for what is started or opened inside; afterwards all are as they were."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

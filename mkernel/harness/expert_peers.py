@@ -152,7 +152,7 @@ def layer(problem: Problem, inputs: Inputs) -> Tensors:
 
 
 class Sorted:
-    """Which slots of tokens some experts take. The host waits for nothing where there is a capacity.
+    """The slots of tokens that some experts take. The host waits for nothing where there is a capacity.
 
     Attributes:
         counts: rows of each expert. count [1]: of all of them.
@@ -162,7 +162,7 @@ class Sorted:
     """
 
     def __init__(self, topk_ids: torch.Tensor, experts: int, capacity: int | None) -> None:
-        """``topk_ids`` [tokens, k]: of other numbers than 0 to ``experts`` no row is made."""
+        """Sort ``topk_ids`` [tokens, k]; ids that are not 0 to ``experts`` make no row."""
         ids = topk_ids.reshape(-1)
         # The fewer bytes a key has, the fewer passes a radix sort makes.
         key = torch.int16 if experts < torch.iinfo(torch.int16).max else torch.int32
@@ -190,7 +190,7 @@ class Gathered(Sorted):
     """The tokens of all ranks that this rank's experts take."""
 
     def __init__(self, problem: Problem, topk_ids: torch.Tensor, capacity: int | None) -> None:
-        """``topk_ids``: of all ranks."""
+        """Sort ``topk_ids`` of all ranks."""
         own = problem.case.sizes["experts"] // problem.world
         super().__init__(topk_ids - problem.rank * own, own, capacity)
 

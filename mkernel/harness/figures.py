@@ -29,7 +29,7 @@ def row(
     most_skew_us: float | None = None,
     wire_us: float | None = None,
 ) -> Row:
-    """One shape's row from what each rank found; ``kinds`` by contender.
+    """Make one shape's row from what each rank found; ``kinds`` by contender.
 
     ``most_skew_us``: turns in which ranks started farther apart are dropped. ``wire_us``: T_m where
     nothing is timed for it.
@@ -91,7 +91,8 @@ def figures(
     comm: float | None,
     sequential: float | None,
 ) -> Figures:
-    """A contender's figures, from its slowest rank's time in each iteration and the parts' medians."""
+    """Compute a contender's figures, from its slowest rank's time in each iteration and the parts'
+    medians."""
     median = statistics.median(slowest_us)
     p10, p90 = np.percentile(slowest_us, (10, 90))
     rho = eta = None
@@ -111,7 +112,8 @@ def figures(
 
 
 def timing(settings: Mapping[str, Any], rows: Sequence[Row]) -> Timing:
-    """How a mode's turns were timed: a stopwatch's settings, and how the ranks started in its rows."""
+    """Describe how a mode's turns were timed: a stopwatch's settings, and how the ranks started in its
+    rows."""
     entries = [entry for row in rows for entry in row.entries.values()]
     skews = [skew for entry in entries for skew in entry.skew_us]
     return Timing(
@@ -155,7 +157,7 @@ def _entry(kind: Kind, ranks: Sequence[Turns], most_skew_us: float | None) -> En
 
 
 def wrong(error: float | None) -> str:
-    """What a wrong contender's cell says."""
+    """Return the text of a wrong contender's cell."""
     return "wrong: not finite" if error is None else f"wrong: {error:.0e}"
 
 

@@ -19,9 +19,9 @@ from mkernel.topology.model import Model
 
 
 class Rates(NamedTuple):
-    """Of one rank: TFLOP/s of its matrix unit; GB/s that it adds up, sends to one peer and sends in
-    all; microseconds that a launch takes. ``between_units_gbs``: GB/s between its matrix and its vector
-    units, where these meet in memory alone."""
+    """The rates of one rank: TFLOP/s of its matrix unit; GB/s that it adds up, sends to one peer and
+    sends in all; microseconds that a launch takes. ``between_units_gbs``: GB/s between its matrix and
+    its vector units, where these meet in memory alone."""
 
     matrix_tflops: float
     sums_gbs: float
@@ -43,7 +43,8 @@ class Floor(Model):
 def floors(
     op: OpName, shape: Shape, dtype: DtypeName, world: int, rates: Rates
 ) -> tuple[Floor, ...]:
-    """Products (of a sum or a combine: additions in float32), one link, and all links of a rank.
+    """Compute the floors of products (of a sum or a combine: additions in float32), of one link, and of
+    all links of a rank.
 
     Ranks exchange elements of ``dtype``, each once; routing is uniform, and a token that several
     experts of a rank get goes there once. Attention's scores go from
@@ -76,5 +77,5 @@ def floors(
 
 
 def floor_us(found: tuple[Floor, ...], rates: Rates) -> float:
-    """The longest of them, and one launch."""
+    """Return the longest of them, and one launch."""
     return max(one.us for one in found) + rates.launch_us

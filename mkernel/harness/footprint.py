@@ -1,4 +1,4 @@
-"""Whether a run can fit into this machine's memory: told before any rank starts, not by the kernel."""
+"""The check that a run fits into this machine's memory, made before any rank starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_fits(
     out_dtype: DtypeName,
     available: int | None = None,
 ) -> None:
-    """ArgumentError where a checked run of an op on this machine needs more memory than there is.
+    """Raise ArgumentError where a checked run of an op on this machine needs more memory than there is.
 
     ``sizes``: those of the op's plan. ``available``: bytes; None: :func:`available_bytes`.
     """
@@ -45,8 +45,8 @@ def check_fits(
 def least_bytes(
     op: OpName, sizes: Mapping[str, int], world_size: int, dtype: DtypeName, out_dtype: DtypeName
 ) -> int:
-    """Bytes of all ranks' inputs, results and references. A lower bound: workspaces and the like come
-    on top."""
+    """Return the bytes of all ranks' inputs, results and references. A lower bound: workspaces and the
+    like come on top."""
     match op:
         case "all_gather_gemm":
             m, n, k = (sizes[name] for name in ("m", "n", "k"))
@@ -85,7 +85,8 @@ def least_bytes(
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """The lesser of this machine's free memory and its container's limit; None: neither is known."""
+    """Return the lesser of this machine's free memory and its container's limit; None: neither is
+    known."""
     found = [read_int(root / limit) for limit in _LIMITS]
     for line in (read_text(root / "proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")

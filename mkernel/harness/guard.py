@@ -18,7 +18,7 @@ from mkernel.launch import report
 
 @dataclass(frozen=True)
 class Hung:
-    """What a rank reports about a step that outlasted its deadline."""
+    """A rank's report of a step that outlasted its deadline."""
 
     step: str
     seconds: float
@@ -26,7 +26,7 @@ class Hung:
 
 @dataclass(frozen=True)
 class Progress:
-    """What rank 0 reports after each row."""
+    """Rank 0's report after each row."""
 
     done: str
 
@@ -46,7 +46,7 @@ class Guard:
 
     @contextmanager
     def step(self, what: str, seconds: float) -> Iterator[None]:
-        """Work that must end within ``seconds``. Not to be nested."""
+        """Watch over work that must end within ``seconds``. Not to be nested."""
         self._set((what, seconds, time.monotonic() + seconds))
         try:
             yield

@@ -39,7 +39,7 @@ KEYS: dict[str, dict[str, str]] = {
 
 
 def load(op: str, files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
-    """An op's whole tensors (:data:`KEYS`) from one .safetensors; for the GEMMs also from two .npy
+    """Read an op's whole tensors (:data:`KEYS`) from one .safetensors; for the GEMMs also from two .npy
     files (A, B).
 
     Raises:
@@ -74,7 +74,8 @@ def load(op: str, files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
 
 
 def opened(case: Case, files: tuple[Path, ...]) -> Case:
-    """The case with the files' tensors, where there are files. Raises what :func:`load` raises."""
+    """Return the case with the files' tensors, where there are files. Raises what :func:`load`
+    raises."""
     if not files:
         return case
     return case.with_(options={**case.options, "tensors": load(case.op, files)})
@@ -88,7 +89,7 @@ def sizes(
     replicate_b: bool = False,
     causal: bool = False,
 ) -> dict[str, int]:
-    """The op's sizes where the tensors are cut as it asks.
+    """Return the op's sizes where the tensors are cut as it asks.
 
     AllGather+GEMM: A by rows, B by columns unless ``replicate_b``; the other GEMMs: A by columns, B
     by rows (K); MoE: tokens by rows, experts by number; attention: by positions.
@@ -122,7 +123,7 @@ def sizes(
 
 
 def columns_of_b(n: int, world_size: int) -> int:
-    """A rank's columns of a sharded B. ShapeError."""
+    """Return a rank's columns of a sharded B. ShapeError."""
     if n % world_size:
         raise ShapeError(
             "n",
@@ -134,7 +135,7 @@ def columns_of_b(n: int, world_size: int) -> int:
 
 
 def share(name: str, what: str, whole: int, world_size: int) -> int:
-    """A rank's part of a dimension that the op cuts. ShapeError."""
+    """Return a rank's part of a dimension that the op cuts. ShapeError."""
     if whole % world_size:
         raise ShapeError(name, whole, f"a multiple of {world_size} ranks", why=f"{what} are cut")
     return whole // world_size
@@ -210,7 +211,7 @@ def _from_safetensors(file: Path, wanted: Mapping[str, str]) -> dict[str, torch.
 
 
 def _check_header(file: Path) -> None:
-    """Before the library maps the file and parses its header, which may be as large as the file."""
+    """Check the header's length before the library maps the file and parses the header."""
     with open_file(file, "--input") as content:
         length = int.from_bytes(content.read(8), "little")
         size = os.fstat(content.fileno()).st_size
@@ -235,8 +236,8 @@ def _from_npy(file: Path) -> torch.Tensor:
 
 
 def _check_size(content: BinaryIO) -> None:
-    """ValueError where a header declares another array than the file holds, which numpy would allocate
-    before it reads."""
+    """Raise ValueError where a header declares another array than the file holds, which numpy would
+    allocate before it reads."""
     version = numpy_format.read_magic(content)
     readers = {
         (1, 0): numpy_format.read_array_header_1_0,

@@ -38,7 +38,7 @@ class Sized(Model):
 
 
 class Explained(Model):
-    """Where a row's time goes, beside the least that bytes and work over the machine's rates allow
+    """An account of a row's time, beside the least that bytes and work over the machine's rates allow
     (``floor_us``, with one launch) and what the plan predicts (``predicted_us``)."""
 
     use: Explanation
@@ -111,7 +111,7 @@ def shapes(
     *,
     explained: bool = False,
 ) -> ModelledReport:
-    """Our schedule at each shape; ``explained``: and where its time goes."""
+    """Model our schedule at each shape; ``explained``: and say where its time goes."""
     rows = []
     for each in wanted:
         with using(machine):
@@ -131,7 +131,7 @@ def shapes(
 
 
 def compare(machine: Machine, on_row: OnRow = lambda row: None) -> ComparisonReport:
-    """The published rows: float16 in, float32 out, B and C whole on every rank."""
+    """Model the published rows: float16 in, float32 out, B and C whole on every rank."""
     table = reference.published()
     rows = []
     for each in table.rows:
@@ -175,7 +175,7 @@ def _planned(
     dtype: DtypeName = "float16",
     layout: Literal["row", "column"] = "row",
 ) -> LaunchPlan:
-    """The plan of a call in one node. AllGather+GEMM gives float32, as the published one does; the
+    """Plan a call in one node. AllGather+GEMM gives float32, as the published one does; the
     others the dtype of their inputs."""
     sizes: dict[str, Any] = shape.named_sizes
     return api.plan(
@@ -195,7 +195,7 @@ def _traces(plan: LaunchPlan) -> list[bytes]:
 
 
 def rates_of(machine: Machine, dtype: DtypeName) -> Rates:
-    """What floors take of a machine."""
+    """Return what floors take of a machine."""
     cube, clock = machine.cube, machine.clock_ghz
     macs = cube.macs_per_cycle_32bit if dtype == "float32" else cube.macs_per_cycle_16bit
     return Rates(
@@ -221,7 +221,7 @@ def _explained(plan: LaunchPlan, traces: Sequence[bytes], machine: Machine) -> E
 
 
 def render(report: ModelledReport) -> RenderableType:
-    """Shapes for a terminal."""
+    """Show shapes on a terminal."""
     times = ("compute only", "communication only", "sequential", "pipelined")
     drawn = Sheet(
         (
@@ -249,7 +249,7 @@ def render(report: ModelledReport) -> RenderableType:
 
 
 def _explanation(row: ModelledRow) -> list[RenderableType]:
-    """What a row's floors are, and where its ranks' time goes."""
+    """Show what a row's floors are, and where its ranks' time goes."""
     if row.explained is None:
         return []
     why, use = row.explained, row.explained.use
@@ -310,7 +310,7 @@ def _by_rank(title: str, names: Sequence[str], ranks: Sequence[Mapping[str, floa
 
 
 def render_comparison(report: ComparisonReport) -> RenderableType:
-    """The published table for a terminal."""
+    """Show the published table on a terminal."""
     figures = (
         ("published", "ms"),
         ("published", "TFLOP/s"),

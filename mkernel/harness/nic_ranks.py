@@ -73,11 +73,11 @@ class Port:
         _transport.pad_format(self.pad, SIGNALS)
 
     def count(self, index: int) -> int:
-        """A signal's counter, now."""
+        """Return a signal's counter, as it is now."""
         return _transport.pad_load(self.pad, index)
 
     def wait(self, index: int, value: int, what: str) -> None:
-        """Until a signal's counter is at least ``value``; CheckFailed at the deadline."""
+        """Wait until a signal's counter is at least ``value``; CheckFailed at the deadline."""
         if _transport.pad_wait(self.pad, index, value, self.timeout_s) != _transport.WaitResult.ok:
             raise CheckFailed(
                 f"{what}: rank {self.rank} waited for {value} on signal {index} and saw "
@@ -85,23 +85,23 @@ class Port:
             )
 
     def exactly(self, index: int, value: int, what: str) -> None:
-        """As ``wait``, and then the counter must be just that."""
+        """Wait as ``wait`` does; then the counter must be just that."""
         self.wait(index, value, what)
         if self.count(index) != value:
             raise CheckFailed(f"{what}: signal {index} is {self.count(index)}, expected {value}")
 
     def flush(self) -> None:
-        """CheckFailed where the session's puts do not complete."""
+        """Raise CheckFailed where the session's puts do not complete."""
         if not self.session.flush(self.timeout_s):
             raise CheckFailed(f"rank {self.rank}: flush returned False{self.failed()}")
 
     def failed(self) -> str:
-        """What the session says went wrong, to append to a message."""
+        """Return what the session says went wrong, to append to a message."""
         failure = self.session.failure()
         return "" if failure is None else f"; the session failed: {failure}"
 
     def aborted(self) -> bool:
-        """Whether the session (or a time-out) set the pad's abort word."""
+        """Return whether the session (or a time-out) set the pad's abort word."""
         return _transport.pad_aborted(self.pad)
 
 
@@ -111,7 +111,7 @@ its promises may still write to it."""
 
 
 class Rank:
-    """What a check's body sees of its own rank."""
+    """A check's own rank, as its body sees it."""
 
     def __init__(self, subject: NicSubject, rank: int, size: int, pipe: Connection) -> None:
         self.subject = subject
@@ -121,11 +121,11 @@ class Rank:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks."""
+        """Return the other ranks."""
         return tuple(peer for peer in range(self.size) if peer != self.rank)
 
     def exchange(self, value: Any = None) -> list[Any]:
-        """Every rank's value, by rank; None for a rank that has died. Also a barrier."""
+        """Return every rank's value, by rank; None for a rank that has died. Also a barrier."""
         self._pipe.send(("exchange", value))
         values: list[Any] = self._pipe.recv()
         return values
@@ -134,7 +134,7 @@ class Rank:
     def open(
         self, nbytes: int, *, prepare: Callable[[Port], None] = lambda port: None, **settings: Any
     ) -> Iterator[Port]:
-        """A joined session, closed at the end (after a barrier where nothing was raised).
+        """Open a joined session, closed at the end (after a barrier where nothing was raised).
 
         Args:
             nbytes: size of region 0. prepare: called before anybody can put here.
@@ -197,7 +197,7 @@ class NicSubject:
 
     @classmethod
     def usable(cls, name: str, verbs: str | None, quick: bool, seed: int) -> NicSubject:
-        """The subject of a backend that can run here. ``verbs``: None is the setting's, or the
+        """Return the subject of a backend that can run here. ``verbs``: None is the setting's, or the
         backend's first provider where it does not know that. UnknownBackend, BackendUnavailable."""
         if verbs is None:
             known = registry.nic(name).providers
@@ -210,11 +210,11 @@ class NicSubject:
         return subject
 
     def backend(self) -> NicBackend:
-        """The backend itself. UnknownBackend, BackendUnavailable."""
+        """Return the backend itself. UnknownBackend, BackendUnavailable."""
         return registry.nic(self.name)
 
     def port(self) -> Nic:
-        """The first active port."""
+        """Return the first active port."""
         backend = self.backend()
         status = backend.status(self.verbs)
         if not status.usable:
@@ -225,7 +225,7 @@ class NicSubject:
         return active[0]
 
     def lanes(self, rank: int, **settings: Any) -> RankLanes:
-        """What a rank's session follows: all ranks use the first active port."""
+        """Return the lanes that a rank's session follows: all ranks use the first active port."""
         use = self.backend().use(self._with(settings))
         schedule = nic_schedule(use, several_rails=False)
         return RankLanes.between_equals(rank, (self.port(),), schedule)
@@ -239,11 +239,11 @@ class NicSubject:
         return NicSettings.model_validate({**self.settings.model_dump(), **settings})
 
     def scale(self, whole: int, quick: int) -> int:
-        """``whole``, or ``quick`` where a quick run was asked for; at least 1."""
+        """Return ``whole``, or ``quick`` where a quick run was asked for; at least 1."""
         return max(1, (quick if self.quick else whole) // self.divisor)
 
     def variants(self) -> tuple[Mapping[str, str], ...]:
-        """Environments to repeat the data checks in: the software device can be made to cut puts
+        """Return environments to repeat the data checks in: the software device can be made to cut puts
         into many messages, to copy through its rings and to draw another order, which other
         providers do by themselves."""
         if self.verbs != "soft":
@@ -258,7 +258,7 @@ class NicSubject:
         )
 
     def slow_link(self, latency_s: float) -> Mapping[str, str]:
-        """Environment in which the software device takes that long over each message."""
+        """Return an environment in which the software device takes that long over each message."""
         if self.verbs != "soft":
             return {}
         return {"MKERNEL_SOFTVERBS_LATENCY_NS": str(round(latency_s * 1e9))}
@@ -335,7 +335,7 @@ class _Member:
         self.state, self.value = ("waiting" if kind == "exchange" else "done"), value
 
     def end(self) -> None:
-        """The process is gone when this returns."""
+        """End the process, which is gone when this returns."""
         self.pipe.close()
         if self.state == "done":
             self.process.join(5)
@@ -393,7 +393,7 @@ class Pattern:
         self.bytes: Bytes = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
     def window(self, at: int, nbytes: int) -> Bytes:
-        """``nbytes`` from ``at``."""
+        """Return ``nbytes`` from ``at``."""
         return self.bytes[at : at + nbytes]
 
 
@@ -403,7 +403,7 @@ def poison(target: Bytes, expected: Bytes) -> None:
 
 
 def require_equal(got: Bytes, expected: Bytes, what: str) -> None:
-    """CheckFailed where bytes differ; says how many and where the first is.
+    """Raise CheckFailed where bytes differ; say how many and where the first is.
 
     The last bytes are looked at first: a signal that comes early comes before those.
     """
@@ -420,7 +420,8 @@ def require_equal(got: Bytes, expected: Bytes, what: str) -> None:
 
 
 def _stalled_s() -> float:
-    """Seconds in which some task of this machine was ready and waited for a CPU, since it booted."""
+    """Return the seconds since boot in which some task of this machine was ready and waited for a
+    CPU."""
     try:
         some = Path("/proc/pressure/cpu").read_text().splitlines()[0]
     except OSError:  # a kernel that does not count them
@@ -430,8 +431,8 @@ def _stalled_s() -> float:
 
 @contextlib.contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
-    """CheckFailed where what is done inside takes longer, not counting (up to a limit) time in which
-    this machine had more to do than CPUs to do it."""
+    """Raise CheckFailed where what is done inside takes longer, not counting (up to a limit) time in
+    which this machine had more to do than CPUs to do it."""
     start, stalled = time.monotonic(), _stalled_s()
     yield
     took, stalled = time.monotonic() - start, _stalled_s() - stalled
@@ -440,6 +441,6 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
 
 def deadline(timeout_s: float) -> Callable[[], bool]:
-    """A function that says whether ``timeout_s`` have passed since now."""
+    """Return a function that tells whether ``timeout_s`` have passed since now."""
     end = time.monotonic() + timeout_s
     return lambda: time.monotonic() > end

@@ -1,4 +1,4 @@
-"""How a check may end, other than well."""
+"""The ends of a check, other than well."""
 
 
 class CheckFailed(AssertionError):

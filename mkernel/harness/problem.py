@@ -1,4 +1,4 @@
-"""What one turn works on: an op at one size on one rank, and the parts of it that are timed alone.
+"""The problem of a turn: an op at one size on one rank, and the parts of it that are timed alone.
 
 Inputs depend on (seed, turn, tensor, rank) alone and are drawn on the device, so that a check makes
 the other ranks' inputs anew instead of asking for them. Every turn of every contender has its own: a
@@ -57,28 +57,28 @@ class Problem:
 
     @property
     def op(self) -> str:
-        """The op's name."""
+        """Return the op's name."""
         return self.case.op
 
     @property
     def gathers(self) -> bool:
-        """Whether rows of A come from all ranks."""
+        """Return whether rows of A come from all ranks."""
         return isinstance(self.case, GemmCase) and self.case.gemm.gathers
 
     @property
     def fast_accum(self) -> bool:
-        """Whether products of e4m3 operands may be added with fewer bits."""
+        """Return whether products of e4m3 operands may be added with fewer bits."""
         return bool(self.case.options.get("use_fast_accum", False))
 
     def oracle(self, kind: Kind) -> Oracle:
-        """What makes the inputs of a kind of work and knows its truth."""
+        """Return the oracle, which makes the inputs of a kind of work and knows its truth."""
         if kind == "op" or (kind == "compute" and not isinstance(self.case, GemmCase)):
             return self.case
         assert isinstance(self.case, GemmCase), f"{self.op} has no parts that are timed alone"
         return _PARTS[kind](self.case)
 
     def memory(self, kind: Kind) -> dict[str, Memory]:
-        """The memory that a rank's outputs take."""
+        """Return the memory that a rank's outputs take."""
         return self.oracle(kind).results(self.world)
 
     def given(self, kind: Kind) -> dict[str, Memory]:
@@ -110,7 +110,7 @@ class Problem:
         *,
         sampled: bool = True,
     ) -> dict[str, Comparison]:
-        """Outputs of a turn compared with the truth: those promised, or all.
+        """Compare outputs of a turn with the truth: those promised, or all.
 
         ``sampled``: large outputs are compared by their products with random columns, all rows of them;
         where the oracle has none (attention), by some rows, other ones in every turn.
@@ -139,7 +139,7 @@ class Problem:
         return torch.randn(shape, generator=chance, dtype=torch.float64, device=device)
 
     def sampled_rows(self, turn: int, count: int) -> torch.Tensor | slice:
-        """Which of so many rows a check of this turn compares: all where there are few."""
+        """Return which of so many rows a check of this turn compares: all where there are few."""
         if count <= ROWS:
             return slice(count)
         edges = np.linspace(0, count, ROWS + 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""How one turn is timed, the same for every contender.
+"""The protocol by which a turn is timed, the same for every contender.
 
 All ranks start at one instant of CLOCK_MONOTONIC, which they agree on before the turn
 (:mod:`mkernel.harness.clock`). On a CUDA device, all on one stream, enqueued without a pause:
@@ -79,19 +79,19 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def time(self, who: str, call: Call, late: bool = False) -> Timed:
-        """``who``: the contender. ``late``: this rank comes late to the call."""
+        """Time a turn's call. ``who``: the contender. ``late``: this rank comes late to the call."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What a reader of the figures should know, as fields of ``results.Timing``."""
+        """Return what a reader of the figures should know, as fields of ``results.Timing``."""
 
 
 class HostStopwatch(Stopwatch):
     """Host time of a call that returns when it is done."""
 
     def __init__(self, start: Callable[[], int | None], barrier: Callable[[], None]) -> None:
-        """``start``: returns when this rank may start; when that was, by CLOCK_MONOTONIC, or None.
-        ``barrier``: returns when all ranks have their results."""
+        """Time from ``start``, which returns when this rank may start: when that was, by
+        CLOCK_MONOTONIC, or None. ``barrier``: returns when all ranks have their results."""
         self._start, self._barrier = start, barrier
 
     def time(self, who: str, call: Call, late: bool = False) -> Timed:
@@ -110,19 +110,19 @@ class HostStopwatch(Stopwatch):
 
 
 class Leads:
-    """How long the device is held before a turn of each contender, in seconds."""
+    """The seconds for which the device is held before a turn of each contender."""
 
     def __init__(self) -> None:
         self._next: dict[str, float] = {}
 
     def before(self, who: str) -> float:
-        """How long the device is held before the contender's next turn."""
+        """Return how long the device is held before the contender's next turn."""
         return self._next.get(who, SHORTEST_LEAD_S)
 
     def queued(self, who: str, seconds: float) -> None:
-        """The host needed so long to queue the turn's hold and the call. Only the last turn counts: the
-        first ones load libraries. A call that waits for the device waits for the hold too, and gets the
-        longest."""
+        """Note how long the host needed to queue the turn's hold and the call. Only the last turn
+        counts: the first ones load libraries. A call that waits for the device waits for the hold too,
+        and gets the longest."""
         self._next[who] = min(max(SPARE * seconds, SHORTEST_LEAD_S), LONGEST_LEAD_S)
 
 
@@ -170,7 +170,7 @@ class HiddenLaunch(Stopwatch):
 
 
 class CountedLaunch(Stopwatch):
-    """What the host does for a call counts: hosts start together on idle devices.
+    """Time of a call with what the host does for it: hosts start together on idle devices.
 
     ``until_done``: the host's time until the device is at the end, not the device's between two events.
     """
@@ -210,7 +210,8 @@ class CountedLaunch(Stopwatch):
 def stopwatch(
     device: torch.device, clock: Clock, meeting: Meeting, timeout_s: float = 60.0
 ) -> Stopwatch:
-    """The one for a device. On a CPU, whose calls return when they are done, all clocks are one.
+    """Return the stopwatch for a device. On a CPU, whose calls return when they are done, all clocks
+    are one.
 
     ``timeout_s``: within which the device must come to what it was given before a turn.
     """

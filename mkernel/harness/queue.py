@@ -1,4 +1,4 @@
-"""What a stopwatch puts on a CUDA device's stream, in the order in which it is called.
+"""A CUDA device's stream as a stopwatch uses it, in the order in which its methods are called.
 
 The device's clock is read, and waited for, by kernels of ``backends/cuda``. Where these are not
 built, or not for this device, ranks start behind a spin and a barrier instead.
@@ -37,7 +37,7 @@ class Cache:
         self._sum = torch.zeros((), dtype=torch.float32, device=device)
 
     def flush(self) -> None:
-        """A writing pass over more than the cache, then a reading one elsewhere."""
+        """Make a writing pass over more than the cache, then a reading one elsewhere."""
         self._written.zero_()
         torch.sum(self._read, 0, out=self._sum)
 
@@ -57,7 +57,7 @@ class CudaQueue:
         self._errors_ns: list[int] = []
 
     def flush(self) -> None:
-        """Nothing of the turn before is in the cache, and nothing there waits to be written back."""
+        """Flush the cache of the turn before, and leave nothing there that waits to be written back."""
         self._cache.flush()
 
     def calibrate(self) -> bool:
@@ -70,7 +70,7 @@ class CudaQueue:
         return True
 
     def hold(self, instant_ns: int) -> None:
-        """What follows starts at an instant of CLOCK_MONOTONIC. After :meth:`calibrate`."""
+        """Hold the stream until an instant of CLOCK_MONOTONIC. After :meth:`calibrate`."""
         assert self._clock is not None
         assert self._calibration is not None
         left_s = max(0, instant_ns - time.monotonic_ns()) / 1e9
@@ -79,19 +79,19 @@ class CudaQueue:
         )
 
     def spin(self, seconds: float) -> None:
-        """What follows starts so much later."""
+        """Delay what follows by so much."""
         _cuda._sleep(int(seconds * _SPIN_HZ))
 
     def barrier(self) -> None:
-        """What follows starts when all ranks are here."""
+        """Hold what follows until all ranks are here."""
         distributed.all_reduce(self._one)
 
     def start(self) -> None:
-        """The time begins."""
+        """Begin the time."""
         self._start.record()
 
     def end(self) -> None:
-        """The time ends."""
+        """End the time."""
         self._end.record()
 
     def wait_for_end(self) -> None:
@@ -99,7 +99,7 @@ class CudaQueue:
         self._end.synchronize()
 
     def copy(self, result: torch.Tensor) -> torch.Tensor:
-        """The result as it is when all before is done."""
+        """Copy the result as it is when all before is done."""
         return result.clone()
 
     def synchronize(self) -> None:
@@ -107,13 +107,13 @@ class CudaQueue:
         torch.cuda.synchronize()
 
     def seconds(self) -> float:
-        """The time from the start to the end. After :meth:`synchronize`."""
+        """Return the time from the start to the end. After :meth:`synchronize`."""
         milliseconds: float = self._start.elapsed_time(self._end)
         return milliseconds / 1e3
 
     def held_until(self) -> int:
-        """When the last hold really ended, nanoseconds of CLOCK_MONOTONIC, by a calibration of its
-        own: what it was held by may have drifted or been off. After :meth:`synchronize`."""
+        """Return when the last hold really ended, in nanoseconds of CLOCK_MONOTONIC, by a calibration
+        of its own: what it was held by may have drifted or been off. After :meth:`synchronize`."""
         assert self._clock is not None
         passed = self._clock.passed
         self.calibrate()
@@ -121,7 +121,7 @@ class CudaQueue:
         return self._calibration.on_host(passed)
 
     def settings(self) -> dict[str, Any]:
-        """Bytes of the flush; how well the clock is known."""
+        """Return the bytes of the flush, and how well the clock is known."""
         found: dict[str, Any] = {
             "flush_bytes": self._cache.nbytes,
             "read_bytes": self._cache.nbytes,

@@ -43,7 +43,7 @@ _GEMM_KEY = {"out": "c"}
 
 @dataclass
 class RankResult:
-    """What a rank sends back.
+    """The results that a rank sends back.
 
     Attributes:
         rows: by mode, in the order of the job's cases, by contender. timing: of each mode.
@@ -115,7 +115,7 @@ def run(job: Job, port: int = 0) -> RankResult:
 def _measured(
     job: Job, device: torch.device, guard: Guard | None, watch_for: Callable[[Mode], Stopwatch]
 ) -> RankResult:
-    """The rows of all modes, and how these are timed."""
+    """Measure the rows of all modes, and note how these are timed."""
     world, result = current(), RankResult()
     unseen, turn = Unseen((each.op, each.sizes) for each in job.cases), 0
     for mode in job.modes:
@@ -158,8 +158,8 @@ def _save(outputs: Tensors, case: Case, job: Job, rank: int) -> None:
 
 
 def _device(world: World) -> torch.device:
-    """The rank's device: the one that its backend chose, or, where a backend uses whatever tensors
-    lie on, one for each rank: all are on this machine."""
+    """Return the rank's device: the one that its backend chose, or, where a backend uses whatever
+    tensors lie on, one for each rank: all are on this machine."""
     kind = world.accelerator.device
     if kind == "cpu":
         return torch.device("cpu")
@@ -173,7 +173,7 @@ def _device(world: World) -> torch.device:
 
 
 def _barred(world: World, device: torch.device) -> str | None:
-    """Why libraries' collectives cannot take part, or None."""
+    """Return why libraries' collectives cannot take part, or None."""
     if device.type != "cuda":
         return None
     if world.map.nodes > 1:
@@ -183,7 +183,7 @@ def _barred(world: World, device: torch.device) -> str | None:
 
 
 def _plans(job: Job) -> list[LaunchPlan | None]:
-    """Of the job's cases, of a layer its first op's; None: the backend does not have one, as its row
+    """Plan the job's cases, of a layer its first op; None: the backend does not have one, as its row
     says."""
     found: list[LaunchPlan | None] = []
     for case in job.cases:

@@ -84,9 +84,9 @@ Views = Mapping[View, ModelledRun]
 
 
 def modelled_clock(calls: Sequence[Views], comm_us: float | None = None) -> Clock:
-    """The three views in modelled time, of calls that follow each other. ``comm_us``: communication
-    alone, where it was modelled by itself; else what is sequential and not compute. Kernels of a call
-    start when it is launched."""
+    """Return the three views in modelled time, of calls that follow each other. ``comm_us``:
+    communication alone, where it was modelled by itself; else what is sequential and not compute.
+    Kernels of a call start when it is launched."""
 
     def total_ms(view: View) -> float:
         return sum(call[view].total_us for call in calls) / 1e3
@@ -105,9 +105,9 @@ def _launch_us(run: ModelledRun) -> float:
 
 
 def _comm_us(sequential: ModelledRun) -> float:
-    """Communication on every rank, alone, with the time to launch it: until the bytes have arrived
-    and compute is launched, or, where compute comes first, from its end on. With compute alone it
-    makes up the sequential time."""
+    """Return communication's time on every rank, alone, with the time to launch it: until the bytes
+    have arrived and compute is launched, or, where compute comes first, from its end on. With compute
+    alone it makes up the sequential time."""
     starts = {
         kernel: max((k.start_us for k in sequential.kernels if k.kernel == kernel), default=None)
         for kernel in ("comm", "compute")
@@ -122,23 +122,23 @@ def _comm_us(sequential: ModelledRun) -> float:
 
 
 def slowest(samples: Sequence[Sequence[float]]) -> float:
-    """Median over iterations of the slowest rank; ``samples[rank][iteration]``."""
+    """Return the median over iterations of the slowest rank; ``samples[rank][iteration]``."""
     return float(statistics.median(max(each) for each in zip(*samples, strict=True)))
 
 
 def spread(samples: Sequence[Sequence[float]]) -> float:
-    """Largest minus smallest, over iterations, of the slowest rank's time."""
+    """Return the largest minus the smallest, over iterations, of the slowest rank's time."""
     each = [max(one) for one in zip(*samples, strict=True)]
     return float(max(each) - min(each))
 
 
 def views(results: Sequence[RankResult]) -> list[dict[str, Turns]]:
-    """Each rank's turns by view."""
+    """Return each rank's turns by view."""
     return [result.rows["kernel"][0] for result in results]
 
 
 def _all_checks(found: Mapping[str, Turns]) -> dict[str, Comparison]:
-    """The comparisons of all views of a rank, added up."""
+    """Add up the comparisons of all views of a rank."""
     total = Turns()
     for turns in found.values():
         total.add(turns.checks)
@@ -152,7 +152,7 @@ def build(
     results: Sequence[RankResult],
     modelled: Sequence[Views],
 ) -> RunReport:
-    """The report of a finished job from its ranks' results."""
+    """Make the report of a finished job from its ranks' results."""
     ranks = views(results)
     times = {view: 1e3 * slowest([each[view].seconds for each in ranks]) for view in VIEWS}
     comm = 1e3 * slowest(
@@ -176,7 +176,7 @@ def build(
 
 
 def render(report: RunReport, *, measured_constants: bool = False) -> RenderableType:
-    """The report for a terminal.
+    """Show the report on a terminal.
 
     Args:
         measured_constants: whether predictions are made with constants that were measured here.
@@ -265,8 +265,8 @@ def _gain(name: str, where: str, each: Clock) -> str:
 
 
 def _predicted_clock(report: RunReport, *, measured: bool) -> Clock | None:
-    """What the planner predicted of what a column shows: of the modelled machine, or of devices that
-    ran. A prediction with shipped constants says nothing of this host's CPUs."""
+    """Return what the planner predicted of what a column shows: of the modelled machine, or of devices
+    that ran. A prediction with shipped constants says nothing of this host's CPUs."""
     times: Prediction | None = report.plan.prediction
     emulated = all(one.emulated for node in report.topology.nodes for one in node.accelerators)
     if times is None or not (report.modelled is not None or measured or not emulated):
@@ -283,7 +283,7 @@ def _predicted_clock(report: RunReport, *, measured: bool) -> Clock | None:
 
 
 def _found(check: Verification) -> str:
-    """What decided: the worst error, or why there is none."""
+    """Say what decided: the worst error, or why there is none."""
     if check.error is None:
         why = check.by_output[check.output].why or "has an error that is not finite"
         return f"{check.output} on rank {check.rank} {why}"
@@ -294,7 +294,7 @@ def _found(check: Verification) -> str:
 
 
 def _carrier(report: RunReport) -> str:
-    """What carried the bytes, where it was no peer's memory."""
+    """Say what carried the bytes, where it was no peer's memory."""
     if report.plan.carrier:
         return f", {report.plan.carrier} between ranks"
     through = report.plan.nic is not None and report.nic_bytes > 0
@@ -310,11 +310,11 @@ def _efficiency(each: Clock) -> str:
 
 
 def _beyond_all(each: Clock) -> bool:
-    """Whether more than 100 % would be hidden, which only parts that vary can say: one of them alone
-    took longer than both at once."""
+    """Return whether more than 100 % would be hidden, which only parts that vary can say: one of them
+    alone took longer than both at once."""
     return round(each.overlap_efficiency, 2) > 1
 
 
 def _noisy(each: Clock) -> bool:
-    """Whether what overlap gains would say nothing."""
+    """Return whether what overlap gains would say nothing."""
     return each.noise_ms > 0 and min(each.compute_only_ms, each.comm_only_ms) <= each.noise_ms

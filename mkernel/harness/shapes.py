@@ -37,7 +37,7 @@ _MOST_FILE_BYTES = 1 << 20
 def shapes(
     text: str | None, ops: Sequence[Benched], ranks: int, usual: str = TARGETS
 ) -> tuple[Shape, ...]:
-    """Those of the ops, in order; rows of a list for another number of ranks are left out.
+    """Return the shapes of the ops, in order; rows of a list for another number of ranks are left out.
 
     Args:
         text: a shipped list's name; a JSON file ``{"shapes": [{"op", "m", "n", "k", ...}]}``, where ops
@@ -104,7 +104,7 @@ def _named(part: str) -> dict[str, int]:
 
 
 def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
-    """Those that the ranks can share. ArgumentError."""
+    """Check that the ranks can share the shapes. ArgumentError."""
     for each in chosen:
         if each.op == "all_reduce":  # whose rows need not be cut alike
             continue

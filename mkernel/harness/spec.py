@@ -1,4 +1,4 @@
-"""What is asked for: a benchmark's request, which its results keep, and the job of the ranks."""
+"""The request of a run: a benchmark's request, which its results keep, and the job of the ranks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ MODE_TEXT: Mapping[Mode, str] = MappingProxyType(
 
 
 def sized_like(op: Benched) -> OpName:
-    """The op whose sizes it takes."""
+    """Return the op whose sizes it takes."""
     return "moe_dispatch_gemm" if op == "moe_layer" else op
 
 
 def size_text(op: str, sizes: Mapping[str, int]) -> str:
-    """``M x N x K``; for ops that are no GEMM ``name=value ...``."""
+    """Write sizes as ``M x N x K``; for ops that are no GEMM as ``name=value ...``."""
     if op in GEMMS:
         return " x ".join(str(sizes[name]) for name in ("m", "n", "k"))
     return " ".join(f"{name}={int(value)}" for name, value in sizes.items())
@@ -89,17 +89,18 @@ class Shape(Model):
 
     @property
     def named_sizes(self) -> dict[str, int]:
-        """What the op's plan takes, by name."""
+        """Return what the op's plan takes, by name."""
         gemm = {"m": self.m, "n": self.n, "k": self.k}
         return {**{name: value for name, value in gemm.items() if value is not None}, **self.sizes}
 
     @property
     def size(self) -> str:
-        """``M x N x K``; of other ops ``name=value ...``."""
+        """Return ``M x N x K``; of other ops ``name=value ...``."""
         return size_text(self.op, self.named_sizes)
 
     def flops(self, world: int) -> float | None:
-        """Floating-point operations of a rank, on average; None where nothing is multiplied."""
+        """Return the floating-point operations of a rank, on average; None where nothing is
+        multiplied."""
         sizes = self.named_sizes
         if self.op in GEMMS:
             return 2.0 * sizes["m"] * sizes["n"] * sizes["k"]
@@ -115,7 +116,8 @@ class Shape(Model):
         return 2.0 * products * seen * sizes["head_dim"] / world
 
     def aimed_at(self, world: int, accelerator: str) -> bool:
-        """Whether the targets are meant for a world of that many ranks on an accelerator backend."""
+        """Return whether the targets are meant for a world of that many ranks on an accelerator
+        backend."""
         here = self.target_ranks in (None, world)
         return here and self.target_accelerator in (None, accelerator)
 
@@ -155,7 +157,7 @@ class BenchSpec(Model):
     timeout_s: float = Field(60.0, ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)
 
     def _options(self, shape: Shape, ranks: int) -> dict[str, Any]:
-        """Of the shape's case."""
+        """Return the options of the shape's case."""
         if shape.op == "all_reduce":
             return {"norm": "residual"} if self.norm else {}
         if not shape.op.startswith("moe"):
@@ -168,7 +170,7 @@ class BenchSpec(Model):
         return found | {"capacity": min(most, rows * ranks)} if self.capacity else found
 
     def job(self, ranks: int) -> Job:
-        """What they do."""
+        """Return what the ranks do."""
         cases = tuple(
             case_of(shape.op)(
                 sizes=shape.named_sizes,
@@ -193,7 +195,7 @@ class BenchSpec(Model):
 
 @dataclass(frozen=True)
 class Job:
-    """What rank processes measure and check; travels to them.
+    """The work of rank processes, which measure and check; travels to them.
 
     Attributes:
         cases: the problems, one a row.
@@ -215,6 +217,6 @@ class Job:
 
     @property
     def views(self) -> bool:
-        """Whether it is the op's views that take turns, as in ``mkernel run``: from a barrier, without
-        peers, all elements checked, and with one more call that is traced."""
+        """Return whether it is the op's views that take turns, as in ``mkernel run``: from a barrier,
+        without peers, all elements checked, and with one more call that is traced."""
         return self.contenders == VIEWS

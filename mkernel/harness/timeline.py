@@ -1,5 +1,5 @@
-"""When each rank communicated and computed, on one of two clocks that are never mixed; and as a
-Perfetto trace (Trace Event Format; open it at ui.perfetto.dev).
+"""The times at which each rank communicated and computed, on one of two clocks that are never mixed;
+and as a Perfetto trace (Trace Event Format; open it at ui.perfetto.dev).
 
 *Modelled*, where the backend models time: every core of one pipelined call. Else *wall*: only how long
 a call's communication and compute took in all is known, not when, so each view's last timed call
@@ -44,7 +44,8 @@ class Timeline:
 
 
 def modelled(calls: Sequence[ModelledRun]) -> Timeline:
-    """Tracks of pipelined calls that follow each other: one for every core; and its pipes."""
+    """Return the tracks of pipelined calls that follow each other: one for every core; and its
+    pipes."""
     machine = calls[0].machine
     return Timeline(
         clock=f"modelled, {machine}; not measured",
@@ -57,7 +58,7 @@ def modelled(calls: Sequence[ModelledRun]) -> Timeline:
 
 
 def _one_after_another(calls: Sequence[tuple[float, Sequence[Track]]]) -> tuple[Track, ...]:
-    """(length, tracks) of each call; a track goes on where the call before has one like it."""
+    """Join (length, tracks) of each call; a track goes on where the call before has one like it."""
     tracks: dict[tuple[int, str, str], Track] = {}
     start = 0.0
     for length, found in calls:
@@ -70,7 +71,8 @@ def _one_after_another(calls: Sequence[tuple[float, Sequence[Track]]]) -> tuple[
 
 
 def simulated(found: Traced) -> Timeline:
-    """A simulated call: what each link of a node that stands for its kind did, and each such rank."""
+    """Return a simulated call: what each link of a node that stands for its kind did, and each such
+    rank."""
     plan = found.call.plan
     first = [site.nodes[0][0] * plan.ranks_per_node for site in plan.placement.sites]
     tracks = [
@@ -101,7 +103,8 @@ def simulated(found: Traced) -> Timeline:
 
 
 def wall(ranks: Sequence[Mapping[str, Turns]]) -> Timeline:
-    """Each rank's views' last timed calls one after another: the call, and its comm and compute."""
+    """Return each rank's views' last timed calls one after another: the call, and its comm and
+    compute."""
     tracks = {
         (rank, kind): Track(rank, f"{kind} (wall)", kind, [])
         for rank in range(len(ranks))
@@ -131,7 +134,7 @@ def wall(ranks: Sequence[Mapping[str, Turns]]) -> Timeline:
 
 
 def write_trace(run: Timeline, path: Path) -> None:
-    """One process a rank, one thread a track or pipe; microseconds of the timeline's clock."""
+    """Write one process a rank, one thread a track or pipe, in microseconds of the timeline's clock."""
     content = {
         "displayTimeUnit": "ns",
         "otherData": {"clock": run.clock},

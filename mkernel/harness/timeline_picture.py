@@ -78,8 +78,8 @@ def _spans(tracks: Iterable[Track], *, waiting: bool) -> Iterable[Span]:
 
 
 def share(spans: Iterable[Span], tracks: int) -> tuple[list[float], list[float]]:
-    """Which share of tracks is in one of the spans, from each of the returned times to the next.
-    Microseconds."""
+    """Return the share of tracks that is in one of the spans, from each of the returned times to the
+    next. Microseconds."""
     changes: dict[float, int] = {}
     for span in spans:
         if span.duration_us > 0:

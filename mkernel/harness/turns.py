@@ -36,7 +36,7 @@ class ContenderFailed(MkernelError, RuntimeError):
 
 @dataclass
 class Turns:
-    """What one rank found of one contender.
+    """The findings of one rank about one contender.
 
     Attributes:
         seconds: a call, of each timed turn. starts_ns: when these turns really began on this rank, by
@@ -93,7 +93,7 @@ class Row:
         self._views: dict[str, InView] = {}
 
     def measure(self) -> dict[str, Turns]:
-        """All turns of all contenders."""
+        """Take all turns of all contenders."""
         job = self._job
         for name in job.contenders:
             self._enter(name)
@@ -108,7 +108,7 @@ class Row:
         return self._found
 
     def traced(self) -> Tensors:
-        """One more call, whose instructions the backend records; checked like the others. Its outputs.
+        """Make one more call, whose instructions the backend records; check it and return its outputs.
 
         It is not timed and can afford to have torch fill what the op allocates.
         """
@@ -169,15 +169,14 @@ class Row:
             self._check(name, wanted, timed.results)
 
     def _note(self, name: str) -> None:
-        """A view's turn has ended."""
+        """Note the end of a view's turn."""
         if name in self._views:
             self._found[name].digest = self._views[name].outcome.plan.digest()
             if self._problem.rank == 0:
                 report(Progress(name))
 
     def _memory(self, untimed: bool) -> AbstractContextManager[None]:
-        """Where the op allocates its outputs, turns that are not timed can afford to have torch fill
-        them."""
+        """Have torch fill what the op allocates, which turns that are not timed can afford."""
         fills = untimed and not self._problem.case.given_outputs
         return uninitialised_is_nan() if fills else nullcontext()
 
@@ -187,8 +186,8 @@ class Row:
             self._found[name].add(found)
 
     def _failed(self, name: str, error: Exception) -> None:
-        """What refuses a turn, before anything was started, is absent; a peer that raises leaves the
-        row. A view that does either ends the run."""
+        """Note a contender that refuses a turn, before anything was started, as absent; a peer that
+        raises leaves the row. A view that does either ends the run."""
         if isinstance(error, (Unsupported, ArgumentError)) and not self._job.views:
             self._found[name].absent = f"refused: {error}"
         elif isinstance(error, ContenderFailed) and name not in OURS:
@@ -199,7 +198,7 @@ class Row:
 
     @contextmanager
     def _step(self, name: str, what: str) -> Iterator[None]:
-        """Work on a contender, named where it fails or hangs."""
+        """Name the work on a contender where it fails or hangs."""
         if self._guard is None:
             yield
             return

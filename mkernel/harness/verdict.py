@@ -39,7 +39,7 @@ class Verification(Model):
 def verify(
     tolerances: Mapping[str, float], checks: Sequence[Mapping[str, Comparison]]
 ) -> Verification:
-    """The verdict on all ranks' comparisons by output; one without a tolerance must be equal.
+    """Judge all ranks' comparisons by output; one without a tolerance must be equal.
 
     An output of which no rank compared a single element is wrong: nothing is known of it.
     """
@@ -77,7 +77,7 @@ def verify(
 
 
 def _share(found: Comparison, tolerance: float) -> tuple[bool, float]:
-    """How bad an error is beside the largest that counts as right; by itself where none does."""
+    """Return how bad an error is beside the largest that counts as right; by itself where none does."""
     limit = found.limit(tolerance)
     return badness(found.error / limit if limit else found.error)
 

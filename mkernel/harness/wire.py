@@ -23,22 +23,22 @@ _EMULATED_MBPS = _EMULATED + "BANDWIDTH_MBPS"
 
 
 def emulated(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """How the software RDMA device was asked to behave; empty: as fast as it can."""
+    """Return how the software RDMA device was asked to behave; empty: as fast as it can."""
     return {name: value for name, value in environment.items() if name.startswith(_EMULATED)}
 
 
 def crosses_emulated(plan: LaunchPlan, world: WorldMap, rank: int) -> bool:
-    """Whether CPUs of this host stand for a NIC that the rank's calls go through."""
+    """Return whether CPUs of this host stand for a NIC that the rank's calls go through."""
     return (
         plan.nodes > 1 and plan.nic is not None and any(nic.emulated for nic in _nics(world, rank))
     )
 
 
 def wire_us(plan: LaunchPlan, world: WorldMap, rank: int) -> float | None:
-    """Microseconds that this rank's rails need for the least bytes of an op: of each other node one
-    shard, which ranks there may share; twice that where sums go back. Of MoE a shard is the own
-    tokens, or what comes home of as many; of attention the own keys and values. None: another op, one
-    node, or rails without a rate."""
+    """Return the microseconds that this rank's rails need for the least bytes of an op: of each other
+    node one shard, which ranks there may share; twice that where sums go back. Of MoE a shard is the
+    own tokens, or what comes home of as many; of attention the own keys and values. None: another op,
+    one node, or rails without a rate."""
     nbytes = _shard_bytes(plan)
     if plan.nodes == 1 or nbytes is None or plan.nic is None:
         return None
@@ -74,7 +74,7 @@ def _shard_bytes(plan: LaunchPlan) -> float | None:
 
 
 def _gbps(nic: Nic) -> float | None:
-    """A port's rate. The software device names one also where it has no limit."""
+    """Return a port's rate. The software device names one also where it has no limit."""
     if not nic.emulated:
         return nic.speed_gbps
     asked = float(os.environ.get(_EMULATED_MBPS, "0")) / 1e3

@@ -1,4 +1,5 @@
-"""What a contender does in one turn, by mode: its calls, the memory they work on, and what is checked.
+"""The work of a contender in one turn, by mode: its calls, the memory they work on, and what is
+checked.
 
 Calls of a loop alternate between two sets of inputs, so that a call that hands out its predecessor's
 result is wrong, and each has outputs of its own, so that all results are there to be checked. In every
@@ -37,7 +38,7 @@ PARTS = ("communication", "bytes")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a result must be: the truth of a kind of work at ``problem`` on the inputs of ``turn``.
+    """The truth that a result must be: that of a kind of work at ``problem`` on the inputs of ``turn``.
 
     ``promised``: which of its outputs, None: all. ``judged``: what a call's results say of them.
     """
@@ -50,7 +51,7 @@ class Wanted:
 
     @classmethod
     def of(cls, contender: Contender, turn: int, inputs: Inputs) -> Wanted:
-        """What a contender promises of these inputs."""
+        """Return what a contender promises of these inputs."""
         judged = partial(contender.judged, inputs=inputs)
         return cls(contender.problem, contender.kind, turn, contender.promised(), judged)
 
@@ -100,21 +101,21 @@ class Work(ABC):
 
     @abstractmethod
     def prepare(self, turn: int) -> list[Wanted]:
-        """Fresh inputs and poisoned outputs, queued on the current stream; what the results of the
+        """Queue fresh inputs and poisoned outputs on the current stream; return what the results of the
         coming :meth:`run` must be. ``turn``: the number of this turn's first set of inputs."""
 
     @abstractmethod
     def run(self) -> Sequence[Tensors]:
-        """The calls of a turn, queued on the current stream; their results that are there to be
+        """Queue the calls of a turn on the current stream; return their results that are there to be
         checked. The last is that of the last of :meth:`prepare`'s, the one before it that of the one
         before, and so on by turns."""
 
     def limits(self) -> dict[str, float]:
-        """The contender's limits."""
+        """Return the contender's limits."""
         return self._contender.limits()
 
     def close(self) -> None:
-        """After the last turn, with the device idle. Collective."""
+        """Free what it holds, after the last turn, with the device idle. Collective."""
         self._contender.close()
 
 
@@ -269,12 +270,12 @@ class Unseen:
     """Sizes that the ranks' processes have not worked on: the same ones on every rank."""
 
     def __init__(self, asked: Iterable[tuple[str, Mapping[str, int]]]) -> None:
-        """``asked``: the ops and sizes that were asked for."""
+        """Begin with the ops and sizes that were asked for."""
         self._seen = {_key(op, sizes) for op, sizes in asked}
 
     def like(self, problem: Problem) -> Problem:
-        """The problem with the least rows, tokens or positions above its own that no one asked for
-        before."""
+        """Return the problem with the least rows, tokens or positions above its own that no one asked
+        for before."""
         case, world = problem.case, problem.world
         name, step = next((n, step(world)) for n, step in _GROWS.items() if n in case.sizes)
         sizes = {**case.sizes, name: case.sizes[name] + step}
@@ -308,7 +309,7 @@ def poisoned(contender: Contender, inputs: Inputs, outputs: Sequence[Tensors], t
 
 
 def work(mode: Mode, kind: type[Contender], problem: Problem, unseen: Unseen) -> Work:
-    """A contender at a problem in a mode. Collective."""
+    """Make a contender's work at a problem in a mode. Collective."""
     if mode == "first":
         return FirstCall(kind, problem, unseen)
     made = kind(problem)
@@ -318,7 +319,7 @@ def work(mode: Mode, kind: type[Contender], problem: Problem, unseen: Unseen) ->
 
 
 def clock(mode: Mode, launches: bool) -> Clock:
-    """How a mode is timed."""
+    """Return how a mode is timed."""
     if mode in ("eager", "first"):
         return "host"
     return "counted" if launches and mode == "kernel" else "hidden"
