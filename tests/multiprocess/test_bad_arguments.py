@@ -42,16 +42,22 @@ WRONG: dict[str, tuple[dict[str, object], type[ArgumentError], str, str]] = {
     "out_dtype int32": ({"out_dtype": torch.int32}, DtypeError, "out_dtype", "float32"),
     "chunk": ({"chunk": 0}, ArgumentError, "chunk", "1"),
 }  # fmt: skip
-UNALIGNED: dict[str, tuple[dict[str, object], type[ArgumentError], str, str]] = {
+BY_ASCEND: dict[str, tuple[dict[str, object], type[ArgumentError], str, str]] = {
     "K unaligned": ({"a": half(64, 60), "b": half(60, 64)}, ShapeError, "k", "56 or 64"),
     "N unaligned": ({"b": half(64, 60)}, ShapeError, "n", "56 or 64"),
+    "doubles": (
+        {"a": half(64, 64).double(), "b": half(64, 64).double()},
+        DtypeError,
+        "a.dtype",
+        "bfloat16",
+    ),
 }
 
 
-def refusals(aligned: bool) -> list[str]:
+def refusals(simulated: bool) -> list[str]:
     """What is wrong with how each wrong call is refused, every time it is made after a right one."""
     found = []
-    for name, (changes, kind, argument, part) in (WRONG | (UNALIGNED if aligned else {})).items():
+    for name, (changes, kind, argument, part) in (WRONG | (BY_ASCEND if simulated else {})).items():
         for _ in range(2):
             right: dict[str, object] = {
                 "a": half(64, 64), "b": half(64, 64), "out": half(128, 64),
@@ -70,8 +76,8 @@ def refusals(aligned: bool) -> list[str]:
 
 @pytest.mark.parametrize("accelerator", ["ascend", "streams"])
 def test_wrong_calls_are_refused_by_name_each_time(accelerator: str) -> None:
-    aligned = accelerator == "ascend"
-    found = mkernel.launch(refusals, aligned, ranks_per_node=2, accelerator=accelerator)
+    simulated = accelerator == "ascend"
+    found = mkernel.launch(refusals, simulated, ranks_per_node=2, accelerator=accelerator)
     assert found == [[], []]
 
 

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mkernel
 from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError, Unsupported
+from mkernel.plan.pipeline import Returns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -54,11 +56,16 @@ def layer(
 
 
 def gated(
-    x: Tensor, ids: Tensor, w: Tensor, weights: Tensor, capacity: int | None = None
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    weights: Tensor,
+    capacity: int | None = None,
+    returns: Returns | None = None,
 ) -> Tensor:
     """A layer whose second half multiplies too, by this rank's part of :func:`second`."""
     outputs, _, handle = mkernel.moe_dispatch_gemm(x, ids, w, capacity=capacity)
-    return mkernel.moe_gemm_combine(outputs.sin(), second(w), handle, weights)
+    return mkernel.moe_gemm_combine(outputs.sin(), second(w), handle, weights, returns=returns)
 
 
 def activated(
@@ -79,7 +86,13 @@ def loss(out: Tensor, rank: int) -> Tensor:
     return (out * operand("loss", rank, *out.shape).to(out.dtype)).sin().sum()
 
 
-LAYERS = {"plain": layer, "gated": gated, "activated": activated}
+LAYERS: dict[str, Callable[..., Tensor]] = {
+    "plain": layer,
+    "gated": gated,
+    "gated by slots": partial(gated, returns="slots"),
+    "gated by ranks": partial(gated, returns="ranks"),
+    "activated": activated,
+}
 
 
 def expected(routing: str, *, kind: str = "plain") -> list[list[Tensor]]:
@@ -96,7 +109,7 @@ def expected(routing: str, *, kind: str = "plain") -> list[list[Tensor]]:
             rows = torch.nn.functional.silu(first) * up
         else:
             rows = rows.sin()
-        if kind == "gated":
+        if kind.startswith("gated"):
             rows = torch.einsum("tkf,tkfh->tkh", rows, second(experts)[ids.clamp(min=0)])
         outs.append(torch.einsum("tk,tkf->tf", weights * (ids >= 0), rows))
     torch.stack([loss(out, rank) for rank, out in enumerate(outs)]).sum().backward()
@@ -139,7 +152,7 @@ def test_gradients_are_those_of_the_unsharded_layer(
             close(one, other, 1e-5, f"rank {rank}, {name}")
 
 
-@pytest.mark.parametrize("kind", ["gated", "activated"])
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "plain"])
 @pytest.mark.parametrize(
     ("routing", "capacity", "column"),
     [
