@@ -9,8 +9,9 @@
 // for all that peers write into its memory, and that fit the brief part of the workspace: their rank
 // goes on at once (`finish_brief_call`), which saves a round trip. What keeps a fast rank from overwriting
 // what a slow peer still reads:
-//   data   calls of even and of odd epochs have memory of their own. A rank in call e has received a signal
-//   of every peer in call e - 1; each peer was then done with call e - 2, the last one that used e's memory.
+//   data   calls of even and of odd epochs have memory of their own. A rank in call e has received a
+//          signal of every peer in call e - 1; each peer was then done with call e - 2, the last one that
+//          used e's memory.
 //   flags  a brief flag has the same writer in every call, and nothing else uses it. A flag that is
 //          already at e + 1 was at e before, with e's data in place.
 // Other calls may come before and after; they use neither.

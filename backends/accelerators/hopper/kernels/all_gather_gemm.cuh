@@ -18,14 +18,15 @@
 // (device/rails.cuh). It is the *relay* of its node: its storers wait for a chunk as above and write it,
 // with its flag, into the workspaces of all ranks of the node.
 //
-// No rank waits for ever. A pushing block waits for none that has tiles: its loader for slots of the FIFO
-// alone, its multipliers for loaders of pushing blocks of other nodes, its storer for those two. So what
-// comes from another node is passed on whatever tiles the ranks of the node wait for.
-// Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start
-// late; blocks start at once and publish small chunks.
-// Of e4m3 operands a tile's sums are multiplied by their scales in registers, before the bias is added and
-// before they are rounded; where scales are by blocks of K, each block's products before they are added up. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace
-// behind all rows (`gathered_scales_at`).
+// No rank waits for ever. A pushing block waits for no block that has tiles: its loader waits for slots of
+// the FIFO alone, its multipliers for loaders of pushing blocks of other nodes, its storer for those two.
+// Data from another node is therefore passed on whatever tiles the ranks of the node wait for.
+// Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start late;
+// blocks start at once and publish small chunks.
+// With e4m3 operands a tile's sums are multiplied by their scales in registers, before the bias is added and
+// before they are rounded; where scales are by blocks of K, each block's products are multiplied before they
+// are added up. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace after all rows
+// (`gathered_scales_at`).
 #pragma once
 
 #include <cuda.h>
@@ -59,25 +60,27 @@ struct AllGatherGemmArgs {
     LastWave last_wave;  // not cut of e4m3 operands and between nodes
 };
 
-// Where scales of e4m3 rows lie in the data area, behind so many bytes of rows.
+// Returns where scales of e4m3 rows lie in the data area, after so many bytes of rows.
 inline std::uint64_t gathered_scales_at(std::uint64_t row_bytes) {
     return (row_bytes + 127) / 128 * 128;
 }
 
-// Columns of A in a slice, but perhaps in the last: whole steps of 64; of 16 bits each.
+// Returns the columns of A in a slice, 16 bits each: whole steps of 64, except perhaps in the last slice.
 __host__ __device__ inline int slice_columns(int k, int slices) {
     return ((k + 63) / 64 + slices - 1) / slices * 64;
 }
 
-// Which of the compiled kernels: see tile/block.cuh; b is [K, N] row-major. `promoted`: of e4m3 operands.
+// The choice among the compiled kernels: see tile/block.cuh; b is [K, N] row-major. `promoted`: for e4m3
+// operands.
 enum class Tiling : std::uint8_t { wide, medium, deep, narrow, promoted };
 struct GemmVariant {
     Tiling tiling;
     bool n_major_b;
 };
 
-// Launches on `blocks` blocks (0: one an SM), those that push included. Element, of results: __nv_bfloat16
-// or __half. In, of operands: the same, or __nv_fp8_e4m3 with scales, with b K-major and all ranks on one node.
+// Launches on `blocks` blocks (0: one an SM), those that push included. Element, the type of results:
+// __nv_bfloat16 or __half. In, the type of operands: the same, or __nv_fp8_e4m3 with scales, with b K-major
+// and all ranks on one node.
 template <class Element, class In>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream);

@@ -60,7 +60,7 @@ __device__ inline void wait_for_rows(const AllGatherGemmArgs& args,
 
 inline constexpr int kPushers = 2;  // threads of a pushing block: its loader and its storer
 
-// The stages of one of them.
+// The stages of one pusher.
 inline constexpr int kPushStages = 4;
 using PushRing = transfer::BulkRing<kPushStages>;
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ PushRing ring_of(Shared<C>& shared, int pusher) {
     return ring;
 }
 
-// Where a chunk of a rank's rows lies among all rows, and its flag.
+// The place of a chunk of a rank's rows among all rows, and its flag.
 struct RowChunk {
     std::uint64_t at, bytes;
     std::uint64_t own;  // in its rank's rows
@@ -92,7 +92,7 @@ struct RowChunk {
     }
 };
 
-// Where rank `at` has the scales of the rows of `source`.
+// Returns where rank `at` has the scales of the rows of `source`.
 __device__ __forceinline__ float* gathered_scales(const AllGatherGemmArgs& args, int at,
                                                   int source) {
     const std::int64_t each = args.scales.single ? 1 : args.scales.of_rows(args.rows);
@@ -100,8 +100,8 @@ __device__ __forceinline__ float* gathered_scales(const AllGatherGemmArgs& args,
            source * each;
 }
 
-// The scales of a chunk's rows go to a peer, by plain stores that this thread has yet to publish, or, where
-// they are many, through the ring.
+// Sends the scales of a chunk's rows to a peer, by plain stores that this thread has yet to publish, or,
+// where they are many, through the ring.
 __device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, PushRing& ring, int peer,
                                             int chunk) {
     const OperandScales& scales = args.scales;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, PushR
     for (std::int64_t at = first; at < end; ++at) to[at] = scales.own[at];
 }
 
-// What a pushing block does instead of tiles: each pusher has stages of its own, takes chunks in turn and
-// publishes each by its flag. Chunks for the node's ranks go into their workspaces.
+// Pushes chunks, the work of a pushing block instead of tiles: each pusher has stages of its own, takes
+// chunks in turn and publishes each by its flag. Chunks for the node's ranks go into their workspaces.
 template <class In>
 __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushRing& ring,
                                             int pusher, int pushers, std::uint64_t epoch) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushR
     }
 }
 
-// Chunks for ranks of other nodes go into the own area, once, and from there by the NIC to each.
+// Puts chunks for ranks of other nodes into the own area, once, and from there by the NIC to each.
 __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, PushRing& ring,
                                               const transport::DeviceWaiter& waiter) {
     const Workspace& workspace = args.workspace;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void push_to_nodes(const AllGatherGemmArgs& args, Pus
     }
 }
 
-// What came from other nodes goes on: out of staging memory into the own workspace, and, hierarchically,
+// Passes on what came from other nodes: out of staging memory into the own workspace, and, hierarchically,
 // into those of the node's other ranks.
 __device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushRing& ring,
                                             const transport::DeviceWaiter& waiter,
@@ -197,7 +197,7 @@ __device__ __forceinline__ void land_chunks(const AllGatherGemmArgs& args, PushR
     }
 }
 
-// A warp hears of the chunks that come from other nodes.
+// Watches, by one warp, for the chunks that come from other nodes.
 __device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
                                              const transport::DeviceWaiter& waiter,
                                              std::uint64_t epoch, transport::Lane mine) {
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
     }
     close_block<C>();
-    // Without tiles, the kernel behind this one ends the call.
+    // Without tiles, the next kernel on the stream ends the call.
     if (threadIdx.x == 0 && args.raster.tiles() > 0) {
         finish_call(args.workspace, args.last_wave, waiter, epoch);
     }

@@ -14,7 +14,7 @@
 
 namespace mkernel::hopper::attention {
 
-// One thread.
+// Called by one thread.
 template <bool kCausal>
 __device__ inline void load_core(const CoreArgs& args, CoreShared& shared) {
     CoreLoader loader(args, shared);

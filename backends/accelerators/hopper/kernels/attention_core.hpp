@@ -19,8 +19,8 @@ struct Core {
     Rows q, out;  // [batch, heads, queries, 128]
     Rows k, v;    // [batch, kv_heads, keys, 128]; heads is a multiple of kv_heads
     float* lse;   // [batch, heads, queries], packed
-    // Two words of device memory, zero before the first launch, which every launch leaves so. Launches
-    // that may run at a time have their own.
+    // Two words of device memory, zero before the first launch; every launch leaves them zero. Launches that
+    // may run at the same time have words of their own.
     std::uint32_t* counters;
     std::int32_t batch, heads, kv_heads, queries, keys;
     float scale;
@@ -28,13 +28,13 @@ struct Core {
     bool half;    // float16, else bfloat16
 };
 
-// On the current device's `stream`, may be captured. CudaError; std::invalid_argument.
+// Queues attention on the current device's `stream`; may be captured. CudaError; std::invalid_argument.
 void attend(const Core& core, cudaStream_t stream);
 
 inline constexpr int kCoreRows = 128;  // queries of a tile
 inline constexpr int kCoreKeys = 128;  // keys of a step
 
-// What the kernel is given.
+// The kernel's arguments.
 struct CoreArgs {
     CUtensorMap q, k, v, out;  // boxes of 64 elements by 64 rows, or kCoreKeys
     float* lse;

@@ -1,4 +1,5 @@
-// What a warpgroup of attention_core.cuh does with its 64 queries, and what it shares with the loader.
+// The work of a warpgroup of attention_core.cuh on its 64 queries, and the memory that it shares with the
+// loader.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ struct CoreTile {
         last;  // step of the keys: the first that is multiplied, the one that may be masked
 };
 
-// The tiles with most keys come first, of as many heads as keep their keys in L2.
+// Returns a tile; the tiles with most keys come first, of as many heads as keep their keys in L2.
 template <bool kCausal>
 __device__ inline CoreTile core_tile(const CoreArgs& args, std::int32_t number) {
     const std::int32_t of_section = args.section * args.tiles_of_head;
@@ -50,7 +51,7 @@ __device__ inline CoreTile core_tile(const CoreArgs& args, std::int32_t number) 
             (end - 1) / kCoreKeys};
 }
 
-// What one warpgroup does. A thread has two queries, rows lane/4 and lane/4 + 8 of its warp's 16.
+// One warpgroup's work. A thread has two queries, rows lane/4 and lane/4 + 8 of its warp's 16.
 template <class Element, bool kCausal>
 class CoreGroup {
   public:
@@ -106,7 +107,7 @@ class CoreGroup {
         release_values();
     }
 
-    // The next keys, all of which all queries see, and the values before.
+    // Works on the next keys, all of which all queries see, and on the previous values.
     __device__ __forceinline__ void step(const unsigned char* q) {
         float by[2];
         await_keys();
@@ -156,7 +157,7 @@ class CoreGroup {
         ptx::wgmma_commit();
     }
 
-    // Of keys beyond the end, or behind the query.
+    // Masks keys beyond the end, or after the query.
     __device__ __forceinline__ void mask(int row, int at) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -171,7 +172,7 @@ class CoreGroup {
         }
     }
 
-    // The largest scores. `by`: what was summed up so far is multiplied by.
+    // Finds the largest scores. `by`: the factor for everything summed up so far.
     template <bool kFirst>
     __device__ __forceinline__ void find_top(float (&by)[2]) {
 #pragma unroll
@@ -192,7 +193,7 @@ class CoreGroup {
         }
     }
 
-    // Scores become weights, and these are added to their sums times `by`.
+    // Makes weights of scores, and adds these to their sums times `by`.
     __device__ __forceinline__ void weigh(const float (&by)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -215,7 +216,7 @@ class CoreGroup {
         }
     }
 
-    // Where the queries were, then out.
+    // Writes out, to where the queries were and from there to memory.
     __device__ __forceinline__ void write(const CoreTile& tile, unsigned char* to) {
         float by[2];
 #pragma unroll

@@ -1,4 +1,5 @@
-// What the one thread does that brings a block of attention_core.cuh its tiles: queries, then keys and values step by step.
+// The one thread that brings a block of attention_core.cuh its tiles: queries, then keys and values step by
+// step.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +13,14 @@ class CoreLoader {
     __device__ CoreLoader(const CoreArgs& args, CoreShared& shared)
         : args_(args), shared_(shared) {}
 
-    // The number of the next tile, once there is room for its queries; negative: there is none.
+    // Returns the number of the next tile, once there is room for its queries; negative: there is none.
     __device__ std::int32_t take() {
         const auto number = static_cast<std::int32_t>(atomicAdd(args_.counters, 1U));
         shared_.q_empty[q_.slot].wait(q_.parity ^ 1);
         return number < args_.tiles ? number : -1;
     }
 
-    // Its queries, which see so many steps of keys.
+    // Loads the tile's queries, which see so many steps of keys.
     __device__ void queries(std::int32_t number, const CoreTile& tile, std::int32_t steps) {
         shared_.tile[q_.slot] = number;
         shared_.steps[q_.slot] = steps;
@@ -32,7 +33,7 @@ class CoreLoader {
         q_.next();
     }
 
-    // The next step: `key` and `value`(to, full, column) each load 64 columns of kCoreKeys rows.
+    // Loads the next step: `key` and `value`(to, full, column) each load 64 columns of kCoreKeys rows.
     template <class Key, class Value>
     __device__ void keys(Key&& key, Value&& value) {
         const auto load = [&](unsigned char* to, ptx::Mbarrier& full, ptx::Mbarrier& empty,
@@ -48,7 +49,7 @@ class CoreLoader {
         step_.next();
     }
 
-    // The step `at` of the keys that args has.
+    // Loads step `at` of the keys that args has.
     __device__ void own_keys(const CoreTile& tile, int at) {
         const auto of = [&](const CUtensorMap* map) {
             return [&, map](unsigned char* to, ptx::Mbarrier* full, int column) {
@@ -58,8 +59,8 @@ class CoreLoader {
         keys(of(&args_.k), of(&args_.v));
     }
 
-    // After `take` has found none, or of one that is not wanted. The last block leaves the counters as it
-    // found them: all others have taken their last tile.
+    // Ends the loader, after `take` has found no tile, or with a tile that is not wanted. The last block
+    // leaves the counters as it found them: all others have taken their last tile.
     __device__ void end() {
         shared_.tile[q_.slot] = -1;
         shared_.q_full[q_.slot].arrive();
@@ -76,7 +77,7 @@ class CoreLoader {
     Cursor<kCoreStages> step_;
 };
 
-// One thread of a block, before a barrier of it.
+// Called by one thread of a block, before a barrier of it.
 __device__ inline void open_core(CoreShared& shared) {
     for (int slot = 0; slot < kCoreQueries; ++slot) {
         shared.q_full[slot].init(1);

@@ -62,14 +62,14 @@ __device__ void add(float (&sum)[kElements], float weight, uint4 found) {
     for (int i = 0; i < kElements; ++i) sum[i] += weight * widen(elements[i]);
 }
 
-// The threads of this warp that have the same row as this one: all that have it.
+// Returns the threads of this warp that have the same row as this one: all that have it.
 __device__ unsigned lanes_of_row(std::uint32_t width) {
     const unsigned threads = width / kElements;
     const unsigned first = threadIdx.x % kWarp / threads * threads;
     return (threads == kWarp ? ~0u : (1u << threads) - 1) << first;
 }
 
-// One thread's elements, from `at` bytes of the row on.
+// Merges one thread's elements, from `at` bytes of the row on.
 template <class Element>
 __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t head,
                           std::uint32_t row, std::uint32_t at) {
@@ -100,7 +100,7 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     for (int p = kAhead; p < merge.count; ++p) {
         if (seen(merge.parts[p])) top = fmaxf(top, lse_of(merge.parts[p]));
     }
-    // Scores that are all -inf, or one that is inf: nothing can be taken off them.
+    // Scores that are all -inf, or one that is inf: nothing can be subtracted from them.
     if (isinf(top)) top = 0.0f;
     float whole = 0.0f;
     float sum[kElements] = {};
@@ -139,7 +139,7 @@ __device__ void merge_row(const Merge& merge, std::uint32_t batch, std::uint32_t
     if (at == 0) merge.lse[above * merge.lse_pitch + row] = top + logf(whole);
 }
 
-// By all threads of every block, which have done all else of the call.
+// Ends the call. Called by all threads of every block, which have done everything else of the call.
 __device__ void end_call(const Workspace& workspace, const transport::WaitLimits& limits) {
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -164,7 +164,7 @@ __global__ __launch_bounds__(kMergeThreads, kBlocksACore) void merge_kernel(
     if (ends) end_call(workspace, limits);
 }
 
-// One thread's elements, from `at` bytes of the row on.
+// Sums one thread's elements, from `at` bytes of the row on.
 template <class Element>
 __device__ void sum_row(const Sum& sum, std::uint32_t batch, std::uint32_t head, std::uint32_t row,
                         std::uint32_t at) {
@@ -227,7 +227,7 @@ void check_parts(const char* what, std::int32_t count) {
            std::to_string(kMaxRanks));
 }
 
-// As many threads as divide a block: 8 of 64 elements, 16 of 128.
+// The threads of a row must divide a block: 8 for 64 elements, 16 for 128.
 void check_width(std::int32_t width) {
     const int threads = width / kElements;
     if (threads >= 1 && width % kElements == 0 && kMergeThreads % threads == 0) return;

@@ -1,14 +1,14 @@
-// What stands between the calls of a library's attention: the wait for what a peer sent, and the kernels
-// that make one result of what the calls found.
+// The steps between the calls of a library's attention: the wait for a peer's data, and the kernels that make
+// one result of the calls' results.
 //
 // Forward. Queries q see the keys in parts p, a call each: out_p, and lse_p, the log-sum-exp of the part's scores. Then
 //   lse = log sum_p e^lse_p,  out = sum_p e^(lse_p - lse) out_p,
 // in float32, in the order of the parts; out is rounded once more. Where parts are more than memory holds,
-// what was found so far is kept in float32 and counts as the first part of the next merge. Source: Milakov
-// and Gimelshein, "Online normalizer calculation for softmax", 2018.
+// the result so far is kept in float32 and counts as the first part of the next merge. Source: Milakov and
+// Gimelshein, "Online normalizer calculation for softmax", 2018.
 //
-// Backward. Every call is given the result and the log-sum-exp of all keys, so that what the parts give to a
-// gradient is added up, in float32, in the order of the parts, and rounded once more.
+// Backward. Every call gets the result and the log-sum-exp of all keys, so that the parts' contributions to a
+// gradient are added up, in float32, in the order of the parts, and rounded once more.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,7 +27,7 @@ struct Rows {
     std::int64_t batch, head, row;
 };
 
-// What the queries from `first` on found in some keys: `out` [batch, heads, rows - first, width], `lse`
+// The result of the queries from `first` on for some keys: `out` [batch, heads, rows - first, width], `lse`
 // of the same without the width, packed.
 struct Part {
     Rows out;
@@ -35,7 +35,8 @@ struct Part {
     std::int32_t first;
 };
 
-// What the same queries found before: `out` [batch, heads, rows, width], `lse` [batch, heads, rows], packed.
+// The earlier result of the same queries: `out` [batch, heads, rows, width], `lse` [batch, heads, rows],
+// packed.
 struct Running {
     float* out;
     float* lse;
@@ -56,13 +57,14 @@ struct Merge {
     Running running;
 };
 
-// What a part gives to the gradients of rows [first, first + rows): `of` [batch, heads, rows, width].
+// The contribution of a part to the gradients of rows [first, first + rows): `of` [batch, heads, rows,
+// width].
 struct Given {
     Rows of;
     std::int32_t first, rows;
 };
 
-// A gradient: `factor` times the sum of what is given to it.
+// A gradient: `factor` times the sum of the contributions to it.
 struct Sum {
     Given given[kMaxRanks];
     std::int32_t
@@ -80,9 +82,10 @@ struct Sums {
     bool half;
 };
 
-// All on the current device's `stream`, may be captured. CudaError; std::invalid_argument.
+// All functions here queue on the current device's `stream`, and may be captured. CudaError;
+// std::invalid_argument.
 
-// What follows on `stream` comes after `source` has set that flag in the running call, and reads what was
+// Makes later work on `stream` wait until `source` has set that flag in the running call, and see what was
 // copied before the flag.
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
                 std::uint32_t flag, cudaStream_t stream);
@@ -90,22 +93,22 @@ void await_part(const Workspace& workspace, const transport::WaitLimits& limits,
 // Loads all kernels here to the current device, before the first call between nodes (host/moe.hpp: load).
 void load();
 
-// Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`; there
-// the word of flag `flag` says so. What came before on `stream` is put.
+// Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`, and
+// adds to the word of flag `flag` there. Everything queued earlier on `stream` is put.
 void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
          std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
          cudaStream_t stream);
 
-// Sets flag `flag`, or the landed one of that number where areas are staged, when `source`, a rank of
-// another node, has put what it stands for.
+// Sets flag `flag`, or the landed one of that number where areas are staged, when `source`, a rank of another
+// node, has put the data that it stands for.
 void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
            std::uint32_t flag, cudaStream_t stream);
 
-// On `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
+// Merges, on `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,
            std::uint32_t blocks, bool ends, cudaStream_t stream);
 
-// The same of gradients.
+// Sums gradients in the same way.
 void sum(const Workspace& workspace, const transport::WaitLimits& limits, const Sums& sums,
          std::uint32_t blocks, bool ends, cudaStream_t stream);
 

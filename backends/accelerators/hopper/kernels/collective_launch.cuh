@@ -1,4 +1,4 @@
-// What starting any kernel of the collectives takes: which one for which elements, and how many blocks.
+// Helpers of the collectives' launches: which kernel runs for which elements, and on how many blocks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@ namespace mkernel::hopper::collectives {
 
 inline constexpr std::uint64_t kResultBytes = 2;  // of an element
 
-// `pick(source, result)`: the kernel for elements of these arguments' types.
+// `pick(source, result)` returns the kernel for elements of these arguments' types.
 template <class Kernel, class Pick>
 Kernel of_element(Element element, Pick&& pick) {
     switch (element) {
@@ -33,7 +33,7 @@ Kernel of_element(Element element, Pick&& pick) {
     throw std::invalid_argument("no such element");
 }
 
-// Blocks that the call may have, of which every one finds a place.
+// Returns the most blocks that the call may have, such that each finds a place.
 inline std::uint32_t most_blocks(const Collective& call) {
     if (call.blocks != 0) return call.blocks;
     static std::array<std::atomic<int>, 64>
@@ -51,7 +51,7 @@ inline std::uint32_t most_blocks(const Collective& call) {
     return 2 * static_cast<std::uint32_t>(processors);
 }
 
-// It gets ready while the product before it ends: see ptx::wait_for_grid_before.
+// Launches a kernel that gets ready while the product before it ends: see ptx::wait_for_grid_before.
 template <class Args>
 void launch_early(void (*kernel)(Args), const Args& args, std::uint32_t blocks, int threads,
                   cudaStream_t stream) {

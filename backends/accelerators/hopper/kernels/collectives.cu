@@ -31,15 +31,15 @@ struct Args {
     bool symmetric;
     bool brief;
 
-    // The slot of source `writer` at rank `of`. `slots`: where the slots start in every workspace.
+    // Returns the slot of source `writer` at rank `of`. `slots`: where the slots start in every workspace.
     __device__ char* slot_at(std::uint64_t slots, int of, int writer) const {
         return workspace.base[of] + slots + writer * slot;
     }
-    // The second exchange's.
+    // Returns the slot of the second exchange.
     __device__ char* result_slot_at(std::uint64_t slots, int of, int writer) const {
         return slot_at(slots, of, workspace.world + writer);
     }
-    // Where this rank's part of the outs goes for rank `to`, in the first and the second exchange. An
+    // Return where this rank's part of the outs goes for rank `to`, in the first and the second exchange. An
     // element of a source has kNarrower times the bytes of one of a result.
     __device__ char* sent_to(std::uint64_t slots, int to) const {
         return in_out(to) ? outs[to] + workspace.rank * part : slot_at(slots, to, workspace.rank);
@@ -69,7 +69,7 @@ struct Args {
         return min(part, total - at);
     }
     __device__ std::uint32_t flags_of(std::uint32_t chunk) const { return chunk * workspace.world; }
-    // The bias for what begins `at` bytes into the source, where there is one.
+    // Returns the bias for the elements from `at` bytes into the source on, where there is one.
     template <bool kBias, class In, class Out>
     __device__ RowOfChunk<Out> bias_from(std::uint64_t at) const {
         if constexpr (!kBias) return {};
@@ -132,7 +132,7 @@ __global__ __launch_bounds__(kThreads,
     exchange.finish();
 }
 
-// Every rank's whole source to every rank, summed everywhere.
+// Sends every rank's whole source to every rank, which each sum all of it.
 template <class In, class Out, bool kBias>
 __global__ __launch_bounds__(kThreads,
                              2) void all_reduce_one_shot_kernel(const __grid_constant__ Args args) {
@@ -177,7 +177,7 @@ __global__ __launch_bounds__(kThreads,
     exchange.finish();
 }
 
-// Part p of every source to rank p, summed there. kGather: and the sums to every rank.
+// Sends part p of every source to rank p, which sums it. kGather: the sums go to every rank.
 template <class In, class Out, bool kGather, bool kBias>
 __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
@@ -206,7 +206,7 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
             const char* own = args.src + rank * args.part;
             transfers.src[i] =
                 (i == 0 ? own : args.slot_at(slots, rank, (rank + i) % world)) + chunk.at;
-            // Whoever sent its part is in this call: its symmetric out may be written.
+            // Every rank that sent its part is in this call: its symmetric out may be written.
             transfers.dst[i] = (kGather ? args.result_sent_to<kNarrower>(slots, args.peer(i + 1))
                                         : args.outs[rank]) +
                                chunk.at / kNarrower;
@@ -247,13 +247,13 @@ std::uint64_t slot_bytes(std::uint64_t bytes) {
     return round_up(bytes, 128);
 }
 
-// Elements that each rank but perhaps the last ones owns; whole 16 bytes of the result.
+// Returns the elements that each rank owns, except perhaps the last ones; whole 16 bytes of the result.
 std::uint64_t owned_elements(int world, std::uint64_t elements) {
     return round_up((elements + world - 1) / world, 16 / kResultBytes);
 }
 
-// Small parts are spread over many blocks, large ones cut so that sending and consuming overlap;
-// larger chunks where the flags would not do. `exchanges`: with flags of their own.
+// Cuts small parts so that they are spread over many blocks, and large ones so that sending and consuming
+// overlap; chunks are larger where the flags would not suffice. `exchanges`: those with flags of their own.
 Chunking cut(std::uint64_t bytes, int world, std::uint32_t exchanges) {
     constexpr std::uint64_t kSmallest = 4u << 10;
     constexpr std::uint64_t kLargest = 64u << 10;
@@ -350,7 +350,7 @@ Kernel one_shot_of(Element element, const Bias& bias) {
     });
 }
 
-// What a world of one does, and an empty call.
+// Does the work of a world of one rank, and of an empty call; returns whether the call was one of these.
 bool is_trivial(const Collective& call, const void* src, const Outs& out, std::uint64_t bytes,
                 cudaStream_t stream) {
     if (bytes == 0) return true;

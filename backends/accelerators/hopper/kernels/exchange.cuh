@@ -1,5 +1,5 @@
-// What the collectives' kernels share: how a part is cut into chunks, who does which, and how a
-// chunk's arrival is said and awaited.
+// The parts that the collectives' kernels share: the cut of a part into chunks, the blocks that do each, and
+// the signal and wait for a chunk's arrival.
 #pragma once
 
 #include "backends/accelerators/hopper/device/call.cuh"
@@ -10,7 +10,7 @@ namespace mkernel::hopper::collectives {
 
 inline constexpr int kThreads = 512;
 
-// How parts are cut into chunks of `chunk` bytes, a multiple of 16; the same on all ranks.
+// The cut of parts into chunks of `chunk` bytes, a multiple of 16; the same on all ranks.
 struct Chunking {
     std::uint32_t chunk;
     std::uint32_t chunks;
@@ -38,12 +38,13 @@ class Exchange {
           epoch_(workspace.control().state.epoch),
           brief_(brief) {}
 
-    // Where the call's slots start in every rank's workspace. `staging`: offset in the data area.
+    // Returns where the call's slots start in every rank's workspace. `staging`: offset in the data area.
     __device__ std::uint64_t slots(std::uint64_t staging) const {
         return brief_ ? kBriefOffset + epoch_ % 2 * kBriefBytes : kDataOffset + staging;
     }
 
-    // Whether every peer is in this call, so that its symmetric buffers may be written.
+    // Waits until every peer is in this call, so that its symmetric buffers may be written; returns whether
+    // all are.
     __device__ bool meet() {
         if (blockIdx.x == 0 && threadIdx.x == 0) announce_start(workspace_, epoch_);
         return all([&](std::uint32_t peer) {
@@ -51,12 +52,12 @@ class Exchange {
         });
     }
 
-    // Tells every peer where this rank's output lies; before the first `raise`.
+    // Publishes to every peer where this rank's output lies; called before the first `raise`.
     __device__ void tell(const Landings& landings) const {
         if (is_peer(threadIdx.x)) landings.tell(workspace_, static_cast<int>(threadIdx.x));
     }
 
-    // Tells every peer that this rank's stores of the chunk by this block are done.
+    // Signals to every peer that this rank's stores of the chunk by this block are done.
     __device__ void raise(std::uint32_t first_flag) {
         __syncthreads();
         if (is_peer(threadIdx.x)) {
@@ -64,7 +65,7 @@ class Exchange {
         }
     }
 
-    // Whether the chunk has come from every peer.
+    // Waits until the chunk has arrived from every peer; returns whether it has.
     __device__ bool await(std::uint32_t first_flag, std::uint32_t chunk) {
         return all([&](std::uint32_t peer) {
             return waiter_.until(*(flags(workspace_.rank) + first_flag + peer), epoch_,
@@ -72,7 +73,7 @@ class Exchange {
         });
     }
 
-    // The end of the block's part of the call.
+    // Ends the block's part of the call.
     __device__ void finish() {
         __syncthreads();
         if (threadIdx.x != 0) return;
@@ -92,7 +93,7 @@ class Exchange {
                rank != static_cast<std::uint32_t>(workspace_.rank);
     }
 
-    // One thread waits for one peer; what the peers wrote is then visible to the whole block.
+    // Makes one thread wait for each peer; what the peers wrote is then visible to the whole block.
     template <class Wait>
     __device__ bool all(Wait&& wait) {
         const bool come = !is_peer(threadIdx.x) || wait(threadIdx.x);
@@ -105,8 +106,8 @@ class Exchange {
     bool brief_;
 };
 
-// Runs the stages of this block's chunks, each stage one turn behind the one before it, so that a
-// chunk travels while the next is sent. A stage takes a chunk's index and returns whether to go on.
+// Runs the stages of this block's chunks, each stage one turn after the previous one, so that a chunk travels
+// while the next is sent. A stage takes a chunk's index and returns whether to go on.
 template <class... Stages>
 __device__ void for_each_chunk(std::uint32_t chunks, Stages&&... stages) {
     const std::uint32_t mine = blockIdx.x < chunks ? (chunks - blockIdx.x - 1) / gridDim.x + 1 : 0;
@@ -122,15 +123,15 @@ __device__ void for_each_chunk(std::uint32_t chunks, Stages&&... stages) {
     }
 }
 
-// What a block copies or sums next, in shared memory: `count` sources, destinations and lengths.
+// The block's next copies or sums, in shared memory: `count` sources, destinations and lengths.
 struct Transfers {
     const char* src[kMaxRanks];
     char* dst[kMaxRanks];
     std::uint32_t bytes[kMaxRanks];
 };
 
-// Thread i sets entry i < count of the block's transfers by `fill(i)`. Returns whether all addresses are
-// multiples of 16. What the threads did before is done when this returns, and the transfers are set.
+// Sets entry i < count of the block's transfers, by thread i, from `fill(i)`. Returns whether all addresses
+// are multiples of 16. When it returns, the transfers are set and the threads' earlier work is done.
 template <class Fill>
 __device__ bool set_transfers(Transfers& transfers, int count, Fill&& fill) {
     __syncthreads();
@@ -146,7 +147,7 @@ __device__ bool set_transfers(Transfers& transfers, int count, Fill&& fill) {
     return __syncthreads_and(aligned) != 0;
 }
 
-// Copies what is not whole vectors: byte by byte, also all of a copy that is not aligned.
+// Copies the bytes that are not whole vectors one by one, and all of a copy that is not aligned.
 __device__ inline void copy_rest(char* dst, const char* src, std::uint32_t from,
                                  std::uint32_t nbytes) {
 #pragma unroll 1

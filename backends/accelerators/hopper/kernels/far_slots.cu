@@ -16,7 +16,7 @@ namespace {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kLandingThreads = 512;
 
-// One warp, of which one thread pushes.
+// Runs as one warp, of which one thread pushes.
 __global__ void put_kernel(const __grid_constant__ Workspace workspace,
                            transport::WaitLimits limits, std::uint64_t from, std::uint64_t step,
                            const __grid_constant__ FarSlots slots) {
@@ -33,7 +33,7 @@ __global__ void put_kernel(const __grid_constant__ Workspace workspace,
     }
 }
 
-// All threads of the block, which each have several loads under way.
+// Copies by all threads of the block, which each have several loads under way.
 template <class Element, class Load>
 __device__ void copy(char* to, const char* from, std::uint64_t bytes, Load&& load) {
     constexpr int kAhead = 8;
@@ -53,7 +53,7 @@ __device__ void copy(char* to, const char* from, std::uint64_t bytes, Load&& loa
     }
 }
 
-// From the host's memory, which is read once and never kept.
+// Copies from the host's memory, which is read once and never kept.
 __device__ void copy_staged(char* to, const char* from, std::uint64_t bytes) {
     const auto together =
         reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from) | bytes;

@@ -1,13 +1,13 @@
-// What every rank sends whole to ranks of other nodes, by puts of a NIC: a slot a rank in the data area, laid
-// out alike on all of them (device/network.cuh).
+// Slots of data that every rank sends whole to ranks of other nodes, by puts of a NIC: a slot a rank in the
+// data area, laid out alike on all of them (device/network.cuh).
 //
 // Data flow of one call on rank r:
 //   a tensor of r ──copied──▶ slot r of the own area ──put──▶ slot r of every rank of another node
 //   word of rank s ──one block, which runs until all have come──▶ flag s; where areas are staged, that block
 //        copies slot s into the data area first
 //
-// Who waits for a flag may take all multiprocessors, and so keep out the block that sets it. It cannot where
-// it starts behind a wait for the first of that block's flags: then the block runs.
+// A kernel that waits for a flag may take all multiprocessors, and so keep out the block that sets it. It
+// cannot where it starts after a wait for the first of that block's flags: then the block runs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,8 +19,8 @@
 
 namespace mkernel::hopper {
 
-// Slot s is at `offset` + s * `bytes` of the data area; flag `flag` + s says that it is there. Offset and bytes
-// are multiples of 4.
+// Slot s is at `offset` + s * `bytes` of the data area; flag `flag` + s signals that its data is there.
+// Offset and bytes are multiples of 4.
 struct FarSlots {
     std::uint64_t offset, bytes;
     std::uint32_t flag;
@@ -35,14 +35,15 @@ struct Landing {
 // Loads the kernels here to the current device, (host/moe.hpp: load).
 void load_far_slots();
 
-// All on the current device's `stream`; may be captured. CudaError; std::invalid_argument.
+// All functions here queue on the current device's `stream`; may be captured. CudaError;
+// std::invalid_argument.
 
-// Puts `slots.bytes` of the own area, at `from` for the first rank of the world and `step` further for each next
-// one, into slot r of every rank of another node. What came before on `stream` is put.
+// Puts `slots.bytes` of the own area, at `from` for the first rank of the world and `step` further for each
+// next one, into slot r of every rank of another node. Everything queued earlier on `stream` is put.
 void put_far(const Workspace& workspace, const transport::WaitLimits& limits, std::uint64_t from,
              std::uint64_t step, const FarSlots& slots, cudaStream_t stream);
 
-// Sets the flags of what other nodes put, slots by slots.
+// Sets the flags of data that other nodes put, slots by slots.
 void land_far(const Workspace& workspace, const transport::WaitLimits& limits,
               const Landing& landing, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// GEMM+AllReduce and GEMM+ReduceScatter of few rows, up to 256: reading the weights is what takes time, so all
-// multiprocessors do.
+// GEMM+AllReduce and GEMM+ReduceScatter of few rows, up to 256: reading the weights takes the time, so all
+// multiprocessors read them.
 //
 // Weights are the rows of the product here: wgmma multiplies b^T [n, k] by a^T [k, m]. A tile is 128 columns of b
 // and all of m. The blocks of a cluster share a tile, each with its part of K, so that as many blocks
@@ -10,15 +10,15 @@
 //   ReduceScatter: those of a rank's rows ──▶ that rank's mail
 //   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
 //   or, with a norm, + bias + residual, rounded ──▶ residual_out ──▶ normalised rows ──▶ out (few_rows/norm.cuh)
-// Of e4m3 operands a rank's sums are multiplied by its scales before they are rounded and before they travel.
-// Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same on all ranks,
-// and always the same. Mail says itself that it has come, so nothing is raised or fenced behind it: it is one way
-// across the link.
+// With e4m3 operands a rank's sums are multiplied by its scales before they are rounded and before they
+// travel. Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same
+// on all ranks, and always the same. Mail shows by itself that it has arrived, so no flag is raised after it
+// and no fence is needed: it takes one way across the link.
 //
 // The call is brief (device/call.cuh): each rank waits for all that its peers write into its memory.
 // All blocks read the epoch at their begin, and the last one that did moves it on.
-// No rank waits for ever: clusters take tiles in rising order and send before they wait, so the first tile that
-// is not done anywhere waits for none.
+// No rank waits for ever: clusters take tiles in rising order and send before they wait, so the first tile
+// that is not done anywhere waits for no other.
 #pragma once
 
 #include <cuda.h>
@@ -56,7 +56,7 @@ struct FewRowsArgs {
     Trace trace;
 };
 
-// What a block's trace tells, in order; of the first multiplier but for `loaded`, the loader's.
+// The marks of a block's trace, in order; they are the first multiplier's, except `loaded`, the loader's.
 enum class FewRowsMark : std::uint8_t {
     begun,       // the block
     free,        // the grid before is over
@@ -70,11 +70,11 @@ enum class FewRowsMark : std::uint8_t {
     count
 };
 
-// Rows that the kernel which runs m rows has, a multiple of 16; boxes of `a` are as high.
+// Returns the rows of the kernel which runs m rows, a multiple of 16; boxes of `a` are as high.
 int few_rows_height(int m);
 
-// On at most `blocks` blocks, clusters of `splits`. Element, of results: __nv_bfloat16 or __half. In, of
-// operands: the same, or __nv_fp8_e4m3 with scales, with b K-major.
+// Launches on at most `blocks` blocks, in clusters of `splits`. Element, the type of results: __nv_bfloat16
+// or __half. In, the type of operands: the same, or __nv_fp8_e4m3 with scales, with b K-major.
 template <class Element, class In>
 cudaError_t launch_few_rows(const FewRowsArgs& args, bool n_major, int splits, int blocks,
                             cudaStream_t stream);

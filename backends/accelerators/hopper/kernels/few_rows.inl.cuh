@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     if (!multiplies) {
         ptx::fewer_registers<40>();
         Cursor<S::kStages> cursor;
-        // By a warp that is idle; multipliers read it behind the first barrier of the cluster.
+        // Read by a warp that is idle; multipliers read it after the first barrier of the cluster.
         if (threadIdx.x == kFewMultipliers + kWarp) {
             shared.epoch = epoch_of_brief_call(args.workspace);
         }
@@ -124,7 +124,7 @@ cudaError_t start_few_rows(const FewRowsArgs& args, bool n_major, int splits, in
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
-    // It gets ready while what is before it on the stream ends.
+    // The kernel gets ready while earlier work on the stream ends.
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};

@@ -9,9 +9,9 @@
 //            once ──storer──▶ out
 //   Tiles of the last wave may be cut along K (tile/shares.cuh).
 // AllReduce besides:
-//   own tiles ──storer──▶ out of every peer where it is symmetric, or where that peer says it may be put
-//            (device/landing.cuh); the end of the call says that all has come. Else the gathered area of
-//            that peer, then the second flag there, and
+//   own tiles ──storer──▶ out of every peer where it is symmetric, or where that peer publishes a place
+//            for it (device/landing.cuh); the end of the call signals that all has arrived. Else the
+//            gathered area of that peer, then the second flag there, and
 //   gathered area ──receiver──▶ out
 // Between nodes the parts of an owner's tiles go into the own area, and from there ──sender──▶ by the NIC
 // into the owner's; with AllReduce own tiles go into it too, ──sender──▶ into every such peer's. There the
@@ -27,12 +27,12 @@
 // No rank waits for ever: its tiles are taken in rising order of one number, the same for a tile on all ranks
 // of its stage, and those that wait come after what they wait for: relayed tiles of a panel after all parts of
 // it that neighbours take, own ones after all relayed ones. Of all tiles that are not done the one that comes
-// first waits for none. What hears of other nodes has blocks of its own, which have no tiles. Receivers hold up
-// nobody but receivers: they take sums in an order of their own, of each panel those from other nodes before
-// those that neighbours take from other nodes for them.
-// What crosses the link is spread over the whole call: an owner's tiles are cut into panels, and the own
-// tiles of a panel are computed after the other owners' tiles of the next. Puts keep a pace
-// (tile/store.cuh says why), except those of a block's last tile: it has no more loads to hold up.
+// first waits for no other. The warps that watch for other nodes have blocks of their own, which have no
+// tiles. Receivers hold up receivers only: they take sums in an order of their own, of each panel those from
+// other nodes before those that neighbours take from other nodes for them.
+// Traffic on the link is spread over the whole call: an owner's tiles are cut into panels, and the own tiles
+// of a panel are computed after the other owners' tiles of the next. Puts keep a pace (tile/store.cuh states
+// why), except those of a block's last tile: it has no more loads to hold up.
 //
 // Workspace, each [W - 1, rows, N]: inbox, by source: (s - r - 1) mod W (what a relay takes: by the rank with
 // the source's place in the owner's node); then, where the call uses them,
@@ -92,7 +92,8 @@ struct GemmReduceArgs {
     std::uint64_t area_offset;  // of the area, in the network's
 };
 
-// Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element, In: as of AllGather+GEMM.
+// Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element, In: as those of
+// AllGather+GEMM.
 template <class Element, class In>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,
                                cudaStream_t stream);

@@ -25,8 +25,8 @@ struct OwnedTile {
     Share share;
 };
 
-// Calls body(OwnedTile) for each of this block's shares, in order. kResults: of whole tiles, in the order in
-// which sums of other owners are taken, not computed.
+// Calls body(OwnedTile) for each of this block's shares, in order. kResults: calls it for whole tiles, in the
+// order in which sums of other owners are taken, not computed.
 template <class C, bool kResults = false, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.workspace.world;
@@ -52,20 +52,20 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
     }
 }
 
-// Flags of tiles: see gemm_reduce.cuh.
+// The flags of tiles: see gemm_reduce.cuh.
 struct TileFlags {
     const Workspace& workspace;
     int tiles;  // of an owner
 
-    // The place of `other` among the ranks but `at`, counted from at + 1 on.
+    // Returns the place of `other` among the ranks except `at`, counted from at + 1 on.
     __device__ int slot(int other, int at) const {
         return (other - at - 1 + workspace.world) % workspace.world;
     }
-    // What is set at `at` as `source`'s; `second`: when the sum, not the part, is there.
+    // Returns the flag that is set at `at` as `source`'s; `second`: the one for the sum, not the part.
     __device__ int number(int source, int at, int tile, bool second) const {
         return ((second ? workspace.world - 1 : 0) + slot(source, at)) * tiles + tile;
     }
-    // `from`: who sets it.
+    // Waits for the flag; `from` is the rank that sets it.
     __device__ bool wait(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int source,
                          int from, int tile, bool second) const {
         const int flag = number(source, workspace.rank, tile, second);
@@ -86,7 +86,8 @@ struct AreaTiles {
     const Rails& rails;
     int tiles;  // of an owner
 
-    // At rank `at`: the part from `source`; the part for `owner`; the sum from `owner`; the own sum.
+    // Return the tile at rank `at`: the part from `source`; the part for `owner`; the sum from `owner`; the
+    // own sum.
     __device__ int part_from(int source, int at, int tile) const {
         return rails.place_among_peers(source, at) * tiles + tile;
     }
@@ -99,16 +100,17 @@ struct AreaTiles {
     __device__ int own_sum(int tile) const { return 3 * rails.peers() * tiles + tile; }
 };
 
-// Maps of the peers' outputs that this block's storer puts its tiles into, of peers that say where theirs are.
+// Maps of the peers' outputs that this block's storer puts its tiles into, for peers that publish where
+// theirs are.
 class PeerOutputs {
   public:
     __device__ explicit PeerOutputs(const GemmReduceArgs& args, std::uint64_t epoch)
         : args_(args),
-          // No call but brief ones uses that memory, and this is none.
+          // Only brief calls use that memory otherwise, and this call is not brief.
           maps_(reinterpret_cast<CUtensorMap*>(args.workspace.brief(args.workspace.rank, epoch)) +
                 blockIdx.x * kMaxRanks) {}
 
-    // Once the peers have started.
+    // Finds the outputs once the peers have started.
     __device__ void find() {
         const Workspace& workspace = args_.workspace;
         for (int step = 1; step < workspace.world; ++step) {
@@ -119,7 +121,7 @@ class PeerOutputs {
             known_ |= 1u << peer;
         }
     }
-    // Null: it goes through the workspace.
+    // Returns null where the tile goes through the workspace.
     [[nodiscard]] __device__ const CUtensorMap* of(int peer) const {
         return (known_ >> peer & 1u) != 0 ? maps_ + peer : nullptr;
     }
@@ -130,7 +132,7 @@ class PeerOutputs {
     std::uint32_t known_ = 0;
 };
 
-// Puts tile `from` of the own area into tile `to` of a peer's, and says so by its flag.
+// Puts tile `from` of the own area into tile `to` of a peer's, and signals it by its flag.
 template <class C>
 __device__ __forceinline__ bool put_tile(const GemmReduceArgs& args,
                                          const transport::DeviceWaiter& waiter, int peer, int from,
@@ -141,7 +143,7 @@ __device__ __forceinline__ bool put_tile(const GemmReduceArgs& args,
         {args.area_offset + from * kBytes, args.area_offset + to * kBytes, kBytes});
 }
 
-// A warp hears of the tiles that come from other nodes: parts, and with AllReduce sums.
+// Watches, by one warp, for the tiles that come from other nodes: parts, and with AllReduce sums.
 __device__ __forceinline__ void watch_tiles(const GemmReduceArgs& args, const Rails& rails,
                                             const TileFlags& flags,
                                             const transport::DeviceWaiter& waiter,

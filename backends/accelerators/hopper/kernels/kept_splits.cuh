@@ -1,5 +1,5 @@
 // Splits of tiles on their way from the block that multiplied them to the one that adds them
-// (tile/shares.cuh): multipliers ──▶ this GPU's memory, as their registers hold them, and a flag that says so
+// (tile/shares.cuh): multipliers ──▶ this GPU's memory, as their registers hold them, and a flag
 // ──loader of the other block──▶ stages ──▶ multipliers.
 #pragma once
 
@@ -21,7 +21,7 @@ class KeptSplits {
     __device__ KeptSplits(const Workspace& workspace, const LastWave& wave)
         : workspace_(workspace), wave_(wave) {}
 
-    // Multipliers: the sums of this share, which is not the last one of its tile.
+    // Keeps, by the multipliers, the sums of this share, which is not the last one of its tile.
     template <class Multiplier>
     __device__ __forceinline__ void keep(const Multiplier& multiplier, const Share& share) const {
         const int number = number_of(share.kept + share.split);
@@ -33,7 +33,7 @@ class KeptSplits {
         }
     }
 
-    // The loader: what is kept of the tile of this share, its last one.
+    // Loads, by the loader, the kept sums of this share's tile; the share is the tile's last one.
     __device__ void load(Shared<C>& shared, Cursor<C::kStages>& cursor, const Share& share,
                          const transport::DeviceWaiter& waiter) const {
         for (int split = 0; split < share.split; ++split) {
@@ -53,7 +53,7 @@ class KeptSplits {
         const int block = C::kCluster > 1 ? static_cast<int>(ptx::block_in_cluster()) : 0;
         return kept * C::kCluster + block;
     }
-    // Read again, so that multipliers need no register for it. Of one rank too.
+    // Returns the epoch, read again so that multipliers need no register for it; also in a world of one rank.
     __device__ std::uint64_t epoch() const { return workspace_.control().state.epoch; }
     __device__ char* place(int number) const {
         constexpr std::uint64_t kBytes = C::kKeptPieces * kKeptPieceBytes;
@@ -65,8 +65,8 @@ class KeptSplits {
     const LastWave& wave_;
 };
 
-// The end of a call of a kernel that may keep splits, whose flags are told apart by its number in a world of one
-// rank too. One thread of every block, as of finish_call.
+// Ends a call of a kernel that may keep splits, whose flags differ by the call's number in a world of one
+// rank too. Called by one thread of every block, as finish_call.
 __device__ inline void finish_call(const Workspace& workspace, const LastWave& wave,
                                    const transport::DeviceWaiter& waiter, std::uint64_t epoch) {
     if (workspace.world > 1) {

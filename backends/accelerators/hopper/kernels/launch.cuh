@@ -12,11 +12,11 @@
 
 namespace mkernel::hopper {
 
-// What starting a kernel on a device takes, asked of the runtime once.
+// The properties of a device that starting a kernel needs, queried from the runtime once.
 class Prepared {
   public:
-    // `processors`: of the calling thread's device, where `kernel` may use `shared_bytes` from now on.
-    // Any thread.
+    // Finds `processors` of the calling thread's device, on which `kernel` may use `shared_bytes` from now
+    // on. Any thread.
     static cudaError_t find(const void* kernel, std::size_t shared_bytes, int& processors) {
         int device = 0;
         if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
@@ -44,8 +44,8 @@ class Prepared {
     std::map<std::pair<const void*, int>, int> processors_;  // by kernel and device
 };
 
-// `shares`: of all clusters together (tile/shares.cuh). `blocks` 0: one an SM. Never more blocks than there
-// is work for; `others` of them, whole clusters, have other work than those.
+// `shares`: those of all clusters together (tile/shares.cuh). `blocks` 0: one an SM. Never launches more
+// blocks than there is work for; `others` of them, whole clusters, have other work than those.
 template <class C, class Args>
 cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int shares, int blocks,
                           cudaStream_t stream, int others = 0) {

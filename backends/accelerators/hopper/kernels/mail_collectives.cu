@@ -1,7 +1,7 @@
 // The kernels of mail_collectives.hpp and their launches.
 //
-// `kWhole`: this rank's addresses are multiples of 16, and its arrays whole vectors. A kernel is small then, which
-// matters: what an exchange of few bytes takes, fetching instructions takes too. Ranks need not be alike.
+// `kWhole`: this rank's addresses are multiples of 16, and its arrays whole vectors. A kernel is small then,
+// which matters: fetching instructions takes as long as an exchange of few bytes. Ranks need not be alike.
 #include "backends/accelerators/hopper/kernels/mail_collectives.hpp"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct Sent {
         return next < workspace.world ? next : next - workspace.world;
     }
     __device__ int peer(int step) const { return after(workspace.rank, step); }
-    // Where at rank `at` lies what rank `from` sends.
+    // Returns the place at rank `at` of what rank `from` sends.
     __device__ char* mail(int at, int from, std::uint64_t epoch) const {
         return workspace.mail(at, epoch) + from * slot;
     }
@@ -39,7 +39,7 @@ struct Sent {
     }
 };
 
-// What a thread of the grid has of so many places; it stops where `each` says so.
+// Calls `each` for a thread's own share of so many places; it stops where `each` returns false.
 template <class Each>
 __device__ void for_own(std::uint32_t places, Each&& each) {
 #pragma unroll 1
@@ -53,7 +53,7 @@ __device__ transport::Awaited mail_of(int from, std::uint32_t place) {
     return {transport::kMail, static_cast<std::uint32_t>(from), place / kMailThreads};
 }
 
-// Vectors of T from `from`, of which `count` elements are there; the rest is zero.
+// Loads vectors of T from `from`, of which `count` elements are there; the rest is zero.
 template <bool kWhole, class Vectors, class T>
 __device__ Vectors load(const T* from, std::uint64_t count) {
     Vectors found{};
@@ -88,7 +88,7 @@ __device__ void store(T* to, std::uint64_t count, uint4 words) {
 
 struct Gathered {
     Sent sent;
-    // Of two arrays: this rank's, everybody's, and a rank's bytes; the second one may have none.
+    // Two arrays: this rank's, everybody's, and a rank's bytes; the second one may have none.
     const char* src[2];
     char* out[2];
     std::uint64_t bytes[2];
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         char* const slot = sent.mail(at, from, epoch);
         return {slot + std::uint64_t{place} * 16, slot + std::uint64_t{places} * 16 + place};
     };
-    // Which array a place is in, and how many bytes into a rank's part of it.
+    // Returns which array a place is in, and how many bytes into a rank's part of it.
     const auto at = [&](std::uint32_t place, int& which) {
         which = place < args.places[0] ? 0 : 1;
         return (place - which * args.places[0]) * std::uint64_t{16};
@@ -248,7 +248,7 @@ struct Twice {
     }
 };
 
-// A place is 8 elements of every part, and one thread's from its first word to its last: so `out` may be
+// A place is 8 elements of every part, handled by one thread from its first word to its last: so `out` may be
 // `src`.
 template <class In, class Out, bool kWhole>
 __global__ void __launch_bounds__(kMailThreads, 2)
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     });
 }
 
-// Whether all of them are multiples of 16: addresses, and bytes.
+// Returns true where all of them are multiples of 16: addresses, and bytes.
 bool whole(std::initializer_list<const void*> addresses,
            std::initializer_list<std::uint64_t> bytes) {
     std::uint64_t bits = 0;

@@ -61,14 +61,14 @@ class Sum8 {
     float sum_[8] = {};
 };
 
-// A row that is added to every row of a result, as one chunk of the result sees it.
+// A row that is added to every row of a result, as it applies to one chunk of the result.
 template <class Out>
 struct RowOfChunk {
     const Out* row;
     std::uint32_t columns;
     std::uint32_t first;  // column of the chunk's first element
 
-    // `element`: of the chunk, a multiple of 8, as the columns are.
+    // Returns 8 elements of the row. `element`: counted in the chunk, a multiple of 8, as the columns are.
     __device__ Eight<Out> eight(std::uint32_t element) const {
         Eight<Out> found;
         found.load(reinterpret_cast<const char*>(row + (first + element) % columns));
@@ -79,9 +79,9 @@ struct RowOfChunk {
     }
 };
 
-// The block stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1],
-// in that order, and of `bias`, if kBias: registers are scarce here. `aligned`: all those addresses are
-// multiples of 16.
+// Stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1], in that order, and
+// of `bias`, if kBias: registers are scarce here. Called by the whole block. `aligned`: all those addresses
+// are multiples of 16.
 template <bool kBias, class In, class Out>
 __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t nbytes, int count,
                             const RowOfChunk<Out>& bias, bool aligned) {

@@ -1,5 +1,6 @@
-// One block of ring_attention.hpp: attention_core.cuh's, whose loader goes on with the keys of other ranks and waits for their
-// flags. The multipliers know nothing of that: they are told how many steps a tile has.
+// One block of ring_attention.hpp: attention_core.cuh's, whose loader goes on with the keys of other ranks
+// and waits for their flags. The multipliers need not know: the loader gives them the number of steps of a
+// tile.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +18,14 @@ struct RingShared {
 };
 static_assert(sizeof(RingShared) <= kSharedBytes);
 
-// One thread.
+// The loader, driven by one thread.
 template <bool kCausal>
 class RingLoader {
   public:
     __device__ RingLoader(const RingArgs& args, RingShared& shared)
         : args_(args), shared_(shared), loader_(args.core, shared.core) {}
 
-    // A failed wait ends it behind the tile that waited, whose result is wrong.
+    // Runs the loader. A failed wait ends it after the tile that waited, whose result is wrong.
     __device__ void run() {
         for (int part = 0; part < args_.count; ++part) shared_.arrived[part] = 0;
         for (std::int32_t number = loader_.take(); number >= 0 && going_; number = loader_.take()) {
@@ -65,7 +66,7 @@ class RingLoader {
         }
     }
 
-    // What is loaded from here on is what was copied before the chunk's flag.
+    // Waits for the chunk's flag: later loads read what was copied before the flag.
     __device__ void await(int part, int chunk) {
         if (chunk < shared_.arrived[part]) return;
         shared_.arrived[part] = chunk + 1;

@@ -5,9 +5,9 @@
 //   k, v (own) ──copy engines──▶ slot of every peer's workspace, chunk by chunk, a flag behind each (host/attention.hpp)
 //   q, own k, v, then what is in the slots, as flags come ──one persistent kernel──▶ out, lse; it ends the call
 //
-// A tile of queries takes the own keys first, then those of the parts in their order, whatever has come: results are
-// always the same bits. What it found so far stays in registers, so nothing is rounded between parts. Rows, and the rows of a
-// chunk, are multiples of 128.
+// A tile of queries takes the own keys first, then those of the parts in their order, whichever have arrived:
+// results are always the same bits. The result so far stays in registers, so nothing is rounded between
+// parts. Rows, and the rows of a chunk, are multiples of 128.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace mkernel::hopper::attention {
 
-// Keys of `source`, the first `keys` of its rows, seen by all queries from `first` on.
+// The keys of `source`, the first `keys` of its rows, seen by all queries from `first` on.
 struct RingPart {
     std::int32_t source, first, keys;
 };
@@ -35,10 +35,10 @@ struct Ring {
     bool exchanges;           // waits for flags and ends the call, else parts are taken as they lie
 };
 
-// On the current device's `stream`, may be captured. CudaError; std::invalid_argument.
+// Queues ring attention on the current device's `stream`, may be captured. CudaError; std::invalid_argument.
 void attend_ring(const DeviceWorld& world, const Ring& ring, cudaStream_t stream);
 
-// What the kernel is given.
+// The kernel's arguments.
 struct RingArgs {
     CoreArgs core;
     CUtensorMap slots;  // of parts, K and V by turns: boxes of 64 elements by kCoreKeys rows

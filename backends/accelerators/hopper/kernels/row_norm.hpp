@@ -1,9 +1,9 @@
-// What rows of a sum are normalised with: r = sum + residual, out = r / sqrt(mean(r^2) + eps) * weight.
+// The normalisation of rows of a sum: r = sum + residual, out = r / sqrt(mean(r^2) + eps) * weight.
 #pragma once
 
 namespace mkernel::hopper {
 
-// Of rows [.., columns]; all addresses are multiples of 16.
+// The norm of rows [.., columns]; all addresses are multiples of 16.
 struct RowNorm {
     const void* weight = nullptr;    // [columns]; null: rows are not normalised
     const void* residual = nullptr;  // null: there is none

@@ -1,5 +1,5 @@
-// Results of e4m3 operands that a library multiplied without their scales, scaled row by row and column by
-// column: of few rows that is faster than the library's product with such scales.
+// Scaling of results that a library multiplied from e4m3 operands without their scales, row by row and column
+// by column: for few rows that is faster than the library's product with such scales.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +8,8 @@
 
 namespace mkernel::hopper {
 
-// out [rows, n] = products [rows, n] * of_rows [rows] * of_columns [n] in float32 (+ bias [n] of out's type),
-// rounded once. All packed and aligned to 16 bytes; n is a multiple of 16.
+// The product out [rows, n] = products [rows, n] * of_rows [rows] * of_columns [n] in float32 (+ bias [n] of
+// out's type), rounded once. All packed and aligned to 16 bytes; n is a multiple of 16.
 struct ScaleResults {
     const float* products;
     const float* of_rows;
@@ -20,7 +20,7 @@ struct ScaleResults {
     bool half;  // float16, else bfloat16
 };
 
-// On the current device's `stream`; may be captured. std::invalid_argument; CudaError.
+// Queues the scaling on the current device's `stream`; may be captured. std::invalid_argument; CudaError.
 void scale_results(const ScaleResults& results, cudaStream_t stream);
 
 }  // namespace mkernel::hopper

@@ -11,7 +11,7 @@
 
 namespace mkernel::hopper::collectives {
 
-// `count` arrays of as many `elements` each, in the order in which they are added, and where the sum goes.
+// `count` arrays of as many `elements` each, in the order in which they are added, and the place of the sum.
 struct Parts {
     const void* at[kMaxRanks];
     int count;
@@ -19,8 +19,8 @@ struct Parts {
     void* out;
 };
 
-// On at most `blocks` blocks. `ends`: it also ends the call (device/call.cuh). Of a bias, `elements` are
-// whole rows. On the current device's `stream`; may be captured. std::invalid_argument; CudaError.
+// Sums on at most `blocks` blocks. `ends`: it also ends the call (device/call.cuh). With a bias, `elements`
+// are whole rows. Queued on the current device's `stream`; may be captured. std::invalid_argument; CudaError.
 void sum_parts(const Workspace& workspace, const transport::WaitLimits& limits, Element element,
                const Parts& parts, const Bias& bias, std::uint32_t blocks, bool ends,
                cudaStream_t stream);

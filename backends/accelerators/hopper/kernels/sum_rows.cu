@@ -24,7 +24,7 @@ struct Args {
     std::uint64_t slot;  // bytes of mail from one rank
 };
 
-// What every thread of the block has, added up in the order of warps.
+// Returns the sum of every thread of the block's value, added up in the order of warps.
 __device__ float block_sum(float mine) {
     __shared__ float of_warps[kMostThreads / 32];
 #pragma unroll
@@ -56,13 +56,13 @@ class Row {
         ptx::store_16(static_cast<Element*>(rows) + element(vector), round_eight<Element>(values));
     }
 
-    // The residual is added.
+    // Adds the residual.
     __device__ void add_residual(unsigned vector, float (&sum)[8]) const {
         if (sums_.norm.residual != nullptr) {
             add_eight<Element>(sum, load(sums_.norm.residual, vector));
         }
     }
-    // What a row is multiplied with, of the sum of this thread's squares. All threads.
+    // Returns the factor of a row, from the sum of this thread's squares. Called by all threads.
     __device__ float scale(float squares) const {
         return rsqrtf(block_sum(squares) / static_cast<float>(sums_.columns) + sums_.norm.eps);
     }
@@ -88,7 +88,7 @@ __device__ inline float squares_of(const float (&values)[8]) {
     return sum;
 }
 
-// `mail`: a place in the area of rank `at` for what rank `source` sends of a vector.
+// Returns the place, in the mail area of rank `at`, of what rank `source` sends of a vector.
 __device__ inline char* mail(const Args& args, int at, int source, std::uint64_t epoch,
                              std::uint64_t element) {
     return args.workspace.mail(at, epoch) + source * args.slot + element * 2;
@@ -107,7 +107,8 @@ __device__ void send_row(const Args& args, std::uint32_t number, std::uint64_t e
     }
 }
 
-// What all ranks have of this thread's vectors from `first` on, kBatch of them, in `sums`. Whether all came.
+// Sums all ranks' values of this thread's vectors from `first` on, kBatch of them, into `sums`. Returns
+// whether all arrived.
 template <class Element>
 __device__ bool sum_vectors(const Args& args, const transport::DeviceWaiter& waiter,
                             std::uint32_t number, std::uint64_t epoch, unsigned first,

@@ -1,10 +1,10 @@
 // Bulk copies of plain bytes between global and shared memory, no tensor map.
 //
 // Addresses are multiples of 16, so are sizes; global memory may be this GPU's, a peer's or pinned
-// host memory. A load completes on an mbarrier that was told to expect its bytes. Stores complete by
-// groups of the issuing thread (close_group, wait_groups_read, wait_groups of tensor.cuh): after
-// `wait_groups_read` the shared memory may be used again, after `wait_groups` the bytes are written.
-// Both are accesses of the async proxy: see fence_async_proxy in sync.cuh.
+// host memory. A load completes on an mbarrier that was set to expect its bytes. Stores complete by groups of
+// the issuing thread (close_group, wait_groups_read, wait_groups of tensor.cuh): after `wait_groups_read` the
+// shared memory may be used again, after `wait_groups` the bytes are written. Both are accesses of the async
+// proxy: see fence_async_proxy in sync.cuh.
 #pragma once
 
 #include "backends/accelerators/hopper/ptx/tensor.cuh"

@@ -1,6 +1,6 @@
-// 16-byte copies from global into shared memory by ordinary threads, whose addresses are their own:
-// what bulk copies cannot gather. Past the L1 cache. They are accesses of the generic proxy: before wgmma
-// reads what they wrote, the thread that made them fences (fence_async_shared) behind the wait.
+// 16-byte copies from global into shared memory by ordinary threads, whose addresses are their own: bulk
+// copies cannot gather. They bypass the L1 cache. They are accesses of the generic proxy: before wgmma reads
+// what they wrote, the thread that made them fences (fence_async_shared) after the wait.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace mkernel::hopper::ptx {
 
-// `nbytes` of the 16 come from `from`, 0 or 16; the others are zeros.
+// Copies 16 bytes, of which `nbytes` come from `from`, 0 or 16; the others are zeros.
 __device__ inline void copy_16(std::uint32_t to_shared, const void* from, std::uint32_t nbytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from),
                  "r"(nbytes)
@@ -20,7 +20,7 @@ __device__ inline void close_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// At most kOpen of this thread's groups have not yet written shared memory.
+// Waits until at most kOpen of this thread's groups have not yet written shared memory.
 template <int kOpen>
 __device__ inline void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kOpen) : "memory");

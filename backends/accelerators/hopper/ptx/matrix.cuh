@@ -12,7 +12,7 @@
 
 namespace mkernel::hopper::ptx {
 
-// Lane l names the row l%8 of block l/8.
+// Stores four blocks. Lane l names the row l%8 of block l/8.
 __device__ inline void store_blocks(std::uint32_t row, const std::uint32_t (&blocks)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                  "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3])
@@ -26,7 +26,7 @@ __device__ inline void load_blocks(std::uint32_t (&blocks)[4], std::uint32_t row
                  : "memory");
 }
 
-// Two floats, rounded to nearest even, the first in the low half.
+// Returns two floats, rounded to nearest even, the first in the low half.
 template <class Element>
 __device__ inline std::uint32_t pack(float low, float high) {
     std::uint32_t both;

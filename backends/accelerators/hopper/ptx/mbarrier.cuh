@@ -17,7 +17,8 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
 struct Mbarrier {
     std::uint64_t word;
 
-    // One thread, before a block (or cluster) barrier that follows `publish_barriers`.
+    // Initialises the barrier. Called by one thread, before a block (or cluster) barrier that follows
+    // `publish_barriers`.
     __device__ void init(std::uint32_t arrivals) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&word)),
                      "r"(arrivals)
@@ -29,7 +30,7 @@ struct Mbarrier {
                      : "memory");
     }
 
-    // Arrives at the same barrier of block `block` of the cluster. Says that reads are done; it
+    // Arrives at the same barrier of block `block` of the cluster. It signals that reads are done; it
     // publishes no writes to another block (a release at cluster scope costs a fence of the GPU).
     __device__ void arrive_at(std::uint32_t block) {
         asm volatile(
@@ -67,7 +68,8 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 
-// After the inits, by the thread that did them: other blocks and bulk copies see the barriers.
+// Makes the barriers visible to other blocks and bulk copies. Called after the inits, by the thread that did
+// them.
 __device__ inline void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

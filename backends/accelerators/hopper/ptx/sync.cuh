@@ -1,4 +1,5 @@
-// What of memory order is this architecture's, one PTX instruction each, beside transport/atomics.hpp.
+// The operations of memory order that are specific to this architecture, one PTX instruction each, beside
+// transport/atomics.hpp.
 //
 // Bulk copies (the async proxy) need `fence_async_proxy` on top of acquires and releases: after an acquire
 // and before a bulk load of the data, and after generic writes that a bulk store reads.
@@ -13,7 +14,7 @@ __device__ inline void fence_async_proxy() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The same for shared memory only.
+// Does the same for shared memory only.
 __device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -24,7 +25,7 @@ __device__ inline void wait_for_grid_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The grid behind this one on its stream may start early once all blocks have come here, or to their end.
+// Lets the next grid on the stream start early once all blocks have come here, or to their end.
 __device__ inline void let_next_grid_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -39,13 +40,14 @@ __device__ inline void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Of kThreads threads of the block, all of whole warps, that name the same barrier; 0 is __syncthreads'.
+// Makes kThreads threads of the block meet, all of whole warps, that name the same barrier; 0 is
+// __syncthreads'.
 template <int kBarrier, int kThreads>
 __device__ inline void meet() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// One thread of the (converged) warp.
+// Returns true in one thread of the (converged) warp.
 __device__ inline bool elect_one() {
     std::uint32_t elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"

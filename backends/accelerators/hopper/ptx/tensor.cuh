@@ -1,8 +1,8 @@
 // Bulk tensor copies (TMA): boxes of a tensor of 2 to 5 dimensions between global and shared memory.
 //
-// Coordinates are elements, innermost first; what lies outside of the tensor is read as zero and not
-// written. Loads complete on an mbarrier (the whole box counts, outside or not); stores complete by
-// groups of the issuing thread.
+// Coordinates are elements, innermost first; elements outside of the tensor are read as zero and not written.
+// Loads complete on an mbarrier (the whole box counts, outside or not); stores complete by groups of the
+// issuing thread.
 #pragma once
 
 #include <cuda.h>
@@ -21,15 +21,16 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, Mbarrier* done
         : "memory");
 }
 
-// Into L2 alone, where all of the device's writes are seen too: allowed before others have written it.
+// Prefetches a box into L2 alone, where all of the device's writes are seen too: allowed before others have
+// written it.
 __device__ inline void prefetch_box(const CUtensorMap* map, int x, int y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x),
                  "r"(y)
                  : "memory");
 }
 
-// To the same place in every block of the cluster that `blocks` names; completes on each one's own
-// barrier.
+// Loads a box to the same place in every block of the cluster that `blocks` names; the load completes on each
+// block's own barrier.
 __device__ inline void load_box_to(std::uint16_t blocks, void* to, const CUtensorMap* map,
                                    Mbarrier* done, int x, int y) {
     asm volatile(
@@ -96,13 +97,13 @@ __device__ inline void close_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// At most kOpen of this thread's groups have not yet read their shared memory.
+// Waits until at most kOpen of this thread's groups have not yet read their shared memory.
 template <int kOpen>
 __device__ inline void wait_groups_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kOpen) : "memory");
 }
 
-// At most kOpen of this thread's groups are not complete, writes included.
+// Waits until at most kOpen of this thread's groups are not complete, writes included.
 template <int kOpen>
 __device__ inline void wait_groups() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kOpen) : "memory");
@@ -127,7 +128,8 @@ __device__ inline void cluster_barrier() {
             : "memory");
 }
 
-// The two halves of it, all threads of a warp together: what was written before `arrive` is seen behind `wait`.
+// The two halves of a cluster's barrier, called by all threads of a warp together: data that was written
+// before `arrive` is seen after `wait`.
 __device__ inline void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -135,7 +137,8 @@ __device__ inline void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Four floats of the shared memory of block `block` of the cluster, where they lie in this block's at `at`.
+// Returns four floats of the shared memory of block `block` of the cluster, from the place that is `at` in
+// this block's.
 __device__ inline float4 load_of_block(const float* at, std::uint32_t block) {
     float4 four;
     asm volatile(

@@ -1,6 +1,6 @@
-// 16 bytes at once, past the L1 cache: bytes that cross NVLink or PCIe are used once.
+// Accesses of 16 bytes at once that bypass the L1 cache: bytes that cross NVLink or PCIe are used once.
 //
-// Weak accesses: ordered against other GPUs by the acquire and release operations around them.
+// They are weak accesses: ordered against other GPUs by the acquire and release operations around them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ __device__ inline uint4 load_16(const void* from) {
     return v;
 }
 
-// What another GPU wrote before this thread's block heard of it.
+// Loads a value that another GPU wrote before this thread's block was signalled.
 __device__ inline float load_arrived(const float* from) {
     float v;
     asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
@@ -31,12 +31,13 @@ __device__ inline void store_16(void* to, uint4 v) {
                  : "memory");
 }
 
-// Starts its way to L2.
+// Starts to bring the line to L2.
 __device__ inline void prefetch(const void* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }
 
-// Copies 8 bytes into shared memory, zeros where there are none `there`; done when this thread has waited.
+// Copies 8 bytes into shared memory, zeros where `there` is false; the copy is done when this thread has
+// waited.
 __device__ inline void copy_8_ahead(void* to, const void* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)),
                  "l"(from), "r"(there ? 8 : 0)

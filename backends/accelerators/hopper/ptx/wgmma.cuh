@@ -2,9 +2,9 @@
 //
 // A and B lie in shared memory, written by 128-byte-swizzled bulk tensor copies and named by
 // descriptors. A is K-major (64 elements, 128 bytes, a row) or M-major (rows of K, one box of 64 columns);
-// B is K-major (rows of N) or N-major (rows of K, boxes of 64 columns side by side). Of e4m3 a product takes
-// 32 of K, the same 32 bytes, and both operands are K-major. A thread's accumulators: for column block i of 8,
-// d[4i], d[4i+1] are row lane/4, columns 2(lane%4) and the next; d[4i+2], d[4i+3] are row lane/4 + 8;
+// B is K-major (rows of N) or N-major (rows of K, boxes of 64 columns side by side). With e4m3 a product
+// takes 32 of K, the same 32 bytes, and both operands are K-major. A thread's accumulators: for column block
+// i of 8, d[4i], d[4i+1] are row lane/4, columns 2(lane%4) and the next; d[4i+2], d[4i+3] are row lane/4 + 8;
 // warp w of the warpgroup holds rows 16w to 16w + 15 (PTX ISA, wgmma register fragments).
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace mkernel::hopper::ptx {
 
-// Between the last access to accumulators by other instructions and the first wgmma.
+// Orders the last access to accumulators by other instructions before the first wgmma.
 __device__ inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -31,9 +31,9 @@ __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kOpen) : "memory");
 }
 
-// A matrix descriptor with the 128-byte swizzle. `leading` and `stride` in bytes (PTX ISA, matrix
-// descriptor): K-major: stride = 1024, the next 8 rows; N-major: leading = next 64 columns, stride =
-// 1024, the next 8 rows of K.
+// Returns a matrix descriptor with the 128-byte swizzle. `leading` and `stride` in bytes (PTX ISA, matrix
+// descriptor): K-major: stride = 1024, the next 8 rows; N-major: leading = next 64 columns, stride = 1024,
+// the next 8 rows of K.
 __device__ inline std::uint64_t descriptor(const void* at, std::uint32_t leading,
                                            std::uint32_t stride) {
     const auto encode = [](std::uint32_t bytes) {
@@ -224,9 +224,9 @@ __device__ inline void wgmma(float (&d)[128], std::uint64_t a, std::uint64_t b, 
           MKERNEL_ACC8(40), MKERNEL_ACC8(48), MKERNEL_ACC8(56)                                    \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kNMajorB ? 1 : 0))
 
-// D += A @ B with A in registers: a[0], a[1] are rows lane/4 and lane/4 + 8, columns 2(lane%4) and the next; a[2],
-// a[3] the same, 8 columns on. So accumulators of two column blocks, rounded in pairs, are such an A. It must not be
-// written before the product has been waited for.
+// Computes D += A @ B with A in registers: a[0], a[1] are rows lane/4 and lane/4 + 8, columns 2(lane%4) and
+// the next; a[2], a[3] the same, 8 columns on. Accumulators of two column blocks, rounded in pairs, are
+// therefore such an A. It must not be written before the product has been waited for.
 template <class Element, bool kNMajorB>
 __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64_t b) {
     static_assert(sizeof(Element) == 2);
@@ -237,7 +237,7 @@ __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64
     }
 }
 
-// What computes these comes before what follows, and what uses them behind what came before.
+// Orders the computation of these values before later code, and their uses after earlier code.
 template <int kCount>
 __device__ inline void hold(float (&values)[kCount]) {
 #pragma unroll

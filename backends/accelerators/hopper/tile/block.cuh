@@ -3,8 +3,7 @@
 // A block computes output tiles of 128 x kTileN, one after the other. Three warpgroups: of the first,
 // one thread each of its warps loads operands, stores results and, where the op needs it, carries
 // finished tiles to peers and from the workspace into the output; the other two warpgroups multiply, 64
-// rows each. What joins loader, multipliers and storer are two rings in shared memory, which run on
-// across tiles:
+// rows each. Two rings in shared memory join loader, multipliers and storer, and run on across tiles:
 //
 //   stages   loader → multipliers: A [128, 64] and B [64, kTileN] of one step of K; of e4m3 operands a
 //            step is 128 elements, as many bytes
@@ -27,7 +26,7 @@ inline constexpr int kTileK = 64;  // 128 bytes: the width of the swizzle
 template <class In>                // elements of an operand in so many bytes
 inline constexpr int kStepK = kTileK * 2 / static_cast<int>(sizeof(In));
 inline constexpr int kSliceN = 64;  // the same
-// What is carried at a time: rows of a slice.
+// The unit that is carried at a time: rows of a slice.
 inline constexpr int kPieceRows = 32;
 inline constexpr int kPieceBytes = 4096;
 inline constexpr int kElementBytes = 2;  // bfloat16, float16
@@ -36,7 +35,7 @@ inline constexpr int kWarpgroup = 4 * kWarp;
 inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kSharedBytes = 227 * 1024;
-// What is loaded at a time of sums that another block kept: so many floats of each thread that multiplies.
+// The unit in which sums that another block kept are loaded: so many floats of each thread that multiplies.
 inline constexpr int kKeptFloats = 32;
 inline constexpr int kKeptPieceBytes = kKeptFloats * 4 * kMultipliers * kWarpgroup;
 inline constexpr int kBarrierBytes = 512;  // and counters: what else there is of shared memory
@@ -72,8 +71,8 @@ using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
 using WideCarry = Config<256, 2, 4, 4>;
 using MediumCarry = Config<192, 2, 3, 4>;
 using NarrowCarry = Config<128, 1, 4, 4>;
-// Of e4m3 operands, with sums of each step of K added up in float32 (Multiplier::multiply_promoted): those
-// take as many registers again, of which wider tiles have none left.
+// The sizes for e4m3 operands with sums of each step of K added up in float32
+// (Multiplier::multiply_promoted): those take as many registers again, of which wider tiles have none left.
 struct Promoted : Config<128, 2, 4> {  // 5 stages
     static constexpr bool kPromotes = true;
 };
@@ -122,7 +121,8 @@ __device__ inline Shared<C>& shared_memory() {
     return *reinterpret_cast<Shared<C>*>(memory);
 }
 
-// All threads, first thing. `loaders`: that each arrive once a stage.
+// Called by all threads, before anything else. `loaders`: the number of threads that each arrive once a
+// stage.
 template <class C>
 __device__ inline void open_block(Shared<C>& shared, int loaders = 1) {
     if (threadIdx.x == 0) {
@@ -145,7 +145,8 @@ __device__ inline void open_block(Shared<C>& shared, int loaders = 1) {
     }
 }
 
-// All threads, last thing: no block leaves while another may still write into its shared memory.
+// Called by all threads, after everything else: no block leaves while another may still write into its shared
+// memory.
 template <class C>
 __device__ inline void close_block() {
     if constexpr (C::kCluster > 1) {
@@ -155,11 +156,11 @@ __device__ inline void close_block() {
     }
 }
 
-// What one thread of each of the first warps does, and all of the second and third warpgroup's.
+// The role of one thread of each of the first warps, and of all of the second and third warpgroup.
 enum class Role { loader, storer, sender, receiver, multiplier, idle };
 
-// Of this thread. All roles share the block's 168 registers a thread: ptxas ignores setmaxnreg where the roles
-// meet again behind their branches, and multipliers have enough.
+// Returns this thread's role. All roles share the block's 168 registers a thread: ptxas ignores setmaxnreg
+// where the roles meet again after their branches, and multipliers have enough.
 __device__ inline Role role_here() {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp >= kWarpgroup / kWarp) return Role::multiplier;

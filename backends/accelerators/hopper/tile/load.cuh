@@ -6,7 +6,7 @@
 
 namespace mkernel::hopper {
 
-// A tile of elements [128, kTileN] in slices, up to two a stage, for Multiplier::add_tile.
+// Loads a tile of elements [128, kTileN] in slices, up to two a stage, for Multiplier::add_tile.
 template <class C>
 __device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
                                  const CUtensorMap* map, int column, int row, int z) {
@@ -24,7 +24,7 @@ __device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
     }
 }
 
-// Sums that another block kept (Multiplier::keep), from `from` on, for Multiplier::add_kept.
+// Loads sums that another block kept (Multiplier::keep), from `from` on, for Multiplier::add_kept.
 template <class C>
 __device__ inline void load_kept(Shared<C>& shared, Cursor<C::kStages>& cursor, const char* from) {
     static_assert(kKeptPieceBytes <= C::kStageBytes);
@@ -37,15 +37,15 @@ __device__ inline void load_kept(Shared<C>& shared, Cursor<C::kStages>& cursor, 
     }
 }
 
-// The two operands of a product as bulk tensor copies see them. `a`: boxes [128, 64] of rows of K.
-// `b`: K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [kBoxDepth of K, 64 of N]. Of e4m3 elements
-// 128 of K, K-major.
+// The two operands of a product as bulk tensor copies see them. `a`: boxes [128, 64] of rows of K. `b`:
+// K-major: boxes [kShareN, 64] of rows of K; N-major: boxes [kBoxDepth of K, 64 of N]. With e4m3 elements
+// boxes have 128 of K, and are K-major.
 template <class C, bool kNMajorB, int kStep = kTileK>
 struct Operands {
     const CUtensorMap* b;
     int column;  // of the output tile
 
-    // A's rows from `row` on, times B, in the steps of K from `first` to before `end`.
+    // Loads A's rows from `row` on, and B, in the steps of K from `first` to before `end`.
     __device__ void load(Shared<C>& shared, Cursor<C::kStages>& cursor, const CUtensorMap* a,
                          int row, int first, int end) const {
         for (int step = first; step < end; ++step, cursor.next()) {
@@ -61,7 +61,7 @@ struct Operands {
   private:
     __device__ void load_share(unsigned char* to, ptx::Mbarrier* full, int k) const {
         const int block = C::kCluster > 1 ? static_cast<int>(ptx::block_in_cluster()) : 0;
-        // The block's share is of N, or, where that is no whole slices and b is N-major, of K.
+        // The block's share is a part of N, or, where that is no whole slices and b is N-major, of K.
         constexpr bool kOfK = kNMajorB && C::kBoxDepth < kTileK;
         const int n = kOfK ? 0 : block * C::kShareN;
         const int depth = kOfK ? block * C::kBoxDepth : 0;

@@ -12,7 +12,7 @@
 
 namespace mkernel::hopper {
 
-// Element: of results. In: of operands.
+// Element: the type of results. In: that of operands.
 template <class C, class Element, bool kNMajorB, class In = Element>
 class Multiplier {
   public:
@@ -26,7 +26,7 @@ class Multiplier {
         row_ = group_ * 64 + warp * 16 + lane_ % 16;
     }
 
-    // The tile's products: `steps` stages, in order of K; with none of them, zeros.
+    // Multiplies the tile: `steps` stages, in order of K; with none of them, the results are zeros.
     __device__ __forceinline__ void multiply(int steps) {
 #pragma unroll
         for (float& each : sum_) each = 0;
@@ -57,8 +57,9 @@ class Multiplier {
         if (steps > 0) release(before.slot);
     }
 
-    // The products of a tile of e4m3 operands from `column` of `columns` of the matrix on, times their scales.
-    // `of_rows()`: where those of the tile's first row lie once they are there, of `rows` rows from it on.
+    // Multiplies a tile of e4m3 operands, from `column` of `columns` of the matrix on, and applies their
+    // scales. `of_rows()` returns where those of the tile's first row lie once they are there, for `rows`
+    // rows from it on.
     template <class OfRows>
     __device__ __forceinline__ void multiply_scaled(int steps, const OperandScales& scales,
                                                     int rows, int column, int columns,
@@ -86,7 +87,7 @@ class Multiplier {
     // The first row of the tile that this warpgroup holds.
     __device__ int first_row() const { return group_ * 64; }
 
-    // As many stages of a tile none of whose rows are this warpgroup's: zeros.
+    // Skips as many stages of a tile none of whose rows are this warpgroup's: the results are zeros.
     __device__ __forceinline__ void skip(int steps) {
 #pragma unroll
         for (float& each : sum_) each = 0;
@@ -125,7 +126,7 @@ class Multiplier {
         }
     }
 
-    // The sums as this thread holds them, beside those of the block's other multipliers: float4
+    // Keeps the sums as this thread holds them, beside those of the block's other multipliers: float4
     // [kAccumulators / 4][threads].
     __device__ __forceinline__ void keep(float4* to) const {
         to += static_cast<int>(threadIdx.x) - kWarpgroup;
@@ -136,7 +137,7 @@ class Multiplier {
         }
     }
 
-    // Adds such sums, which the loader brought, a piece a stage.
+    // Adds kept sums, which the loader brought, a piece a stage.
     __device__ __forceinline__ void add_kept() {
 #pragma unroll
         for (int piece = 0; piece < C::kKeptPieces; ++piece) {
@@ -185,7 +186,7 @@ class Multiplier {
         }
     }
 
-    // Rounds the tile's first slices and hands them to the storer, one after another.
+    // Rounds the tile's first slices and passes them to the storer, one after another.
     template <int kCount = C::kSlices>
     __device__ __forceinline__ void write() {
 #pragma unroll
@@ -228,9 +229,9 @@ class Multiplier {
     }
 
   private:
-    // As `multiply`, of e4m3 operands, which matrix units add with fewer bits than float32 has: the products
-    // of a step are added up by themselves, and then to the tile's in float32. `factors(step)`: what those
-    // of the thread's rows above and below are multiplied by before.
+    // Multiplies e4m3 operands as `multiply` does. Matrix units add them with fewer bits than float32 has, so
+    // the products of a step are added up by themselves, and then to the tile's in float32. `factors(step)`
+    // returns the factors by which those of the thread's rows above and below are multiplied before.
     template <class Factors>
     __device__ __forceinline__ void multiply_promoted(int steps, Factors&& factors) {
         float part[C::kAccumulators];
@@ -264,7 +265,7 @@ class Multiplier {
         }
     }
 
-    // The scales by blocks of step `step` of K, for the thread's rows above and below. `of_rows`:
+    // Returns the scales by blocks of step `step` of K, for the thread's rows above and below. `of_rows`:
     // [rows, blocks] from the tile's first row on; `of_columns`: [blocks], those of the tile's columns.
     __device__ __forceinline__ float2 block_scales(const float* of_rows, int rows,
                                                    const float* of_columns, int blocks,
@@ -276,8 +277,8 @@ class Multiplier {
                                       step)};
     }
 
-    // Brings the scales of a tile's columns while it is multiplied. `of_columns`: of all `columns` columns
-    // of the matrix, those of the tile from `column` on; or one, which is not brought.
+    // Fetches the scales of a tile's columns while it is multiplied. `of_columns`: those of all `columns`
+    // columns of the matrix, of which the tile has those from `column` on; or one, which is not fetched.
     __device__ __forceinline__ void fetch_scales(const float* of_columns, int column, int columns,
                                                  bool single) {
         ptx::meet<kBarrier, kMultipliers * kWarpgroup>();  // the tile before is scaled
@@ -287,8 +288,8 @@ class Multiplier {
         ptx::copy_8_ahead(&shared_.scales[at], of_columns + (there ? column + at : 0), there);
     }
 
-    // Multiplies by the scales of the operands. `of_rows`: of the first of the tile's `rows` rows that
-    // there are; or one of all. Columns': those that were fetched, or one.
+    // Multiplies by the scales of the operands. `of_rows`: those of the tile's `rows` rows, from the first
+    // on; or one for all. Those of columns: the fetched ones, or one.
     __device__ __forceinline__ void scale(const float* of_rows, int rows, const float* of_columns,
                                           bool single) {
         const int first = row_ - lane_ % 16 + lane_ / 4;
@@ -310,7 +311,7 @@ class Multiplier {
         }
     }
 
-    // Multiplies in place: of products that are moved ptxas would spill some.
+    // Multiplies in place: with products that are moved ptxas would spill some.
     __device__ static void times(float& sum, float of_column, float of_row) {
         asm volatile("mul.f32 %0, %0, %1;\n\tmul.f32 %0, %0, %2;"
                      : "+f"(sum)
@@ -321,7 +322,7 @@ class Multiplier {
     static constexpr int kAtomBytes = 8 * kRowBytes;          // what the swizzle permutes
     static constexpr int kBarrier = 1;                        // of the multipliers
 
-    // The address of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
+    // Returns the address of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
     __device__ std::uint32_t address(const unsigned char* slice, int block) const {
         return ptx::shared_address(slice) + row_ * kRowBytes +
                ((block + lane_ / 16) ^ (row_ % 8)) * 16;

@@ -1,4 +1,4 @@
-// In which order clusters take tiles.
+// The order in which clusters take tiles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -73,10 +73,10 @@ struct OwnedRows {
 
 // The tiles of a matrix whose rows belong to `world` owners, each with a raster of its own that is
 // cut into panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the
-// others' next and the own one before it; the own last one. Of the others the last `relayed` form a stage of
-// their own between the two, also one panel behind the stage before, since they wait for it on other
-// ranks, as the own ones do for them. `raster`: of an owner that has as many rows as any; where owners have
-// fewer, owner `rank + step`, modulo `world`, is that of step `step`.
+// others' next and the own one before it; the own last one. The last `relayed` of the others form a stage of
+// their own between the two, also one panel behind the stage before, since they wait for it on other ranks,
+// as the own ones do for them. `raster`: of an owner that has as many rows as any; where owners have fewer,
+// owner `rank + step`, modulo `world`, is that of step `step`.
 class OwnerOrder {
   public:
     __host__ __device__ OwnerOrder(const Raster& raster, int panel_rows, int panel_columns,
@@ -94,8 +94,8 @@ class OwnerOrder {
 
     __host__ __device__ int tiles() const { return rows_.all * raster_.columns; }
 
-    // `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles; `place`: in the
-    // order of this owner's tiles, which is the same on all ranks. To be asked for in rising order of
+    // Returns `step`: the owner, counted from this rank; `cluster_row` and `column` of its tiles; `place`: in
+    // the order of this owner's tiles, which is the same on all ranks. To be called in rising order of
     // `index`.
     __host__ __device__ void at(int index, int& step, int& cluster_row, int& column, int& place) {
         for (int tiles = turn_tiles(); index - first_ >= tiles; tiles = turn_tiles()) {
@@ -119,8 +119,8 @@ class OwnerOrder {
   private:
     __host__ __device__ static int least(int a, int b) { return a < b ? a : b; }
 
-    // Turns, a round of one a stage after the other: the others' panel, the relayed ones' before it, the own
-    // one before that; without relayed ones the others' and the own one before.
+    // Turns, one for each stage in a round: the others' panel, the relayed ones' previous panel, the own one
+    // before that; without relayed ones the others' panel and the own previous one.
     __host__ __device__ int stages() const { return relayed_ > 0 ? 3 : 2; }
     __host__ __device__ int stage() const { return turn_ % stages(); }
     __host__ __device__ int number() const { return turn_ / stages() - stage(); }
@@ -138,7 +138,7 @@ class OwnerOrder {
         return rows_.of(owner < world_ ? owner : owner - world_);
     }
     __host__ __device__ int first_row() const { return number() % down_ * panel_rows_; }
-    // This turn's, of an owner.
+    // Returns this turn's panel of an owner.
     __host__ __device__ Raster panel(int step) const {
         const int rows = rows_of(step) - first_row();
         return {rows < 0 ? 0 : least(panel_rows_, rows),

@@ -1,11 +1,11 @@
-// How clusters share out the tiles of a call.
+// The division of a call's tiles among clusters.
 //
 // Tiles have an order; cluster c of C takes those of number c, c + C, ...: a wave after the other. Where the
-// last wave has fewer tiles than there are clusters, each of its tiles may be cut into `splits` along K, of
-// which each is a share of its own. All but the last are *kept*: written unrounded to memory of this GPU. Who
-// has the last adds them to its own in the order of K, and goes on as with a whole tile. Shares are taken in
-// rising order and only last ones wait, for those before them, so that of the shares that are not done the
-// first waits for none.
+// last wave has fewer tiles than there are clusters, each of its tiles may be cut into `splits` along K, each
+// a share of its own. All but the last are *kept*: written unrounded to memory of this GPU. The cluster that
+// has the last share adds them to its own sums in the order of K, and goes on as with a whole tile. Shares
+// are taken in rising order and only last ones wait, for those before them, so that of the shares that are
+// not done the first waits for no other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,8 @@
 
 namespace mkernel::hopper {
 
-// Steps of K that the last share of a tile has more than the others, whose sums are written and found meanwhile.
+// The number of steps of K that the last share of a tile has more than the others, whose sums are written and
+// loaded meanwhile.
 inline constexpr int kMoreOfLast = 3;
 
 // A tile, or one split of it.
@@ -24,22 +25,22 @@ struct Share {
     int split, splits;
     int kept;  // the place of split 0 among those that are kept; of a whole tile without meaning
 
-    // The steps of K from `first` to before `end`, of `steps`.
+    // Return the steps of K of this share, from `first` to before `end`, of `steps`.
     __host__ __device__ int first(int steps) const { return of_each(steps) * split / splits; }
     __host__ __device__ int end(int steps) const {
         return is_last() ? steps : of_each(steps) * (split + 1) / splits;
     }
-    // Whether results are this share's business.
+    // Returns true where this share makes the results.
     __host__ __device__ bool is_last() const { return split == splits - 1; }
 
   private:
-    // What all shares of the tile have alike, together.
+    // Returns the steps that the tile's shares have in equal parts, together.
     __host__ __device__ static int of_each(int steps) {
         return steps > kMoreOfLast ? steps - kMoreOfLast : 0;
     }
 };
 
-// How a call's last wave is cut, and where splits are kept.
+// The cut of a call's last wave, and the place where splits are kept.
 struct LastWave {
     int splits = 1;             // of each of its tiles; 1: it is not cut
     std::uint64_t kept_at = 0;  // in the data area
@@ -66,8 +67,8 @@ class Shares {
     int splits_;
 };
 
-// How many clusters of `cluster` blocks a launch of `blocks` has for so many shares; `others` of the blocks have
-// other work.
+// Returns how many clusters of `cluster` blocks a launch of `blocks` has for so many shares; `others` of the
+// blocks have other work.
 inline int clusters_of(int blocks, int others, int cluster, int shares) {
     return std::min(std::max((blocks - others) / cluster, 1), shares);
 }

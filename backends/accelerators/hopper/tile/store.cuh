@@ -30,11 +30,11 @@ class Storer {
         ptx::wait_groups<0>();
     }
 
-    // Puts one tile to peers, piece by piece: `store(piece, x, y)` starts the stores of the
-    // [kPieceRows, kSliceN] at column x and row y of the tile, at least `pace` clock cycles after
-    // those before. All blocks finish their tiles at about the same time, and the link takes several
-    // times longer to carry them than memory does: stores that queue at a full link hold up the loads
-    // of the same SM.
+    // Puts one tile to peers, piece by piece: `store(piece, x, y)` starts the stores of the piece
+    // [kPieceRows, kSliceN] at column x and row y of the tile, at least `pace` clock cycles after the
+    // previous ones. All blocks finish their tiles at about the same time, and the link takes several times
+    // longer to carry them than memory does: stores that queue at a full link hold up the loads of the same
+    // SM.
     template <class Store>
     __device__ void put(int pace, Store&& store) {
         long long next = clock64();

@@ -1,6 +1,7 @@
-// Finished tiles on their way between memories, piece by piece through small buffers of shared memory,
-// beside the work of the block: to a peer at a pace, or within this GPU. What waits in memory for the
-// link holds up nobody (Storer::put says what does), at the price of storing and loading it once more.
+// The forwarding of finished tiles between memories, piece by piece through small buffers of shared memory,
+// beside the work of the block: to a peer at a pace, or within this GPU. A tile that waits in memory for the
+// link holds up nothing (Storer::put states what a full link holds up), at the price of storing and loading
+// it once more.
 #pragma once
 
 #include "backends/accelerators/hopper/tile/block.cuh"
@@ -46,7 +47,7 @@ class TileForwarder {
         turn_ += kPieces / count_;
     }
 
-    // All tiles so far are written, and a release by this thread publishes them.
+    // Waits until all tiles so far are written; a release by this thread then publishes them.
     __device__ void complete() {
         ptx::wait_groups<0>();
         ptx::fence_async_proxy();
@@ -65,7 +66,7 @@ class TileForwarder {
     long long next_ = 0;
 };
 
-// From the storer to a courier of the same block: so many tiles are in memory.
+// Signals from the storer to a courier of the same block that so many tiles are in memory.
 template <class C>
 __device__ inline void tell_stored(Shared<C>& shared, std::uint32_t tiles) {
     ptx::fence_async_proxy();

@@ -3,10 +3,10 @@
 //
 // One SM's port carries about 45 GB/s to a peer, so a few blocks fill a link, and the other threads
 // of a block are free. Sizes are 64-bit. `dst` and `src` must lie alike within 16 bytes
-// (`alike`); plain_copy.cuh moves what does not.
+// (`alike`); plain_copy.cuh copies between other addresses.
 //
 // Order: bytes that another GPU or another thread wrote may be read after an acquire *and*
-// ptx::fence_async_proxy(). What was copied may be published by a release once `complete` returned.
+// ptx::fence_async_proxy(). Copied bytes may be published by a release once `complete` has returned.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace mkernel::hopper::transfer {
 
-// Whether the bulk engine can copy between these addresses.
+// Returns true where the bulk engine can copy between these addresses.
 __host__ __device__ inline bool alike(const void* dst, const void* src) {
     return ((reinterpret_cast<std::uintptr_t>(dst) ^ reinterpret_cast<std::uintptr_t>(src)) & 15) ==
            0;
@@ -33,7 +33,7 @@ class BulkRing {
     __device__ BulkRing(char* stages, ptx::Mbarrier* full, std::uint32_t stage_bytes)
         : stages_(stages), full_(full), stage_bytes_(stage_bytes) {}
 
-    // Once, by the thread that drives the ring.
+    // Called once, by the thread that drives the ring.
     __device__ void init() {
         for (int i = 0; i < kStages; ++i) full_[i].init(1);
         ptx::publish_barriers();
@@ -49,7 +49,8 @@ class BulkRing {
                });
     }
 
-    // The same to wherever `store(at, piece, bytes)` starts the stores of the piece at offset `at`.
+    // Copies in the same way to wherever `store(at, piece, bytes)` starts the stores of the piece at offset
+    // `at`.
     template <class Store>
     __device__ void spread(const char* src, std::uint64_t nbytes, std::uint32_t share,
                            std::uint32_t shares, Store&& store) {
@@ -85,10 +86,10 @@ class BulkRing {
         turn_ += mine;
     }
 
-    // The stages may be used for something else, or end with their block.
+    // Waits until the stages may be used for something else, or end with their block.
     __device__ void release_stages() { ptx::wait_groups_read<0>(); }
 
-    // All bytes of all copies so far are written, and a release by this thread publishes them.
+    // Waits until all bytes of all copies so far are written; a release by this thread then publishes them.
     __device__ void complete() {
         ptx::wait_groups<0>();
         ptx::fence_async_proxy();

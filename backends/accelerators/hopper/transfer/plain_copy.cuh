@@ -1,9 +1,9 @@
 // The plain engine: all threads load and store 16 bytes at a time.
 //
 // Any addresses, any size. Where source and destination do not lie alike within 16 bytes, stores
-// are still whole and loads are still aligned: each warp shifts what it loaded by the difference
-// (about a third slower). Nothing outside of the source is read, nothing outside of the destination
-// written; the ends go byte by byte.
+// are still whole and loads are still aligned: each warp shifts the loaded bytes by the difference (about a
+// third slower). Nothing outside of the source is read, nothing outside of the destination written; the ends
+// go byte by byte.
 //
 // Order: plain accesses of the calling threads; barriers, acquires and releases are the caller's.
 #pragma once
@@ -18,7 +18,7 @@ namespace detail {
 
 inline constexpr int kUnroll = 8;
 
-// 16 bytes starting at byte `by` (0 to 15) of the 32 bytes of low, high.
+// Returns 16 bytes starting at byte `by` (0 to 15) of the 32 bytes of low, high.
 __device__ inline uint4 shifted(uint4 low, uint4 high, unsigned by) {
     std::uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     if (by & 4) {
@@ -34,8 +34,8 @@ __device__ inline uint4 shifted(uint4 low, uint4 high, unsigned by) {
             __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)};
 }
 
-// Both aligned to 16 bytes. Warps take runs of kUnroll * 512 bytes; what is left is spread thinly, so
-// that a small copy has all its loads under way at once.
+// Copies vectors between addresses that are both aligned to 16 bytes. Warps take runs of kUnroll * 512 bytes;
+// the rest is spread thinly, so that a small copy has all its loads under way at once.
 __device__ inline void copy_vectors(char* dst, const char* src, std::uint64_t vectors,
                                     std::uint64_t thread, std::uint64_t threads) {
     constexpr std::uint64_t kRun = kUnroll * 512;
@@ -66,8 +66,8 @@ __device__ inline void copy_vectors(char* dst, const char* src, std::uint64_t ve
     }
 }
 
-// dst aligned to 16, src `by` (1 to 15) bytes past an aligned address, and the 16 bytes that hold
-// its last one all readable.
+// Copies to dst, aligned to 16, from src, `by` (1 to 15) bytes past an aligned address; the 16 bytes that
+// hold its last one must all be readable.
 __device__ inline void copy_shifted(char* dst, const char* src, unsigned by, std::uint64_t vectors,
                                     std::uint64_t thread, std::uint64_t threads) {
     constexpr int kTile = kUnroll / 2;
@@ -98,8 +98,8 @@ __device__ inline void copy_shifted(char* dst, const char* src, unsigned by, std
 
 }  // namespace detail
 
-// Thread `thread` of `threads` copies its share. Whole warps take part, `threads` is a multiple of
-// 32, and every thread of the set calls it, in any number of blocks.
+// Copies the share of thread `thread` of `threads`. Whole warps take part, `threads` is a multiple of 32, and
+// every thread of the set calls it, in any number of blocks.
 __device__ inline void copy_plain(char* dst, const char* src, std::uint64_t nbytes,
                                   std::uint64_t thread, std::uint64_t threads) {
     std::uint64_t front = min(-reinterpret_cast<std::uintptr_t>(dst) & 15, nbytes);

@@ -38,8 +38,8 @@ __global__ __launch_bounds__(kPlainThreads) void copy_plain_kernel(char* dst, co
                std::uint64_t{gridDim.x} * blockDim.x);
 }
 
-// So small that the stages of every block have work at once: with few bytes, what counts is how
-// soon the last one leaves.
+// Stages are so small that those of every block have work at once: with few bytes, the time until the last
+// one leaves matters.
 std::uint32_t stage_bytes_for(std::uint64_t nbytes, std::uint32_t blocks) {
     const std::uint64_t even = nbytes / (std::uint64_t{blocks} * kStages) / 128 * 128;
     return static_cast<std::uint32_t>(

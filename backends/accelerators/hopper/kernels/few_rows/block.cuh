@@ -8,8 +8,8 @@
 
 namespace mkernel::hopper {
 
-// Two warpgroups multiply, 64 columns of the tile each. Of the third a thread of the first warp loads, the second
-// reads the epoch, the others fetch ahead what a norm adds and multiplies with.
+// Two warpgroups multiply, 64 columns of the tile each. In the third, a thread of the first warp loads, the
+// second warp reads the epoch, and the others fetch ahead what a norm adds and multiplies with.
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
 inline constexpr int kFewFetchers = kFewMultipliers + 2 * kWarp;  // and above
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
@@ -34,12 +34,12 @@ struct FewRows {
 
     __device__ void mark(FewRowsMark which) { trace.mark(static_cast<int>(which)); }
 
-    // Partial sums [kRows, kPitch]: where the stages were, once all of them were multiplied.
+    // The partial sums [kRows, kPitch], in the place of the stages once all of them were multiplied.
     __device__ float* sums() { return reinterpret_cast<float*>(stages); }
     static_assert(kRows * kPitch * sizeof(float) <= kStages * kStageBytes);
 };
 
-// Columns of a tile, and the rows of it that this block adds up, in vectors of 8 columns, row by row.
+// The columns of a tile, and the rows of it that this block adds up, in vectors of 8 columns, row by row.
 struct FewShare {
     int column;   // the tile's first
     int vectors;  // a row of it
@@ -55,13 +55,13 @@ struct FewShare {
           end(end_row * vectors) {}
 };
 
-// The multipliers' threads only.
+// A barrier of the multipliers' threads only.
 __device__ __forceinline__ void multipliers_barrier() {
     asm volatile("bar.sync 1, %0;" ::"n"(kFewMultipliers) : "memory");
 }
 
-// The multipliers are done with their partial sums, and the loader's warp hears it: not __syncthreads,
-// which all threads must come to at one place of the program.
+// Signals to the loader's warp that the multipliers are done with their partial sums: not by __syncthreads,
+// which all threads must reach at one place of the program.
 __device__ __forceinline__ void free_stages() {
     asm volatile("bar.arrive 2, %0;" ::"n"(kFewMultipliers + kWarp) : "memory");
 }

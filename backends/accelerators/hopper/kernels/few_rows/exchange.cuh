@@ -1,4 +1,4 @@
-// From partial sums of a cluster's blocks to `out`: added up, sent to the peers, added to theirs.
+// The way from partial sums of a cluster's blocks to `out`: added up, sent to the peers, added to theirs.
 #pragma once
 
 #include "backends/accelerators/hopper/device/mailbox.cuh"
@@ -61,8 +61,8 @@ struct NormedVector {
     }
 };
 
-// The block's share of a tile, from the cluster's partial sums on. All the multipliers' threads; each has
-// vectors of its own in every step, so what it writes in one it may read in the next.
+// The block's share of a tile, from the cluster's partial sums on. Used by all the multipliers' threads; each
+// has vectors of its own in every step, so it may read in the next step what it wrote in one.
 template <int kRows, class Element, class In, bool kUnrounded>
 class FewExchange {
   public:
@@ -71,7 +71,8 @@ class FewExchange {
     __device__ FewExchange(FewRows<kRows>& shared, const FewRowsArgs& args, const FewShare& share)
         : shared_(shared), args_(args), share_(share) {}
 
-    // Adds up what the blocks of the cluster have, and sends it; own sums stay where partial ones were.
+    // Adds up the partial sums of the cluster's blocks, and sends the result; own sums stay where partial
+    // ones were.
     __device__ void send(int splits) {
         for (int first = share_.first + static_cast<int>(threadIdx.x); first < share_.end;
              first += kFewMultipliers * kAdded) {
@@ -99,7 +100,7 @@ class FewExchange {
         }
     }
 
-    // Adds up what the ranks have, into `out`.
+    // Adds up the ranks' sums, into `out`.
     __device__ void receive(const transport::DeviceWaiter& waiter, int tile) {
         const Workspace& workspace = args_.workspace;
         const std::uint64_t epoch = shared_.epoch;
@@ -137,11 +138,11 @@ class FewExchange {
 
   private:
     static constexpr int kBatch = kUnrounded ? 2 : 4;  // vectors of a thread that are under way
-    // While partial sums are added up; registers are scarce with 256 rows, and with scales.
+    // The vectors that are added up at once; registers are scarce with 256 rows, and with scales.
     static constexpr int kAdded = kRows > 128 ? 1 : sizeof(In) == 1 ? 2 : kBatch;
     static constexpr int kSplitsAtOnce = kRows > 128 ? 4 : 2;
 
-    // What the cluster's blocks have of this thread's vectors from `first` on, in the order of K.
+    // Adds the cluster's blocks' sums of this thread's vectors from `first` on, in the order of K.
     __device__ void add_parts(int first, int splits, float (&sum)[kAdded][8]) const {
         for (int split = 0; split < splits; split += kSplitsAtOnce) {
             float4 parts[kSplitsAtOnce][kAdded][2];
@@ -186,7 +187,7 @@ class FewExchange {
     }
 
     __device__ int row_of(int vector) const { return vector / share_.vectors; }
-    // The row in that rank's `out`, if it has it there and adds it up: one of [0, rows).
+    // Returns the row in that rank's `out`, one of [0, rows) if the rank has it there and adds it up.
     __device__ int row_in_out(int rank, int vector) const {
         const bool scatters = args_.exchange == FewRowsExchange::reduce_scatter;
         return row_of(vector) - (scatters ? rank * args_.rows : 0);
@@ -202,7 +203,7 @@ class FewExchange {
     __device__ float* partial(int vector) const {
         return shared_.sums() + row_of(vector) * FewRows<kRows>::kPitch + column_of(vector);
     }
-    // Of that rank's `out`.
+    // Returns the number of the element in that rank's `out`.
     __device__ std::uint64_t element(int rank, int vector) const {
         return static_cast<std::uint64_t>(row_in_out(rank, vector)) * args_.n + share_.column +
                column_of(vector);

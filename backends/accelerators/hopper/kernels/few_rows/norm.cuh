@@ -1,13 +1,13 @@
 // The norm of rows that the kernel of few_rows.cuh has summed.
 //
 // The blocks with the same part of K, one a tile, have the same share of rows. Each raises the share's word once
-// its tile of these rows is in residual_out; the last one says that they are whole by a new number, so
-// that the word is as it was and the next call, or replay, counts from zero again:
+// its tile of these rows is in residual_out; the last one signals that they are whole by a new number, so
+// that the word is otherwise as it was and the next call, or replay, counts from zero again:
 //   word   number of calls so far (32 bits) | a block has left | blocks that have arrived in this one
-// Who waits for the new number still has its tile in shared memory and normalises it. Blocks that are not
-// running yet may need the place of one that waits, so nobody waits for longer than kPatienceNs: it leaves, and
-// says so in the word, and the last block normalises the rows of all tiles. It finds the same bits: rounded
-// values, whose squares are added up in the order of columns, whoever adds them.
+// A block that waits for the new number still has its tile in shared memory and normalises it. Blocks that
+// are not running yet may need the place of one that waits, so no block waits for longer than kPatienceNs: it
+// leaves, and marks that in the word, and the last block normalises the rows of all tiles. The result has the
+// same bits: rounded values, whose squares are added up in the order of columns by any block.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/eight.cuh"
@@ -16,7 +16,8 @@
 
 namespace mkernel::hopper {
 
-// The residual and the norm's weight to L2, while the product's weights come. Threads from kFewFetchers on.
+// Fetches the residual and the norm's weight to L2, while the product's weights come. Called by threads from
+// kFewFetchers on.
 template <class Element>
 __device__ __forceinline__ void fetch_ahead(const FewRowsArgs& args, const FewShare& share) {
     const auto* const weight = static_cast<const Element*>(args.norm.weight) + share.column;
@@ -32,7 +33,7 @@ __device__ __forceinline__ void fetch_ahead(const FewRowsArgs& args, const FewSh
     }
 }
 
-// All the multipliers' threads of a block whose cluster has one tile.
+// The norm of a tile's rows. Used by all the multipliers' threads of a block whose cluster has one tile.
 template <int kRows, class Element>
 class FewNorm {
   public:
@@ -65,7 +66,7 @@ class FewNorm {
     }
 
   private:
-    // Tiles that this block normalises.
+    // The tiles that this block normalises.
     enum class Whose : int { nobodys, own, all };
 
     static constexpr unsigned long long kLeft = 1ull << 31;
@@ -78,9 +79,9 @@ class FewNorm {
     static constexpr int kRowsAdded = kFewMultipliers / kAdders;
 
     __device__ float* sums(int row) const { return shared_.sums() + row * FewRows<kRows>::kPitch; }
-    // What a row is multiplied with: behind its columns.
+    // The factor of a row, stored after its columns.
     __device__ float& scale(int row) const { return sums(row)[kFewColumns]; }
-    // Of a tile's columns of a row.
+    // The sum of squares of a tile's columns of a row.
     __device__ float* squares(int row, int tile) const { return squares_ + row * tiles_ + tile; }
 
     __device__ uint4 load_weight(int column, int vectors) const {
@@ -99,8 +100,8 @@ class FewNorm {
         }
     }
 
-    // One thread, behind a barrier of all that have written. What has been written by others may be read behind
-    // another barrier.
+    // Called by one thread, after a barrier of all that have written. Data that others wrote may be read
+    // after another barrier.
     __device__ Whose arrive() const {
         __threadfence();
         const unsigned long long before = atomicAdd(word_, 1ull);
@@ -117,7 +118,7 @@ class FewNorm {
         return found;
     }
 
-    // Whether the rows are whole; else the last block knows that this one has left.
+    // Waits until the rows are whole and returns true; otherwise the last block knows that this one has left.
     __device__ bool await(unsigned long long number) const {
         const std::uint64_t start = transport::global_ns();
         for (;;) {
@@ -156,7 +157,7 @@ class FewNorm {
         }
     }
 
-    // A tile's columns of the share's rows, of which `load` has 8.
+    // Normalises a tile's columns of the share's rows, of which `load` has 8.
     template <class Load>
     __device__ void normalise(int column, int vectors, uint4 weights, const Load& load) const {
         const int vector = static_cast<int>(threadIdx.x) % kVectors;
@@ -174,7 +175,7 @@ class FewNorm {
         }
     }
 
-    // Those of blocks that have not left too: they write the same.
+    // Normalises the tiles of the other blocks, also of those that have not left: they write the same.
     __device__ void normalise_others() const {
         const auto* const rows = static_cast<const Element*>(args_.norm.residual_out);
         for (int tile = 0; tile < tiles_; ++tile) {

@@ -1,11 +1,11 @@
-// The scales of e4m3 operands, as a rank's sums are multiplied by them.
+// The scales of e4m3 operands, by which a rank's sums are multiplied.
 #pragma once
 
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {
 
-// The scales of 8 sums of a row: loaded while the sums are added up. Of operands that have some.
+// The scales of 8 sums of a row, loaded while the sums are added up; empty for operands that have none.
 template <bool kScaled>
 class FewScales {
   public:

@@ -1,4 +1,5 @@
-// From device memory to a block's partial sums: weights and rows into stages, products, sums into shared memory.
+// The way from device memory to a block's partial sums: weights and rows into stages, products, sums into
+// shared memory.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/few_rows/block.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
     }
 }
 
-// The weights of the first stages.
+// Prefetches the weights of the first stages.
 template <int kRows, class In, bool kNMajorB>
 __device__ __forceinline__ void prefetch_few(const FewRowsArgs& args, int column, int first,
                                              int end) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ void prefetch_few(const FewRowsArgs& args, int column
     }
 }
 
-// This warpgroup's 64 columns of b^T times a^T, over `steps` stages.
+// Multiplies this warpgroup's 64 columns of b^T by a^T, over `steps` stages.
 template <int kRows, class In, bool kNMajorB>
 __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
                                              Cursor<FewRows<kRows>::kStages>& stage, int group,
@@ -76,7 +77,7 @@ __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
     if (steps > 0 && releases) shared.empty[before.slot].arrive();
 }
 
-// The accumulators into the block's partial sums, the first `m` rows of them and perhaps a few more.
+// Writes the accumulators into the block's partial sums, the first `m` rows of them and perhaps a few more.
 template <int kRows>
 __device__ __forceinline__ void write_few(FewRows<kRows>& shared, int group, int m,
                                           const float (&sum)[kRows / 2]) {

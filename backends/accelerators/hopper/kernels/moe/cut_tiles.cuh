@@ -6,7 +6,7 @@
 
 namespace mkernel::hopper::moe {
 
-// Rows of an expert that come from tokens of this rank.
+// The rows of an expert that come from tokens of this rank.
 struct OwnRows {
     int first, end;
 };
@@ -17,7 +17,7 @@ __device__ inline OwnRows own_rows(const RoutingArgs& args, const int* before, c
     return {of_expert[args.workspace.rank * runs.each], next < all_runs ? of_expert[next] : count};
 }
 
-// One warp. `total`: rows of each expert; `before`: rows of runs before each.
+// Writes the tiles, by one warp. `total`: rows of each expert; `before`: rows of runs before each.
 __device__ inline void write_tiles(const RoutingArgs& args, const int* total, const int* before,
                                    const Runs& runs, int all_runs) {
     const Tables& tables = args.tables;
@@ -47,7 +47,8 @@ __device__ inline void write_tiles(const RoutingArgs& args, const int* total, co
             const int place = seen + sum_before(whole_tiles, all);
             seen += all;
             const int mine = min(max(args.early - place, 0) * kTileRows, whole);
-            // Of the first rank from its first row on, else up to its last: one rest less.
+            // The tiles of the first rank go from its first row on, those of the others up to its last: one
+            // rest less.
             const int from = own.first == 0 || mine == 0 ? row : row + own.end - mine;
             if (early) {
                 cut(min(place, args.early), expert, from, from + mine);

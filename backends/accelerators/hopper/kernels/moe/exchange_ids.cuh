@@ -1,4 +1,4 @@
-// The ids of all ranks' tokens, to every rank of the node: the first step of the routing.
+// The exchange of the ids of all ranks' tokens, to every rank of the node: the first step of the routing.
 #pragma once
 
 #include "backends/accelerators/hopper/device/call.cuh"

@@ -16,7 +16,7 @@ class RowGatherer {
                            int thread)
         : shared_(shared), args_(args), starts_(starts), thread_(thread) {}
 
-    // `rows` rows from `first` on, all of K, once the tokens of other ranks among them are there.
+    // Gathers `rows` rows from `first` on, all of K, once the tokens of other ranks among them are there.
     __device__ void tile(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
                          int rows) {
         if (rows > 0 && thread_ % 32 == 0) wait_for_tokens(args_, waiter, epoch, first, rows);
@@ -58,7 +58,7 @@ class RowGatherer {
         }
     }
 
-    // After the last tile.
+    // Ends the gathering, after the last tile.
     __device__ void finish() {
         ptx::wait_copies<0>();
         for (; open_ > 0; --open_) arrive();
@@ -78,7 +78,7 @@ class RowGatherer {
         return static_cast<std::uint32_t>(place.number) * each * 2 + (place.own ? 1 : 0);
     }
 
-    // The oldest stage whose copies were under way is there.
+    // Arrives at the oldest stage whose copies were under way, which is filled.
     __device__ void arrive() {
         ptx::fence_async_shared();
         __syncwarp();

@@ -2,7 +2,7 @@
 //
 // Data flow of one call, on clusters of two blocks that take tiles of the routing's table in turn:
 //   rows of A ──▶ stages, in one of three ways:
-//        gathered  tokens, two warps, 16 bytes a copy: of this rank's x, or, once flag s says that they
+//        gathered  tokens, two warps, 16 bytes a copy: of this rank's x, or, once flag s signals that they
 //                  are there, of rank s's rows in the workspace. No byte moves twice: few tokens
 //        permuted  the same tokens, two warps of all blocks ──▶ `permuted`, in the order of rows, ahead of
 //                  the tiles ──loader, boxes──▶ stages: many tokens
@@ -13,11 +13,11 @@
 // Gated, weights are [K, 2N]: a tile has the gate's and the up columns of the same results, each half
 // its width, and what leaves is silu(gate) * up.
 // A tile has up to 256 rows of one expert. With more than 128 each block of the cluster has half of them
-// and loads half of the weight's columns for both; else both have all of the rows, and each has
-// columns of its own. A warpgroup none of whose 64 rows are there multiplies nothing.
-// At the end: without `home` the call is over (device/call.cuh), once all ranks' tokens have come, also those that
-// no row needed, and of a routing that was refused; with it, flag `W + r` of every rank says
-// that this rank's rows are there, and the call goes on in the next kernel.
+// and loads half of the weight's columns for both; else both have all of the rows, and each has columns of
+// its own. A warpgroup none of whose 64 rows exist multiplies nothing. At the end: without `home` the call is
+// over (device/call.cuh), once all ranks' tokens have come, also those that no row needed, and of a routing
+// that was refused; with it, flag `W + r` of every rank signals that this rank's rows are there, and the call
+// goes on in the next kernel.
 #pragma once
 
 #include <cuda.h>
@@ -49,13 +49,13 @@ struct GroupedArgs {
     bool ends;   // the call, or tells the others; else the next kernel does
 };
 
-// `wide`: results are float32; neither gathered nor gated. `deep`: stages rather than slices
-// (tile/block.cuh); always where rows are gathered.
+// `wide`: results are float32; the product is neither gathered nor gated. `deep`: stages rather than slices
+// (tile/block.cuh); always set where rows are gathered.
 struct GroupedVariant {
     bool n_major_b, gathers, gated, wide, deep;
 };
 
-// On `blocks` blocks, an even number. Element: __nv_bfloat16 or __half.
+// Launches on `blocks` blocks, an even number. Element: __nv_bfloat16 or __half.
 template <class Element>
 cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
                            cudaStream_t stream);

@@ -23,7 +23,8 @@ __device__ void for_each_eight(std::int64_t rows, int width, Body&& body) {
     }
 }
 
-// All threads of the block: once the flags `first` + s of all other ranks s say that this call has come.
+// Waits until the flags `first` + s of all other ranks s signal this call. Called by all threads of the
+// block.
 __device__ void wait_for_all(const HomeArgs& args, std::uint64_t epoch, int first) {
     const Workspace& workspace = args.workspace;
     if (threadIdx.x == 0 && args.waits) {
@@ -45,7 +46,8 @@ __device__ std::uint64_t epoch_of(const HomeArgs& args) {
     return args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
 }
 
-// All threads of the block, last thing. Ranks of other nodes hear it by what is put to them.
+// Signals this rank's flag, as the last step of all threads of the block. Ranks of other nodes are signalled
+// by what is put to them.
 __device__ void tell(const HomeArgs& args, std::uint64_t epoch) {
     transport::fence_system();
     __syncthreads();
@@ -62,8 +64,8 @@ __device__ char* home_of(const HomeArgs& args, int rank) {
     return args.workspace.data(args.waits ? rank : args.workspace.rank) + args.rows_offset;
 }
 
-// Where sums of tokens of `source` start: in its workspace, those of this rank; of another node's, in the
-// outbox.
+// Returns where sums of tokens of `source` start: in its workspace, those of this rank; for another node's
+// rank, in the outbox.
 __device__ char* sums_for(const HomeArgs& args, int source, int element_bytes) {
     const std::int64_t each = std::int64_t{args.tables.tokens} * args.width * element_bytes;
     const Workspace& workspace = args.workspace;
@@ -125,12 +127,12 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
     const std::int64_t own = std::int64_t{tables.tokens} * tables.top_k;
     const std::int64_t all = std::int64_t{tables.world} * tables.tokens;
     constexpr int kLoads = sizeof(In) == 2 ? 4 : 2;  // under way, of a token's results
-    // Tokens of all ranks by turns, so that the link is used from the first to the last.
+    // The tokens of all ranks take turns, so that the link is used from the first to the last.
     for_each_eight(all, args.width, [&](std::int64_t turn, int column) {
         const auto source = static_cast<int>(turn % tables.world);
         const std::int64_t token = turn / tables.world;
         const std::int64_t number = source * std::int64_t{tables.tokens} + token;
-        // In a view that exchanges nothing the own weights stand for all.
+        // In a view that exchanges nothing the own weights stand for those of all ranks.
         const float* const weights =
             source == args.workspace.rank || !args.waits ? args.weights : theirs + source * own;
         const std::int32_t* const rows = tables.place_row() + number * tables.top_k;

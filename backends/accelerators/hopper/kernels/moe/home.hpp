@@ -1,4 +1,4 @@
-// Results of experts on their way home, and the sums of them there.
+// Results of experts on their way home, and their sums there.
 //
 // By slot, data flow of one call on rank r:
 //   y ──send_rows (or the grouped product itself)──▶ place of each row in the workspace of its rank,
@@ -10,7 +10,7 @@
 //   those of all ranks ──sum_ranks──▶ out: of each token in the order of ranks
 //   Between nodes, by rank alone: sums for a rank of another node go to its place in the outbox, [W, tokens,
 //        width] of the area for NICs, and from there by puts (host/far_slots.hpp)
-// Sums are float32 and rounded once. Of a routing that was refused nothing travels, and out is NaN.
+// Sums are float32 and rounded once. After a refused routing nothing travels, and out is NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,8 +39,8 @@ struct HomeArgs {
     bool waits;  // for other ranks; else nothing goes to them either
 };
 
-// On `blocks` blocks of the current device's `stream`; may be captured. CudaError. Rows are multiples of 16
-// bytes. Of sends and sums the last one of a call ends it.
+// All run on `blocks` blocks of the current device's `stream`; may be captured. CudaError. Rows are multiples
+// of 16 bytes. The last send or sum of a call ends it.
 void send_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// What a block computes of the tiles, and what its loader brings for that.
+// The parts of the tiles that a block computes, and the loads that its loader makes for them.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
@@ -8,7 +8,7 @@ namespace mkernel::hopper::moe {
 
 inline constexpr int kRowWarps = 2;  // that gather or permute
 
-// What a block computes of a cluster's tile.
+// A block's part of a cluster's tile.
 struct Part {
     Tile tile;
     int number;       // of the tile
@@ -17,7 +17,7 @@ struct Part {
     bool shares;      // the blocks have the same columns, and load them for each other
 };
 
-// Calls body(part) for each of this block's, in order. Both blocks of a cluster have as many. `width`:
+// Calls body(part) for each of this block's parts, in order. Both blocks of a cluster have as many. `width`:
 // columns of results that a tile has.
 template <class Body>
 __device__ __forceinline__ void for_each_part(const GroupedArgs& args, int width, Body&& body) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void for_each_part(const GroupedArgs& args, int width
     }
 }
 
-// One thread: the stages' boxes, of the weight and, with kBoxes, of A.
+// Loads the stages' boxes, of the weight and, with kBoxes, of A. Called by one thread.
 template <class C, bool kNMajorB, bool kBoxes, bool kGated>
 __device__ __forceinline__ void load_part(Shared<C>& shared, Cursor<C::kStages>& cursor,
                                           const GroupedArgs& args, const Part& part) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_part(Shared<C>& shared, Cursor<C::kStages>&
         constexpr int kBox = kNMajorB ? kSliceN : kShare;  // columns
         for (int n = from; n < end; n += kBox) {
             unsigned char* const at = stage + C::kABytes + n * kTileK * kElementBytes;
-            // Gated, the second half of the tile's columns are the up ones, N behind the gate's.
+            // With gates, the second half of the tile's columns are the up ones, N after the gate's.
             const int column = part.column + (kGated && n >= kShare ? args.n + n - kShare : n);
             const int x = kNMajorB ? column : step * kTileK;
             const int y = kNMajorB ? step * kTileK : column;

@@ -1,6 +1,6 @@
 // Rows of the tiles on their way into one buffer, in the order of rows, for bulk tensor copies: two warps
-// of every block, which claim groups of rows in the order of tiles. Who claims a group copies it, so tiles
-// become ready in order whichever blocks run.
+// of every block, which claim groups of rows in the order of tiles. The warp that claims a group copies it,
+// so tiles become ready in order whichever blocks run.
 #pragma once
 
 #include "backends/accelerators/hopper/device/call.cuh"
@@ -16,7 +16,7 @@ class RowPermuter {
                            std::uint64_t epoch)
         : args_(args), waiter_(waiter), epoch_(epoch), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-    // One warp: until all groups are claimed.
+    // Permutes until all groups are claimed. Called by one warp.
     __device__ void run() {
         const Tables& tables = args_.tables;
         const Tile* tile = tables.tiles();
@@ -77,13 +77,14 @@ class RowPermuter {
     int lane_;
 };
 
-// The loader's side: once all rows of tile `number` are there, for bulk copies too. One thread.
+// Waits, on the loader's side, until all rows of tile `number` are there, for bulk copies too. Called by one
+// thread.
 __device__ inline void wait_for_tile(const GroupedArgs& args, const transport::DeviceWaiter& waiter,
                                      std::uint64_t epoch, int number, const Tile& tile) {
     const transport::AddedWord& permuted = args.tables.permuted()[number];
     const auto groups = static_cast<std::uint64_t>((tile.rows + kGroupRows - 1) / kGroupRows);
     if (!permuted.reached(groups)) {
-        // So that a deadline names the rank whose tokens are missing.
+        // Waited for first, so that a deadline names the rank whose tokens are missing.
         wait_for_tokens(args, waiter, epoch, tile.first, tile.rows);
         waiter.until(permuted, groups,
                      {transport::kOwnBlocks, static_cast<std::uint32_t>(args.workspace.rank),

@@ -15,7 +15,7 @@ constexpr int kAhead = 8;  // loads of a lane under way
 constexpr unsigned kAll = 0xFFFFFFFFu;
 static_assert(kMaxRanks <= 32);
 
-// The peers of this node that have experts of a token, a bit each. All lanes of a warp.
+// Returns the peers of this node that have experts of a token, a bit each. Called by all lanes of a warp.
 __device__ unsigned wanting(const PushArgs& args, int token) {
     const Workspace& workspace = args.workspace;
     const std::int32_t* const ids = args.ids + std::int64_t{token} * args.top_k;
@@ -29,7 +29,7 @@ __device__ unsigned wanting(const PushArgs& args, int token) {
     return __reduce_or_sync(kAll, ranks);
 }
 
-// Pairs of multiprocessors, so that what is left beside them holds clusters of two.
+// Blocks take pairs of multiprocessors, so that the remaining ones hold clusters of two.
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     push_wanted_kernel(const __grid_constant__ PushArgs args) {
     const Workspace& workspace = args.workspace;

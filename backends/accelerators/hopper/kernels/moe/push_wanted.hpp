@@ -1,12 +1,12 @@
-// Own tokens on their way to the ranks that want them: the other way than copies of all of them, where most
+// Own tokens on their way to the ranks that want them: the alternative to copying all of them, where most
 // tokens are wanted by few ranks.
 //
 // Data flow of one call on rank r:
 //   topk_ids (own) ──one warp a token──▶ which ranks have an expert of it
 //   row of x ──that warp, read once──▶ its place in the workspace of each of them, [W, tokens, hidden] there
 //   when all are written: flag r of every rank of this node
-// A place that no rank writes is none that rows of that rank lead to, so nobody reads it. The own ids say all
-// that is needed: the kernel waits for nobody, and may run beside the routing.
+// No row of a rank leads to a place that is not written there, so nobody reads it. The own ids are all that
+// is needed: the kernel waits for no rank, and may run beside the routing.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,7 +25,7 @@ struct PushArgs {
     std::int32_t tokens, top_k, experts;  // experts: of one rank
 };
 
-// On `blocks` blocks, an even number, of the current device's `stream`; may be captured. CudaError.
+// Pushes on `blocks` blocks, an even number, of the current device's `stream`; may be captured. CudaError.
 void push_wanted(const PushArgs& args, std::uint32_t blocks, cudaStream_t stream);
 
 }  // namespace mkernel::hopper::moe

@@ -1,4 +1,4 @@
-// Who gets which rows: the ids of all ranks, sorted on the device.
+// The routing, which decides which rank gets which rows: the ids of all ranks, sorted on the device.
 //
 // Data flow of one call on rank r, one cluster of blocks, each warp of which has a run of one rank's places:
 //   topk_ids (own) ──▶ every rank's workspace, then flag W + r there is set to the epoch; of ranks of other
@@ -35,10 +35,10 @@ struct RoutingArgs {
     bool exchanges;  // else the own ids stand for those of all ranks
 };
 
-// Bytes of scratch for so many experts of a rank. std::length_error: too many.
+// Returns the bytes of scratch for so many experts of a rank. std::length_error: too many.
 std::uint64_t scratch_bytes(int experts);
 
-// On the current device's `stream`; may be captured. CudaError.
+// Queues the routing on the current device's `stream`; may be captured. CudaError.
 void route(const RoutingArgs& args, cudaStream_t stream);
 
 // Loads the kernel to the current device (host/moe.hpp: load).

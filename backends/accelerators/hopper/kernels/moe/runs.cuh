@@ -1,4 +1,4 @@
-// How the routing divides places among warps, and sums over the lanes of one.
+// The division of the routing's places among warps, and sums over the lanes of a warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ struct Runs {
         const int own = tables.tokens * tables.top_k;
         places = ((own + each - 1) / each + 31) / 32 * 32;
     }
-    // Calls body(place, is one) for 32 places at a time, all lanes alike.
+    // Calls body(place, is one) for 32 places at a time, in the same way on all lanes.
     template <class Body>
     __device__ inline void for_each(const Tables& tables, int run, Body&& body) const {
         const int own = tables.tokens * tables.top_k;
@@ -34,7 +34,7 @@ struct Runs {
     }
 };
 
-// The sum of the lanes before this one, and of all.
+// Returns the sum of the lanes before this one, and in `all` that of all lanes.
 __device__ inline int sum_before(int value, int& all) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int sum = value;

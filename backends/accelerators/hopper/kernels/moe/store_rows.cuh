@@ -1,4 +1,4 @@
-// Results on their way out of the slices: one warp of the block.
+// The storing of results from the slices: one warp of the block.
 #pragma once
 
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"
@@ -7,7 +7,7 @@
 
 namespace mkernel::hopper::moe {
 
-// Where results of a row go.
+// Returns where results of a row go.
 __device__ inline char* result_of(const GroupedArgs& args, int row, int element_bytes) {
     const std::int64_t row_bytes = std::int64_t{args.n} * element_bytes;
     if (!args.home) return args.out + row * row_bytes;
@@ -17,7 +17,7 @@ __device__ inline char* result_of(const GroupedArgs& args, int row, int element_
     return args.workspace.data(rank) + place % own * row_bytes;
 }
 
-// Slices of 16-bit elements.
+// The storer of slices of 16-bit elements.
 template <class C>
 class RowStorer {
   public:
@@ -25,7 +25,7 @@ class RowStorer {
         : shared_(shared), args_(args), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ void part(const Part& part, int slices) {
-        // The next expert's rows lie behind the last one, so a box has only rows of this part.
+        // The next expert's rows follow the last one, so a box has only rows of this part.
         const int boxed = args_.home ? 0 : part.rows / kBoxRows * kBoxRows;
         for (int number = 0; number < slices; ++number, cursor_.next()) {
             shared_.written[cursor_.slot].wait(cursor_.parity);
@@ -48,7 +48,7 @@ class RowStorer {
         }
     }
 
-    // All parts so far are in memory.
+    // Waits until all parts so far are in memory.
     __device__ void finish() {
         if (lane_ == 0) {
             ptx::wait_groups<0>();
@@ -72,7 +72,7 @@ class RowStorer {
         }
     }
 
-    // The slice before this one is free once its boxes have been read.
+    // Frees the previous slice once its boxes have been read.
     __device__ void drain(bool any_before) {
         if (!any_before) return;
         ptx::wait_groups_read<1>();
@@ -86,7 +86,7 @@ class RowStorer {
     Cursor<C::kSliceSlots> cursor_;
 };
 
-// Rows of `out` that have no place are zeros. One warp of each block.
+// Writes zeros into rows of `out` that have no place. Called by one warp of each block.
 __device__ inline void zero_rest(const GroupedArgs& args) {
     const std::int64_t row_bytes = std::int64_t{args.n} * kElementBytes;
     const std::int64_t end = args.height * row_bytes;

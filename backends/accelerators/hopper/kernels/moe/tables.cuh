@@ -1,4 +1,4 @@
-// What a dispatch leaves of its routing: 32-bit words on the device, which later calls read. Plain
+// The tables that a dispatch leaves of its routing: 32-bit words on the device, which later calls read. Plain
 // arithmetic, for host and device.
 //
 // A *place* is (source rank, token, slot of top-k), counted in that order; a rank's *rows* are the places
@@ -35,7 +35,7 @@ struct Tables {
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int64_t places() const {
         return std::int64_t{world} * tokens * top_k;
     }
-    // Own rows that come first make two more pieces of an expert's rows, of which each has a rest.
+    // Own rows that come first make two more pieces of an expert's rows, each of which has a rest.
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int64_t most_tiles() const {
         return places() / kTileRows + 3 * std::int64_t{experts} + 1;
     }
@@ -53,7 +53,8 @@ struct Tables {
     [[nodiscard]] MKERNEL_HOST_DEVICE Tile* tiles() const {
         return reinterpret_cast<Tile*>(words + first_tile());
     }
-    // A tile's groups of rows that are there; from 0 in each call, set so by its routing.
+    // The number of a tile's groups of rows that are there; it starts from 0 in each call, set so by the
+    // call's routing.
     [[nodiscard]] MKERNEL_HOST_DEVICE transport::AddedWord* permuted() const {
         return reinterpret_cast<transport::AddedWord*>(words + first_tile() + 4 * most_tiles());
     }
@@ -63,7 +64,7 @@ struct Tables {
     [[nodiscard]] MKERNEL_HOST_DEVICE std::int32_t& height() const { return words[count() - 1]; }
 };
 
-// What the host hears of a dispatch: pinned memory.
+// A dispatch's report to the host, in pinned memory.
 struct Report {
     std::uint32_t call;     // whose `rows` these are; written last
     std::int32_t rows;      // of this rank

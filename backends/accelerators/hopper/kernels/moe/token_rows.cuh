@@ -1,4 +1,4 @@
-// Where the token of a row lies: among the own ones, or in the workspace, where other ranks' arrive.
+// The place of a row's token: among the own ones, or in the workspace, where other ranks' tokens arrive.
 #pragma once
 
 #include "backends/accelerators/hopper/device/call.cuh"
@@ -25,8 +25,8 @@ __device__ inline const char* token_row(const GroupedArgs& args, int row) {
     return base + std::int64_t{place.number} * args.k * kElementBytes;
 }
 
-// Until what `rows` rows of one expert, at least one, from `first` on, need of other ranks is there: they
-// are ordered by source. One thread.
+// Waits until the tokens of other ranks that `rows` rows of one expert, at least one, from `first` on need
+// are there: they are ordered by source. Called by one thread.
 __device__ inline void wait_for_tokens(const GroupedArgs& args,
                                        const transport::DeviceWaiter& waiter, std::uint64_t epoch,
                                        int first, int rows) {
@@ -42,8 +42,9 @@ __device__ inline void wait_for_tokens(const GroupedArgs& args,
     }
 }
 
-// Until the tokens of all other ranks are there, whether rows need them or not: a rank that ended the call
-// before would have the rest land in memory of a later one, under that one's flag. One thread.
+// Waits until the tokens of all other ranks are there, whether rows need them or not: if a rank ended the
+// call before that, the rest would land in memory of a later call, under that one's flag. Called by one
+// thread.
 __device__ inline void wait_for_all_tokens(const GroupedArgs& args,
                                            const transport::DeviceWaiter& waiter,
                                            std::uint64_t epoch) {

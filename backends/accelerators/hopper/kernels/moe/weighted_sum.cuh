@@ -11,7 +11,7 @@ using collectives::Eight;
 using collectives::narrow;
 using collectives::widen;
 
-// 8 sums of one thread.
+// Eight sums of one thread.
 struct Sums {
     float of[8] = {};
 
