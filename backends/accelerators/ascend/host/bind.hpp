@@ -1,4 +1,4 @@
-// What the bindings of the ops share: names and tensors as Python hands them over.
+// Helpers that the ops' bindings share: names and tensors in the form in which Python passes them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,8 +37,8 @@ T* pointer(std::uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Address, strides of rows and columns in elements. For a record, whose tensors are never touched,
-// the same with null addresses.
+// A matrix's address, and its strides of rows and columns in elements. A record, whose tensors are never
+// touched, takes the same with null addresses.
 using Matrix = std::tuple<std::uint64_t, std::int64_t, std::int64_t>;
 
 inline isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_t rows,
@@ -51,14 +51,15 @@ inline isa::GlobalView view(const Matrix& matrix, isa::DType dtype, std::uint32_
             std::get<2>(matrix)};
 }
 
-// A member of a geometry, and how Python calls it.
+// A member of a geometry, and its name in Python.
 template <class Geometry, class Value>
 struct Field {
     const char* name;
     Value Geometry::*member;
 };
 
-// A geometry's constructor, from its members by keyword. Refuses what the op's kernels cannot run.
+// Binds a geometry's constructor, from its members by keyword. Refuses geometries that the op's kernels
+// cannot run.
 template <class Geometry, class... Values>
 void bind_init(pybind11::class_<Geometry> bound, Field<Geometry, Values>... fields) {
     const auto make = [fields...](Values... values) {
@@ -70,7 +71,7 @@ void bind_init(pybind11::class_<Geometry> bound, Field<Geometry, Values>... fiel
     bound.def(pybind11::init(make), pybind11::kw_only(), pybind11::arg(fields.name)...);
 }
 
-// A geometry's class, with what every op's shows.
+// Binds a geometry's class, with the members that every op's geometry shows.
 template <class Geometry>
 pybind11::class_<Geometry> bind_geometry(pybind11::module_& module, const char* name) {
     using pybind11::arg;
@@ -88,7 +89,7 @@ pybind11::class_<Geometry> bind_geometry(pybind11::module_& module, const char* 
             arg("source"), arg("chunk"), arg("epoch"));
 }
 
-// Each op's geometry and the factory of its kernels.
+// Bind each op's geometry and the factory of its kernels.
 void bind_gemm(pybind11::module_& module);
 void bind_moe(pybind11::module_& module);
 void bind_ring_attention(pybind11::module_& module);

@@ -55,7 +55,7 @@ void bind_gemm(py::module_& module) {
               Field{"tile_k", &Reduce::tile_k}, Field{"step_k", &Reduce::step_k},
               Field{"tiles_per_chunk", &Reduce::tiles_per_chunk});
 
-    // `order`: whose rows to consume; for whom to compute. The own rank first.
+    // `order`: the ranks whose rows to consume, or for which to compute. The own rank first.
     module.def("ag_gemm", &ag_kernels, py::kw_only(), "geometry"_a, "a"_a, "b"_a, "out"_a,
                "out_dtype"_a, "order"_a);
     module.def("gemm_reduce", &reduce_kernels, py::kw_only(), "geometry"_a, "a"_a, "b"_a, "out"_a,

@@ -91,7 +91,7 @@ std::shared_ptr<host::Kernels> combine_kernels(const moe_combine::Geometry& g, s
 }  // namespace
 
 void bind_moe(py::module_& module) {
-    // `experts`: of one rank. `far`: the world has several nodes.
+    // `experts`: those of one rank. `far`: the world has several nodes.
     bind_geometry<moe::Geometry>(module, "MoeDispatchGeometry")
         .def(py::init(&dispatch_geometry), py::kw_only(), "world"_a, "tokens"_a, "top_k"_a,
              "experts"_a, "hidden"_a, "features"_a, "rows_per_chunk"_a, "far"_a, "dtype"_a,
@@ -112,8 +112,8 @@ void bind_moe(py::module_& module) {
         .def(py::init(&combine_geometry), py::kw_only(), "world"_a, "tokens"_a, "top_k"_a,
              "experts"_a, "features"_a, "rows_per_chunk"_a, "far"_a, "dtype"_a, "out_dtype"_a);
 
-    // `topk_ids`: address, int32 words from one id to the next. `routing`: in a record, the address
-    // of all ranks' ids. `order`: whose tokens to consume; to whom to send. The own rank first.
+    // `topk_ids`: address, int32 words from one id to the next. `routing`: in a record, the address of all
+    // ranks' ids. `order`: the ranks whose tokens to consume, or to which to send. The own rank first.
     module.def("moe_dispatch", &dispatch_kernels, py::kw_only(), "geometry"_a, "x"_a, "topk_ids"_a,
                "w"_a, "grouped"_a, "out"_a, "out_dtype"_a, "tables"_a, "routing"_a, "order"_a);
     module.def("moe_combine", &combine_kernels, py::kw_only(), "geometry"_a, "y"_a, "rows"_a,

@@ -1,8 +1,8 @@
-// What a launch needs to know of an op: its two kernels and what they touch. One object a call, on
-// one rank; kernels of it run on many cores at once.
+// The interface of an op to a launch: its two kernels and what they touch. There is one object a call, on one
+// rank; kernels of it run on many cores at once.
 //
-// The comm kernel runs on vector cores. The compute kernel has a cube part and a vector part, which
-// run at the same time; an op may use one of them or both.
+// The comm kernel runs on vector cores. The compute kernel has a cube part and a vector part, which run at
+// the same time; an op may use one of them or both.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace mkernel::ascend::host {
 
-// Cores of each kernel of a call.
+// The cores of each kernel of a call.
 struct Blocks {
     std::uint32_t comm = 0, cube = 0, vector = 0;
 };
@@ -30,33 +30,34 @@ class Kernels {
 
     virtual ~Kernels() = default;
 
-    // Before the first launch: the call, whose pointers stay valid, and the blocks of each kernel.
+    // Binds, before the first launch, the call, whose pointers stay valid, and the blocks of each kernel.
     virtual void bind(const CallArgs& call, const Blocks& blocks) = 0;
 
-    // On each block's core. False if a wait was aborted or timed out.
+    // Run a kernel's part on each block's core. Return false if a wait was aborted or timed out.
     virtual bool comm(sim::Core& core) const = 0;
     virtual bool cube(sim::Core&) const { return true; }
     virtual bool vector(sim::Core&) const { return true; }
 
-    // In the sequential view: whether compute comes before communication, which works on its
-    // results; else what the comm kernel ends with, on one core: waiting until all that the compute
-    // kernel needs of other ranks is here.
+    // In the sequential view, `compute_first` returns true where compute comes before communication, which
+    // works on its results. Otherwise `arrived` ends the comm kernel, on one core: it waits until everything
+    // that the compute kernel needs of other ranks is here.
     [[nodiscard]] virtual bool compute_first() const { return false; }
     virtual bool arrived(sim::Core& core) const = 0;
 
     [[nodiscard]] virtual std::uint32_t world() const = 0;
-    // Words of a signal pad, bytes of each part of the memory (kernels/call.hpp).
+    // Return the words of a signal pad, and the bytes of each part of the memory (kernels/call.hpp).
     [[nodiscard]] virtual std::uint64_t words() const = 0;
     [[nodiscard]] virtual std::uint64_t inbox_bytes() const = 0;
     [[nodiscard]] virtual std::uint64_t outbox_bytes() const = 0;
     [[nodiscard]] virtual std::uint64_t scratch_bytes() const = 0;
     virtual std::vector<Tensor> tensors() = 0;
 
-    // Called before a record, on one vector core that runs alone. A record runs blocks one after
-    // another, so what blocks of this call learn from each other by memory is written to it here.
+    // Writes, before a record, everything that blocks of this call learn from each other by memory: a record
+    // runs blocks one after another. Called on one vector core that runs alone.
     virtual void foresee(sim::Core&) const {}
 
-    // How much this call, in its view, adds to each word of the own pad once all of it has come.
+    // Calls `amount` with how much this call, in its view, adds to each word of the own pad once all of it
+    // has arrived.
     using Amount = std::function<void(std::uint32_t word, std::uint64_t amount)>;
     virtual void each_amount(const Amount& amount) const = 0;
 };

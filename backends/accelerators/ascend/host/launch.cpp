@@ -179,7 +179,7 @@ void Launch::kernel_ended(Kernel& kernel) {
     }
 }
 
-// Sequential view: communication has ended here when what other ranks send is in place too.
+// In the sequential view, communication has ended here when the data from other ranks is in place too.
 void Launch::arrived() {
     guarded(comm_, 0, [this] {
         sim::Core core(environment_, sim::Role::comm, 0, 1, thread_memory(), nullptr);
@@ -213,7 +213,7 @@ void Launch::count_ended(Kernel& kernel) {
 }
 
 std::string record(Call call) {
-    // Distinct ranges that nobody dereferences.
+    // Returns distinct ranges that nobody dereferences.
     std::uintptr_t next = std::uintptr_t{1} << 44;
     const auto invent = [&next] {
         return reinterpret_cast<std::byte*>(next += std::uintptr_t{1} << 40);

@@ -1,5 +1,5 @@
-// One running call of an op on one rank: starts its two kernels on simulated cores, keeps what they
-// use alive, and collects outcome, times and traces.
+// One running call of an op on one rank: it starts the op's two kernels on simulated cores, keeps alive what
+// they use, and collects outcome, times and traces.
 #pragma once
 
 #include <unistd.h>
@@ -39,39 +39,40 @@ struct Call {
     bool log_races = false;             // strict, in a world of one node: for `race_log`
 };
 
-// The trace blob (sim/trace.hpp) of a rank's call without running it: no signal is awaited, and
-// of memory only tables are touched, by scalar instructions, for whose tensors the kernels have
-// addresses; other addresses in `call` are ignored. The same schedule as a traced launch of the
-// call.
+// Returns the trace blob (sim/trace.hpp) of a rank's call without running it: no signal is awaited, and of
+// memory only tables are touched, by scalar instructions, for whose tensors the kernels have addresses; other
+// addresses in `call` are ignored. It is the same schedule as a traced launch of the call.
 std::string record(Call call);
 
 class Launch : public std::enable_shared_from_this<Launch> {
   public:
-    // Throws where the host has no threads for its cores; nothing was started then.
+    // Starts a call. Throws where the host has no threads for its cores; nothing was started then.
     static std::shared_ptr<Launch> start(Call call);
 
-    // True once both kernels have returned. Rethrows what an instruction of them reported.
+    // Waits; returns true once both kernels have returned. Rethrows what an instruction of them reported.
     bool wait(std::uint64_t timeout_ns);
-    // Seconds; meaningful once wait returned true. 0 for a kernel that the view leaves out. In the
-    // sequential view communication ends when what other ranks send has arrived here.
+    // Return seconds, meaningful once wait returned true. 0 for a kernel that the view leaves out. In the
+    // sequential view communication ends when the data from other ranks has arrived here.
     [[nodiscard]] double comm_seconds() const { return comm_.seconds(); }
     [[nodiscard]] double compute_seconds() const { return compute_.seconds(); }
-    // Strict: every core that was waiting when a wait passed its deadline, and for what; else empty.
+    // In strict simulation, returns every core that was waiting when a wait passed its deadline, and what it
+    // waited for; otherwise empty.
     [[nodiscard]] std::string at_deadline() const {
         return waits_ ? waits_->at_deadline() : std::string();
     }
-    // Trace blob (sim/trace.hpp); empty where none was asked for.
+    // Returns the trace blob (sim/trace.hpp); empty where none was requested.
     [[nodiscard]] std::string trace() const;
 
-    // What `sim::race_between` walks, once wait returned true; empty where it was not asked for.
+    // Returns the log that `sim::race_between` walks, once wait returned true; empty where none was
+    // requested.
     [[nodiscard]] std::string race_log() const { return race_log_ ? race_log_->bytes() : ""; }
 
-    // Aborts every launch that this process started and that still runs, so that its cores can be
-    // joined. A forked child leaves its parent's alone.
+    // Aborts every launch that this process started and that still runs, so that its cores can be joined. A
+    // forked child leaves its parent's launches alone.
     static void cancel_all();
 
   private:
-    // The cores of a kernel that are there for one thing.
+    // The cores of a kernel that have one role.
     struct Part {
         sim::Role role;
         std::uint32_t blocks;

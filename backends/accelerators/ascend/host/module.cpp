@@ -1,5 +1,5 @@
-// Python bindings of the ascend backend. Everything that blocks releases the GIL; no native thread
-// ever calls Python.
+// Python bindings of the ascend backend. Every function that blocks releases the GIL; no native thread ever
+// calls Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -51,7 +51,7 @@ host::Blocks blocks_of(const BlockCounts& counts) {
     return {std::get<0>(counts), std::get<1>(counts), std::get<2>(counts)};
 }
 
-// Where in a workspace the parts of its memory lie (kernels/call.hpp): inboxes of even and odd epochs,
+// The places in a workspace of the parts of its memory (kernels/call.hpp): inboxes of even and odd epochs,
 // outboxes of even and odd epochs, scratch.
 using Areas = std::array<std::uint64_t, 5>;
 
@@ -150,7 +150,7 @@ std::tuple<double, KernelTimes, py::bytes> replay(const std::vector<py::bytes>& 
 PYBIND11_MODULE(_ascend, module) {
     module.doc() = "Simulator and kernels of the ascend backend.";
 
-    // What a launch or a record runs: one object a call, made by the op's factory.
+    // The kernels that a launch or a record runs: one object a call, made by the op's factory.
     py::class_<host::Kernels, std::shared_ptr<host::Kernels>>(module, "Kernels");
     bind_gemm(module);
     bind_moe(module);
@@ -232,7 +232,8 @@ PYBIND11_MODULE(_ascend, module) {
         "set_slots", [](unsigned slots) { sim::Scheduler::process().set_slots(slots); }, "slots"_a,
         py::call_guard<py::gil_scoped_release>());
 
-    // At interpreter exit: end what still runs, join the host threads of the simulated cores.
+    // At interpreter exit, ends every launch that still runs, and joins the host threads of the simulated
+    // cores.
     py::module_::import("atexit").attr("register")(py::cpp_function([] {
         const py::gil_scoped_release release;
         host::Launch::cancel_all();

@@ -1,4 +1,4 @@
-// What every op's kernels answer alike.
+// The part of Kernels that is alike for every op.
 #pragma once
 
 #include <stdexcept>
@@ -51,9 +51,9 @@ class OpKernels : public Kernels {
     }
 
   protected:
-    // Blocks that release the call together.
+    // Returns the number of blocks that release the call together.
     [[nodiscard]] virtual std::uint32_t finishing() const = 0;
-    // What other ranks add to remote words.
+    // Calls `amount` with what other ranks add to remote words.
     virtual void each_arrival(const Amount& amount) const {
         for (std::uint32_t source = 0; source < world(); ++source) {
             for (std::uint32_t chunk = 0; chunk < args_.geometry.chunks(); ++chunk) {
@@ -62,7 +62,7 @@ class OpKernels : public Kernels {
             }
         }
     }
-    // What cores of this rank add to local words beside `finished`.
+    // Calls `amount` with what cores of this rank add to local words beside `finished`.
     virtual void each_own(const Amount&) const {}
 
     Args args_;

@@ -13,15 +13,16 @@
 
 namespace mkernel::ascend::host {
 
-// Each refuses (std::invalid_argument) what the on-chip buffers cannot hold or the kernels cannot run.
+// Refuse (std::invalid_argument) geometries that the on-chip buffers cannot hold or the kernels cannot run.
 void check(const ag_gemm::Geometry& geometry);
 void check(const gemm_reduce::Geometry& geometry);
 void check(const moe::Geometry& geometry);
 void check(const moe_combine::Geometry& geometry);
 void check(const ring_attention::Geometry& geometry);
 
-// Kernels of one call. `args`: a geometry that passes `check`, and tensors. `order`: the ranks, the own
-// one first, as the kernels take what they send (gemm_reduce, moe_combine) or consume (the others).
+// Return the kernels of one call. `args`: a geometry that passes `check`, and tensors. `order`: the ranks,
+// the own one first, in the order in which the kernels send to them (gemm_reduce, moe_combine) or consume
+// from them (the others).
 using Order = std::vector<std::uint32_t>;
 std::shared_ptr<Kernels> kernels_of(const ag_gemm::Args& args, Order order);
 std::shared_ptr<Kernels> kernels_of(const gemm_reduce::Args& args, Order order);

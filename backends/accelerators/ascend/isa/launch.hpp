@@ -1,4 +1,4 @@
-// The launch macro: all that a kernel says about how it is started.
+// The launch macro: a kernel's only statement of how it is started.
 //
 // A kernel is a class template over the core type, KERNEL<Core>(core, args).run(), which runs on
 // every core of its kind. Each kernel's header ends, in its op's namespace, with

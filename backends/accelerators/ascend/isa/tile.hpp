@@ -1,9 +1,8 @@
-// Tiles and global-memory views: what instructions of the tile ISA operate on.
+// Tiles and global-memory views, the operands of instructions of the tile ISA.
 //
-// Plain data, passed by value. A tile is a rectangle in one on-chip buffer of one core; its first
-// byte lies `offset` bytes into that buffer *in the tile's own dtype*, so buffer capacity is
-// counted the way hardware counts it. A view is a rectangle of global memory (GM) with element
-// strides.
+// They are plain data, passed by value. A tile is a rectangle in one on-chip buffer of one core; its first
+// byte lies `offset` bytes into that buffer *in the tile's own dtype*, so buffer capacity is counted the way
+// hardware counts it. A view is a rectangle of global memory (GM) with element strides.
 #pragma once
 
 #include <cstddef>
@@ -31,14 +30,14 @@ constexpr const char* name_of(Buffer buffer) {
     return kNames[static_cast<int>(buffer)];
 }
 
-// Bytes of each buffer of a core (A2/A3 class).
+// Returns the bytes of each buffer of a core (A2/A3 class).
 constexpr std::uint32_t capacity_of(Buffer buffer) {
     constexpr std::uint32_t kBytes[] = {512 << 10, 64 << 10, 64 << 10, 128 << 10, 192 << 10};
     return kBytes[static_cast<int>(buffer)];
 }
 
-// How elements of an L1 or UB tile lie: `row`: columns contiguous; `column`: rows contiguous.
-// L0 tiles have the matrix unit's own layout, which no kernel may assume.
+// The layout of the elements of an L1 or UB tile: `row`: columns contiguous; `column`: rows contiguous. L0
+// tiles have the matrix unit's own layout, which no kernel may assume.
 enum class Layout : std::uint8_t { row = 0, column = 1 };
 
 struct Tile {
@@ -52,7 +51,7 @@ struct Tile {
 
     [[nodiscard]] constexpr std::uint32_t bytes() const { return rows * cols * bytes_of(dtype); }
 
-    // The same place with another valid part.
+    // Returns a tile at the same place with another valid part.
     [[nodiscard]] constexpr Tile with_valid(std::uint32_t r, std::uint32_t c) const {
         Tile tile = *this;
         tile.valid_rows = r;

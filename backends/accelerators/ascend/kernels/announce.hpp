@@ -1,4 +1,4 @@
-// How a rank tells another one that something is in place there.
+// The announcement of one rank to another that data is in place there.
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/call.hpp"
@@ -8,9 +8,9 @@ namespace mkernel::ascend {
 
 using transport::Put;
 
-// Adds one to a word of another rank's pad, behind what this block has written before its latest fence.
-// Same node: that is in the peer's memory already, and `put` is not looked at. Other node: the NIC first
-// puts those bytes. False if the call was aborted or its deadline has passed.
+// Adds one to a word of another rank's pad, after what this block has written before its latest fence. Same
+// node: that is in the peer's memory already, and `put` is ignored. Other node: the NIC first puts those
+// bytes. Returns false if the call was aborted or its deadline has passed.
 template <class Core>
 bool announce(Core& core, const CallArgs& call, std::uint32_t peer, std::uint32_t word,
               const Put& put = {}) {

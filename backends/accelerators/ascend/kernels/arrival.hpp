@@ -1,13 +1,13 @@
-// Waiting for chunks of all other ranks together. An op's geometry says how many chunks a rank has
-// (`chunks`), which word tells of one (`arrived`) and, where not every rank gets every chunk,
-// whether this one does (`needs`).
+// The wait for chunks of all other ranks together. An op's geometry defines how many chunks a rank has
+// (`chunks`), which word signals one (`arrived`) and, where not every rank gets every chunk, whether this one
+// does (`needs`).
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/call.hpp"
 
 namespace mkernel::ascend {
 
-// Whether another rank's chunk comes to this one.
+// Returns true for another rank's chunk that is sent to this one.
 template <class Args>
 constexpr bool is_sent_here(const Args& args, std::uint32_t source, std::uint32_t chunk) {
     if constexpr (requires { args.geometry.needs(args.rank, source, chunk); }) {
@@ -16,7 +16,8 @@ constexpr bool is_sent_here(const Args& args, std::uint32_t source, std::uint32_
     return true;
 }
 
-// Until each other rank's chunk of this number is here. False if a wait was aborted or timed out.
+// Waits until each other rank's chunk of this number is here. Returns false if a wait was aborted or timed
+// out.
 template <class Core, class Args>
 bool wait_arrived(Core& core, const Args& args, std::uint32_t chunk) {
     const auto& g = args.geometry;
@@ -28,8 +29,8 @@ bool wait_arrived(Core& core, const Args& args, std::uint32_t chunk) {
     return true;
 }
 
-// Sequential view only: what the comm kernel ends with, on one vector core, so that communication
-// counts as over only when its bytes have arrived. False if a wait was aborted or timed out.
+// Ends the comm kernel in the sequential view, on one vector core, so that communication counts as over only
+// when its bytes have arrived. Returns false if a wait was aborted or timed out.
 template <class Core, class Args>
 bool await_arrival(Core& core, const Args& args) {
     for (std::uint32_t chunk = 0; chunk < args.geometry.chunks(); ++chunk) {

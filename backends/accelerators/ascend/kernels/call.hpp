@@ -1,10 +1,10 @@
-// What every op's kernels know of a call: who this rank is, which call of the world, and where its
-// memory, its words and its peers' lie. Geometry and tensors are the op's own.
+// The arguments of a call that every op's kernels have: the rank's number, the call's number in the world,
+// and the places of its memory, its words and its peers' ones. Geometry and tensors are the op's own.
 //
 // All plans of a world use the same memory and the same words, in any order; calls of a world run one
 // after another on each rank, and a rank may be one call ahead of another, or more where nobody waits
-// for it. So whatever a rank that is ahead touches at another one comes twice, for calls of even and of
-// odd number (epoch):
+// for it. Everything that a rank that is ahead touches at another one therefore exists twice, for calls of
+// even and of odd number (epoch):
 //   inbox    written by peers, read here. A peer writes it in epoch e when this rank has released
 //            e - 2: when no core of it reads its inbox, or waits for a remote word, of e - 2 or before
 //            (release.hpp).
@@ -12,18 +12,18 @@
 //            released e - 2: it has got, and so the NIC has read, all that was put to it then. (A NIC
 //            without order may repeat a put: there the host flushes it before the next call.)
 //   Remote   words that peers add to.
-// What only this rank touches is there once, and free when the call before has ended here:
+// Memory that only this rank touches exists once, and is free when the previous call has ended here:
 //   scratch  memory of its cores.
 //   Local    words that only its cores add to.
-// Inbox and outbox do not overlap in any two plans, nor do remote and local words: else who is ahead
-// could write over what this rank still reads or waits for of its own.
+// Inbox and outbox do not overlap in any two plans, nor do remote and local words: otherwise a rank that is
+// ahead could write over what this rank still reads or waits for of its own.
 //
 // Words are only ever added to, and a wait is for what *this* call adds: beside a word the pad keeps the
 // count that it had, or will have, when all calls before this one had added everything
 // (SignalPad::expected), and the word has come at that count plus the call's amount. A late addition of
-// an earlier call can delay such a wait but not end it, and one of epoch e + 2 cannot come before this
-// rank's release of e, which is behind its waits for remote words of e. When a call has ended, the host
-// moves the counts on by what was added for it, no more and no less (host/kernels.hpp: each_amount).
+// an earlier call can delay such a wait but not end it, and one of epoch e + 2 cannot come before this rank's
+// release of e, which comes after its waits for remote words of e. When a call has ended, the host moves the
+// counts on by what was added for it, no more and no less (host/kernels.hpp: each_amount).
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ constexpr std::uint32_t divide_up(std::uint32_t a, std::uint32_t b) {
     return (a + b - 1) / b;
 }
 
-// How many of `total` the part from `from` on has, of parts of `most`.
+// Returns how many of `total` the part from `from` on has, when parts have at most `most`.
 constexpr std::uint32_t part_of(std::uint32_t total, std::uint32_t from, std::uint32_t most) {
     const std::uint32_t left = total - from;
     return left < most ? left : most;
@@ -60,7 +60,7 @@ struct Local {
     std::uint32_t number = 0;
 };
 
-// Where words lie in a signal pad, for all plans of all worlds alike:
+// The places of words in a signal pad, for all plans of all worlds alike:
 //   [0, kMaxWorld)  how many calls each rank has released (release.hpp)
 //   then, three in turn: remote word n in even epochs, in odd ones, local word n
 constexpr std::uint32_t word_of(Remote word, std::uint64_t epoch) {
@@ -69,12 +69,12 @@ constexpr std::uint32_t word_of(Remote word, std::uint64_t epoch) {
 constexpr std::uint32_t word_of(Local word) {
     return kMaxWorld + 3 * word.number + 2;
 }
-// Words of a pad that a plan with so many of its own needs.
+// Returns the words of a pad that a plan with so many of its own needs.
 constexpr std::uint64_t words_needed(std::uint32_t remote, std::uint32_t local) {
     return kMaxWorld + std::uint64_t{3} * (remote > local ? remote : local);
 }
 
-// Which slot of `reader`'s inbox is `source`'s: there is one for each other rank.
+// Returns which slot of `reader`'s inbox is `source`'s: there is one for each other rank.
 constexpr std::uint32_t slot_of(std::uint32_t reader, std::uint32_t source) {
     return source > reader ? source - 1 : source;
 }

@@ -1,9 +1,9 @@
-// To whom a rank sends what all other ranks get, and which block sends what.
+// The destinations of data that all other ranks get, and the division of the sending among blocks.
 //
-// Each same-node rank is one destination; all ranks of other nodes together are one more, whose
-// items are packed once in the own outbox and sent from there. More blocks than destinations:
-// blocks are dealt out evenly to destinations and share their items; else (item, destination) pairs
-// go round-robin over blocks. Before its first put to a destination a block waits until it has
+// Each same-node rank is one destination; all ranks of other nodes together are one more, whose items are
+// packed once in the own outbox and sent from there. Where there are more blocks than destinations, blocks
+// are dealt out evenly to destinations and share their items; otherwise (item, destination) pairs go
+// round-robin over blocks. Before its first put to a destination a block waits until the destination has
 // released epoch - 2, whose inbox is about to be overwritten.
 #pragma once
 
@@ -27,8 +27,8 @@ class Destinations {
         if (far_count_ > 0) near_[count_++] = kFar;
     }
 
-    // This block's share of `items` items, in order: near(peer, item) for each same-node rank, and
-    // far(item) for all others. False as soon as one of them is, or a wait was aborted.
+    // Sends this block's share of `items` items, in order: near(peer, item) for each same-node rank, and
+    // far(item) for all others. Returns false as soon as one of them does, or a wait was aborted.
     template <class Near, class Far>
     bool each(std::uint32_t items, const Near& near, const Far& far) {
         if (count_ == 0) return true;
@@ -52,7 +52,7 @@ class Destinations {
         return true;
     }
 
-    // Ranks of other nodes.
+    // The ranks of other nodes.
     [[nodiscard]] const std::uint32_t* begin() const { return far_; }
     [[nodiscard]] const std::uint32_t* end() const { return far_ + far_count_; }
 

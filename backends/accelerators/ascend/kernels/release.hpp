@@ -4,19 +4,20 @@
 //   word s of the pad: +1 by rank s when it releases a call, each once, in order
 // Every call releases in every view.
 //
-// What holds in every interleaving, and is tried in them with this code and announce.hpp
-// (tests/native/model/test_ascend_model.cpp), in one node and between two over NICs, where peers answer and where
-// nobody does:
-//   seen      who waits for what this call announces sees all that was written before it
+// Three properties hold in every interleaving, and are tried in them with this code and announce.hpp
+// (tests/native/model/test_ascend_model.cpp), in one node and between two over NICs, where peers answer and
+// where no peer does:
+//   seen      a waiter for what this call announces sees everything that was written before it
 //   released  an inbox or an outbox is not written again before the blocks that read it are through
-//   counted   when calls have ended, each word stands at its expected count, whoever was ahead
+//   counted   when calls have ended, each word stands at its expected count, whichever rank was ahead
 #pragma once
 
 #include "backends/accelerators/ascend/kernels/announce.hpp"
 
 namespace mkernel::ascend {
 
-// From every block, last. `finished`: a word of the plan. False if a wait was aborted or timed out.
+// Releases the call. Called by every block, last. `finished`: a word of the plan. Returns false if a wait was
+// aborted or timed out.
 template <class Core>
 bool release(Core& core, const CallArgs& args, std::uint32_t world, Local finished) {
     core.annotate(kNoAnnotation);
@@ -31,24 +32,24 @@ bool release(Core& core, const CallArgs& args, std::uint32_t world, Local finish
     return true;
 }
 
-// Where a block may write: what the others have released, each waited for once.
+// The memory that a block may write: the other ranks' releases, each waited for once.
 template <class Core>
 class Released {
   public:
     Released(Core& core, const CallArgs& args, std::uint32_t world)
         : core_(core), args_(args), world_(world) {}
 
-    // Before a write to `peer`'s inbox or, other node, a put there. False if the wait was aborted or
-    // timed out.
+    // Waits before a write to `peer`'s inbox or, on another node, a put there. Returns false if the wait was
+    // aborted or timed out.
     bool wait(std::uint32_t peer) {
         const std::uint64_t bit = std::uint64_t{1} << peer;
         if (args_.epoch <= 2 || (known_ & bit) != 0) return true;
         known_ |= bit;
-        // Of the releases that all calls before this one bring, the last one may still be to come.
+        // The last one of the releases that all calls before this one bring may still be to come.
         return core_.twait(peer, -1, peer);
     }
 
-    // Before a write to the own outbox.
+    // Waits before a write to the own outbox.
     bool wait_outbox() {
         for (std::uint32_t peer = 0; peer < world_; ++peer) {
             if (!args_.same_node(peer) && !wait(peer)) return false;

@@ -63,7 +63,7 @@ OnChip::OnChip() {
     for (int i = 0; i < isa::kBuffers; ++i) {
         const auto buffer = static_cast<Buffer>(i);
         const std::size_t bytes = std::size_t{capacity_of(buffer)} * host_scale(buffer);
-        // Not touched here: only pages that a kernel uses become resident.
+        // The memory is not touched here: only pages that a kernel uses become resident.
         memory_[i].reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{4096})));
     }
 }
@@ -133,7 +133,7 @@ const GmRange& Core::check(const char* instruction, const GlobalView& view, bool
 
 std::uint32_t Core::piece_of(const GmRange& range, const GlobalView& view) const {
     if (range.writable) return 0;
-    // Pieces are told apart by where they begin; two that fold to one number count as one.
+    // Pieces differ by where they begin; two that fold to one number count as one.
     const auto number = static_cast<std::uint64_t>(&range - environment_.memory.data());
     const auto begin = static_cast<std::uint64_t>(view.base - range.base);
     const auto folded = static_cast<std::uint32_t>(begin ^ (begin >> 32) ^ (number << 27));
@@ -225,7 +225,7 @@ void Core::textract(const Tile& to, const Tile& from, std::uint32_t row, std::ui
     const Source source{
         in + (row * row_stride + col * col_stride) * static_cast<std::int64_t>(size), from.dtype,
         row_stride, col_stride};
-    // The matrix unit's granule; also what keeps the padded float32 form inside the tile.
+    // This is the matrix unit's granule; it also keeps the padded float32 form inside the tile.
     if (to.rows % 16 != 0 || to.cols % (to.buffer == Buffer::L0B ? 32 : 16) != 0) {
         fail("TEXTRACT", describe(to) + ": L0A tiles are multiples of 16x16, L0B tiles of 16x32");
     }
@@ -434,7 +434,7 @@ std::uint64_t Core::wanted(std::uint32_t signal, std::int64_t amount) const {
 bool Core::twait(std::uint32_t signal, std::int64_t amount, std::uint32_t peer, Where where) {
     where_ = where;
     if (strict_ && !strict_->executes_wait()) return true;
-    // In a trace a call is alone: what earlier calls add is there.
+    // In a trace a call is alone: everything that earlier calls add is there.
     record({.kind = Kind::twait,
             .pipe = Pipe::S,
             .signal = signal,
@@ -452,8 +452,8 @@ bool Core::await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) 
         // A core that never has to sleep must still see an abort between two waits.
         return environment_.pad.aborted() == transport::AbortCode::none;
     }
-    // A wait for the own rank's other cores comes to nothing because one of those waits in vain:
-    // that one, which knows the reason, reports first.
+    // A wait for the own rank's other cores fails because one of those waits in vain: that core, which knows
+    // the reason, reports first.
     const std::uint64_t grace = peer == environment_.rank ? kOwnRankGraceNs : 0;
     const auto sleep = [&] {
         environment_.scheduler->begin_block();

@@ -5,7 +5,7 @@
 // deadlock on hardware), set twice or left over at the end is an error. With a trace vector each
 // instruction is also recorded for the timed model.
 //
-// Strict form (strict.hpp): pipes are asynchronous, and what flags and barriers leave unordered is
+// Strict form (strict.hpp): pipes are asynchronous, and accesses that flags and barriers leave unordered are
 // an error; with a seed, instructions also take effect later, in any order that they allow.
 //
 // A kernel is a template over the core type and uses only the public members up to "host side", so
@@ -45,7 +45,7 @@
 
 namespace mkernel::ascend::sim {
 
-// Global memory that a kernel may touch.
+// The global memory that a kernel may touch.
 struct GmRange {
     const std::byte* base = nullptr;
     std::size_t bytes = 0;
@@ -53,7 +53,7 @@ struct GmRange {
     bool real = true;  // false: in a dry run, an address that nothing lies at
 };
 
-// What all cores of one kernel launch share; it outlives them.
+// The environment that all cores of one kernel launch share; it outlives them.
 struct Environment {
     transport::SignalPad pad;                     // the own rank's
     const transport::FifoHandle* fifo = nullptr;  // null where the world has one node
@@ -63,9 +63,9 @@ struct Environment {
     std::uint32_t op = 0;  // call number, for diagnosis
     std::vector<GmRange> memory;
     Scheduler* scheduler = nullptr;
-    // Instructions are checked and recorded but have no effect; waits succeed at once, and only
-    // scalar instructions touch memory. Traces of worlds and shapes that this machine could not
-    // run in reasonable time are made so.
+    // Checks and records instructions without their effect; waits succeed at once, and only scalar
+    // instructions touch memory. Traces of worlds and shapes that this machine could not run in reasonable
+    // time are made so.
     bool dry = false;
     std::optional<StrictOptions> strict;
     Waits* waits = nullptr;  // strict, and not dry
@@ -87,7 +87,7 @@ class OnChip {
     std::unique_ptr<std::byte, Free> memory_[isa::kBuffers];
 };
 
-// How messages call a tile.
+// Returns the name of a tile in messages.
 std::string describe(const isa::Tile& tile);
 
 constexpr transport::Waiter waiter_of(KernelName kernel) {
@@ -118,24 +118,24 @@ class Core {
                  Where where = Where::current());  // M
     void tmatmul_acc(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
                      Where where = Where::current());
-    // Copies `from` to `to`, which lies at rank `peer` (may be the own rank), row blocks
-    // alternating between the two UB tiles. A macro of MTE2 and MTE3 instructions with their own
-    // flags, which also order it after what these two pipes were given before.
+    // Copies `from` to `to`, which lies at rank `peer` (may be the own rank), row blocks alternating between
+    // the two UB tiles. It is a macro of MTE2 and MTE3 instructions with their own flags, which also order it
+    // after the earlier instructions of these two pipes.
     void tput(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
-    // The same the other way: `from` lies at rank `peer`, `to` here.
+    // Copies the other way: `from` lies at rank `peer`, `to` here.
     void tget(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong, Where where = Where::current());
 
-    // Scalar instructions (pipe S): one int32 of global memory, four-byte aligned. Through a cache
-    // of the core's own: fence() comes between them and accesses of the same bytes by other pipes,
-    // and before a signal that tells another core of a store. Real in a dry run too, since
-    // schedules depend on them.
+    // Scalar instructions (pipe S): one int32 of global memory, four-byte aligned. They go through a cache of
+    // the core's own: fence() must come between them and accesses of the same bytes by other pipes, and
+    // before a signal that announces a store to another core. They are real in a dry run too, since schedules
+    // depend on them.
     [[nodiscard]] std::int32_t sload(const std::byte* from, Where where = Where::current());
     void sstore(std::byte* to, std::int32_t value, Where where = Where::current());
 
-    // Vector instructions (pipe V): on the valid parts of row-major UB tiles, float32 but for one
-    // side of tcvt. Element by element: tiles of one shape; c may be an input.
+    // Vector instructions (pipe V): on the valid parts of row-major UB tiles, float32 except one side of
+    // tcvt. They work element by element on tiles of one shape; c may be an input.
     void tadd(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
               Where where = Where::current());
     void tsub(const isa::Tile& c, const isa::Tile& a, const isa::Tile& b,
@@ -152,12 +152,12 @@ class Core {
     // Keeps row i's columns up to i + diagonal; the others become `otherwise`.
     void ttril(const isa::Tile& c, const isa::Tile& a, std::int32_t diagonal, float otherwise,
                Where where = Where::current());
-    // A tile in another dtype, one of the two being float32: exact, or rounded to nearest even.
+    // Converts a tile to another dtype, one of the two being float32: exact, or rounded to nearest even.
     void tcvt(const isa::Tile& to, const isa::Tile& from, Where where = Where::current());
-    // c [rows, 1]: the largest element of each row, or its sum.
+    // Sets c [rows, 1] to the largest element of each row, or to its sum.
     void trowmax(const isa::Tile& c, const isa::Tile& a, Where where = Where::current());
     void trowsum(const isa::Tile& c, const isa::Tile& a, Where where = Where::current());
-    // Every element of a row with that row's element of `column` [rows, 1].
+    // Combines every element of a row with that row's element of `column` [rows, 1].
     void trowexpandsub(const isa::Tile& c, const isa::Tile& a, const isa::Tile& column,
                        Where where = Where::current());
     void trowexpandmul(const isa::Tile& c, const isa::Tile& a, const isa::Tile& column,
@@ -176,21 +176,21 @@ class Core {
                  Where where = Where::current());
     [[nodiscard]] bool twait(std::uint32_t signal, std::int64_t amount, std::uint32_t peer,
                              Where where = Where::current());
-    // True if twait would not have to wait. A traced or strict core answers false: what it does must
-    // not depend on how the host interleaved the ranks, so it always takes the path that waits.
+    // Returns true if twait would not have to wait. A traced or strict core returns false: its path must not
+    // depend on how the host interleaved the ranks, so it always takes the one that waits.
     [[nodiscard]] bool ttest(std::uint32_t signal, std::int64_t amount);
     [[nodiscard]] bool nic_put(const transport::PutCommand& command,
                                Where where = Where::current());
 
     // --- host side ---
-    // After the kernel returned normally (`complete`) or early: flags left over are an error.
+    // Ends the core after the kernel returned normally (`complete`) or early: flags left over are an error.
     void finish(bool complete);
 
   private:
     [[noreturn]] void fail(const char* instruction, const std::string& what) const;
     std::byte* check(const char* instruction, const isa::Tile& tile) const;
     const GmRange& check(const char* instruction, const isa::GlobalView& view, bool write) const;
-    // TPUT and TGET.
+    // Copies for TPUT and TGET.
     void copy(Kind kind, std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from,
               const isa::Tile& ping, const isa::Tile& pong);
     void multiply(const char* instruction, const isa::Tile& c, const isa::Tile& a,
@@ -213,7 +213,7 @@ class Core {
         record.chunk = chunk_;
         trace_->push_back(record);
     }
-    // An instruction that signals nobody.
+    // Records an instruction that signals no core.
     void record_work(Kind kind, isa::Pipe pipe, std::uint64_t amount, std::uint32_t width = 0) {
         record({.kind = kind,
                 .pipe = pipe,
@@ -221,12 +221,12 @@ class Core {
                 .amount = amount,
                 .width = width});
     }
-    // Which piece of a call's inputs an instruction reads; 0: no input (trace.hpp).
+    // Returns which piece of a call's inputs an instruction reads; 0: no input (trace.hpp).
     [[nodiscard]] std::uint32_t piece_of(const GmRange& range, const isa::GlobalView& view) const;
-    // core_scalar.cpp. The view of one element, checked.
+    // In core_scalar.cpp. Returns the view of one element, checked.
     isa::GlobalView scalar_access(const char* instruction, const std::byte* at, bool write);
 
-    // core_vector.cpp. `shape`: the tile whose rows and pitch this one must have.
+    // In core_vector.cpp. `shape`: the tile whose rows and pitch this one must have.
     std::byte* vector_tile(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
     float* float_tile(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
     float* float_column(Kind kind, const isa::Tile& tile, const isa::Tile& shape) const;
@@ -241,12 +241,12 @@ class Core {
                      const isa::Tile& column);
     void record_vector(Kind kind, const isa::Tile& work);
     [[nodiscard]] std::string name() const;
-    // What a counter is at once this call has added so much to it.
+    // Returns the value of a counter once this call has added so much to it.
     [[nodiscard]] std::uint64_t wanted(std::uint32_t signal, std::int64_t amount) const;
-    // twait, but for what strict simulation makes of it; until the counter is at `value`.
+    // Waits until the counter is at `value`: twait without the part of strict simulation.
     [[nodiscard]] bool await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer);
     [[nodiscard]] transport::Diagnosis diagnosis(std::uint32_t peer) const;
-    // Whether `peer` is another rank, which may have left the call meanwhile.
+    // Returns true where `peer` is another rank, which may have left the call meanwhile.
     [[nodiscard]] bool given_up(std::uint32_t peer) const;
     [[nodiscard]] int priority() const { return role_ == Role::cube ? 1 : 0; }
 

@@ -32,7 +32,7 @@ GlobalView Core::scalar_access(const char* instruction, const std::byte* at, boo
     return word;
 }
 
-// S executes what it issues at once: nothing is put off.
+// S executes instructions when it issues them: nothing is put off.
 std::int32_t Core::sload(const std::byte* from, Where where) {
     where_ = where;
     const GlobalView word = scalar_access("SLOAD", from, false);

@@ -165,7 +165,7 @@ void Core::reduce_rows(Kind kind, float first, const Element& element, const Til
     float* const out = float_column(kind, c, a);
     const float* const in = float_tile(kind, a, a);
     execute(name_of(kind), Pipe::V, {reads(a), writes(c)}, [=] {
-        // The order is fixed, and one that host vectors can follow: each lane takes every 16th element.
+        // The order is fixed, and one that host vectors can use: each lane takes every 16th element.
         constexpr std::size_t kLanes = 16;
         for (std::size_t row = 0; row < a.valid_rows; ++row) {
             const float* const at = in + row * a.cols;

@@ -28,24 +28,24 @@ struct MatrixUnit {
     const char* name;
     std::uint32_t mr, nr;
 
-    // rows x cols of `source` → A layout. `out` holds round_up(rows, mr) * lda floats.
+    // Packs rows x cols of `source` into the A layout. `out` holds round_up(rows, mr) * lda floats.
     void (*pack_a)(float* out, std::uint32_t lda, Source source, std::uint32_t rows,
                    std::uint32_t cols);
-    // k x n of `source` → B layout. `out` holds k * round_up(n, nr) floats.
+    // Packs k x n of `source` into the B layout. `out` holds k * round_up(n, nr) floats.
     void (*pack_b)(float* out, Source source, std::uint32_t k, std::uint32_t n);
-    // C (+)= A · B. `row_blocks` is the number of mr-blocks in one column panel of C's tile.
+    // Computes C (+)= A · B. `row_blocks` is the number of mr-blocks in one column panel of C's tile.
     void (*multiply)(float* c, std::uint32_t row_blocks, const float* a, std::uint32_t lda,
                      const float* b, std::uint32_t m, std::uint32_t n, std::uint32_t k,
                      bool accumulate);
-    // rows x cols of C → memory, rounding to nearest even. `row_stride` in elements.
+    // Writes rows x cols of C to memory, rounding to nearest even. `row_stride` in elements.
     void (*unpack_c)(std::byte* out, isa::DType dtype, std::int64_t row_stride, const float* c,
                      std::uint32_t row_blocks, std::uint32_t rows, std::uint32_t cols);
 };
 
-// The fastest unit this CPU runs; the same one for the whole life of the process.
+// Returns the fastest unit this CPU runs; the same one for the whole life of the process.
 const MatrixUnit& matrix_unit();
 
-// Every unit that this CPU runs, fastest first; the last one is portable.
+// Returns every unit that this CPU runs, fastest first; the last one is portable.
 std::span<const MatrixUnit* const> matrix_units();
 
 }  // namespace mkernel::ascend::sim

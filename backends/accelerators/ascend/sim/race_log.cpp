@@ -16,7 +16,7 @@ void put(std::string& to, const T& value) {
     to.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// Reads what `put` wrote.
+// The reader of what `put` wrote.
 class Reader {
   public:
     explicit Reader(const std::string& from) : from_(from) {}
@@ -43,7 +43,7 @@ class Reader {
     std::size_t at_ = 0;
 };
 
-// Where a walk puts a byte of a rank's address space: no two ranks' memory may look alike.
+// Returns where a walk puts a byte of a rank's address space: no two ranks' memory may look alike.
 std::byte* address(std::uint32_t rank, std::uint64_t at) {
     return reinterpret_cast<std::byte*>((std::uint64_t{rank} + 1) << 48 | at);
 }
@@ -199,7 +199,7 @@ class RaceWalk {
         return address(rank, reinterpret_cast<std::uintptr_t>(base));
     }
 
-    // The rank's next event; false where it comes after one that has not been walked.
+    // Takes the rank's next event; false where it comes after one that has not been walked.
     bool next(Rank& rank) {
         const RaceLog& log = rank.calls[rank.call];
         if (rank.event == log.events_.size()) {

@@ -1,10 +1,10 @@
-// Races between ranks that are processes: each keeps a log of what its cores did in a strict call, and
-// the logs of all ranks are walked together afterwards, by the same rules as ranks of one process are
-// looked at meanwhile (strict_races.hpp).
+// Races between ranks that are processes: each keeps a log of its cores' actions in a strict call, and the
+// logs of all ranks are walked together afterwards, by the same rules by which ranks of one process are
+// checked meanwhile (strict_races.hpp).
 //
-// A log is in the order in which things happened on its rank. Between ranks the signals order it: each
-// raise knows what the signal then stood at, so raises of one signal have an order, and what was
-// waited for comes after the raise that reached it. Any order that keeps to both finds the same races.
+// A log is in the order in which things happened on its rank. Between ranks the signals give the order: each
+// raise records the value of the signal after it, so raises of one signal have an order, and actions after a
+// wait come after the raise that reached the value. Any order that keeps to both finds the same races.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace mkernel::ascend::sim {
 // One rank's log of one call. `Races` fills it, under its lock.
 class RaceLog {
   public:
-    // `shared`: memory of each rank that all ranks touch, as mapped here.
+    // `shared`: the memory of each rank that all ranks touch, as mapped here.
     RaceLog(std::uint32_t rank, std::vector<Races::Range> shared);
 
     void enter(Races::CoreId core, const std::string& name);
@@ -30,14 +30,14 @@ class RaceLog {
     void raise(Races::CoreId core, std::uint32_t peer, std::uint32_t signal, std::uint64_t value);
     void seen(Races::CoreId core, std::uint32_t peer, std::uint32_t signal, std::uint64_t value);
 
-    // For `race_between`.
+    // Returns the log for `race_between`.
     [[nodiscard]] std::string bytes() const;
 
   private:
     friend class RaceWalk;
     enum class What : std::uint32_t { enter, end_kernel, access, raise, seen };
-    // `place`: of an access, the rank whose memory it is, and `at` the offset there; kPrivate: `at` is
-    // an address of this rank's own. `text`: number of the core's name, or of the instruction.
+    // `place`: of an access, the rank whose memory it is, and `at` the offset there; kPrivate: `at` is an
+    // address of this rank's own. `text`: number of the core's name, or of the instruction.
     struct Event {
         What what = What::enter;
         Races::CoreId core = 0;
@@ -65,8 +65,8 @@ class RaceLog {
     std::map<std::pair<const char*, const char*>, std::uint32_t> instructions_;  // the same
 };
 
-// The first race in the calls of a world, in words; empty: there is none. `ranks`: by rank, its logs in
-// the order of its calls. Throws std::invalid_argument for what are no logs of one world.
+// Returns the first race in the calls of a world, in words; empty: there is none. `ranks`: by rank, its logs
+// in the order of its calls. Throws std::invalid_argument where the bytes are not logs of one world.
 std::string race_between(const std::vector<std::vector<std::string>>& ranks);
 
 }  // namespace mkernel::ascend::sim

@@ -194,7 +194,7 @@ class Simulation {
                 for (const Record& record : core.records) check(record);
             }
         }
-        // Whatever the order of the blobs, the order of cores, which decides ties, is the same.
+        // Sorted, so that the order of cores, which decides ties, is the same for any order of the blobs.
         std::sort(cores_.begin(), cores_.end(), [](const CoreState& a, const CoreState& b) {
             return std::tie(a.rank, a.role, a.index) < std::tie(b.rank, b.role, b.index);
         });
@@ -209,7 +209,7 @@ class Simulation {
         if (!sound) throw ReplayError("a trace holds an unknown instruction");
     }
 
-    // Compute-only: what the compute kernels tell their own rank.
+    // Counts, in the compute-only view, the signals of the compute kernels to their own rank.
     void count_own_signals() {
         for (const CoreState& core : cores_) {
             if (kernel_of(core.role) != KernelName::compute) continue;
@@ -220,8 +220,8 @@ class Simulation {
         }
     }
 
-    // Compute-only: what other ranks or the comm kernel would raise counts as present. What the two
-    // parts of the compute kernel tell each other stays.
+    // Returns true, in the compute-only view, for signals that other ranks or the comm kernel would raise,
+    // which count as present. Signals between the two parts of the compute kernel stay.
     [[nodiscard]] bool left_out(const CoreState& core, const Record& record) {
         if (view_ != View::compute_only) return false;
         if (record.kind != Kind::twait) return record.peer != core.rank;
@@ -269,7 +269,7 @@ class Simulation {
             if (!core.started) continue;
             last_ns_ = std::max(last_ns_, core.done_ns());
             if (core.complete()) continue;
-            // A core that waits for others of its own rank is a consequence of what holds those.
+            // A core that waits for others of its own rank is a consequence of what holds up those.
             const bool own = core.parked && core.records[core.next].peer == core.rank;
             if (cause == nullptr || !own) cause = &core;
             if (!own) break;
@@ -283,7 +283,7 @@ class Simulation {
         events_.push(event);
     }
 
-    // Everything of a core that needs no order relative to other cores, as far as it goes.
+    // Executes everything of a core that needs no order relative to other cores, as far as it goes.
     void advance(std::size_t which) {
         bool progress = true;
         while (progress) {
@@ -294,7 +294,7 @@ class Simulation {
         }
     }
 
-    // S: issues until it meets a signal, a fence that is not drained, or the end.
+    // Issues S's instructions until it meets a signal, a fence that is not drained, or the end.
     bool scalar(std::size_t which) {
         CoreState& core = cores_[which];
         bool progress = false;
@@ -365,7 +365,8 @@ class Simulation {
         return progress;
     }
 
-    // One instruction of a pipe. False if there is none, it is held, or it waits for its event.
+    // Executes one instruction of a pipe. Returns false if there is none, it is held, or it waits for its
+    // event.
     bool step(std::size_t which, std::uint32_t pipe_index) {
         CoreState& core = cores_[which];
         PipeState& pipe = core.pipes[pipe_index];
@@ -427,7 +428,7 @@ class Simulation {
         keep(core, record, start, end - start);
     }
 
-    // The head of a pipe that moves bytes, at its turn.
+    // Executes the head of a pipe that moves bytes, at its turn.
     void transfer(std::size_t which, std::uint32_t pipe_index) {
         CoreState& core = cores_[which];
         PipeState& pipe = core.pipes[pipe_index];

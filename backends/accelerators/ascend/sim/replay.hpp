@@ -1,6 +1,6 @@
-// The timed model: replays the traces of all ranks of a call against a machine description and says
-// how long the same schedule would take there. A deterministic discrete-event simulation; no
-// threads, no clocks of the host. Times are nanoseconds of the modelled machine.
+// The timed model: it replays the traces of all ranks of a call against a machine description and returns how
+// long the same schedule would take there. It is a deterministic discrete-event simulation; no threads, no
+// clocks of the host. Times are nanoseconds of the modelled machine.
 //
 // What is modelled
 //   - A core's S pipe issues its instructions one by one (`issue_ns` each) and itself executes
@@ -17,7 +17,8 @@
 //   - A TGET has the latency of a link twice: it asks, and gets.
 //   - A signal is seen `signal_ns` after it was raised; one that a NIC put carries, when the data
 //     is there. Counters start at 0.
-// What is not: what L2 cannot hold or writes back, limits of issue queues, bank conflicts, contention inside a core, clock throttling.
+// Not modelled are data that L2 cannot hold or writes back, limits of issue queues, bank conflicts,
+// contention inside a core, and clock throttling.
 #pragma once
 
 #include <cstdint>
@@ -41,10 +42,10 @@ struct Machine {
     double proxy_ns = 0, nic_rate = 1, nic_ns = 0;
 };
 
-// Compute-only leaves out the comm kernel, and whatever the compute kernel would tell other ranks;
-// what it waits for is there, but for what its own cores tell each other.
+// The compute-only view leaves out the comm kernel, and every signal of the compute kernel to other ranks;
+// signals that it waits for are there, except those of its own cores to each other.
 
-// One executed instruction. `core`: index among the cores of its kind. Plain data, handed on as bytes.
+// One executed instruction. `core`: index among the cores of its kind. Plain data, passed on as bytes.
 struct Span {
     std::uint32_t rank = 0;
     Role role = Role::cube;
@@ -70,7 +71,7 @@ struct Replay {
     std::vector<Span> spans;  // only where asked for
 };
 
-// A wait that nobody satisfies, or blobs that are not the traces of one call.
+// The error of a wait that nobody satisfies, or of blobs that are not the traces of one call.
 class ReplayError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;

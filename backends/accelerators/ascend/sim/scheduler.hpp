@@ -1,11 +1,11 @@
-// Runs simulated cores on host threads, few at a time.
+// The scheduler of simulated cores on host threads, few at a time.
 //
 // A rank has up to 72 cores and a host may have two CPUs, so only `slots` cores of a process *run*
 // at once; the others are not started yet, or sleep on a signal. A running core keeps its slot, and
 // so its warm caches, until it blocks. Vector cores (priority 0) go before cube cores (priority 1):
-// peers depend on what they send. A core that is blocked keeps its thread, so each reserved core has
-// one: that there is none shows before a launch begins, not in its midst. Threads stay for the next
-// launch, and the one that was busy last goes on first.
+// peers depend on what they send. A core that is blocked keeps its thread, so each reserved core has one: a
+// lack of threads shows before a launch begins, not in its midst. Threads stay for the next launch, and the
+// one that was busy last goes on first.
 #pragma once
 
 #include <condition_variable>
@@ -30,21 +30,21 @@ class Scheduler {
     // Every task must be able to end by itself (waits have deadlines); the destructor joins.
     ~Scheduler();
 
-    // Threads for so many tasks beside those that are reserved already. Throws std::system_error where
-    // the host has none left; nothing is reserved then.
+    // Reserves threads for so many tasks beside those that are reserved already. Throws std::system_error
+    // where the host has none left; nothing is reserved then.
     void reserve(std::size_t tasks);
     // Runs tasks that were reserved.
     void submit(int priority, std::vector<Task> tasks);
 
-    // From a running task only: give the slot up before sleeping, take it back after.
+    // Give the slot up before sleeping, and take it back after. Called from a running task only.
     void begin_block();
     void end_block(int priority);
-    // From a running task: let tasks of more urgent priority that are ready run first.
+    // Lets ready tasks of more urgent priority run first. Called from a running task.
     void yield(int priority);
 
     void set_slots(unsigned slots);
 
-    // The process's scheduler. A forked child gets a fresh one. Lives until `shutdown_process`.
+    // Returns the process's scheduler. A forked child gets a fresh one. It lives until `shutdown_process`.
     static Scheduler& process();
     static void shutdown_process();
 

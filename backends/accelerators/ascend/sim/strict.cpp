@@ -100,7 +100,7 @@ void Strict::put(const Site& site, const isa::GlobalView& to, const isa::GlobalV
     check(site, Pipe::MTE3, stores, reads(filled(ping)));
     check(site, Pipe::MTE3, stores, reads(filled(pong)));
     check(site, Pipe::MTE3, stores, writes(to));
-    // It takes effect as one piece, after all that the two pipes have before it.
+    // Takes effect as one piece, after everything that the two pipes have before it.
     queue_.drain();
     queue_.push(Pipe::MTE3, std::move(effect));
 }
@@ -153,7 +153,7 @@ void Strict::publish(const Site& site, const std::string& what, std::uint32_t pe
         add();
     } else {
         races_->raise(id_, peer, signal, add);
-        // What is still read comes after this signal, for whoever hears of it.
+        // Reads that are still under way come after this signal, for any core that waits for it.
         ranges_.each_pending_read(order_,
                                   [&](const Site& site, Pipe pipe, const isa::GlobalView& view) {
                                       check_races(site, pipe, view, false);

@@ -1,12 +1,12 @@
-// Strict simulation: what a core does in addition to executing when its pipes are taken at their
-// word, each asynchronous and ordered against the others only by flags, barriers and fences.
+// Strict simulation: the checks that a core adds to executing when each of its pipes is asynchronous and
+// ordered against the others only by flags, barriers and fences.
 //
 // Order is followed with vector clocks (strict_order.hpp), so a hazard is found whatever the order
 // in which the instructions happened to run. The first one ends the kernel with an IsaError:
 //   - a read or write of bytes whose pending access by another pipe it is not ordered after;
 //   - a read of bytes that nothing has written, or that a partly overlapping tile has overwritten;
 //   - a signal raised (TNOTIFY, NIC_PUT) while the core's own accesses of global memory may still
-//     be under way: without fence() whoever sees the signal may miss the bytes;
+//     be under way: without fence() a waiter for the signal may miss the bytes;
 //   - an event set again although its waiter may not have seen it set the last time;
 //   - an access of global memory that another core touches too, with no signal between the two
 //     (strict_races.hpp): of the same rank, or, where all ranks run in one process, of any.
@@ -49,38 +49,38 @@ struct StrictOptions {
 
 class Strict {
   public:
-    // `core`: how messages call it. `races`: of all cores of the call, or of the world; null: this one
+    // `core`: its name in messages. `races`: those of all cores of the call, or of the world; null: this core
     // is alone.
     Strict(const StrictOptions& options, Role role, std::uint32_t index, std::string core,
            std::uint32_t rank, Races* races);
 
-    // An instruction of a pipe, in issue order. `effect` runs now or later.
+    // Issues an instruction of a pipe, in issue order. `effect` runs now or later.
     void issue(const Site& site, isa::Pipe pipe, std::initializer_list<Operand> operands,
                std::function<void()> effect);
-    // TPUT and TGET: loads of MTE2 and stores of MTE3 through two UB tiles with flags of its own, which
-    // order it against whatever else those two pipes do with the tiles.
+    // Issues TPUT and TGET: loads of MTE2 and stores of MTE3 through two UB tiles with flags of its own,
+    // which order it against everything else those two pipes do with the tiles.
     void put(const Site& site, const isa::GlobalView& to, const isa::GlobalView& from,
              const isa::Tile& ping, const isa::Tile& pong, std::function<void()> effect);
 
-    // False: a planted fault; the instruction is to be left out.
+    // Returns false for a planted fault; the instruction is to be left out.
     [[nodiscard]] bool executes_sync();
     void set_flag(const Site& site, isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void barrier(isa::Pipe pipe);
     void fence(isa::Pipe pipe);
-    // A signal of `peer` is raised, by `add` (Races::raise), or a put that raises it is queued next.
-    // Right behind a fence of one pipe it says nothing of what the other pipes still read.
+    // Raises a signal of `peer`, by `add` (Races::raise), or precedes a put that raises it and is queued
+    // next. Right after a fence of one pipe the signal does not cover what the other pipes still read.
     void publish(const Site& site, const std::string& what, std::uint32_t peer,
                  std::uint32_t signal, const std::function<std::uint64_t()>& add);
-    // False: a planted fault; the TWAIT is to be left out.
+    // Returns false for a planted fault; the TWAIT is to be left out.
     [[nodiscard]] bool executes_wait();
-    // After a TWAIT has seen its signal, which `peer` raises, stand at `value`.
+    // Called after a TWAIT has seen its signal, which `peer` raises, stand at `value`.
     void seen(std::uint32_t peer, std::uint32_t signal, std::uint64_t value);
-    // After a kernel's last instruction.
+    // Called after a kernel's last instruction.
     void drain();
 
   private:
-    // Runs of words that S read, or wrote, since other cores last heard of this one: first byte →
+    // Runs of words that S read, or wrote, since other cores were last signalled by this one: first byte →
     // byte after the last, and the instruction that began it.
     struct Run {
         const std::byte* end = nullptr;
@@ -92,7 +92,7 @@ class Strict {
     // Throws if an access of global memory races with another core.
     void check_races(const Site& site, isa::Pipe pipe, const isa::GlobalView& view, bool write);
     static void add_word(Runs& runs, const Site& site, const isa::GlobalView& word);
-    // Before this core tells others of what it did, or hears of what they did.
+    // Checks the words before this core signals others about its accesses, or waits for theirs.
     void check_words();
 
     std::string core_;

@@ -1,4 +1,4 @@
-// Which instructions of a core are ordered before which: a vector clock for each pipe.
+// The order of a core's instructions: a vector clock for each pipe.
 //
 // Every instruction gets the next tick of its pipe. `clock[p][q]` is the last tick of pipe q that
 // pipe p's next instruction is ordered after. S issues everything, so what S is ordered after comes
@@ -17,17 +17,18 @@ class Order {
   public:
     using Clock = std::array<std::uint32_t, isa::kPipes>;
 
-    // The tick of the next instruction of `pipe`.
+    // Returns the tick of the next instruction of `pipe`.
     std::uint32_t issue(isa::Pipe pipe) {
         join(of(pipe), of(isa::Pipe::S));
         return ++of(pipe)[index(pipe)];
     }
-    // Whether the next instruction of `pipe` comes after tick `at` of `other`.
+    // Returns true where the next instruction of `pipe` comes after tick `at` of `other`.
     [[nodiscard]] bool after(isa::Pipe pipe, isa::Pipe other, std::uint32_t at) const {
         return clocks_[index(pipe)][index(other)] >= at;
     }
 
-    // False: the event is set a second time, and `waiting` may not have waited for the first yet.
+    // Returns false where the event is set a second time, and `waiting` may not have waited for the first
+    // yet.
     bool set(isa::Pipe source, isa::Pipe waiting, std::uint32_t event) {
         issue(source);
         Event& flag = event_of(source, waiting, event);
@@ -39,9 +40,9 @@ class Order {
         flag.waited = issue(waiting);
         join(of(waiting), flag.set);
     }
-    // What `later` does next comes after everything that `earlier` was given.
+    // Orders the next instructions of `later` after everything that `earlier` was given.
     void follow(isa::Pipe later, isa::Pipe earlier) { join(of(later), of(earlier)); }
-    // Every pipe's next instruction comes after everything issued.
+    // Orders every pipe's next instruction after everything issued.
     void all() {
         Clock latest{};
         for (const Clock& clock : clocks_) join(latest, clock);

@@ -1,5 +1,5 @@
-// Instructions of a core whose effect is still to come: one queue a pipe, drained in an order drawn
-// from a seed, any that pipe order, flags and barriers allow.
+// The queue of a core's instructions whose effect is still to come: one queue a pipe, drained in an order
+// drawn from a seed, any that pipe order, flags and barriers allow.
 #pragma once
 
 #include <array>
@@ -23,9 +23,9 @@ class Queue {
     // Without a seed effects run at once and flags order nothing.
     void push(isa::Pipe pipe, Effect effect);
     void set(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
-    // Where S waits, everything that its flag stands for has happened on return.
+    // Where S waits, everything that its flag covers has happened on return.
     void wait(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
-    // Everything issued so far, to one pipe or to all, has taken effect on return.
+    // On return, everything issued so far, to one pipe or to all, has taken effect.
     void drain();
     void drain(isa::Pipe pipe);
 
@@ -35,7 +35,7 @@ class Queue {
         std::size_t flag = 0;
         Effect effect{};
     };
-    // More than a core has in flight on hardware; bounds memory.
+    // The most pending effects, more than a core has in flight on hardware; bounds memory.
     static constexpr std::size_t kMost = 64;
 
     void add(isa::Pipe pipe, Item item);

@@ -1,11 +1,11 @@
-// Whether two cores touch the same global memory with nothing to order them: cores of one call on one
-// rank, or of all calls of a world whose ranks run in one process.
+// The check for races: whether two cores touch the same global memory with nothing to order them, cores of
+// one call on one rank, or of all calls of a world whose ranks run in one process.
 //
-// A vector clock for each core: up to where each other core's accesses come before its next one. A
-// signal carries the clocks of those who raised it, up to the value that was waited for, to who
-// waits. Ranks in other processes are not seen from here: whatever any of them was told may come back
-// with any signal that another rank raises. So order is sometimes assumed that is not there, and what
-// is reported is always a race.
+// It keeps a vector clock for each core: up to where each other core's accesses come before its next one. A
+// signal carries the clocks of those who raised it, up to the value that was waited for, to the waiter. Ranks
+// in other processes are not seen from here: anything that any of them was signalled may come back with any
+// signal that another rank raises. So order is sometimes assumed that is not there, and every report is a
+// race.
 #pragma once
 
 #include <cstdint>
@@ -36,34 +36,34 @@ class Races {
         std::size_t bytes = 0;
     };
 
-    // Looks at the cores of one rank. `log`: where ranks are processes, what a walk of all ranks' logs
-    // needs to know of it.
+    // Checks the cores of one rank. `log`: where ranks are processes, the log that a walk of all ranks' logs
+    // needs.
     explicit Races(RaceLog* log = nullptr) : log_(log) {}
-    // Looks at all ranks of a world, which touch each other's memory in `shared` alone.
+    // Checks all ranks of a world, which touch each other's memory in `shared` alone.
     explicit Races(std::vector<Range> shared) : shared_(std::move(shared)) {}
 
-    // A core starts. `name`: how messages call it.
+    // Enters a core when it starts. `name`: its name in messages.
     CoreId enter(std::uint32_t rank, std::string name);
-    // As it entered.
+    // Returns a core's name, as it entered.
     [[nodiscard]] const std::string& name(CoreId core) const { return cores_[core].name; }
-    // What `rank` did so far comes before all that its cores do that enter from now on: one kernel is
-    // launched after another has ended.
+    // Orders everything that `rank` did so far before everything that its cores do that enter from now on:
+    // one kernel is launched after another has ended.
     void end_kernel(std::uint32_t rank);
 
-    // What is wrong with an access, in words; empty if nothing is.
+    // Returns the error of an access, in words; empty if there is none.
     std::string access(CoreId core, const Site& site, isa::Pipe pipe, const isa::GlobalView& view,
                        bool write);
-    // Raises a signal of rank `peer`: `add` does, and returns what it then stands at; 0: not known,
-    // or not yet.
+    // Raises a signal of rank `peer`: `add` does, and returns the signal's value after it; 0: not known, or
+    // not yet.
     void raise(CoreId core, std::uint32_t peer, std::uint32_t signal,
                const std::function<std::uint64_t()>& add);
-    // After a signal of the core's rank, which `peer` raises, was seen to stand at `value` or more.
+    // Called after a signal of the core's rank, which `peer` raises, was seen to stand at `value` or more.
     void seen(CoreId core, std::uint32_t peer, std::uint32_t signal, std::uint64_t value);
 
   private:
     using Clock = std::vector<std::uint32_t>;  // by core; missing: 0
     struct Signal {
-        // What those who raised it up to a value had done before; the latest few.
+        // The clocks of those who raised a signal up to a value; the latest few.
         struct Raised {
             std::uint64_t value = 0;
             Clock clock;
@@ -83,17 +83,17 @@ class Races {
         Site site;
         isa::Pipe pipe = isa::Pipe::S;
     };
-    // Who touched a view last; of readers each core's latest.
+    // The last touches of a view; of readers each core's latest.
     struct Entry {
         isa::GlobalView view{};
         std::vector<Touch> by;
     };
-    // Views that were touched: by the power of two that their bytes, from the first to the last,
-    // fit, then by the first. So what may overlap a view is near it, however large others are.
+    // The views that were touched: by the power of two that their bytes, from the first to the last, fit,
+    // then by the first. A view that may overlap another is therefore near it, however large others are.
     class Views {
       public:
         Entry& entry(const isa::GlobalView& view);
-        // The first touch of a view that overlaps and that `counts`.
+        // Returns the first touch of a view that overlaps and that `counts`.
         template <class Counts>
         const Touch* conflict(const isa::GlobalView& view, Counts&& counts) const;
 

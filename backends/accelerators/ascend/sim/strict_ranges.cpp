@@ -25,8 +25,8 @@ ByteRange whole(const Tile& tile) {
     return {tile.offset, tile.offset + tile.bytes()};
 }
 
-// The bytes from the first to the last that an operand touches. A write may touch all of its tile,
-// since what lies outside the valid part is unspecified; the layout of L0 is not known.
+// Returns the bytes from the first to the last that an operand touches. A write may touch all of its tile,
+// since the elements outside the valid part are unspecified; the layout of L0 is not known.
 ByteRange touched(const Operand& operand) {
     const Tile& tile = operand.tile;
     if (operand.write || (tile.buffer != Buffer::L1 && tile.buffer != Buffer::UB)) {
@@ -65,7 +65,7 @@ Lines lines_of(const GlobalView& view) {
     return lines;
 }
 
-// Whether views with the same pitch overlap.
+// Returns true where views with the same pitch overlap.
 bool overlap_in_step(const Lines& a, const Lines& b) {
     const std::int64_t apart = b.base - a.base;
     std::int64_t line = apart / a.pitch, shift = apart % a.pitch;
@@ -80,7 +80,7 @@ bool overlap_in_step(const Lines& a, const Lines& b) {
     return (shift < a.length && meets(line)) || (shift + b.length > a.pitch && meets(line + 1));
 }
 
-// Whether a overlaps bytes [begin, end), counted from its base.
+// Returns true where a overlaps bytes [begin, end), counted from its base.
 bool overlap_run(const Lines& a, std::int64_t begin, std::int64_t end) {
     const std::int64_t first = std::max<std::int64_t>(begin / a.pitch, 0);
     const std::int64_t last = std::min((end - 1) / a.pitch, a.count - 1);
@@ -91,8 +91,8 @@ bool overlap_run(const Lines& a, std::int64_t begin, std::int64_t end) {
     return false;
 }
 
-// Whether a word that S writes is part of, or the next one after, a run of words that it wrote: then
-// that run covers it.
+// Returns true for a word that S writes where it is part of, or the next one after, a run of words that it
+// wrote: then that run covers it.
 template <class Accesses>
 bool extends(Accesses& writes, const GlobalView& word) {
     for (auto& each : writes) {
@@ -261,7 +261,7 @@ std::string Ranges::global_access(const Order& order, const Access& now, const O
     const std::byte* const end = end_of(operand.view);
     const auto conflict = [&](const GlobalAccess& earlier) -> std::string {
         if (earlier.end <= operand.view.base || end <= earlier.view.base) return {};  // as most
-        // What S reads and writes lies in its cache: only a fence makes it and memory agree.
+        // The words that S reads and writes lie in its cache: only a fence makes it and memory agree.
         const bool cached = earlier.write && (earlier.pipe == Pipe::S || now.pipe == Pipe::S);
         const bool ordered = !cached && order.after(now.pipe, earlier.pipe, earlier.at);
         if (earlier.pipe == now.pipe || ordered || !overlap(earlier.view, operand.view)) return {};

@@ -1,6 +1,5 @@
-// Which bytes of a core's buffers, and of global memory as this core sees it, were accessed last by
-// whom. Answers with the first thing that is wrong with an access, in words; an empty string if
-// nothing is.
+// The last accesses of bytes of a core's buffers, and of global memory as this core sees it. Checks return
+// the first error of an access, in words; an empty string if there is none.
 #pragma once
 
 #include <array>
@@ -39,7 +38,8 @@ std::string place(const Line& where);
 // "TLOAD (pipe MTE2, compute.hpp:75)"
 std::string describe(const Site& site, isa::Pipe pipe);
 
-// What an instruction reads or writes: rows x cols elements of a tile from (row, col) on, or a view.
+// The operand that an instruction reads or writes: rows x cols elements of a tile from (row, col) on, or a
+// view.
 struct Operand {
     enum class Kind : std::uint8_t { tile, global } kind = Kind::tile;
     bool write = false;
@@ -65,25 +65,25 @@ constexpr Operand writes(const isa::GlobalView& view) {
     return {.kind = Operand::Kind::global, .write = true, .view = view};
 }
 
-// Whether two views have a byte in common.
+// Returns true where two views have a byte in common.
 bool overlap(const isa::GlobalView& first, const isa::GlobalView& second);
-// The byte after a view's last.
+// Returns the byte after a view's last.
 const std::byte* end_of(const isa::GlobalView& view);
 // "8192 bytes of global memory at 140737 (64x64 float16)"
 std::string describe(const isa::GlobalView& view);
 
 class Ranges {
   public:
-    // The access of instruction `at` (its tick) of `pipe`.
+    // Checks the access of instruction `at` (its tick) of `pipe`.
     std::string access(const Order& order, const Site& site, isa::Pipe pipe, std::uint32_t at,
                        const Operand& operand);
-    // The first access of global memory that may still be under way for someone whom S tells: a
+    // Returns the first access of global memory that may still be under way for a core that S signals: a
     // write since the last fence, or, where `reads`, a read that S is not ordered after.
     [[nodiscard]] std::string unpublished(const Order& order, bool reads) const;
-    // Each read that S is not ordered after.
+    // Calls `read` for each read that S is not ordered after.
     using Read = std::function<void(const Site&, isa::Pipe, const isa::GlobalView&)>;
     void each_pending_read(const Order& order, const Read& read) const;
-    // Everything that this pipe (ALL: any) did to global memory is done and visible.
+    // Marks everything that this pipe (ALL: any) did to global memory as done and visible.
     void fence(isa::Pipe pipe);
 
   private:

@@ -1,4 +1,4 @@
-// What a traced core writes down, and the form in which a rank hands it on.
+// The records of a traced core, and the form in which a rank passes them on.
 //
 // A trace is the *schedule*: instructions in issue order with their sizes, flags and signals,
 // without any time in it. The timed model (replay.hpp) adds the times of a machine description. It
@@ -70,8 +70,8 @@ struct Record {
     isa::Pipe other = isa::Pipe::S;  // flags: the waiting pipe
     std::uint8_t event = 0;
     std::uint32_t chunk = kNoChunk;
-    // Of signals, which one. Of a load or put from memory that nobody writes during the call (an input):
-    // which piece of it, so that the first access is told from later ones; else 0.
+    // For signals, their number. For a load or put from memory that nobody writes during the call (an input),
+    // the number of its piece, so that the first access can be told from later ones; otherwise 0.
     std::uint32_t signal = 0;
     std::uint32_t peer = 0;    // rank written to, notified or waited for; own rank: local
     std::uint64_t amount = 0;  // bytes; multiply-adds (padded to 16) of a matmul; value of a signal
@@ -90,7 +90,7 @@ struct TraceHeader {
     std::uint32_t compute_first = 0;  // sequential view: communication comes second
 };
 
-// How a call runs: both kernels at once, one after the other, or compute alone.
+// The way in which a call runs: both kernels at once, one after the other, or compute alone.
 enum class View : std::uint32_t { pipelined = 0, sequential = 1, compute_only = 2 };
 
 enum class KernelName : std::uint8_t { comm = 0, compute = 1 };
@@ -100,8 +100,8 @@ constexpr const char* name_of(KernelName kernel) {
     return kernel == KernelName::comm ? "comm" : "compute";
 }
 
-// What a core is there for: the cube part of the compute kernel, the comm kernel, or the vector
-// part of the compute kernel.
+// The role of a core: the cube part of the compute kernel, the comm kernel, or the vector part of the compute
+// kernel.
 enum class Role : std::uint32_t { cube = 0, comm = 1, vector = 2 };
 inline constexpr int kRoles = 3;
 
@@ -109,7 +109,7 @@ constexpr const char* name_of(Role role) {
     return role == Role::cube ? "AIC" : "AIV";
 }
 
-// How messages call a core of a rank.
+// Returns the name of a core of a rank in messages.
 inline std::string core_name(Role role, std::uint32_t index) {
     return std::string(name_of(role)) + " core " + std::to_string(index) +
            (role == Role::vector ? " of the compute kernel" : "");

@@ -1,4 +1,4 @@
-// AllGather+GEMM: what both kernels get, and the geometry that they must agree on.
+// AllGather+GEMM: the arguments of both kernels, and the geometry that they must agree on.
 //
 // Rows of A are cut into tiles of tile_m x tile_k, numbered row group by row group, K fastest; a
 // chunk is `tiles_per_chunk` consecutive tiles, the last one shorter. A rank's packed form of its
@@ -52,7 +52,7 @@ struct Geometry {
         return part_of(k, k_tile * tile_k, tile_k);
     }
 
-    // Bytes from the start of a slot to tile (row_group, k_tile).
+    // Returns the bytes from the start of a slot to tile (row_group, k_tile).
     [[nodiscard]] constexpr std::uint64_t tile_offset(std::uint32_t row_group,
                                                       std::uint32_t k_tile) const {
         const std::uint64_t elements = std::uint64_t{row_group} * tile_m * k +
@@ -70,7 +70,7 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
         return slot_aligned(std::uint64_t{m_local} * k * isa::bytes_of(dtype));
     }
-    // Bytes from the start of `reader`'s inbox to the slot of `source`.
+    // Returns the bytes from the start of `reader`'s inbox to the slot of `source`.
     [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t reader,
                                                       std::uint32_t source) const {
         return slot_of(reader, source) * slot_bytes();
@@ -100,7 +100,7 @@ struct Args : CallArgs {
     isa::GlobalView out;                        // [world * m_local, n], rows contiguous
     const std::uint32_t* send_order = nullptr;  // [chunks]: the order in which chunks leave
 
-    // Tile (row_group, k_tile) of a rank's rows in a slot.
+    // Returns tile (row_group, k_tile) of a rank's rows in a slot.
     [[nodiscard]] constexpr isa::GlobalView staged(std::byte* slot, std::uint32_t row_group,
                                                    std::uint32_t k_tile) const {
         const Geometry& g = geometry;

@@ -21,7 +21,7 @@ class Comm {
     Comm(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), destinations_(core, args, g_.world) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         return destinations_.each(
             g_.chunks(),
@@ -55,7 +55,7 @@ class Comm {
         return true;
     }
 
-    // The chunk's tiles from the user's tensor into a slot.
+    // Copies the chunk's tiles from the user's tensor into a slot.
     void copy_tiles(std::uint32_t peer, std::byte* slot, std::uint32_t chunk) {
         const isa::RowBuffers buffers(g_.dtype, g_.tile_k);
         for (std::uint32_t t = chunk * g_.tiles_per_chunk; t < g_.chunk_end(chunk); ++t) {

@@ -10,7 +10,7 @@
 //   2. For each K tile, ascending: wait for its chunk (own rows: never), then load A (own rows:
 //      from the user's tensor; others: from their staging slot) and multiply (gemm/product.hpp).
 //   3. After the last K tile, store the output tile, converting to C's dtype.
-//   4. When all blocks are through, tell every rank that this one's slots are free (release.hpp).
+//   4. When all blocks are through, signal every rank that this one's slots are free (release.hpp).
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
@@ -27,7 +27,7 @@ class Compute {
     Compute(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), product_(core, g_.tiling(), g_.dtype) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         product_.open();
         const Consumption tiles(args_, g_.world, g_.row_groups(), g_.n_tiles());
@@ -60,7 +60,7 @@ class Compute {
             });
     }
 
-    // Once all chunks of a same-node rank are in, its summary spares the other waits.
+    // Once all chunks of a same-node rank are here, its summary makes the other waits unnecessary.
     bool wait_chunk(std::uint32_t source, std::uint32_t chunk) {
         if (args_.compute_only || (complete_ >> source & 1) != 0) return true;
         if (args_.same_node(source) && core_.ttest(args_.word(g_.summary(source)), g_.chunks())) {

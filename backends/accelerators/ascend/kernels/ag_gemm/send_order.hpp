@@ -16,7 +16,8 @@
 
 namespace mkernel::ascend::ag_gemm {
 
-// `sources`: how many ranks a receiver consumes side by side (kernels/consumption.hpp).
+// Returns the order. `sources`: the number of ranks that a receiver consumes side by side
+// (kernels/consumption.hpp).
 inline std::vector<std::uint32_t> send_order(const Geometry& g, std::uint32_t compute_blocks,
                                              std::uint32_t sources) {
     std::vector<std::uint32_t> order(g.chunks());

@@ -12,9 +12,9 @@
 // Flags (event = stage or half of the buffer):
 //   MTE2→MTE1 loaded, MTE1→MTE2 L1 stage free; MTE1→M extracted, M→MTE1 L0 half free;
 //   M→FIX output tile complete, FIX→M L0C free.
-// A kept K tile of A is read behind the load of B of the same step or of one before. It is overwritten
-// behind the wait for a stage that was free later than it, or, where that is not so long ago, behind a
-// flag of its own: MTE1→MTE2 (kFlush).
+// A kept K tile of A is read after the load of B of the same step or of an earlier one. It is overwritten
+// after the wait for a stage that was free later than it, or, where that is too recent, after a flag of its
+// own: MTE1→MTE2 (kFlush).
 #pragma once
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
@@ -25,8 +25,8 @@ namespace mkernel::ascend::gemm {
 template <class Core>
 class Product {
   public:
-    // `dtype`: of A and B; `blocks`: the most row blocks of an output; `eighths`: of L1 that stages may
-    // take, so that the rest may keep A or B.
+    // `dtype`: that of A and B; `blocks`: the most row blocks of an output; `eighths`: the eighths of L1 that
+    // stages may take, so that the rest may keep A or B.
     Product(Core& core, const Tiling& tiling, isa::DType dtype, std::uint32_t blocks = 1,
             std::uint32_t eighths = 5)
         : core_(core),
@@ -56,8 +56,8 @@ class Product {
         }
     }
 
-    // out = A @ B; `b`: [k, out.cols], rows or columns contiguous. `a(k_tile)`: the view of A's
-    // tile [out.rows, depth], asked for right before it is loaded; with a null base (a wait was
+    // Computes out = A @ B; `b`: [k, out.cols], rows or columns contiguous. `a(k_tile)` returns the view of
+    // A's tile [out.rows, depth], and is called right before it is loaded; with a null base (a wait was
     // aborted or timed out) `tile` returns false at once.
     template <class SourceOfA>
     bool tile(const isa::GlobalView& out, const isa::GlobalView& b, const SourceOfA& a) {
@@ -69,13 +69,13 @@ class Product {
         return tile(out, b, 0, 0, a, [](std::uint32_t) {});
     }
 
-    // The same where all of A [out.rows, k] is at hand.
+    // Does the same where all of A [out.rows, k] is at hand.
     void tile(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a) {
         tile(out, b, k_tiles_of(a));
     }
 
-    // The same where A lies in memory that nobody writes while the kernel runs. `issued(k_tile)`: called
-    // behind each K tile's instructions, while the pipes are at work on them.
+    // Does the same where A lies in memory that nobody writes while the kernel runs. `issued(k_tile)` is
+    // called after each K tile's instructions, while the pipes are at work on them.
     template <class Issued>
     void same_rows(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a,
                    const Issued& issued) {
@@ -87,8 +87,8 @@ class Product {
         loaded_ = kept;
     }
 
-    // The same where B lies in memory that nobody writes while the kernel runs; `a`, and what is
-    // returned, as in `tile`.
+    // Does the same where B lies in memory that nobody writes while the kernel runs; `a`, and the return
+    // value, as in `tile`.
     template <class SourceOfA>
     bool same_columns(const isa::GlobalView& out, const isa::GlobalView& b, const SourceOfA& a) {
         columns_ = true;
@@ -102,7 +102,7 @@ class Product {
         return true;
     }
 
-    // A fence of pipe FIX: whatever has led to the tiles so far is done.
+    // Fences pipe FIX: everything that has led to the tiles so far is done.
     void fence() {
         core_.fence(isa::Pipe::FIX);
         flushed_ = stored_ > flushed_ ? stored_ : flushed_;
@@ -156,7 +156,7 @@ class Product {
                 for (std::uint32_t at = 0; at < source.cols; at += t_.step_k) {
                     multiply_step(sum, l1a, l1b, at, k_tile == 0 && at == 0);
                 }
-                // While the next block is at work; the last one's comes below.
+                // Stored while the next block is at work; the last one's store comes below.
                 if (k_tile + 1 == k_tiles && block < last) store(out, block, half);
             });
             core_.set_flag(Pipe::MTE1, Pipe::MTE2, stage_);
@@ -179,7 +179,7 @@ class Product {
         core_.set_flag(Pipe::FIX, Pipe::M, half);
     }
 
-    // Of an output's row blocks: `work(block, row, rows)`.
+    // Calls `work(block, row, rows)` for each of an output's row blocks.
     template <class Work>
     void each_block(const isa::GlobalView& out, const Work& work) const {
         for (std::uint32_t row = 0; row < out.rows; row += t_.tile_m) {
@@ -230,27 +230,28 @@ class Product {
         return t_.tile_k * t_.tile_n * isa::bytes_of(dtype_);
     }
 
-    // As many as these eighths of L1 hold; at least two.
+    // Returns as many stages as these eighths of L1 hold; at least two.
     static constexpr std::uint32_t stages_of(std::uint32_t each, std::uint32_t eighths) {
         const std::uint32_t found = isa::capacity_of(isa::Buffer::L1) / 8 * eighths / each;
         return found < 2 ? 2 : found < kMostStages ? found : kMostStages;
     }
-    // Bytes of a K tile of what is kept: A of all row blocks, or B.
+    // Returns the bytes of a K tile of the kept matrix: A of all row blocks, or B.
     [[nodiscard]] std::uint32_t kept_bytes() const {
         return columns_ ? b_bytes() : blocks_ * a_bytes();
     }
-    // Such K tiles beside all stages in L1.
+    // Returns the number of such K tiles that fit beside all stages in L1.
     [[nodiscard]] std::uint32_t room() const {
         const std::uint32_t used = stages_ * (blocks_ * a_bytes() + b_bytes());
         const std::uint32_t fit = (isa::capacity_of(isa::Buffer::L1) - used) / kept_bytes();
         return fit < kMostKept - kMostStages ? fit : kMostKept - kMostStages;
     }
-    // K tiles of A that L1 keeps: all, if need be in the stages' place, or what fits beside these.
+    // Returns the number of K tiles of A that L1 keeps: all, if need be in the stages' place, or those that
+    // fit beside these.
     [[nodiscard]] std::uint32_t keeps(std::uint32_t k_tiles) const {
         const std::uint32_t most = room() + (streams_ ? 0 : stages_);
         return k_tiles <= most ? k_tiles : room();
     }
-    // Until MTE1 has read a kept tile for the last time.
+    // Waits until MTE1 has read a kept tile for the last time.
     void wait_read(std::uint32_t k_tile) {
         if (read_[k_tile] + stages_ <= steps_ + 1 || read_[k_tile] <= flushed_) return;
         flush();
@@ -270,7 +271,7 @@ class Product {
                 .valid_rows = rows,
                 .valid_cols = cols};
     }
-    // L1: stages of B, stages of A; from the end on what is kept of A or B.
+    // L1 has stages of B, then stages of A; from its end on lie the kept tiles of A or B.
     [[nodiscard]] std::uint32_t kept_at(std::uint32_t k_tile) const {
         return isa::capacity_of(isa::Buffer::L1) - (k_tile + 1) * kept_bytes();
     }
@@ -308,8 +309,8 @@ class Product {
     std::uint32_t kept_lines_ = 0, loaded_ = 0;
     bool columns_ = false;  // B is kept
     bool streams_ = false;  // some tiles keep nothing
-    // Steps (K tiles) so far; those of tiles whose store is issued; those that are through for certain; and
-    // up to the latest reader of a kept tile.
+    // Counts of steps (K tiles): those so far; those of tiles whose store is issued; those that are through
+    // for certain; and those up to the latest reader of a kept tile.
     std::uint64_t steps_ = 0, stored_ = 0, flushed_ = 0, read_[kMostKept] = {};
 };
 

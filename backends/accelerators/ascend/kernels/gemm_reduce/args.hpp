@@ -1,4 +1,4 @@
-// GEMM+ReduceScatter and GEMM+AllReduce: what their kernels get, and the geometry that they must
+// GEMM+ReduceScatter and GEMM+AllReduce: the arguments of their kernels, and the geometry that they must
 // agree on. Both sum W partial products, each at the tile's *owner*.
 //
 // Output tiles are tile_m x tile_n, numbered band by band of `band` row groups, within a band column by
@@ -31,7 +31,7 @@
 
 namespace mkernel::ascend::gemm_reduce {
 
-// Where an output tile lies in C as its owners together hold it: rows of A, columns of B.
+// The place of an output tile in C as its owners together hold it: rows of A, columns of B.
 struct Area {
     std::uint32_t row = 0, column = 0, rows = 0, columns = 0;
 };
@@ -53,7 +53,8 @@ struct Geometry {
         return divide_up(grid_rows(), tile_m) * n_tiles();
     }
 
-    // Tiles of an owner: a run of a grid's; `first` and everything named `tile` count in the grid.
+    // The tiles of an owner are a run of a grid's tiles; `first` and everything named `tile` count in the
+    // grid.
     [[nodiscard]] constexpr std::uint32_t first(std::uint32_t owner) const {
         if (!replicated) return 0;
         return static_cast<std::uint32_t>(std::uint64_t{grid_tiles()} * owner / world);
@@ -61,12 +62,12 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t end(std::uint32_t owner) const {
         return replicated ? first(owner + 1) : grid_tiles();
     }
-    // The most chunks that an owner has.
+    // Returns the most chunks that an owner has.
     [[nodiscard]] constexpr std::uint32_t chunks() const {
         return divide_up(replicated ? divide_up(grid_tiles(), world) : grid_tiles(),
                          tiles_per_chunk);
     }
-    // Tiles [begin, end) of an owner's chunk; empty where it has fewer chunks.
+    // Return tiles [begin, end) of an owner's chunk; empty where it has fewer chunks.
     [[nodiscard]] constexpr std::uint32_t chunk_begin(std::uint32_t owner,
                                                       std::uint32_t chunk) const {
         const std::uint32_t at = first(owner) + chunk * tiles_per_chunk;
@@ -80,7 +81,7 @@ struct Geometry {
                                                       std::uint32_t chunk) const {
         return chunk_end(owner, chunk) - chunk_begin(owner, chunk);
     }
-    // Whether the others send `owner` their part of a chunk of its own.
+    // Returns true where the other ranks send `owner` their part of a chunk of its own.
     [[nodiscard]] constexpr bool needs(std::uint32_t owner, std::uint32_t,
                                        std::uint32_t chunk) const {
         return chunk_tiles(owner, chunk) > 0;
@@ -92,7 +93,7 @@ struct Geometry {
         return {(replicated ? 0 : owner * grid_rows()) + row, column,
                 part_of(grid_rows(), row, tile_m), part_of(n, column, tile_n)};
     }
-    // Elements of the grid before a tile.
+    // Returns the elements of the grid before a tile.
     [[nodiscard]] constexpr std::uint64_t before(std::uint32_t tile) const {
         if (tile == grid_tiles()) return std::uint64_t{grid_rows()} * n;
         const Place at = place(tile);
@@ -102,7 +103,7 @@ struct Geometry {
                std::uint64_t{at.group} * tile_m * part_of(n, column, tile_n);
     }
 
-    // Bytes from the start of an owner's slot to one of its tiles.
+    // Returns the bytes from the start of an owner's slot to one of its tiles.
     [[nodiscard]] constexpr std::uint64_t tile_offset(std::uint32_t owner,
                                                       std::uint32_t tile) const {
         return (before(tile) - before(first(owner))) * isa::bytes_of(partial_dtype);
@@ -119,15 +120,15 @@ struct Geometry {
         }
         return slot_aligned(most);
     }
-    // Bytes from the start of `owner`'s inbox to the partials of `source`, and from the start of any
-    // inbox to a finished tile.
+    // Return the bytes from the start of `owner`'s inbox to the partials of `source`, and from the start of
+    // any inbox to a finished tile.
     [[nodiscard]] constexpr std::uint64_t inbox(std::uint32_t owner, std::uint32_t source) const {
         return slot_of(owner, source) * slot_bytes();
     }
     [[nodiscard]] constexpr std::uint64_t result_offset(std::uint32_t tile) const {
         return (world - 1) * slot_bytes() + before(tile) * isa::bytes_of(out_dtype);
     }
-    // The same of the outbox: partials for `owner`, and a finished tile of `rank`'s own.
+    // Return the same for the outbox: to partials for `owner`, and to a finished tile of `rank`'s own.
     [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t owner) const {
         return owner * slot_bytes();
     }
@@ -176,20 +177,21 @@ struct Args : CallArgs {
     isa::GlobalView b;    // [k, n], rows or columns contiguous
     isa::GlobalView out;  // [m / world or m, n], rows contiguous
 
-    // Tile of `owner`, dense in `slot`.
+    // Returns the tile of `owner`, dense in `slot`.
     [[nodiscard]] constexpr isa::GlobalView partial(std::byte* slot, std::uint32_t owner,
                                                     std::uint32_t tile) const {
         return dense(slot + geometry.tile_offset(owner, tile), geometry.partial_dtype, tile);
     }
-    // A finished tile in an inbox, of its owner or from a rank of another node.
+    // Returns a finished tile in an inbox, of its owner or from a rank of another node.
     [[nodiscard]] constexpr isa::GlobalView result(std::byte* inbox_of, std::uint32_t tile) const {
         return dense(inbox_of + geometry.result_offset(tile), geometry.out_dtype, tile);
     }
-    // One of the own ones in the outbox.
+    // Returns one of the own finished tiles in the outbox.
     [[nodiscard]] constexpr isa::GlobalView own_result(std::uint32_t tile) const {
         return dense(outbox + geometry.own_result_offset(rank, tile), geometry.out_dtype, tile);
     }
-    // Tile of `owner` in the user's output: any owner's where it is replicated, else the own ones.
+    // Returns the tile of `owner` in the user's output: any owner's where it is replicated, else the own
+    // ones.
     [[nodiscard]] constexpr isa::GlobalView output(std::uint32_t tile) const {
         const Area at = geometry.area(0, tile);
         return out.sub(at.row, at.column, at.rows, at.columns);

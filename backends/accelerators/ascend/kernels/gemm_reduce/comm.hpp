@@ -6,7 +6,7 @@
 //   outbox → inbox of the tile's owner, as soon as a chunk is computed (TPUT or NIC)
 //   inbox, and the own part in the outbox → sum in rank order, in float32 → rounded once → out
 // AllReduce (`replicated`) goes on:
-//   the same sum → own inbox; each rank of the node is told, and gets it from there (TGET) → its out
+//   the same sum → own inbox; each rank of the node is notified, and gets it from there (TGET) → its out
 //   the same sum → outbox → inbox of ranks of other nodes (NIC) → their out
 // Items of work, round by round: send a chunk to each other owner; sum each tile of the own chunk
 // before; AllReduce: gather each other owner's chunk before that. Blocks take them in turns, each its
@@ -32,7 +32,7 @@ class Comm {
         }
     }
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         const std::uint32_t chunks = g_.chunks();
         for (std::uint32_t round = 0; round < chunks + 2; ++round) {
@@ -66,7 +66,7 @@ class Comm {
         return true;
     }
 
-    // Every other rank of the own tile, which those of other nodes are sent.
+    // Notifies every other rank of the own tile, which is sent to those of other nodes.
     bool tell(std::uint32_t tile) {
         const std::uint64_t from = g_.own_result_offset(args_.rank, tile),
                             to = g_.result_offset(tile), bytes = g_.result_offset(tile + 1) - to;
@@ -78,7 +78,7 @@ class Comm {
         return true;
     }
 
-    // Finished tiles straight into the output.
+    // Gathers finished tiles straight into the output.
     bool gather(std::uint32_t chunk) {
         for (std::uint32_t step = 1; step < g_.world; ++step) {
             const std::uint32_t owner = args_.order[step];
@@ -95,7 +95,7 @@ class Comm {
         return true;
     }
 
-    // Whether the next item is this block's.
+    // Returns true where the next item is this block's.
     bool mine() { return item_++ % core_.count() == core_.index(); }
 
     Core& core_;

@@ -28,7 +28,7 @@ class Compute {
           product_(core, g_.tiling(), g_.dtype),
           released_(core, args, g_.world) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         product_.open();
         std::uint32_t number = 0;
@@ -47,7 +47,7 @@ class Compute {
         product_.close();
         tell();
         core_.annotate(kNoAnnotation);
-        // Without a communication kernel nobody else does.
+        // Without a communication kernel no other kernel releases the call.
         return !args_.compute_only || g_.world == 1 ||
                release(core_, args_, g_.world, g_.finished());
     }
@@ -60,7 +60,7 @@ class Compute {
                           : args_.partial(args_.outbox + g_.outbox(owner), owner, tile);
         product_.same_rows(to, args_.b.sub(0, at.column, g_.k, at.columns),
                            args_.a.sub(at.row, 0, at.rows, g_.k), [&](std::uint32_t k_tile) {
-                               // FIX is through with the tile before once these multiply.
+                               // FIX is through with the previous tile once these multiply.
                                if (k_tile + 1 == told_behind()) tell();
                            });
         if (g_.world == 1) return;
@@ -69,13 +69,13 @@ class Compute {
         chunk_ = chunk;
     }
 
-    // K tiles of the next output tile that are issued before S waits for this one.
+    // Returns the K tiles of the next output tile that are issued before S waits for this one.
     [[nodiscard]] std::uint32_t told_behind() const {
         const std::uint32_t k_tiles = divide_up(g_.k, g_.tile_k);
         return k_tiles < kAhead ? k_tiles : kAhead;
     }
 
-    // That the tile before is in the outbox.
+    // Signals that the previous tile is in the outbox.
     void tell() {
         if (!stored_) return;
         stored_ = false;

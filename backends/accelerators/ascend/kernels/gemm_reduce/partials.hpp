@@ -20,14 +20,14 @@ namespace mkernel::ascend::gemm_reduce {
 template <class Core>
 class Partials {
   public:
-    // Bytes of a strip in float32. UB holds two sums, two rounded ones and partials: two of float32, or
+    // The bytes of a strip in float32. UB holds two sums, two rounded ones and partials: two of float32, or
     // four of 16 bits and one of them in float32.
     static constexpr std::uint32_t kStripBytes = 32 << 10;
 
     Partials(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), released_(core, args, g_.world) {}
 
-    // All below: false if a wait was aborted or timed out.
+    // All functions below return false if a wait was aborted or timed out.
 
     bool send(std::uint32_t owner, std::uint32_t chunk) {
         core_.annotate(chunk);
@@ -51,8 +51,8 @@ class Partials {
                         {from + range.offset, to + range.offset, range.bytes});
     }
 
-    // The own `tile`, of the own `chunk`, to `out` and to those of the `copies` that have a base. With
-    // any of these it is all visible on return: others are told next.
+    // Sums the own `tile`, of the own `chunk`, into `out` and into those of the `copies` that have a base.
+    // With any of these it is all visible on return: other ranks are notified next.
     bool sum(std::uint32_t chunk, std::uint32_t tile, const isa::GlobalView& out,
              const isa::GlobalView (&copies)[2]) {
         core_.annotate(chunk);
@@ -73,7 +73,7 @@ class Partials {
         return true;
     }
 
-    // A finished tile from a rank's memory, through the whole of UB.
+    // Gets a finished tile from a rank's memory, through the whole of UB.
     void get(std::uint32_t peer, const isa::GlobalView& to, const isa::GlobalView& from) {
         const isa::RowBuffers rows(from.dtype, g_.tile_n);
         core_.tget(peer, to, from, rows.ping, rows.pong);
@@ -85,7 +85,7 @@ class Partials {
     using Tile = isa::Tile;
 
     [[nodiscard]] bool narrow() const { return isa::bytes_of(g_.partial_dtype) == 2; }
-    // Partials on their way.
+    // Returns the number of partials under way.
     [[nodiscard]] std::uint32_t buffered() const { return narrow() ? 4 : 2; }
 
     [[nodiscard]] std::uint32_t strip_rows() const {

@@ -42,14 +42,14 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t chunks() const {
         return divide_up(routing.tokens, rows_per_chunk);
     }
-    // First token of a chunk.
+    // Returns the first token of a chunk.
     [[nodiscard]] constexpr std::uint32_t token(std::uint32_t chunk) const {
         const std::uint32_t token = chunk * rows_per_chunk;
         return token < routing.tokens ? token : routing.tokens;
     }
     [[nodiscard]] constexpr std::uint32_t n_tiles() const { return divide_up(features, tile_n); }
 
-    // Bytes from the start of a slot to a token.
+    // Returns the bytes from the start of a slot to a token.
     [[nodiscard]] constexpr std::uint64_t token_offset(std::uint32_t token) const {
         return slot_aligned(std::uint64_t{routing.places()} * sizeof(std::int32_t)) +
                std::uint64_t{token} * hidden * isa::bytes_of(dtype);
@@ -57,7 +57,7 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
         return slot_aligned(token_offset(routing.tokens));
     }
-    // Bytes from the start of a rank's inbox, or outbox, to the slot of another one.
+    // Returns the bytes from the start of a rank's inbox, or outbox, to the slot of another one.
     [[nodiscard]] constexpr std::uint64_t slot(std::uint32_t rank, std::uint32_t other) const {
         return slot_of(rank, other) * slot_bytes();
     }
@@ -65,7 +65,7 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t outbox_bytes() const { return far ? inbox_bytes() : 0; }
     [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return 0; }
 
-    // Words of this call's tables behind the routing's: what chunks have to do with rows.
+    // Words of this call's tables, which follow the routing's: the relation of chunks to rows.
     //   here[world][chunks]                places of a chunk that have their row here
     //   lower[world][chunks]               those that have a lower owner
     //   count[world][chunks][experts]      rows that each own expert gets of a chunk
@@ -139,7 +139,7 @@ struct Args : CallArgs {
                    ? w.sub(std::int64_t{expert} * g.hidden, 0, g.hidden, g.features)
                    : w.sub(0, std::int64_t{expert} * g.features, g.hidden, g.features);
     }
-    // Ids and tokens in a slot.
+    // Return the ids and tokens in a slot.
     [[nodiscard]] constexpr isa::GlobalView slot_ids(std::byte* slot) const {
         return {slot, isa::DType::int32, geometry.routing.places(), 1, 1, 1};
     }
@@ -151,20 +151,20 @@ struct Args : CallArgs {
     [[nodiscard]] constexpr std::byte* received(std::uint32_t source) const {
         return inbox + geometry.slot(rank, source);
     }
-    // A token of `source`, which came as number `at` of its slot.
+    // Returns a token of `source`, which came as number `at` of its slot.
     [[nodiscard]] constexpr isa::GlobalView token(std::uint32_t source, std::uint32_t token,
                                                   std::uint32_t at) const {
         return source == rank ? x.sub(token, 0, 1, geometry.hidden)
                               : slot_tokens(received(source), at, 1);
     }
-    // All chunks in the order in which they are worked on: the own ones, which are here at once,
-    // then the other ranks' as they come, the first one of each, the second one of each, ...
+    // Returns a chunk by its number in the order in which chunks are worked on: the own ones, which are here
+    // at once, then the other ranks' as they come, the first one of each, the second one of each, ...
     [[nodiscard]] constexpr Chunk chunk(std::uint32_t item) const {
         const std::uint32_t own = geometry.chunks(), others = geometry.world - 1;
         if (item < own) return {rank, item};
         return {order[1 + (item - own) % others], (item - own) / others};
     }
-    // Where the ids of `source` are once they are here. Without communication: the own ones for all.
+    // Returns where the ids of `source` are once they are here; without communication, the own ones for all.
     [[nodiscard]] constexpr isa::GlobalView ids(std::uint32_t source) const {
         if (source == rank || compute_only) return own_ids;
         return slot_ids(routing.base != nullptr ? routing.at(source, 0) : received(source));

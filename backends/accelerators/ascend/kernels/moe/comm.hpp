@@ -27,7 +27,7 @@ class Comm {
           rows_(g_.dtype, g_.hidden),
           released_(core, args, g_.world) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         const std::uint32_t targets = g_.world - 1;
         for (std::uint32_t item = core_.index(); item < targets * (g_.chunks() + 1);
@@ -75,7 +75,7 @@ class Comm {
         return false;
     }
 
-    // Where this rank writes what `target` gets.
+    // Returns where this rank writes the data for `target`.
     [[nodiscard]] std::byte* slot(std::uint32_t target) const {
         return args_.same_node(target) ? args_.peers[target].inbox + g_.slot(target, args_.rank)
                                        : args_.outbox + g_.slot(args_.rank, target);
@@ -99,7 +99,7 @@ class Comm {
 
 MKERNEL_ASCEND_KERNEL(aiv, moe, comm, Comm, Args)
 
-// Sequential view only: waits until everything that other ranks send is here.
+// Waits, in the sequential view only, until everything that other ranks send is here.
 template <class Core>
 bool await_arrival(Core& core, const Args& args) {
     const Geometry& g = args.geometry;

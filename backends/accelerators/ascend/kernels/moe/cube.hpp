@@ -22,7 +22,7 @@ class Cube {
           words_(core, args.tables.base),
           product_(core, g_.tiling(), g_.dtype) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         core_.annotate(kNoAnnotation);
         if (!Tables<Core>::wait_placed(core_, args_)) return false;
@@ -53,14 +53,15 @@ class Cube {
     }
 
   private:
-    // Of an expert, whose rows start at `begin`: the first row tile that begins with rows of `source`, or
-    // of one behind it.
+    // Returns the first row tile of an expert, whose rows start at `begin`, that begins with rows of `source`
+    // or of a later source.
     [[nodiscard]] std::uint32_t first_tile(std::uint32_t expert, std::uint32_t source,
                                            std::uint32_t begin) const {
         return divide_up(words_.count(g_.first(source, 0, expert)) - begin, g_.tile_m);
     }
 
-    // Those of its column tiles that are this block's; `number`: the first one's among all items.
+    // Computes those column tiles of a row tile that are this block's; `number`: the first one's among all
+    // items.
     bool row_tile(std::uint32_t expert, std::uint32_t row, std::uint32_t rows,
                   std::uint32_t number) {
         bool filled = false;

@@ -25,9 +25,9 @@ struct Routing {
     std::uint32_t experts = 1;  // of each rank
 
     [[nodiscard]] constexpr std::uint32_t places() const { return tokens * top_k; }
-    // The most rows that a rank's experts can get.
+    // Returns the most rows that a rank's experts can get.
     [[nodiscard]] constexpr std::uint32_t most_rows() const { return world * places(); }
-    // Whose expert `id` is; `world`: nobody's.
+    // Returns the rank that has expert `id`; `world` where no rank has it.
     [[nodiscard]] constexpr std::uint32_t owner(std::int32_t id) const {
         const std::uint32_t owner = static_cast<std::uint32_t>(id) / experts;
         return id >= 0 && owner < world ? owner : world;
@@ -67,7 +67,7 @@ class Words {
     void set(std::uint64_t index, std::uint32_t value) const {
         core_.sstore(base_ + index * step_, static_cast<std::int32_t>(value));
     }
-    // Adds one; what it was.
+    // Adds one; returns the value before.
     std::uint32_t next(std::uint64_t index) const {
         const std::uint32_t value = count(index);
         set(index, value + 1);

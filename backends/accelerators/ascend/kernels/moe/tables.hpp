@@ -22,7 +22,7 @@ class Tables {
           r_(args.geometry.routing),
           words_(core, args.tables.base) {}
 
-    // Run by all blocks together. False if a wait was aborted or timed out.
+    // Builds the tables, by all blocks together. Returns false if a wait was aborted or timed out.
     bool build() {
         const std::uint32_t chunks = g_.world * g_.chunks();
         for (std::uint32_t item = core_.index(); item < chunks; item += core_.count()) {
@@ -36,7 +36,8 @@ class Tables {
         return wait_placed(core_, args_);
     }
 
-    // After `build`, by all blocks together: where the results of own places come home, for the combine.
+    // Computes, after `build` and by all blocks together, where the results of own places come home, for the
+    // combine.
     void come_home() {
         core_.annotate(kNoAnnotation);
         for (std::uint32_t chunk = core_.index(); chunk < g_.chunks(); chunk += core_.count()) {
@@ -44,7 +45,7 @@ class Tables {
         }
     }
 
-    // Until the rows of every source are known.
+    // Waits until the rows of every source are known.
     static bool wait_placed(Core& core, const Args& args) {
         return core.twait(args.word(args.geometry.placed()), args.geometry.world, args.rank);
     }
@@ -115,9 +116,9 @@ class Tables {
         raise(g_.placed());
     }
 
-    // Own places by owner, then place; those that nobody owns come last.
+    // Orders own places by owner, then place; those that nobody owns come last.
     void come_home(std::uint32_t chunk) {
-        // Of each owner: places of all chunks, and of those before this one.
+        // For each owner: the places of all chunks, and of those before this one.
         std::uint32_t all[kMaxWorld] = {}, next[kMaxWorld + 1] = {};
         for (std::uint32_t each = 0; each < g_.chunks(); ++each) {
             for (std::uint32_t owner = 0; owner < g_.world; ++owner) {

@@ -2,9 +2,9 @@
 //   1. All blocks build the routing tables together (tables.hpp).
 //   2. Items of work: all chunks, in the order of Args::chunk. Blocks take them in turns. A chunk is
 //      spread when it has arrived: each of its tokens is copied to its rows and the rows are noted
-//      for the combine; then its signal tells the cube cores. Between the own chunks and those of others:
-//      where results come home.
-//   3. When all blocks are through, every rank is told that the inboxes are free (release.hpp).
+//      for the combine; then it signals the cube cores. Between the own chunks and those of others, the
+//      blocks compute where results come home.
+//   3. When all blocks are through, every rank is signalled that the inboxes are free (release.hpp).
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
@@ -23,7 +23,7 @@ class Vector {
           words_(core, args.tables.base),
           buffers_(g_.dtype, g_.hidden) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         Tables<Core> tables(core_, args_);
         if (!tables.build()) return false;
@@ -57,7 +57,7 @@ class Vector {
         const Words<Core> ids(core_, view.base, static_cast<std::uint64_t>(view.row_stride));
         const std::uint32_t first = g_.token(number), here = words_.count(r.begin(source, first)),
                             places = words_.count(g_.here(source, number));
-        // The token of the latest place, and which one of the slot's it is.
+        // The token of the latest place, and its number in the slot.
         std::uint32_t token = first, at = first;
         for (std::uint32_t i = 0; i < places; ++i) {
             const std::uint32_t place = words_.count(g_.found(source, first * r.top_k + i));

@@ -5,9 +5,9 @@
 //   vector  as soon as every owner's part of a chunk is here: for each token, over its slots in
 //           order, weight * row, added in float32 and rounded once → out; own rows are read where
 //           they are (vector.hpp).
-// Which row is whose is in the tables that the dispatch's kernels wrote (moe/routing.hpp); a chunk
-// is `rows_per_chunk` tokens of the home rank, whatever chunks the dispatch had. Sums run in slot
-// order, so no number of blocks, chunks or ranks shows in the bits.
+// The owners of rows are in the tables that the dispatch's kernels wrote (moe/routing.hpp); a chunk is
+// `rows_per_chunk` tokens of the home rank, whatever chunks the dispatch had. Sums run in slot order, so no
+// number of blocks, chunks or ranks shows in the bits.
 //
 // Memory of a rank (call.hpp):
 //   inbox   rows of its places in the order of `home`
@@ -34,20 +34,20 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t chunks() const {
         return divide_up(routing.tokens, rows_per_chunk);
     }
-    // First token of a chunk.
+    // Returns the first token of a chunk.
     [[nodiscard]] constexpr std::uint32_t token(std::uint32_t chunk) const {
         const std::uint32_t token = chunk * rows_per_chunk;
         return token < routing.tokens ? token : routing.tokens;
     }
 
-    // Bytes from the start of an inbox to a row.
+    // Returns the bytes from the start of an inbox to a row.
     [[nodiscard]] constexpr std::uint64_t row_offset(std::uint32_t row) const {
         return std::uint64_t{row} * features * isa::bytes_of(dtype);
     }
     [[nodiscard]] constexpr std::uint64_t inbox_bytes() const {
         return world == 1 ? 0 : slot_aligned(row_offset(routing.places()));
     }
-    // Bytes from the start of `rank`'s outbox to what goes to `home`.
+    // Returns the bytes from the start of `rank`'s outbox to the data for `home`.
     [[nodiscard]] constexpr std::uint64_t outbox(std::uint32_t rank, std::uint32_t home) const {
         return slot_of(rank, home) * inbox_bytes();
     }

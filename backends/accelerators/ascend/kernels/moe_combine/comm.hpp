@@ -24,7 +24,7 @@ class Comm {
           buffers_(g_.dtype, g_.features),
           released_(core, args, g_.world) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         const std::uint32_t others = g_.world - 1;
         for (std::uint32_t item = core_.index(); item < others * g_.chunks();

@@ -3,7 +3,7 @@
 //      the first band of a chunk a block waits until every other rank's part of it is here.
 //   2. A band, so many columns at a time as fit UB: for each slot, load its row of every token,
 //      widen, multiply each row by its weight, add. Round the sum, store.
-//   3. When all blocks are through, every rank is told that the inbox is free (release.hpp).
+//   3. When all blocks are through, every rank is signalled that the inbox is free (release.hpp).
 // Everything but the V-only scratch is double-buffered. Flags (event = half): MTE2→V rows and weights
 // of a slot loaded, V→MTE2 their half free; V→MTE3 sum complete, MTE3→V its half stored and free.
 #pragma once
@@ -22,7 +22,7 @@ class Vector {
     Vector(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), words_(core, args.tables.base) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         const moe::Routing& r = g_.routing;
         own_ = words_.count(r.start(args_.rank));
@@ -58,7 +58,7 @@ class Vector {
     static constexpr std::uint32_t kMostColumns = 512;
     static constexpr std::uint32_t kMostRows = 256;
 
-    // Rows of a tile lie so far apart that each starts at 32 bytes in every dtype.
+    // Returns the pitch of a tile's rows, so large that each starts at 32 bytes in every dtype.
     [[nodiscard]] std::uint32_t pitch() const {
         const std::uint32_t columns = g_.features < kMostColumns ? g_.features : kMostColumns;
         return divide_up(columns, 16) * 16;
@@ -107,7 +107,7 @@ class Vector {
         }
     }
 
-    // Each token's row of one slot, and its weight.
+    // Loads each token's row of one slot, and its weight.
     void load(const Tile& raw, const Tile& weights, std::uint32_t token, std::uint32_t slot,
               std::uint32_t column) {
         core_.tload(weights, args_.weights.sub(token, slot, raw.valid_rows, 1));
@@ -120,8 +120,8 @@ class Vector {
         }
     }
 
-    // The row of an own place: among those that came home, or one of the own experts'; the last row of y
-    // where it has none.
+    // Returns the row of an own place: among those that came home, or one of the own experts'; the last row
+    // of y where it has none.
     [[nodiscard]] isa::GlobalView result(std::uint32_t place) const {
         const std::uint32_t number = words_.count(g_.routing.home(place));
         if (number >= homes_) return args_.y.sub(args_.y.rows - 1, 0, 1, g_.features);
@@ -132,7 +132,7 @@ class Vector {
         return args_.row(args_.inbox, number);
     }
 
-    // The `number`th buffer of UB.
+    // Returns the `number`th buffer of UB.
     [[nodiscard]] Tile buffer(std::uint32_t number, isa::DType dtype, std::uint32_t rows,
                               std::uint32_t columns) const {
         return {.buffer = isa::Buffer::UB,

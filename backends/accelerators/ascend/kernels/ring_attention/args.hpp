@@ -1,4 +1,4 @@
-// Ring attention: what its kernels get, and the geometry that they must agree on.
+// Ring attention: the arguments of its kernels, and the geometry that they must agree on.
 //
 // Data flow of a rank:
 //   own k, v → vector cores → every rank that needs them, chunk by chunk (TPUT, or packed and NIC)
@@ -12,7 +12,7 @@
 // ahead of the parts it makes, and two vector cores share the rows of each of its tiles.
 //
 // Causal: positions are cut in 2 * world pieces; rank r holds pieces r and 2 * world - 1 - r, so
-// that all ranks have the same work. What no query of a rank can see is not sent there.
+// that all ranks have the same work. Positions that no query of a rank can see are not sent there.
 //
 // A chunk is `rows_per_chunk` positions of a piece, the last one shorter. Memory of a rank
 // (call.hpp):
@@ -69,12 +69,12 @@ struct Geometry {
     // Positions.
     [[nodiscard]] constexpr std::uint32_t pieces() const { return causal ? 2 : 1; }
     [[nodiscard]] constexpr std::uint32_t piece_rows() const { return rows / pieces(); }
-    // Which piece of the sequence the `which`th of a rank is.
+    // Returns which piece of the sequence the `which`th of a rank is.
     [[nodiscard]] constexpr std::uint32_t piece(std::uint32_t rank, std::uint32_t which) const {
         return which == 0 ? rank : 2 * world - 1 - rank;
     }
 
-    // Chunks of a rank, numbered through its pieces.
+    // The chunks of a rank, numbered through its pieces.
     [[nodiscard]] constexpr std::uint32_t chunks_per_piece() const {
         return divide_up(piece_rows(), rows_per_chunk);
     }
@@ -85,14 +85,14 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t chunk_at(std::uint32_t which, std::uint32_t row) const {
         return which * chunks_per_piece() + row / rows_per_chunk;
     }
-    // A chunk's first position in its piece.
+    // Returns a chunk's first position in its piece.
     [[nodiscard]] constexpr std::uint32_t chunk_start(std::uint32_t chunk) const {
         return chunk % chunks_per_piece() * rows_per_chunk;
     }
     [[nodiscard]] constexpr std::uint32_t chunk_rows(std::uint32_t chunk) const {
         return part_of(piece_rows(), chunk_start(chunk), rows_per_chunk);
     }
-    // Whether any query of `reader` sees a key of `source`'s chunk.
+    // Returns true where any query of `reader` sees a key of `source`'s chunk.
     [[nodiscard]] constexpr bool needs(std::uint32_t reader, std::uint32_t source,
                                        std::uint32_t chunk) const {
         return !causal || piece(source, piece_of(chunk)) <= piece(reader, 1);
@@ -101,7 +101,7 @@ struct Geometry {
     // Short pieces have smaller tiles: the first keys of other ranks come early, and there is a tile of
     // queries for each core.
     [[nodiscard]] constexpr bool long_pieces() const { return piece_rows() >= kMaxKeys; }
-    // Tiles of keys of a rank, numbered through its pieces.
+    // The tiles of keys of a rank, numbered through its pieces.
     [[nodiscard]] constexpr std::uint32_t tile_keys() const {
         const std::uint32_t all = divide_up(piece_rows(), 32) * 32;
         const std::uint32_t most = long_pieces() ? kMaxKeys : kMaxKeys / 2;
@@ -110,7 +110,7 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint32_t key_tiles_per_piece() const {
         return divide_up(piece_rows(), tile_keys());
     }
-    // Tiles of queries: items of work.
+    // The tiles of queries, which are items of work.
     [[nodiscard]] constexpr std::uint32_t tile_queries() const {
         const std::uint32_t blocks = long_pieces() ? kBlocks : 1;
         const std::uint32_t most = kBlockResults / head_dim / 16 * 16;
@@ -123,10 +123,10 @@ struct Geometry {
         return batch * heads * pieces() * tiles_per_piece();
     }
 
-    // Heads of keys, of all sequences of the batch.
+    // The heads of keys, of all sequences of the batch.
     [[nodiscard]] constexpr std::uint32_t planes() const { return batch * kv_heads; }
 
-    // Bytes of a slot: keys and values of all positions.
+    // The bytes of a slot: keys and values of all positions.
     [[nodiscard]] constexpr std::uint64_t row_bytes() const {
         return std::uint64_t{head_dim} * isa::bytes_of(dtype);
     }
@@ -141,7 +141,7 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
         return slot_aligned(rows * position_bytes());
     }
-    // Bytes from the start of `reader`'s inbox to the slot of `source`.
+    // Returns the bytes from the start of `reader`'s inbox to the slot of `source`.
     [[nodiscard]] constexpr std::uint64_t slot_offset(std::uint32_t reader,
                                                       std::uint32_t source) const {
         return slot_of(reader, source) * slot_bytes();
@@ -166,11 +166,11 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
         return world == 1 ? 0 : slot_bytes();
     }
-    // Queries of all heads.
+    // Returns the number of queries of all heads.
     [[nodiscard]] constexpr std::uint64_t all_rows() const {
         return std::uint64_t{batch} * heads * rows;
     }
-    // From the start of the scratch memory to a query's result, and to its `which`th column.
+    // Return the bytes from the start of the scratch memory to a query's result, and to its `which`th column.
     [[nodiscard]] constexpr std::uint64_t result_offset(std::uint64_t row) const {
         return ring_offset(cubes) + row * head_dim * sizeof(float);
     }
@@ -203,8 +203,8 @@ struct Args : CallArgs {
     isa::GlobalView lse;     // [batch * heads * rows, 1] float32
     float scale = 1;
 
-    // Keys, or values, of head `plane` (batch * kv_heads + head): `count` of a rank's from the `at`th
-    // position of its `piece`th piece on. Of other ranks: as they lie in a slot.
+    // Returns keys, or values, of head `plane` (batch * kv_heads + head): `count` of a rank's from the `at`th
+    // position of its `piece`th piece on. Those of other ranks are laid out as in a slot.
     [[nodiscard]] constexpr isa::GlobalView keys(std::byte* slot, std::uint32_t piece, bool values,
                                                  std::uint32_t plane, std::uint32_t at,
                                                  std::uint32_t count) const {
@@ -226,8 +226,8 @@ struct Args : CallArgs {
         return (values ? v : k).sub(row, 0, count, g.head_dim);
     }
 
-    // What the own keys have given to `count` queries from a row on: results, and the running maximum
-    // (0) or sum (1).
+    // Return what the own keys have contributed to `count` queries from a row on: results, and the running
+    // maximum (0) or sum (1).
     [[nodiscard]] constexpr isa::GlobalView paused(std::uint64_t row, std::uint32_t count) const {
         const Geometry& g = geometry;
         return {
@@ -238,7 +238,7 @@ struct Args : CallArgs {
         return {scratch + geometry.column_offset(which, row), isa::DType::float32, count, 1, 1, 1};
     }
 
-    // The `step`th tile in the ring of a cube core, with all its rows.
+    // Returns the `step`th tile in the ring of a cube core, with all its rows.
     [[nodiscard]] constexpr isa::GlobalView scores(std::uint32_t cube, std::uint32_t step,
                                                    std::uint32_t queries,
                                                    std::uint32_t count) const {

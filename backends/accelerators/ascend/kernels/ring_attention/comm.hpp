@@ -20,7 +20,7 @@ class Comm {
     Comm(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), destinations_(core, args, g_.world) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         return destinations_.each(
             g_.chunks(),
@@ -57,7 +57,7 @@ class Comm {
         return true;
     }
 
-    // The chunk from the user's tensors into a slot.
+    // Copies the chunk from the user's tensors into a slot.
     void copy(std::uint32_t peer, std::byte* slot, std::uint32_t chunk) {
         const isa::RowBuffers buffers(g_.dtype, g_.head_dim);
         const std::uint32_t piece = g_.piece_of(chunk), at = g_.chunk_start(chunk),

@@ -6,9 +6,9 @@
 //   2. Part of tile n - kAhead: wait until both vector cores have weighed it; weights · values →
 //      ring.
 //   3. Once the next step's first products are issued: a fence of pipe FIX alone, and raise scored.
-// When all cores are through, tell every rank that this one's slots are free (release.hpp).
-// A place of the ring is free when it is used again: what was in it was taken before the weights
-// that step 2 of an earlier step has waited for.
+// When all cores are through, signal every rank that this one's slots are free (release.hpp). A place of the
+// ring is free when it is used again: its contents were taken before the weights that step 2 of an earlier
+// step has waited for.
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
@@ -28,7 +28,7 @@ class Cube {
           product_(core, g_.tiling(), g_.dtype, kBlocks, kStageEighths),
           cube_(core.index()) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         Steps ahead(args_, cube_), behind = ahead;
         const std::uint32_t tiles = ahead.size();
@@ -52,7 +52,7 @@ class Cube {
     }
 
   private:
-    // Queries, all that L1 keeps, take a quarter of it at most.
+    // Queries, which are all that L1 keeps, take a quarter of it at most.
     static constexpr std::uint32_t kStageEighths = 6;
 
     bool score(const Step& step, std::uint32_t number) {
@@ -82,7 +82,7 @@ class Cube {
         });
     }
 
-    // Of a product's tiles: `multiply(column, columns)`.
+    // Calls `multiply(column, columns)` for each of a product's tiles.
     template <class Multiply>
     void each_column(const isa::GlobalView& out, const Multiply& multiply) {
         const std::uint32_t most = g_.tiling().tile_n;
@@ -91,7 +91,7 @@ class Cube {
         }
     }
 
-    // That the step before is in the ring.
+    // Signals that the previous step is in the ring.
     void tell() {
         if (!stored_) return;
         stored_ = false;

@@ -1,8 +1,8 @@
 // The steps of one cube core and its vector cores: for each of its tiles of queries, the tiles of
-// keys that they see, in an order that depends on nothing but the shape and where the ranks are
-// (consumption.hpp), so that results do not depend on chunks or on the number of cores.
-// All tiles of queries first meet the own keys, while those of other ranks travel; then each goes on
-// with these. What it has come to meanwhile lies in scratch memory.
+// keys that they see, in an order that depends only on the shape and on the ranks' places (consumption.hpp),
+// so that results do not depend on chunks or on the number of cores. All tiles of queries first meet the own
+// keys, while those of other ranks travel; then each goes on with these. Its result so far lies meanwhile in
+// scratch memory.
 //
 // Causal: a tile of keys above the diagonal is left out, one across it is cut and masked. The first
 // tile of keys that a tile of queries meets holds the first position of a piece of this rank. Each of
@@ -55,7 +55,7 @@ class Steps {
         step_.last = over && !step_.goes_on;
     }
 
-    // How many steps are left, this one included.
+    // Returns how many steps are left, this one included.
     [[nodiscard]] std::uint32_t size() const {
         Steps rest = *this;
         std::uint32_t count = 0;
@@ -64,7 +64,7 @@ class Steps {
     }
 
   private:
-    // The next tile of keys that the queries see, of the next queries if there is none.
+    // Returns the next tile of keys that the queries see, or of the next queries if there is none.
     Step find() {
         while (true) {
             if (place_ == (others_ ? tiles_.size() : own_) || item_.queries == 0) {
@@ -112,10 +112,10 @@ class Steps {
         place_ = others_ ? own_ : 0;
     }
 
-    // The first piece of the sequence that another rank has.
+    // Returns the first piece of the sequence that another rank has.
     [[nodiscard]] std::uint32_t first_other() const { return rank_ == 0 ? 1 : 0; }
 
-    // Whether the queries see any of the keys; takes away those after the last query.
+    // Returns true where the queries see any of the keys; takes away those after the last query.
     [[nodiscard]] bool sees(Step& step) const {
         if (!g_.causal) return true;
         const std::uint32_t mine = g_.piece(rank_, piece_),

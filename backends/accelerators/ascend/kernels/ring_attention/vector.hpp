@@ -32,7 +32,7 @@ class Vector {
           cube_(core.index() / kVectorsPerCube),
           half_(core.index() % kVectorsPerCube) {}
 
-    // False if a wait was aborted or timed out.
+    // Runs the kernel. Returns false if a wait was aborted or timed out.
     bool run() {
         Steps ahead(args_, cube_), behind = ahead;
         const std::uint32_t tiles = ahead.size(), steps = tiles > 0 ? tiles + kAhead : 0;
@@ -61,13 +61,13 @@ class Vector {
     using Pipe = isa::Pipe;
     using Tile = isa::Tile;
 
-    // A core's rows of a tile.
+    // The rows of a tile that are a core's.
     struct Rows {
         std::uint32_t first, count;
     };
     static constexpr std::uint32_t kMaxRows = kMaxQueries / kVectorsPerCube;
-    // Bytes of UB: of a band of scores, of weights (float32: in the scores' place), of a core's
-    // results, of a column. A part takes the scores' place, results that are rounded the weights'.
+    // The bytes of UB: of a band of scores, of weights (float32: in the scores' place), of a core's results,
+    // of a column. A part takes the scores' place, results that are rounded the weights'.
     static constexpr std::uint32_t kScores = 32 << 10, kWeights = kScores / 2;
     static constexpr std::uint32_t kResult =
         kBlocks * kBlockResults / kVectorsPerCube * sizeof(float);
@@ -127,7 +127,7 @@ class Vector {
             if (row + 2 * most < count) core_.set_flag(Pipe::MTE3, Pipe::MTE2, half);
         }
         if (step.pauses) {
-            // V is through with both: the weights of the last band are behind them.
+            // V is through with both: the weights of the last band come after them.
             core_.tstore(args_.paused_column(0, row_of(step, first), count),
                          in_rows(top(step), 0, count));
             core_.tstore(args_.paused_column(1, row_of(step, first), count),
@@ -135,12 +135,12 @@ class Vector {
         }
     }
 
-    // Of all queries, the tile's `first`th.
+    // Returns the row among all queries of the tile's `first`th.
     [[nodiscard]] std::uint64_t row_of(const Step& step, std::uint32_t first) const {
         return std::uint64_t{step.plane} * g_.rows + step.row + first;
     }
 
-    // Scores become weights. `query`: the band's first row in the tile, `row`: among this core's.
+    // Makes weights of scores. `query`: the band's first row in the tile, `row`: among this core's.
     void soften(const Step& step, std::uint32_t number, const Tile& s, std::uint32_t query,
                 std::uint32_t row, std::uint32_t rows) {
         const Tile old = in_rows(top(step), row, rows), total = in_rows(sum(step), row, rows),
@@ -162,7 +162,7 @@ class Vector {
         core_.tadd(total, total, now);
     }
 
-    // `weighed`: this step has weighed a tile before.
+    // `weighed`: this step has weighed a tile already.
     void accumulate(const Step& step, std::uint32_t number, bool weighed) {
         const auto [first, count] = rows_of(step);
         if (count == 0) return;
@@ -208,8 +208,8 @@ class Vector {
         core_.tstore(args_.lse.sub(row, 0, count, 1), total);
     }
 
-    // Rows of a band, the more the fewer keys they have, so that few bands wait for memory: rows begin at
-    // multiples of 32 bytes, and so do columns of bands.
+    // Returns the rows of a band, the more the fewer keys they have, so that few bands wait for memory: rows
+    // begin at multiples of 32 bytes, and so do columns of bands.
     [[nodiscard]] static std::uint32_t band_pitch(std::uint32_t keys) {
         return divide_up(keys, 32) * 32;
     }
