@@ -2,8 +2,8 @@
 //
 // One set of names for both compilers: std::atomic_ref in host code, one PTX instruction each in device
 // code. System scope throughout, since the other side may be another GPU or the host; device code may
-// use them on any global memory (its own, a peer's, pinned host memory). What order they give, and why
-// that is enough, is in signal.hpp.
+// use them on any global memory (its own, a peer's, pinned host memory). signal.hpp states which order they
+// give, and why that is enough.
 //
 // Bulk copies of a GPU (its async proxy) need fences of their own beside these.
 #pragma once
@@ -60,12 +60,12 @@ MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t v
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Nobody waits for an answer: cheaper than fetch_add_release where the memory is far away.
+// Adds without returning a value: cheaper than fetch_add_release where the memory is far away.
 MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t value) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-// Returns what was there before.
+// Adds; returns the value before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, std::uint64_t value) {
     std::uint64_t before;
     asm volatile("atom.release.sys.global.add.u64 %0, [%1], %2;"
@@ -109,12 +109,12 @@ MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t v
     shared(*at).store(value, std::memory_order_release);
 }
 
-// Nobody waits for an answer: cheaper than fetch_add_release on a device.
+// Adds without returning a value: cheaper than fetch_add_release on a device.
 MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t value) {
     shared(*at).fetch_add(value, std::memory_order_release);
 }
 
-// Returns what was there before.
+// Adds; returns the value before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, std::uint64_t value) {
     return shared(*at).fetch_add(value, std::memory_order_release);
 }
@@ -122,8 +122,8 @@ MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_release(std::uint64_t* at, st
 #endif
 
 #ifdef __CUDACC__
-// Orders all earlier accesses of this thread, and what it knows of others', before all later ones.
-// Several relaxed stores can share one fence, where a release each would wait for the one before.
+// Orders all earlier accesses of this thread, and those of others that it knows of, before all later ones.
+// Several relaxed stores can share one fence, where each of several releases would wait for the previous one.
 __device__ inline void fence_system() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }

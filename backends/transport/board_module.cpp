@@ -23,7 +23,8 @@ using mkernel::transport::monotonic_ns;
 
 namespace {
 
-// A peer that makes the same call comes within this time; a later one is looked for less often.
+// A peer that makes the same call comes within this time, in nanoseconds; later ones are checked for less
+// often.
 constexpr std::uint64_t kSpinNs = 200'000;
 constexpr long kNapNs = 100'000;
 

@@ -1,6 +1,6 @@
-// What a rank keeps of its calls in memory of its device, so that nothing of a call's number comes from the
-// host at launch: a replayed graph counts as well as a launch does (signal.hpp says why that matters).
-// Kernels of all plans of a world share one.
+// The state of a rank's calls in memory of its device, so that nothing of a call's number comes from the host
+// at launch: a replayed graph counts as well as a launch does (signal.hpp states why that matters). Kernels
+// of all plans of a world share one.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ struct CallState {
     std::uint32_t blocks_done;  // of the running call; back to 0 at its end
     std::uint32_t failed;       // not 0: a wait of this rank failed; all others give up at once
 
-    // A wait gave up: `late`, since its own time was over, else because another had or the host wants it.
-    // True: its caller records why, as the first that was late. Another may have been here before it: of
-    // those that wait for room in a FIFO, one is late and stops the rest.
+    // Gives a wait up: `late` where its own time was over, otherwise because another wait gave up or the host
+    // has aborted. Returns true where the caller records why, as the first that was late. Another wait may
+    // have given up before it: of those that wait for room in a FIFO, one is late and stops the rest.
     MKERNEL_HOST_DEVICE bool give_up(bool late) {
         const std::uint32_t mine = late ? kGivenUp | kRecorded : kGivenUp;
 #ifdef __CUDA_ARCH__
@@ -30,12 +30,13 @@ struct CallState {
     }
 
 #ifdef __CUDACC__
-    // One thread of every block, once, when the block is done with the call and its accesses are ordered
-    // before by a fence. True in the last block, which ends the call.
+    // Returns true in the last block, which ends the call. Called by one thread of every block, once, when
+    // the block is done with the call and its accesses are ordered before by a fence.
     __device__ bool is_last_block() {
         return atomicAdd(&blocks_done, 1u) == gridDim.x * gridDim.y * gridDim.z - 1;
     }
-    // After all else of the running call `number` on this rank: that thread.
+    // Moves the epoch on, after everything else of the running call `number` on this rank. Called by that
+    // thread.
     __device__ void move_on(std::uint64_t number) {
         blocks_done = 0;
         epoch = number + 1;

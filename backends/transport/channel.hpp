@@ -1,4 +1,5 @@
-// How kernels of all backends make bytes arrive at another rank, and say so there.
+// The channel by which kernels of all backends make bytes arrive at another rank, and signal the arrival
+// there.
 //
 // A rank reaches another in one of three ways, which the plan's route between them names:
 //   peer memory  on one node: the kernel stores into the peer's memory, then raises a word there
@@ -6,12 +7,12 @@
 //                the rank's proxy hands to a NIC; behind them the peer's proxy adds to a word of its pad
 //   staged       the same with outbox and inbox in pinned host memory, where the NIC does not reach the
 //                device's; kernels copy into the one and out of the other
-// In each way, who sees the word raised sees the bytes. A kernel writes to a rank of another node by
-// `Channel::command` alone; nothing else of that rank can be addressed.
+// In each way, a thread that sees the word raised sees the bytes. A kernel writes to a rank of another node
+// by `Channel::command` alone; nothing else of that rank can be addressed.
 //
-// REUSE. The outbox may be written again when the NIC has read it: on a NIC that keeps order when the peer
-// has said that it got the bytes; on one that does not, which may send them once more, when the proxy
-// says that they are complete (`Channel::completion`).
+// REUSE. The outbox may be written again when the NIC has read it: on a NIC that keeps order, when the peer
+// has signalled that it got the bytes; on a NIC that does not, which may send them once more, when the proxy
+// reports that they are complete (`Channel::completion`).
 #pragma once
 
 #include <cstdint>
@@ -21,17 +22,18 @@
 
 namespace mkernel::transport {
 
-// Bytes of the own outbox, and where they go in a peer's inbox.
+// Bytes of the own outbox, and their place in a peer's inbox.
 struct Put {
     std::uint64_t from = 0, to = 0, bytes = 0;
 };
 
-// Where outbox and inbox lie: in one symmetric region, at these offsets on every rank.
+// The places of outbox and inbox: in one symmetric region, at these offsets on every rank.
 struct Channel {
     std::uint32_t region = 0;
     std::uint64_t outbox = 0, inbox = 0;
 
-    // Puts the bytes at `peer`, a rank of another node, then adds 1 to word `signal` of its pad.
+    // Returns the command that puts the bytes at `peer`, a rank of another node, then adds 1 to word `signal`
+    // of its pad.
     [[nodiscard]] MKERNEL_HOST_DEVICE PutCommand command(std::uint32_t peer, std::uint32_t signal,
                                                          const Put& put = {}) const {
         PutCommand command;
@@ -45,7 +47,8 @@ struct Channel {
         return command;
     }
 
-    // Adds 1 to word `signal` of the own pad once all commands before are complete here.
+    // Returns the command that adds 1 to word `signal` of the own pad once all earlier commands are complete
+    // here.
     [[nodiscard]] MKERNEL_HOST_DEVICE PutCommand completion(std::uint32_t signal) const {
         return command(PutCommand::kSelf, signal);
     }

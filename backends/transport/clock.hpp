@@ -7,7 +7,7 @@
 
 namespace mkernel::transport {
 
-// CLOCK_MONOTONIC, the same in all processes of a host.
+// Returns CLOCK_MONOTONIC's time, the same in all processes of a host.
 inline std::uint64_t monotonic_ns() {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -16,7 +16,8 @@ inline std::uint64_t monotonic_ns() {
 }
 
 #ifdef __CUDACC__
-// The same on all multiprocessors of a GPU, coarse (about 1 us), another on each GPU.
+// Returns the time of a GPU's clock: the same on all multiprocessors of a GPU, coarse (about 1 us), another
+// on each GPU.
 __device__ inline std::uint64_t global_ns() {
     std::uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

@@ -4,7 +4,8 @@
 // loads of what its writer wrote need their own fence in between). It returns false when the call must be
 // given up: the host set the abort word, another wait of this rank failed, or the deadline passed. The
 // first time-out of a rank writes the diagnosis, published by `code`, into pinned memory of the host.
-// Nothing traps: kernels skip what they waited for, run to their end, and the context stays usable.
+// Nothing traps: kernels skip the work that they waited to do, run to their end, and the context stays
+// usable.
 //
 // Any thread may wait; one thread of a warp at a time is enough and cheapest.
 #pragma once
@@ -17,7 +18,7 @@
 
 namespace mkernel::transport {
 
-// What is waited for, for the diagnosis. `signal`: the word's index where it has one.
+// The awaited word, for the diagnosis. `signal`: the word's index where it has one.
 struct Awaited {
     std::uint32_t signal;
     std::uint32_t peer;
@@ -41,13 +42,13 @@ class DeviceWaiter {
         return poll(state_, limits_, kernel_, &word, wanted, what);
     }
 
-    // When a wait ends that is not for one word: of a push, or for many words.
+    // Returns the limits of a wait that is not for one word: that of a push, or for many words.
     __device__ DeviceLimits limits() const {
         return {&limits_.host->abort, limits_.timeout_ns, &state_->failed};
     }
 
-    // After such a wait: whether the call goes on. Else all other waits of this rank are given up too, and
-    // the first time-out is recorded, of who saw `seen` of `wanted`.
+    // Returns, after such a wait, whether the call goes on. Otherwise all other waits of this rank are given
+    // up too, and the first time-out is recorded, with `seen` of `wanted` as the waiter saw them.
     __device__ bool went_on(WaitResult result, std::uint64_t seen, std::uint64_t wanted,
                             Awaited what) const {
         if (result == WaitResult::ok) return true;
@@ -57,8 +58,9 @@ class DeviceWaiter {
         return false;
     }
 
-    // For waits that poll by themselves, once in a while: when to ask again at the earliest, or 0 where the
-    // call is given up. `start`: when the wait began (`global_ns`); `next`: what this said before, or `start`.
+    // Checks, for waits that poll by themselves, once in a while. Returns the time of the next check at the
+    // earliest, or 0 where the call is given up. `start`: when the wait began (`global_ns`); `next`: the
+    // previous return value, or `start`.
     __device__ std::uint64_t ask(std::uint64_t start, std::uint64_t next, Awaited what) const {
         return ask(state_, limits_, kernel_, start, next, what);
     }
@@ -96,7 +98,7 @@ class DeviceWaiter {
         }
     }
 
-    // Likewise.
+    // Not inlined, for the same reasons.
     __device__ static __noinline__ std::uint64_t ask(CallState* state, WaitLimits limits,
                                                      Waiter kernel, std::uint64_t start,
                                                      std::uint64_t next, Awaited what) {

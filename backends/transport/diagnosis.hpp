@@ -1,4 +1,4 @@
-// Why a wait ended: the abort word and the one diagnostic record of a rank.
+// The reason why a wait ended: the abort word and the one diagnostic record of a rank.
 //
 // Contract: the first writer wins. `claim` succeeds once per world; later failures are consequences
 // of the first and are dropped. A reader sees the record complete once `code != none`.
@@ -20,7 +20,7 @@ enum class AbortCode : std::uint32_t {
     cancelled = 4,     // the user stopped the run (Ctrl-C, finalize in mid-run)
 };
 
-// Who waited. Mirrored by mkernel.errors.Waiter.
+// The kind of thread that waited. Mirrored by mkernel.errors.Waiter.
 enum class Waiter : std::uint32_t {
     none = 0,
     comm_kernel = 1,

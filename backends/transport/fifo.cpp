@@ -13,7 +13,7 @@ namespace mkernel::transport {
 
 namespace {
 
-// What lies before a ring's slots.
+// The part of a ring before its slots.
 struct RingHeader {
     alignas(64) std::uint64_t tail;
     alignas(64) std::uint32_t flag;
@@ -29,7 +29,7 @@ std::uint64_t ring_bytes(std::uint64_t capacity) {
 FifoRing::FifoRing(std::uint64_t slots) {
     memory_.capacity = std::bit_ceil(slots);
     memory_.bytes = ring_bytes(memory_.capacity);
-    // Shared, lest a fork make copies of pages that a device writes to.
+    // Shared, so that a fork does not copy pages that a device writes to.
     memory_.pages =
         ::mmap(nullptr, memory_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory_.pages == MAP_FAILED) {
@@ -91,9 +91,9 @@ Fifo::~Fifo() {
 void Fifo::release() {
     device_.release();
     if (!host_.release()) return;
-    // A waiter woken for every batch would find a ring that is full again at once: it is worth a
-    // system call when a quarter is free. The drainer comes to that by itself; if the NIC holds it
-    // up, room is not what producers lack, and their sleeps are bounded.
+    // A waiter woken for every batch would find a ring that is full again at once: a wake is worth its system
+    // call when a quarter is free. The drainer gets there by itself; if the NIC holds it up, producers do not
+    // lack room, and their sleeps are bounded.
     if (shared(lines_->waiting).load(std::memory_order_seq_cst) != 0 &&
         4 * (pushed() - host_.popped()) <= 3 * handle_.capacity) {
         wake_all(low_half(handle_.tail), Reach::process);

@@ -19,7 +19,7 @@ namespace mkernel::transport {
 // A ring and its drainer's end.
 class FifoRing {
   public:
-    // `slots` is rounded up to a power of two. std::system_error where there is no memory.
+    // Makes the ring; `slots` is rounded up to a power of two. std::system_error where there is no memory.
     explicit FifoRing(std::uint64_t slots);
     ~FifoRing();
     FifoRing(const FifoRing&) = delete;
@@ -29,7 +29,7 @@ class FifoRing {
     // A word of the first page for the ring's users.
     [[nodiscard]] std::uint32_t* flag() const;
 
-    // Copies the next command out. False where there is none. Its slot stays taken until release().
+    // Copies the next command out. Returns false where there is none. Its slot stays taken until release().
     bool pop(PutCommand& command) {
         if (!ready()) return false;
         command = next_slot().command;
@@ -40,10 +40,10 @@ class FifoRing {
         return shared(next_slot().commit).load(std::memory_order_seq_cst) ==
                FifoSlot::commit_word(next_, memory_.capacity);
     }
-    // Gives every popped slot back. False where there was none.
+    // Gives every popped slot back. Returns false where there was none.
     bool release();
 
-    // Tickets: popped() commands were ever taken out; those before published() can be.
+    // The counts of tickets: popped() commands have been taken out so far; those before published() can be.
     [[nodiscard]] std::uint64_t popped() const { return next_; }
     [[nodiscard]] std::uint64_t published() const { return memory_.head(); }
 
@@ -58,7 +58,7 @@ class FifoRing {
 
 class Fifo {
   public:
-    // Both rings have `slots`, rounded up to a power of two. std::system_error where no eventfd or no
+    // Makes both rings with `slots`, rounded up to a power of two. std::system_error where no eventfd or no
     // memory is left.
     explicit Fifo(std::uint64_t slots);
     ~Fifo();
@@ -74,16 +74,17 @@ class Fifo {
     // Gives every popped slot back; wakes host threads that wait for space once a quarter is free.
     void release();
 
-    // Tickets of the host's ring that were ever taken.
+    // Returns the number of tickets of the host's ring that were ever taken.
     [[nodiscard]] std::uint64_t pushed() const;
-    // Commands in both rings.
+    // Returns the number of commands in both rings.
     [[nodiscard]] std::uint64_t depth() const;
-    // A device may push, which cannot wake the proxy.
+    // Returns true where a device may push, which cannot wake the proxy.
     [[nodiscard]] bool device_claimed() const;
-    // How often the host has queued what will push.
+    // Returns how often the host has queued work that will push.
     [[nodiscard]] std::uint64_t awaited() const;
 
-    // prepare_sleep, then look at everything once more, then ppoll on wake_fd(), then end_sleep.
+    // The order of a sleep: prepare_sleep, then look at everything once more, then ppoll on wake_fd(), then
+    // end_sleep.
     void prepare_sleep();
     void end_sleep();
 

@@ -15,7 +15,7 @@ namespace mkernel::transport::near {
 
 #ifdef __CUDA_ARCH__
 
-// Additions return what was there before.
+// Additions return the value before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, std::uint64_t value) {
     std::uint64_t before;
     asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], %2;"
@@ -38,7 +38,7 @@ MKERNEL_HOST_DEVICE inline void add_release(std::uint64_t* at, std::uint64_t val
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-// Returns what was there before.
+// Returns the value before.
 MKERNEL_HOST_DEVICE inline std::uint32_t exchange_acquire(std::uint32_t* at, std::uint32_t value) {
     std::uint32_t before;
     asm volatile("atom.acquire.gpu.global.exch.b32 %0, [%1], %2;"
@@ -52,12 +52,12 @@ MKERNEL_HOST_DEVICE inline void store_release(std::uint32_t* at, std::uint32_t v
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Nanoseconds on the clock of this side.
+// Returns nanoseconds on the clock of this side.
 MKERNEL_HOST_DEVICE inline std::uint64_t now_ns() {
     return global_ns();
 }
 
-// Between two looks at a word that others change.
+// Pauses between two looks at a word that others change.
 MKERNEL_HOST_DEVICE inline void pause() {
     __nanosleep(100);
 }
@@ -68,7 +68,7 @@ MKERNEL_HOST_DEVICE inline void pause() {
 using transport::add_release;
 using transport::store_release;
 
-// Additions return what was there before.
+// Additions return the value before.
 MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acquire(std::uint64_t* at, std::uint64_t value) {
     return shared(*at).fetch_add(value, std::memory_order_acquire);
 }
@@ -77,17 +77,17 @@ MKERNEL_HOST_DEVICE inline std::uint64_t fetch_add_acq_rel(std::uint64_t* at, st
     return shared(*at).fetch_add(value, std::memory_order_acq_rel);
 }
 
-// Returns what was there before.
+// Returns the value before.
 MKERNEL_HOST_DEVICE inline std::uint32_t exchange_acquire(std::uint32_t* at, std::uint32_t value) {
     return shared(*at).exchange(value, std::memory_order_acquire);
 }
 
-// Nanoseconds on the clock of this side.
+// Returns nanoseconds on the clock of this side.
 MKERNEL_HOST_DEVICE inline std::uint64_t now_ns() {
     return monotonic_ns();
 }
 
-// Between two looks at a word that others change.
+// Pauses between two looks at a word that others change.
 MKERNEL_HOST_DEVICE inline void pause() {
     yield();
 }

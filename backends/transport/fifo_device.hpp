@@ -1,11 +1,11 @@
-// The device side of the command FIFO: how a grid asks the host's proxy thread for a put, without a
-// system call. Host code and CUDA; on a host it is what tests run.
+// The device side of the command FIFO, by which a grid requests a put from the host's proxy thread without a
+// system call. Host code and CUDA; tests run it on a host.
 //
 // Slots and tail lie in pinned host memory (fifo_slot.hpp), tickets in device memory:
 //
 //   free     how many more tickets may be taken. A producer takes one away and puts it back if there was
-//            none. It is at most what the ring had free when the tail was last read, so whoever took one
-//            away owns a slot before it knows which, and no ticket is ever taken that nobody publishes.
+//            none. It is at most what the ring had free when the tail was last read, so a producer that took
+//            one away owns a slot before it knows which, and no ticket is ever taken without being published.
 //   head     the next ticket.
 //   tail     as it was last read from the host. Only a producer that finds nothing free reads it again,
 //            one at a time: nobody else polls over PCIe.
@@ -15,10 +15,11 @@
 //
 // ORDER. Commands of one thread are executed in the order of its pushes, also those of several threads
 // that a barrier orders. The proxy gives a slot back by its release store to the tail; the acquire of the
-// tail, the release addition to `free` and the acquire that takes it away put what follows after that.
-// Which slot was given back by then depends on how many took from `free`, not on who did: a thread that
-// took early may draw a late ticket. So the ticket is drawn with acquire and release: whoever has it comes
-// after all that drew before, and one of them took from `free` what this ticket's slot was given back by.
+// tail, the release addition to `free` and the acquire that takes it away order everything that follows after
+// that. Which slot was given back by then depends on how many took from `free`, not on who did: a thread that
+// took early may draw a late ticket. The ticket is therefore drawn with acquire and release: the thread that
+// has it comes after all that drew before, and one of them took from `free` what this ticket's slot was given
+// back by.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@
 
 namespace mkernel::transport {
 
-// When a wait of a device's thread ends without what it waits for.
+// The conditions under which a wait of a device's thread ends without its word.
 struct DeviceLimits {
     const std::uint32_t* abort = nullptr;  // pinned host memory; anything but 0 ends the wait
     std::uint64_t timeout_ns = 0;
@@ -48,7 +49,7 @@ struct FifoTickets {
     std::uint32_t reading = 0;  // 1 while a producer reads the host's tail
     std::uint32_t stopped = 0;  // 1 once a push timed out or saw the abort word
 
-    // Of a ring that nobody pushes to. Commands that are still in it stay.
+    // Returns the tickets of a ring that nobody pushes to. Commands that are still in it stay.
     [[nodiscard]] static FifoTickets of(const FifoRingMemory& ring) {
         FifoTickets tickets;
         tickets.head = ring.head();
@@ -65,9 +66,10 @@ struct FifoDevice {
     FifoTickets* tickets = nullptr;
     std::uint64_t capacity = 0;
 
-    // Any thread of the device. ok; aborted: somebody set the abort word, or a push of this device gave
-    // up before; timed_out: this is the first that gave up, with the ring full all the time. After
-    // either, no push succeeds any more: the caller leaves the diagnosis and ends its work.
+    // Pushes a command, from any thread of the device. Returns ok; aborted: the abort word is set, or a push
+    // of this device gave up before; timed_out: this push is the first that gave up, with the ring full all
+    // the time. After either of the latter, no push succeeds any more: the caller leaves the diagnosis and
+    // ends its work.
     [[nodiscard]] MKERNEL_HOST_DEVICE WaitResult push(const PutCommand& command,
                                                       const DeviceLimits& limits) const {
         if (!take()) {
@@ -82,7 +84,7 @@ struct FifoDevice {
     }
 
   private:
-    // Taken away once by whoever stops the pushes: nothing is free any more.
+    // Taken away once by the thread that stops the pushes: nothing is free any more.
     static constexpr std::uint64_t kStopped = std::uint64_t{1} << 62;
 
     [[nodiscard]] MKERNEL_HOST_DEVICE bool take() const {
@@ -93,7 +95,7 @@ struct FifoDevice {
         return false;
     }
 
-    // Until there is a slot, which is the caller's then.
+    // Waits until there is a slot, which is the caller's then.
     [[nodiscard]] MKERNEL_HOST_DEVICE WaitResult wait(const DeviceLimits& limits) const {
         const std::uint64_t start = near::now_ns();
         while (true) {
@@ -116,7 +118,8 @@ struct FifoDevice {
         }
     }
 
-    // By the one thread that set `reading`. True: slots were drained since, and one of them is its own.
+    // Reads the tail, by the one thread that set `reading`. Returns true where slots were drained since, and
+    // one of them is its own.
     [[nodiscard]] MKERNEL_HOST_DEVICE bool read_tail() const {
         const std::uint64_t drained = load_acquire(tail);
         const std::uint64_t news = drained - tickets->tail;
@@ -126,7 +129,7 @@ struct FifoDevice {
         return true;
     }
 
-    // True to the first.
+    // Stops all pushes; returns true to the first caller.
     MKERNEL_HOST_DEVICE bool stop() const {
         if (near::exchange_acquire(&tickets->stopped, 1) != 0) return false;
         near::add_release(&tickets->free, ~kStopped + 1);  // - kStopped

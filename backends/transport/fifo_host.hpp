@@ -1,5 +1,5 @@
-// The command FIFO as threads of the host push to it: simulated kernels, plug-ins, the session itself.
-// See fifo_slot.hpp for the slots.
+// The host side of the command FIFO, to which threads of the host push: simulated kernels, plug-ins, the
+// session itself. See fifo_slot.hpp for the slots.
 //
 // push: any number of producers, lock-free; when the ring is full it waits for the proxy
 // (back-pressure, nothing is lost) until the deadline or an abort. A ticket is taken only when its
@@ -42,8 +42,8 @@ struct FifoHandle {
     int wake_fd = -1;                   // eventfd that ends the proxy's sleep
     FifoDeviceRing device;
 
-    // Returns ok, or why the command was not queued. `pad` supplies the abort word and takes the
-    // diagnosis at the deadline (monotonic_ns clock).
+    // Pushes a command. Returns ok, or why the command was not queued. `pad` supplies the abort word and
+    // takes the diagnosis at the deadline (monotonic_ns clock).
     WaitResult push(const PutCommand& command, const SignalPad& pad, std::uint64_t deadline_ns,
                     Diagnosis who) const {
         if (pad.aborted() != AbortCode::none) return WaitResult::aborted;
@@ -78,7 +78,8 @@ struct FifoHandle {
         ring(wake_fd);
     }
 
-    // The ring's one device from now on. False: it has one. The proxy learns of it at once.
+    // Claims the ring for one device from now on; the proxy sees it at once. Returns false where the ring has
+    // a device already.
     [[nodiscard]] bool claim_device() const {
         if (shared(*device.claimed).exchange(1, std::memory_order_seq_cst) != 0) {
             return false;
@@ -86,12 +87,13 @@ struct FifoHandle {
         wake();
         return true;
     }
-    // What the host queues for the device now will push: the proxy stays awake for it. Any thread.
+    // Announces that work which the host now queues for the device will push: the proxy stays awake for it.
+    // Any thread.
     void await_device() const {
         shared(*device.awaited).fetch_add(1, std::memory_order_seq_cst);
         wake();
     }
-    // Nothing on the device pushes any more.
+    // Releases the ring: nothing on the device pushes any more.
     void release_device() const { shared(*device.claimed).store(0, std::memory_order_seq_cst); }
 
   private:

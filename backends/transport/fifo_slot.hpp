@@ -1,4 +1,4 @@
-// What the two ends of the command FIFO agree on, whoever produces: the slot, how it is published, and
+// The conventions of both ends of the command FIFO, for any producer: the slot, how it is published, and
 // where a ring lies. Host code and CUDA.
 //
 // A slot is 64 bytes and is published by its last word, a release store that carries the lap's parity in
@@ -7,12 +7,12 @@
 // zeroed memory is an empty ring. A producer takes a ticket only when its slot is free, and then always
 // publishes, so the drainer never waits for a hole.
 //
-// What holds in every interleaving, and is tried in them (tests/native/model/test_fifo_model.cpp): the
-// drainer gets every published command once, whole, and in its producer's order; no slot is written that
-// the drainer may still read; nobody sleeps for ever; who gives up leaves no ticket behind.
+// The following holds in every interleaving, and is tried in them (tests/native/model/test_fifo_model.cpp):
+// the drainer gets every published command once, whole, and in its producer's order; no slot is written that
+// the drainer may still read; no thread sleeps for ever; a producer that gives up leaves no ticket.
 //
-// Who hands out the tickets of a ring depends on where its producers run, so a FIFO has two rings:
-// fifo_host.hpp pushes from threads of the host, fifo_device.hpp from a grid.
+// The tickets of a ring are counted where its producers run, so a FIFO has two rings: fifo_host.hpp pushes
+// from threads of the host, fifo_device.hpp from a grid.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ struct alignas(64) FifoSlot {
         return (ticket & capacity) == 0 ? ticket | kCommitBit : ticket & ~kCommitBit;
     }
 
-    // By 16-byte stores on a device, of which a PCIe write each is made. To be published by a release
-    // store to `commit`.
+    // Writes the slot, on a device by 16-byte stores, each of which becomes one PCIe write. It is to be
+    // published by a release store to `commit`.
     MKERNEL_HOST_DEVICE void write(const PutCommand& what) {
 #ifdef __CUDA_ARCH__
         const auto pair = [](std::uint32_t low, std::uint32_t high) {
@@ -58,8 +58,8 @@ struct alignas(64) FifoSlot {
 };
 static_assert(sizeof(FifoSlot) == 64);
 
-// A ring in host pages, which nothing else lies in, so that an accelerator may register them with its
-// device. The tail and the slots lie in these pages.
+// A ring in host pages that hold nothing else, so that an accelerator may register them with its device. The
+// tail and the slots lie in these pages.
 struct FifoRingMemory {
     void* pages = nullptr;
     std::uint64_t bytes = 0;  // whole pages
@@ -67,7 +67,7 @@ struct FifoRingMemory {
     std::uint64_t* tail = nullptr;  // first ticket not yet drained; the proxy stores
     std::uint64_t capacity = 0;     // slots, a power of two
 
-    // The ticket of the next command, while nobody produces.
+    // Returns the ticket of the next command, while nobody produces.
     [[nodiscard]] std::uint64_t head() const {
         const std::uint64_t drained = load_acquire(tail);
         std::uint64_t ticket = drained;

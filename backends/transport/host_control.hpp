@@ -1,4 +1,5 @@
-// What the host and the kernels of a rank tell each other: one block of pinned, mapped host memory.
+// The words by which the host and the kernels of a rank inform each other: one block of pinned, mapped host
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ struct HostControl {
     AbortRecord record;
 };
 
-// What a kernel is given to wait with.
+// The limits of a kernel's waits.
 struct WaitLimits {
     HostControl* host;  // device address
     std::uint64_t timeout_ns;

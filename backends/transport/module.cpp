@@ -1,4 +1,4 @@
-// Python's view of a signal pad: format it, read and write its counters and its abort record.
+// Python's view of a signal pad: it formats the pad, and reads and writes its counters and its abort record.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -85,7 +85,7 @@ PYBIND11_MODULE(_transport, module) {
             checked(address, index).add(index, value);
         },
         py::arg("address"), py::arg("index"), py::arg("value"));
-    // For devices, which write words and wait for them by their addresses.
+    // Used for devices, which write words and wait for them by their addresses.
     module.def(
         "word_address",
         [](std::uintptr_t address, std::uint32_t index) {

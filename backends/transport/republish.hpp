@@ -1,17 +1,16 @@
-// Words that the host raises, for a whole grid to wait for. Host code and CUDA; on a host it is what tests
-// run.
+// Words that the host raises and a whole grid waits for. Host code and CUDA; tests run it on a host.
 //
 // The proxy adds to words of the signal pad, which lie in pinned host memory. A load of those takes a round
 // trip over PCIe, and many threads that poll them hold up everything else on that link (measured: 132 x
-// 1024 pollers make a copy engine's small copies a thousand times slower). So one warp of a running grid
-// polls them, of each lane's share the first few that have not come, with pauses, and *republishes* them in
-// memory of the device, where all others wait: an added word of the host becomes a set word of the device,
-// which holds the number of the call.
+// 1024 pollers make a copy engine's small copies a thousand times slower). One warp of a running grid
+// therefore polls them, in each lane's share the first few that have not come, with pauses, and *republishes*
+// them in memory of the device, where all others wait: an added word of the host becomes a set word of the
+// device, which holds the number of the call.
 //
 // ORDER. Each load is an acquire of the host's release, each store a release to the device's waiters, and
-// releases are cumulative: whoever sees a copy set sees what the host saw before it raised the word.
-// A call adds 1 to each word of a run, and whoever republishes it moves the word's expected count on by
-// that; nobody else looks at the count.
+// releases are cumulative: a thread that sees a copy set sees everything that the host saw before it raised
+// the word. A call adds 1 to each word of a run, and the thread that republishes it moves the word's expected
+// count on by that; no other thread reads the count.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +21,8 @@
 
 namespace mkernel::transport {
 
-// Which words of a run: `count` of them, `width` in a row every `stride` words. From item `gap_at` on they
-// lie `gap` words further.
+// The pattern of a run's words: `count` of them, `width` in a row every `stride` words. From item `gap_at` on
+// they lie `gap` words further.
 struct WordPattern {
     std::uint32_t count = 0;
     std::uint32_t gap_at = 0;
@@ -36,7 +35,7 @@ struct WordPattern {
     }
 };
 
-// A run of a pad's added words, of each its expected count and its copy, and which of them.
+// A run of a pad's added words, with the expected count and the copy of each, and the pattern of the words.
 struct Republished {
     const Word* words = nullptr;        // pinned host memory, as the device addresses it
     ExpectedCount* expected = nullptr;  // device memory, as the copies
@@ -52,7 +51,8 @@ struct Lane {
 
 namespace detail {
 
-// kItems of a lane from `first` on, whose loads are under way together. Whether all have come.
+// Republishes kItems of a lane from `first` on, whose loads are under way together. Returns whether all have
+// come.
 template <int kItems>
 MKERNEL_HOST_DEVICE bool republish_some(const Republished& run, std::uint64_t number,
                                         std::uint32_t first, std::uint32_t stride) {
@@ -95,8 +95,8 @@ MKERNEL_HOST_DEVICE bool republish_some(const Republished& run, std::uint64_t nu
 }  // namespace detail
 
 // Sets each copy of the lane's share to `number`, which all copies are below, as its word has its one
-// addition of this call. ok: all of them have. aborted, timed_out: by the limits; `first_missing` then
-// says what was waited for.
+// addition of this call. Returns ok: all of them have; aborted, timed_out: by the limits; `first_missing`
+// then returns what was waited for.
 MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, std::uint64_t number,
                                                 const DeviceLimits& limits, Lane mine = {}) {
 #ifdef __CUDA_ARCH__
@@ -122,8 +122,8 @@ MKERNEL_HOST_DEVICE inline WaitResult republish(const Republished& run, std::uin
     }
 }
 
-// The index of the first word of the lane's share whose copy is not at `number`; where all are, one that is
-// none of the run's.
+// Returns the index of the first word of the lane's share whose copy is not at `number`; where all are, one
+// that is none of the run's.
 MKERNEL_HOST_DEVICE inline std::uint32_t first_missing(const Republished& run, std::uint64_t number,
                                                        Lane mine = {}) {
     const WordPattern& which = run.which;

@@ -1,5 +1,5 @@
 // A word of memory that several threads or processes of a host share, as an atomic. All host code of the
-// transport goes through here, so that a model of its protocols can (tests/native/model).
+// transport goes through here, so that a model of its protocols can do so too (tests/native/model).
 #pragma once
 
 #include <atomic>

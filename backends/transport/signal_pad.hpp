@@ -14,8 +14,8 @@
 // futex shared between processes (the *bell* of its word), so that waiting costs no CPU on a
 // machine with fewer cores than waiters. Writers that cannot ring (a copy engine, or a NIC writing
 // memory by itself) are still seen: a waiter looks again by itself, the more seldom the longer it has waited
-// (`pause_ns`). Thousands that each did so every 2 ms, as the cores of a simulated world, would keep a
-// machine from the work that they wait for.
+// (`pause_ns`). Thousands of waiters that each did so every 2 ms, such as the cores of a simulated world,
+// would keep a machine from the work that they wait for.
 #pragma once
 
 #include <cstddef>
@@ -57,7 +57,7 @@ class SignalPad {
         : header_(static_cast<SignalPadHeader*>(memory)),
           words_(reinterpret_cast<Word*>(header_ + 1)) {}
 
-    // More than NICs can name (nics/verbs/immediate.hpp) are of no use.
+    // The most signals; more than NICs can name (nics/verbs/immediate.hpp) are of no use.
     static constexpr std::uint32_t kMostSignals = 1u << 23;
 
     static constexpr std::size_t bytes(std::uint32_t capacity) {
@@ -65,7 +65,7 @@ class SignalPad {
                std::size_t{capacity} * (sizeof(Word) + sizeof(ExpectedCount));
     }
 
-    // Once, by the owner, before any peer maps the segment. The memory must be zero.
+    // Formats a pad, once, by the owner, before any peer maps the segment. The memory must be zero.
     static SignalPad format(void* memory, std::uint32_t capacity) {
         auto* header = new (memory) SignalPadHeader;
         header->capacity = capacity;
@@ -81,17 +81,18 @@ class SignalPad {
 
     [[nodiscard]] std::uint64_t load(std::uint32_t index) const { return words_[index].load(); }
 
-    // Where the word lies, for devices that write it and wait for it by its address.
+    // Returns where the word lies, for devices that write it and wait for it by its address.
     [[nodiscard]] const Word* word(std::uint32_t index) const { return words_ + index; }
 
-    // To an added word. Returns what it then stands at.
+    // Adds to an added word. Returns its value after that.
     std::uint64_t add(std::uint32_t index, std::uint64_t value) const {
         const std::uint64_t sum = static_cast<AddedWord&>(words_[index]).add_and_fetch(value);
         ring(bell(index));
         return sum;
     }
 
-    // The own rank's pad only: its calls run one after another, and who ends one moves the count on.
+    // Returns the count of the own rank's pad, which only the rank itself uses: its calls run one after
+    // another, and the one that ends moves the count on.
     [[nodiscard]] ExpectedCount& expected(std::uint32_t index) const {
         return reinterpret_cast<ExpectedCount*>(words_ + header_->capacity)[index];
     }
@@ -109,7 +110,7 @@ class SignalPad {
         return first;
     }
 
-    // `deadline_ns` is on monotonic_ns()'s clock. `who` says what to record if it passes.
+    // Waits. `deadline_ns` is on monotonic_ns()'s clock. `who` is the diagnosis to record if it passes.
     WaitResult wait(std::uint32_t index, std::uint64_t wanted, std::uint64_t deadline_ns,
                     Diagnosis who) const {
         for (int spin = 0; spin < kSpins; ++spin) {
@@ -141,7 +142,8 @@ class SignalPad {
         }
     }
 
-    // The longest sleep of who has waited so long: an eighth of that, from kMaxSleepNs to kSeldomSleepNs.
+    // Returns the longest sleep of a waiter that has waited so long: an eighth of that, from kMaxSleepNs to
+    // kSeldomSleepNs.
     static constexpr std::uint64_t pause_ns(std::uint64_t waited_ns) {
         const std::uint64_t share = waited_ns / 8;
         if (share < kMaxSleepNs) return kMaxSleepNs;

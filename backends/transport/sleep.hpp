@@ -1,7 +1,7 @@
-// How threads of the host wait for each other without using the CPU: a futex on a word, an eventfd.
+// Waits of the host's threads for each other without using the CPU: a futex on a word, an eventfd.
 //
-// Neither orders memory, and a sleeper may wake without cause: whoever sleeps looks again at what it waits
-// for, before and after.
+// Neither orders memory, and a sleeper may wake without cause: a sleeper looks again at what it waits for,
+// before and after.
 #pragma once
 
 #include <linux/futex.h>
@@ -15,11 +15,11 @@
 
 namespace mkernel::transport {
 
-// Who may wake a sleeper: threads of this process, or of any that maps the word.
+// The threads that may wake a sleeper: those of this process, or of any that maps the word.
 enum class Reach { process, host };
 
-// Until `wake_all` of the word, or for `most_ns`, below a second. Returns at once where the word is not
-// `seen`.
+// Sleeps until `wake_all` of the word, or for `most_ns`, below a second. Returns at once where the word is
+// not `seen`.
 inline void sleep_while(const std::uint32_t* word, std::uint32_t seen, std::uint64_t most_ns,
                         Reach reach) {
     const timespec most{0, static_cast<long>(most_ns)};
@@ -32,7 +32,7 @@ inline void wake_all(const std::uint32_t* word, Reach reach) {
     syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, 0);
 }
 
-// The half of a word that a futex lies on.
+// Returns the half of a word that a futex lies on.
 inline const std::uint32_t* low_half(const std::uint64_t* word) {
     return reinterpret_cast<const std::uint32_t*>(word);
 }
@@ -40,7 +40,7 @@ inline const std::uint32_t* low_half(const std::uint64_t* word) {
 // Makes an eventfd readable.
 inline void ring(int eventfd) {
     const std::uint64_t one = 1;
-    // Fails only when the counter is full: then it is readable already.
+    // A write fails only when the counter is full: then it is readable already.
     [[maybe_unused]] const ssize_t written = ::write(eventfd, &one, sizeof(one));
 }
 
@@ -50,7 +50,7 @@ inline void hush(int eventfd) {
     [[maybe_unused]] const ssize_t got = ::read(eventfd, &count, sizeof(count));
 }
 
-// Between two looks at a word that others change soon.
+// Yields between two looks at a word that others change soon.
 inline void yield() {
     sched_yield();
 }

@@ -44,7 +44,7 @@ struct DlExchange {
     int (*current_stream)(std::int32_t device_type, std::int32_t device, void** out);  // likewise
 };
 
-// Null, without an exception, where the capsule holds no table that can read tensors.
+// Returns null, without an exception, where the capsule holds no table that can read tensors.
 inline const DlExchange* exchange_of(PyObject* capsule) {
     if (!PyCapsule_IsValid(capsule, kExchangeCapsule)) return nullptr;
     const auto* table =

@@ -45,7 +45,7 @@ PyObject* from_python() {
     Py_RETURN_NONE;
 }
 
-// The world's turn among all of the process, where no other thread has it.
+// The world's turn among all worlds of the process, where no other thread has it.
 class Turn {
   public:
     explicit Turn(const WorldState& world) : world_(world) {
@@ -71,7 +71,7 @@ class Turn {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    // False, without an exception or with one: somebody else's, or Python failed.
+    // Returns false, without an exception or with one: another thread has the turn, or Python failed.
     explicit operator bool() const { return noted_; }
 
   private:
@@ -175,7 +175,8 @@ Answer KnownCalls::start(const KnownCall& known, const Signature& signature,
     if (several) {
         const Answer follow = follows(signature.tensors[0], stream);
         if (follow != Answer::yes) return follow;
-        // Of companions too, which run other ops of this world; the own pad is looked at below.
+        // The failure may also be that of companions, which run other ops of this world; the own pad is read
+        // below.
         PyObject* const monitor = world.failure.get();
         const Reference recorded =
             Reference::owned(PyObject_VectorcallMethod(names().recorded, &monitor, 1, nullptr));
@@ -250,7 +251,7 @@ bool KnownCalls::note_last() const {
     return now && PyDict_SetItem(world.last.get(), Py_False, now.get()) == 0;
 }
 
-// `running` is waited for from its left: one entry stands for all that a backend has started here.
+// `running` is waited for from its left: one entry stands for everything that a backend has started here.
 bool KnownCalls::listed(const KnownCall& known) const {
     const Py_ssize_t count = PySequence_Size(world.running.get());
     if (count > 0) {

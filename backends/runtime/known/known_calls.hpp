@@ -1,12 +1,12 @@
-// Calls of a world whose signature it has run before, started without Python.
+// Calls that a world starts without Python, since it has run their signatures before.
 //
-// The world's own state stays where Python has it (call numbers, the order of worlds, failures): this
-// reads and writes the same objects, so that calls of either kind follow one another. What is not
-// certain here is left to Python, which decides and raises: `call` then returns None, and has done
-// nothing. It runs with the GIL and in the world's turn.
+// The world's own state stays where Python has it (call numbers, the order of worlds, failures): this code
+// reads and writes the same objects, so that calls of either kind follow one another. Every case that is not
+// certain here is left to Python, which decides and raises: `call` then returns None, and has done nothing.
+// It runs with the GIL and in the world's turn.
 //
-// An entry may be used only while its call needs no agreement and no new memory. So all are dropped
-// whenever the world forgets shapes (`forget`), on all ranks at the same call.
+// An entry may be used only while its call needs no agreement and no new memory. All entries are therefore
+// dropped whenever the world forgets shapes (`forget`), on all ranks at the same call.
 #pragma once
 
 #include <Python.h>
@@ -24,7 +24,7 @@
 
 namespace mkernel::known {
 
-// The world's objects, as `World` and what it consists of have them.
+// The world's objects, as `World` and its parts have them.
 struct WorldState {
     Reference failure;           // FailureMonitor: call, notice, timeout_s, _recorded
     Reference watchdog;          // its Watchdog: looked, behind_s; None: nobody watches
@@ -60,27 +60,27 @@ struct KnownCall {
 
 class KnownCalls {
   public:
-    // Calls kept at most: then all are forgotten. More than a world has shapes.
+    // The most calls kept, after which all are forgotten. More than a world has shapes.
     static constexpr std::size_t kMost = 4096;
 
     TorchView torch;
     WorldState world;
 
-    // `arguments`: op, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, each but the first three
-    // perhaps None, and whether products may be added with fewer bits (bool). The output; None: make the
-    // call from Python; bytes: likewise, and `learn` may be told of it under this signature. Null with
-    // a Python exception.
+    // Starts a call. `arguments`: op, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, each but the first
+    // three perhaps None, and whether products may be added with fewer bits (bool). Returns the output; None:
+    // make the call from Python; bytes: make it from Python, after which `learn` may be called with this
+    // signature. Null with a Python exception.
     PyObject* call(PyObject* const* arguments);
 
     void learn(const Signature& signature, KnownCall call);
     void forget() { calls_.clear(); }
-    // From now on every call is Python's. References into the world go.
+    // Leaves every later call to Python, and drops the references into the world.
     void close() {
         closed_ = true;
         calls_.clear();
         world = {};
     }
-    // Users' memory that all ranks have at one place; the n-th is buffer n of the world.
+    // Adds a user's memory that all ranks have at one place; the n-th is buffer n of the world.
     void add_buffer(std::uint64_t address, std::uint64_t nbytes) {
         buffers_.push_back({address, nbytes});
     }
@@ -98,14 +98,14 @@ class KnownCalls {
 
     Answer sign(PyObject* const* arguments, Signature& signature, Tensors& tensors) const;
     bool place(TensorSignature& tensor, std::uint64_t address, std::uint64_t nbytes) const;
-    // Queues the call and counts it. In the world's turn.
+    // Queues the call and counts it. Called in the world's turn.
     Answer start(const KnownCall& known, const Signature& signature, const Tensors& tensors);
-    // Whether others may have given the world up unheard: `Watchdog.is_behind`.
+    // Returns yes where other ranks may have given the world up unheard: `Watchdog.is_behind`.
     Answer is_behind(double timeout_s) const;
     bool listed(const KnownCall& known) const;
-    // Whether the call follows those of other worlds by being queued on the stream of the last one.
+    // Returns yes where the call follows those of other worlds by being queued on the stream of the last one.
     Answer follows(const TensorSignature& tensor, std::uint64_t stream) const;
-    // It is the last one from now on. False with a Python exception.
+    // Notes that this call is the last one from now on. Returns false with a Python exception.
     bool note_last() const;
 
     bool closed_ = false;

@@ -1,5 +1,5 @@
-// The Python module `_known_calls`. Written against Python's own interface: a call through pybind11
-// would cost as much as all that a known call does here.
+// The Python module `_known_calls`. Written against Python's own interface: a call through pybind11 would
+// cost as much as everything that a known call does here.
 #include <Python.h>
 
 #include <cstring>
@@ -11,7 +11,7 @@ using namespace mkernel::known;
 
 namespace {
 
-// Of what `known.py` gives and asks; another number there is of another build.
+// The number of the interface between `known.py` and this module; another number belongs to another build.
 constexpr long kInterface = 6;
 
 struct Object {

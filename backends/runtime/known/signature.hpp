@@ -1,4 +1,5 @@
-// What tells one call of an op from another: all that its checks and its plan see of the arguments.
+// The signature of a call, which differs between calls of an op: everything that its checks and its plan see
+// of the arguments.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct TensorSignature {
     std::int64_t offset;  // in bytes, in that buffer
 };
 
-// Equal exactly when its bytes are; it has no padding. Made all zero.
+// Two signatures are equal exactly when their bytes are; there is no padding. Made all zero.
 struct Signature {
     char op[kMostNameBytes];
     std::uintptr_t out_dtype;  // identity of torch's object, which lives as long as torch

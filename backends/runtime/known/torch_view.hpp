@@ -1,4 +1,4 @@
-// What a call has to know of torch, asked through Python's C interface: nothing here links torch.
+// The view of torch that a call needs, queried through Python's C interface: nothing here links torch.
 #pragma once
 
 #include <Python.h>
@@ -14,30 +14,31 @@ namespace mkernel::known {
 // Yes, no, or a Python exception is set.
 enum class Answer { no, yes, raised };
 
-// torch's functions, as `torch_view.py` finds them. One a process would do; each KnownCalls has its own.
+// torch's functions, as `torch_view.py` finds them. One view a process would be enough; each KnownCalls has
+// its own.
 class TorchView {
   public:
-    // From a dict of that module. False with a Python exception.
+    // Takes them from a dict of that module. Returns false with a Python exception.
     bool open(PyObject* functions);
 
-    // Whether torch just computes: no mode, transform, trace or forward-mode derivative is active.
+    // Returns yes where torch just computes: no mode, transform, trace or forward-mode derivative is active.
     [[nodiscard]] Answer quiet() const;
-    // Whether operations on tensors that require grad are recorded.
+    // Returns yes where operations on tensors that require grad are recorded.
     [[nodiscard]] Answer records() const { return is_true(is_grad_enabled_); }
-    // Whether `device` is the calling thread's current one, where torch has one of this type.
+    // Returns yes where `device` is the calling thread's current one, if torch has one of this type.
     [[nodiscard]] Answer is_current(const DlDevice& device) const;
 
-    // `no`: it is none of which a kernel needs the address alone, or its shape is not of the kind that
-    // is remembered. `recorded`: of `records`.
+    // Reads a tensor's signature. Returns `no` where a kernel needs more of it than its address, or its shape
+    // is not of the kind that is remembered. `recorded`: the result of `records`.
     Answer read(PyObject* tensor, bool recorded, TensorSignature& signature, std::uint64_t& address,
                 std::uint64_t& nbytes) const;
-    // torch's current stream of the device. False with a Python exception.
+    // Gets torch's current stream of the device. Returns false with a Python exception.
     bool current_stream(const TensorSignature& tensor, std::uint64_t& stream) const;
-    // Whether the device's current stream is being captured into a graph.
+    // Returns yes where the device's current stream is being captured into a graph.
     [[nodiscard]] Answer capturing() const;
-    // Whether torch's stream object is this stream of that device.
+    // Returns yes where torch's stream object is this stream of that device.
     Answer is_stream(PyObject* object, const TensorSignature& tensor, std::uint64_t stream) const;
-    // Tells autograd that a tensor was written to. False with a Python exception.
+    // Reports to autograd that a tensor was written to. Returns false with a Python exception.
     bool written(PyObject* tensor) const;
 
   private:
