@@ -21,10 +21,11 @@ namespace {
 
 constexpr std::size_t kNumbers = 8;
 
-// By number. A memory keeps its number as long as torch has pieces of it: its tensors may outlive the world.
+// The memories by number. A memory keeps its number as long as torch has pieces of it: its tensors may
+// outlive the world.
 class Numbered {
   public:
-    // Its number; -1: all are taken.
+    // Adds a memory; returns its number, or -1 where all are taken.
     int add(const std::shared_ptr<OutputMemory>& memory) {
         const std::lock_guard lock(mutex_);
         for (std::size_t number = 0; number < kNumbers; ++number) {
@@ -38,7 +39,7 @@ class Numbered {
         const std::lock_guard lock(mutex_);
         return all_[number].memory;
     }
-    // Forgets it once torch has no piece of it.
+    // Forgets a memory once torch has no piece of it.
     void retire(std::size_t number) {
         const std::lock_guard lock(mutex_);
         all_.at(number).retired = true;
@@ -103,7 +104,7 @@ void bind_output_memory(py::module_& module) {
 
 }  // namespace mkernel::cuda
 
-// As torch.cuda.memory.CUDAPluggableAllocator calls them.
+// The functions in the form in which torch.cuda.memory.CUDAPluggableAllocator calls them.
 #define MKERNEL_OUTPUTS(number)                                                                 \
     extern "C" __attribute__((visibility("default"))) void* mkernel_allocate_outputs_##number(  \
         ssize_t bytes, int, cudaStream_t) {                                                     \

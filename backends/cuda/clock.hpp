@@ -1,4 +1,4 @@
-// The device's clock (`globaltimer`), read from the host and waited for on a stream.
+// The device's clock (`globaltimer`): reads of it from the host, and waits for it on a stream.
 #pragma once
 
 #include <cuda_runtime_api.h>

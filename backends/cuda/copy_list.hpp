@@ -1,5 +1,5 @@
-// Copies that are handed over together: as few as possible, where what two of them write is what the later
-// one writes.
+// Copies that are submitted together: as few as possible. Where two of them write the same bytes, those of
+// the later one last.
 #pragma once
 
 #include <algorithm>
@@ -18,12 +18,13 @@ struct QueuedCopy {
     [[nodiscard]] bool overlaps(const QueuedCopy& other) const {
         return to != 0 && other.to != 0 && to < other.to + other.bytes && other.to < to + bytes;
     }
-    // Whether the other one begins where this one ends, everywhere.
+    // Returns true where the other copy begins where this one ends, everywhere.
     [[nodiscard]] bool precedes(const QueuedCopy& other) const {
         return follows(to, other.to) && follows(from, other.from) &&
                follows(staging, other.staging);
     }
-    // Whether this one writes all that the other one does: a message that a NIC places twice.
+    // Returns true where this copy writes everything that the other one does: a message that a NIC places
+    // twice.
     [[nodiscard]] bool repeats(const QueuedCopy& other) const {
         return from != 0 && other.from != 0 && to != 0 && other.to >= to &&
                other.to + other.bytes <= to + bytes && other.from - from == other.to - to;
@@ -45,7 +46,7 @@ class CopyList {
         }
     }
     [[nodiscard]] bool empty() const { return copies_.empty(); }
-    // Joins neighbours, in whatever order they came. Copies that overlap keep theirs, and all the others
+    // Joins neighbours, in whatever order they came. Copies that overlap keep their order, and all the others
     // with them.
     const std::vector<QueuedCopy>& join() {
         if (copies_.size() > 1) join_sorted();

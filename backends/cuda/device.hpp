@@ -1,4 +1,4 @@
-// Devices of this process, and whose turn it is on the calling thread.
+// The devices of this process, and the choice of the calling thread's current one.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,23 +21,23 @@ struct DeviceInfo {
     bool mps;         // processes that share it run at once
 };
 
-// The devices that this process may use, in CUDA's order. CudaError without driver or device.
+// Returns the devices that this process may use, in CUDA's order. CudaError without driver or device.
 std::vector<DeviceInfo> devices();
 
-// Versions of the installed driver and of the runtime in this module, as 1000 * major + 10 * minor;
-// driver 0: none installed.
+// Returns the versions of the installed driver and of the runtime in this module, as 1000 * major + 10 *
+// minor; driver 0: none installed.
 std::pair<int, int> versions();
 
-// The device, in CUDA's order, whose memory `address` is; also where another process allocated it.
+// Returns the device, in CUDA's order, whose memory `address` is; also where another process allocated it.
 int device_of(std::uint64_t address);
 
-// A stream as Python names it.
+// Returns a stream from the number that Python passes for it.
 inline cudaStream_t stream_at(std::uint64_t address) {
     return reinterpret_cast<cudaStream_t>(address);
 }
 
-// For calls that have nothing to do with whatever the user is capturing into a graph (queries,
-// allocations): they would end the capture, on any thread.
+// A scope for calls that have nothing to do with the user's captures into graphs (queries, allocations): they
+// would end the capture, on any thread.
 class OutsideCapture {
   public:
     OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

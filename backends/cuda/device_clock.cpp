@@ -24,7 +24,7 @@ std::int64_t monotonic_ns() {
 DeviceClock::DeviceClock(int device) : device_(device) {
     const DeviceScope scope(device_);
     void* memory = nullptr;
-    // Unified addressing: the device's address is the same.
+    // With unified addressing the device's address is the same.
     check(cudaHostAlloc(&memory, sizeof(ClockWords), cudaHostAllocMapped | cudaHostAllocPortable),
           "cudaHostAlloc of the words of a device's clock");
     words_ = new (memory) ClockWords{};

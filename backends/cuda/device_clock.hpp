@@ -1,5 +1,5 @@
-// A device's clock beside the host's CLOCK_MONOTONIC, which all processes of a host share: what it
-// takes to start work on several devices at one instant, and to tell how well that went.
+// A device's clock beside the host's CLOCK_MONOTONIC, which all processes of a host share: it serves to start
+// work on several devices at one instant, and to measure how well that went.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,14 +11,14 @@
 
 namespace mkernel::cuda {
 
-// Nanoseconds. The device's clock read `device_ns` at some time between the host's two readings.
+// A sample, in nanoseconds. The device's clock read `device_ns` at some time between the host's two readings.
 struct ClockSample {
     std::int64_t before_ns;
     std::int64_t device_ns;
     std::int64_t after_ns;
 };
 
-// One thread at a time. Streams are the device's.
+// A device's clock, used by one thread at a time. Streams are the device's.
 class DeviceClock {
   public:
     // CudaError.
@@ -27,16 +27,16 @@ class DeviceClock {
     DeviceClock(const DeviceClock&) = delete;
     DeviceClock& operator=(const DeviceClock&) = delete;
 
-    // Asks the device for its clock 1 to kMostClockSamples times, after all that is on `stream`.
-    // Returns when that is done. CudaError; std::invalid_argument; std::runtime_error where the device
-    // does not answer in time, also in every call after that.
+    // Reads the device's clock 1 to kMostClockSamples times, after everything that is on `stream`. Returns
+    // when that is done. CudaError; std::invalid_argument; std::runtime_error where the device does not
+    // answer in time, also in every call after that.
     std::vector<ClockSample> read(int samples, double timeout_s, cudaStream_t stream);
 
-    // What is put on `stream` after this starts once the device's clock is `until_ns`, or after
-    // `most_s` seconds of waiting. Returns at once. The hold before must be over. CudaError.
+    // Makes work that is put on `stream` after this start once the device's clock is `until_ns`, or after
+    // `most_s` seconds of waiting. Returns at once. The previous hold must be over. CudaError.
     void hold(std::int64_t until_ns, double most_s, cudaStream_t stream);
 
-    // The device's clock at the end of the latest hold; 0 while that is not over.
+    // Returns the device's clock at the end of the latest hold; 0 while that is not over.
     [[nodiscard]] std::int64_t passed() const;
 
   private:

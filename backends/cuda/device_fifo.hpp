@@ -11,18 +11,18 @@
 
 namespace mkernel::cuda {
 
-// The one device that pushes to a FIFO, from here to the end of this object's life: its ring is registered
-// with the device, its tickets lie there. No kernel may push any more then.
+// The one device that pushes to a FIFO during this object's life: the FIFO's ring is registered with the
+// device, and its tickets lie there. When the object ends, no kernel may push any more.
 class DeviceFifo {
   public:
-    // `fifo`: what the session gives as its FIFO, the address of a transport::FifoHandle, which outlives
+    // Claims the FIFO. `fifo`: the session's FIFO, the address of a transport::FifoHandle, which outlives
     // this. CudaError; std::invalid_argument where there is no FIFO, or a device pushes to it already.
     DeviceFifo(std::uint64_t fifo, int device);
     ~DeviceFifo();
     DeviceFifo(const DeviceFifo&) = delete;
     DeviceFifo& operator=(const DeviceFifo&) = delete;
 
-    // For kernels, by value.
+    // Returns the handle for kernels, which take it by value.
     [[nodiscard]] const transport::FifoDevice& handle() const { return handle_; }
 
   private:

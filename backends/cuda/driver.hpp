@@ -1,5 +1,5 @@
-// The driver functions that backends on CUDA devices call, looked up at run time: nothing links libcuda,
-// so modules load, and say what is missing, on machines without a driver.
+// The driver functions that backends on CUDA devices call, looked up at run time: nothing links libcuda, so
+// modules load, and report what is missing, on machines without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -42,8 +42,8 @@ struct Driver {
     decltype(&cuStreamWaitValue64) stream_wait_value;
 };
 
-// The functions of the installed driver. Any thread. CudaError where there is no driver, or one
-// that lacks a function (it names it).
+// Returns the functions of the installed driver. Any thread. CudaError where there is no driver, or one that
+// lacks a function (it names it).
 const Driver& driver();
 
 }  // namespace mkernel::cuda

@@ -20,8 +20,8 @@ class CudaError : public std::runtime_error {
     int code;
 };
 
-// Throw unless `result` is success. `call`: the function, and what it was asked for where that helps;
-// as a callable, it is put into words only where the call failed.
+// Throw unless `result` is success. `call`: the function, and its arguments where that helps; as a callable,
+// it is put into words only where the call failed.
 [[noreturn]] void fail(cudaError_t result, const std::string& call);
 [[noreturn]] void fail(CUresult result, const std::string& call);
 

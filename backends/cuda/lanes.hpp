@@ -1,6 +1,6 @@
-// Streams and staging of the mover, on one device, in a context of their own: a driver call of the rank's that waits
-// for running kernels (memory given back, a kernel loaded at its first launch) keeps its context's lock meanwhile,
-// and those kernels may wait for a copy from here.
+// Streams and staging of the mover, on one device, in a context of their own. A driver call of the rank's
+// that waits for running kernels (freeing memory, loading a kernel at its first launch) keeps its context's
+// lock meanwhile, and those kernels may wait for a copy from here.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,8 @@ class Lanes {
 
     [[nodiscard]] const OwnContext& context() const { return context_; }
 
-    // Staging for so many bytes until the batch that is being filled is done; null: there is none now.
+    // Reserves staging for so many bytes until the batch that is being filled is done; null: there is none
+    // now.
     std::byte* reserve(std::size_t bytes) {
         const std::size_t whole = (bytes + kAlign - 1) / kAlign * kAlign;
         std::uint64_t at = head_;
@@ -61,7 +62,7 @@ class Lanes {
         return staging_ + at % kBytes;
     }
 
-    // Copies to the device, in order, and copies from it to host memory, which are there with the batch.
+    // Add copies to the device, in order, and copies from it to host memory, which are there with the batch.
     void add(const QueuedCopy& copy) { writes_.add(copy); }
     void add_fetch(std::byte* to, std::uint64_t from, std::byte* staging, std::size_t bytes) {
         fetches_.push_back({to, staging, bytes});
@@ -97,7 +98,7 @@ class Lanes {
         return false;
     }
 
-    // Nothing that was handed over uses any memory any more. Asks the driver for nothing that waits.
+    // Waits until nothing that was submitted uses any memory any more. Makes no driver call that waits.
     void wait() {
         const auto until = std::chrono::steady_clock::now() + kLimit;
         while (!done(last_)) {
@@ -156,7 +157,7 @@ class Lanes {
               "cuStreamWriteValue64");
     }
 
-    // Reads what is staged, then writes it, and what goes straight, in order.
+    // Reads the staged bytes, then writes them and those that go straight, in order.
     void run(std::span<const QueuedCopy> copies) {
         reads_.clear();
         for (const QueuedCopy& each : copies) {
@@ -179,7 +180,7 @@ class Lanes {
         queue(reads_, write_);
     }
 
-    // One call for many copies where the driver has it; those of a call have no order.
+    // Queues copies, in one call for many where the driver has it; those of a call have no order.
     void queue(const std::vector<QueuedCopy>& copies, CUstream stream) {
 #if CUDA_VERSION >= 13000
         if (copies.size() > 1 && !overlap(copies)) {
@@ -206,7 +207,8 @@ class Lanes {
         }
     }
 
-    // Of copies in the order of where they go, as they are joined, neighbours tell.
+    // Returns true where copies overlap: in the order of where they go, as they are joined, neighbours show
+    // it.
     static bool overlap(const std::vector<QueuedCopy>& copies) {
         const auto both = [](const QueuedCopy& one, const QueuedCopy& other) {
             return one.overlaps(other);
@@ -236,7 +238,7 @@ class Lanes {
     CopyList writes_;
     std::vector<Fetch> fetches_;
     std::deque<Batch> batches_;
-    // The submitter's.
+    // The submitter's own vectors.
     std::vector<QueuedCopy> reads_;
     std::vector<CUdeviceptr> to_, from_;
     std::vector<std::size_t> bytes_;

@@ -44,7 +44,7 @@ class Allocations {
         if (at > each.bytes || bytes > each.bytes - at) return std::nullopt;
         return each;
     }
-    // The device of any; -1: there is none.
+    // Returns the device of any of them; -1: there is none.
     int device() {
         const std::lock_guard lock(mutex_);
         return by_address_.empty() ? -1 : by_address_.begin()->second.device;
@@ -61,7 +61,7 @@ Allocations& allocations() {
     return *all;
 }
 
-// A stream of its own: work of the user's is not waited for.
+// A stream of its own, so that work of the user's is not waited for.
 class OwnStream {
   public:
     OwnStream() {
@@ -196,7 +196,7 @@ DeviceMemory::~DeviceMemory() {
 void DeviceMemory::unmap() noexcept {
     const OutsideCapture outside;
     if (is_own_) allocations().remove(address_);
-    // Whatever fails here has no better place to be told, and the process's end frees it too.
+    // No caller could be told of a failure here, and the process's end frees the memory too.
     if (is_mapped_) driver().mem_unmap(address_, mapped_);
     if (address_ != 0) driver().mem_address_free(address_, mapped_);
     if (has_handle_) driver().mem_release(handle_);

@@ -1,7 +1,7 @@
 // Symmetric device memory: allocated here for peers to map, or a mapping of a peer's.
 //
-// The memory lives as long as anybody maps it, in any process: kernels that store to a peer whose
-// process was killed store to valid memory until they unmap it themselves.
+// The memory lives as long as any process maps it: kernels that store to a peer whose process was killed
+// store to valid memory until they unmap it themselves.
 #pragma once
 
 #include <cuda.h>
@@ -14,12 +14,12 @@ namespace mkernel::cuda {
 
 class DeviceMemory {
   public:
-    // Zeroed memory on `device`, at least `nbytes` (rounded up to pages of 2 MiB), which RDMA NICs
+    // Allocates zeroed memory on `device`, at least `nbytes` (rounded up to pages of 2 MiB), which RDMA NICs
     // can register where the device can do that at all.
     static DeviceMemory create(int device, std::size_t nbytes);
 
-    // Maps for kernels of `device` what `fd` (a peer's export_fd; it stays the caller's) stands for.
-    // `mapped`: the peer's mapped_bytes().
+    // Maps for kernels of `device` the memory of `fd` (a peer's export_fd; it stays the caller's). `mapped`:
+    // the peer's mapped_bytes().
     static DeviceMemory attach(int device, int fd, std::size_t mapped);
 
     DeviceMemory(DeviceMemory&& other) noexcept;
@@ -34,9 +34,9 @@ class DeviceMemory {
     // Writes a word for the device and its peers to find; returns when it is there.
     void write_word(std::size_t offset, std::uint64_t value) const;
 
-    // A new descriptor, the caller's to close, that another process of this host can attach.
+    // Returns a new descriptor, the caller's to close, that another process of this host can attach.
     [[nodiscard]] int export_fd() const;
-    // A new dmabuf descriptor, the caller's to close, of all mapped bytes.
+    // Returns a new dmabuf descriptor, the caller's to close, of all mapped bytes.
     [[nodiscard]] int export_dmabuf() const;
 
   private:
@@ -61,9 +61,9 @@ struct OwnAllocation {
     CUmemGenericAllocationHandle handle = 0;
     int device = 0;
 };
-// The one that has all of the range. Any thread.
+// Returns the allocation that has all of the range. Any thread.
 std::optional<OwnAllocation> find_own(std::uint64_t address, std::size_t bytes);
-// The device of the first; -1: there is none.
+// Returns the device of the first allocation; -1: there is none.
 int device_of_own();
 
 }  // namespace mkernel::cuda

@@ -49,7 +49,7 @@ class CudaMover {
             return 0;
         });
     }
-    // An emulated NIC asks for flushes.
+    // Returns true where an emulated NIC needs flushes.
     [[nodiscard]] bool wants_flushes() const { return table_.flushed.load() != nullptr; }
 
   private:
@@ -90,7 +90,8 @@ class CudaMover {
     }
     static CudaMover& of(void* self) { return *static_cast<CudaMover*>(self); }
 
-    // Nothing is thrown into the caller, which knows of no CUDA; it reports that its device failed.
+    // Calls `act` and throws nothing into the caller, which knows of no CUDA; the caller reports that its
+    // device failed.
     template <typename Do>
     static int guarded(Do act) noexcept {
         try {
@@ -110,7 +111,7 @@ class CudaMover {
         });
     }
 
-    // In the mover's context where there is one: a flush must not wait either.
+    // Done in the mover's context where there is one: a flush must not wait either.
     void flush_writes(int device) {
         const OwnContext* own = nullptr;
         {

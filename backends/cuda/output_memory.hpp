@@ -1,6 +1,6 @@
-// Memory of outputs that peers may write: torch's caching allocator takes it in large pieces, for a pool of its
-// own (torch.cuda.MemPool), from ranges that are mapped at every rank of the node. So outputs are torch's tensors
-// in all else: they are freed in the order of streams, and `record_stream` holds.
+// Memory of outputs that peers may write: torch's caching allocator takes it in large pieces, for a pool of
+// its own (torch.cuda.MemPool), from ranges that are mapped at every rank of the node. Outputs are torch's
+// tensors in every other respect: they are freed in the order of streams, and `record_stream` holds.
 //
 // Where no range has room a piece is ordinary memory of the device, which no peer writes.
 //
@@ -33,19 +33,19 @@ class OutputMemory {
 
     explicit OutputMemory(int device) : device_(device) {}
 
-    // One more: this rank's memory, and where every rank's is mapped here, by rank (0: another node's).
+    // Adds a range: this rank's memory, and where every rank's is mapped here, by rank (0: another node's).
     // std::length_error: there are kMostRanges.
     void add_range(std::shared_ptr<DeviceMemory> own, std::vector<std::uint64_t> everywhere);
     [[nodiscard]] std::size_t ranges() const;
-    // Where a rank's range is mapped here.
+    // Returns where a rank's range is mapped here.
     [[nodiscard]] std::uint64_t range_of(std::size_t range, std::size_t rank) const;
-    // Where that memory lies; none: in no range.
+    // Returns where that memory lies; none: in no range.
     [[nodiscard]] std::optional<Place> place_of(std::uint64_t address, std::size_t bytes) const;
 
-    // For torch's allocator. Null: the device has no memory left.
+    // Allocates for torch's allocator. Null: the device has no memory left.
     void* allocate(std::size_t bytes) noexcept;
     void release(void* piece) noexcept;
-    // Bytes of ranges that are out, and of ordinary memory.
+    // Return the bytes of ranges that are in use, and of ordinary memory.
     [[nodiscard]] std::size_t taken() const;
     [[nodiscard]] std::size_t elsewhere() const;
 

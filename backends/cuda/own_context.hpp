@@ -1,5 +1,5 @@
-// A context beside the device's primary one, which all else in the process shares. Memory that is mapped for the
-// device is mapped in both. It lasts as long as the process.
+// A context beside the device's primary one, which everything else in the process shares. Memory that is
+// mapped for the device is mapped in both. It lasts as long as the process.
 #pragma once
 
 #include <cuda.h>
@@ -29,8 +29,8 @@ class OwnContext {
 
     [[nodiscard]] int device() const { return device_; }
 
-    // Driver calls of this thread are in the context until the end of the scope, outside of what the user
-    // captures. Those of the runtime belong elsewhere.
+    // Puts driver calls of this thread into the context until the end of the scope, outside of the user's
+    // captures. Calls of the runtime belong elsewhere.
     class Scope {
       public:
         explicit Scope(const OwnContext& own) {

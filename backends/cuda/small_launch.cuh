@@ -1,4 +1,4 @@
-// Starts a kernel that is neither persistent nor in clusters.
+// The launch of a kernel that is neither persistent nor in clusters.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,8 @@
 
 namespace mkernel::cuda {
 
-// On `stream`, of the current device, with `shared` bytes of dynamic shared memory. CudaError names `what`.
+// Launches on `stream`, of the current device, with `shared` bytes of dynamic shared memory. CudaError names
+// `what`.
 template <class... Parameters>
 void launch_small(const char* what, void (*kernel)(Parameters...), unsigned blocks,
                   unsigned threads, std::size_t shared, cudaStream_t stream,
@@ -20,7 +21,7 @@ void launch_small(const char* what, void (*kernel)(Parameters...), unsigned bloc
     check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
-// Loads a kernel to the current device, which its first launch would do else.
+// Loads a kernel to the current device, which its first launch would otherwise do.
 template <class... Parameters>
 void load_kernel(void (*kernel)(Parameters...)) {
     cudaFuncAttributes found{};

@@ -8,7 +8,8 @@ namespace mkernel::cuda {
 
 namespace {
 
-// What peers wrote before the word must be visible after the wait, where the device may reorder it.
+// Returns true where the device may reorder remote writes: data that peers wrote before the word must be
+// visible after the wait.
 bool reorders_remote_writes(int device) {
     int can_flush = 0;
     check(driver().device_get_attribute(&can_flush, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES,
@@ -43,7 +44,7 @@ void copy(std::uint64_t dst, std::uint64_t src, std::uint64_t nbytes, std::uint6
 }
 
 void write_word(std::uint64_t address, std::uint64_t value, std::uint64_t stream) {
-    // By default it comes with a fence of the whole system.
+    // By default the write comes with a fence of the whole system.
     check(driver().stream_write_value(stream_at(stream), address, value,
                                       CU_STREAM_WRITE_VALUE_DEFAULT),
           "cuStreamWriteValue64");

@@ -1,5 +1,5 @@
-// What streams do without a multiprocessor: copies by copy engines, and signals, which are words in memory
-// that streams write and wait for. Addresses and streams are plain integers.
+// Operations of streams that need no multiprocessor: copies by copy engines, and signals, which are words in
+// memory that streams write and wait for. Addresses and streams are plain integers.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,12 @@ class MappedPages {
 // ranges must not overlap. Returns at once; any thread; may be captured. CudaError.
 void copy(std::uint64_t dst, std::uint64_t src, std::uint64_t nbytes, std::uint64_t stream);
 
-// Write `value` to the word at `address` after all that was put on `stream` before: whoever sees the
-// value sees what that wrote, too. Returns at once. CudaError.
+// Writes `value` to the word at `address` after everything that was put on `stream` before: a reader that
+// sees the value sees that work's writes, too. Returns at once. CudaError.
 void write_word(std::uint64_t address, std::uint64_t value, std::uint64_t stream);
 
-// `stream`, of device `device`, goes on once the word at `address` is `value` or later (as a signed
-// difference). It has no deadline: whoever gives up must write such a value. Returns at once.
+// Makes `stream`, of device `device`, go on once the word at `address` is `value` or later (as a signed
+// difference). The wait has no deadline: to give it up, such a value must be written. Returns at once.
 // CudaError.
 void wait_word(int device, std::uint64_t address, std::uint64_t value, std::uint64_t stream);
 

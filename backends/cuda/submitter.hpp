@@ -1,5 +1,5 @@
-// A thread that hands batches to the driver, in order. A batch of copies takes a driver 20 us and more (H100, some
-// ten copies), and the engine of an emulated NIC has one for each message of a fast rail.
+// A thread that submits batches to the driver, in order. A batch of copies takes a driver 20 us and more
+// (H100, some ten copies), and the engine of an emulated NIC has one for each message of a fast rail.
 #pragma once
 
 #include <pthread.h>
@@ -19,7 +19,7 @@ namespace mkernel::cuda {
 template <typename Batch>
 class Submitter {
   public:
-    // `submit` is what the thread does with a batch. Where it throws, nothing is submitted any more.
+    // `submit` is the thread's work on a batch. Where it throws, nothing is submitted any more.
     explicit Submitter(std::function<void(Batch&)> submit)
         : submit_(std::move(submit)), thread_([this] { run(); }) {
         pthread_setname_np(thread_.native_handle(), "mkernel-mover");
@@ -41,7 +41,7 @@ class Submitter {
         given_.fetch_add(1, std::memory_order_release);
         given_.notify_one();
     }
-    // Throws what `submit` threw.
+    // Throws the error that `submit` threw.
     void check() const {
         if (failed_.load(std::memory_order_acquire)) std::rethrow_exception(error_);
     }

@@ -1,5 +1,5 @@
-// The Python module `_nics`: sessions and device lists as plain values; typed in _nics.pyi.
-// Whatever can block or take long runs without the GIL. Native threads never call Python.
+// The Python module `_nics`: sessions and device lists as plain values; typed in _nics.pyi. Every function
+// that can block or take long runs without the GIL. Native threads never call Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

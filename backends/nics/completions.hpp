@@ -15,23 +15,24 @@ class Completions {
 
     [[nodiscard]] bool empty() const { return begin_ == end_; }
     [[nodiscard]] bool full() const { return end_ - begin_ == capacity_; }
-    // The number of the first one; `otherwise` where there is none.
+    // Returns the number of the first one; `otherwise` where there is none.
     [[nodiscard]] std::uint64_t oldest(std::uint64_t otherwise) const {
         return empty() ? otherwise : at(begin_).number;
     }
 
-    // Behind the others. `number`: the how many-th command it was. There must be room.
+    // Adds one after the others. `number`: the command's own, in the order of commands. There must be room.
     void add(const transport::PutCommand& command, std::uint64_t number) {
         entries_[end_++ % capacity_] = {command, number};
     }
 
-    // Whether the first one has a mark.
+    // Returns true where the first one has a mark.
     [[nodiscard]] bool marked() const { return marked_ != begin_; }
     [[nodiscard]] const transport::PutCommand& first() const { return at(begin_).command; }
     [[nodiscard]] std::uint32_t first_mark() const { return mark_of(begin_); }
     void remove_first() { ++begin_; }
 
-    // Whether one is without a mark while a mark is free; its number, and the mark that it takes.
+    // `can_mark` returns true where one is without a mark while a mark is free; the next functions return its
+    // number, and the mark that it takes.
     [[nodiscard]] bool can_mark() const { return marked_ != end_ && marked_ - begin_ < kOwnMarks; }
     [[nodiscard]] std::uint64_t next_number() const { return at(marked_).number; }
     std::uint32_t take_mark() { return mark_of(marked_++); }

@@ -1,4 +1,4 @@
-// The NIC contract: what a NIC backend gives the proxy and the session.
+// The NIC contract: the interface of a NIC backend to the proxy and the session.
 //
 // Threads. Set-up calls (add_peer, connect, register_memory, bind, withdraw, deregister_memory,
 // inject_failure, close) come from one thread at a time, the session's; add_peer and connect end
@@ -24,7 +24,7 @@
 
 namespace mkernel::nics {
 
-// Bring-up went wrong; the message names the call, the value and what to do.
+// The error of a failed bring-up; the message names the call, the value and what to do.
 class SetupError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
@@ -63,26 +63,26 @@ struct LocalMemory {
     int dmabuf = -1;      // descriptor of a dmabuf that holds it, or -1. It stays the caller's, who
                           // may close it once the memory is registered
     std::uint64_t dmabuf_offset = 0;  // of `address` in the dmabuf, which begins at its granularity
-    // Of a device whose kernels see what a NIC wrote only after it; null: they see it at once. It stays
-    // valid until the NIC is closed.
+    // The flush of a device whose kernels see a NIC's writes only after it; null: they see them at once. It
+    // stays valid until the NIC is closed.
     const transport::DeviceFlush* flush = nullptr;
 };
 
-// How memory came to be registered; the ladder is in verbs/registration.hpp.
+// The number of registrations by way; the ladder is in verbs/registration.hpp.
 struct Registrations {
     std::uint64_t host = 0;
     std::uint64_t dmabuf = 0;
     std::uint64_t peermem = 0;
 };
 
-// What a peer must know to reach memory registered here. A key a rail.
+// The key by which a peer reaches memory registered here. One a rail.
 struct RemoteKey {
     std::uint64_t address = 0;
     std::uint64_t bytes = 0;
     std::vector<std::uint32_t> rkeys;
 };
 
-// What a peer must know to connect to one of the queue pairs made for it.
+// The endpoint by which a peer connects to one of the queue pairs made for it.
 struct Endpoint {
     std::uint32_t qp_num = 0;
     std::uint32_t psn = 0;  // RC: first packet number; SRD: the queue key
@@ -96,7 +96,7 @@ struct Endpoint {
     std::uint32_t credit_rkey = 0;
 };
 
-// What one lane, a queue pair to a peer, has been given of puts so far.
+// The puts that one lane, a queue pair to a peer, has been given so far.
 struct LaneCounts {
     std::uint32_t peer = 0;
     std::uint32_t lane = 0;  // of the peer's
@@ -105,15 +105,14 @@ struct LaneCounts {
     std::uint64_t bytes = 0;
 };
 
-// Region numbers are below this, so that their tables never move while the proxy reads them.
+// The limit of region numbers, so that their tables never move while the proxy reads them.
 inline constexpr std::uint32_t kMaxRegions = 1024;
-// Marks that can be in use at once.
+// The number of marks that can be in use at once.
 inline constexpr std::uint32_t kMarks = 16;
-// At most so many descriptors are slept on.
+// The most descriptors that are slept on.
 inline constexpr std::size_t kMaxDescriptors = 16;
 
-// How far a put has got; fresh before the first call of Nic::put for a command. The fields are the
-// NIC's own.
+// The progress of a put; fresh before the first call of Nic::put for a command. The fields are the NIC's own.
 struct PutCursor {
     bool begun = false;          // the command was checked, and a way chosen
     bool spread = false;         // over all lanes; else over one
@@ -130,11 +129,11 @@ enum class PutResult {
     failed,  // failure() says why
 };
 
-// Where arrived signals go. Called by poll() on the proxy thread, once a put's bytes are all
-// visible, to running kernels too where they are in a device's memory.
+// The receiver of arrived signals. Called by poll() on the proxy thread, once a put's bytes are all visible,
+// to running kernels too where they are in a device's memory.
 class SignalSink {
   public:
-    // False: no such signal here; the NIC then fails with INVALID_PUT.
+    // Raises a signal. Returns false where there is no such signal here; the NIC then fails with INVALID_PUT.
     virtual bool raise(std::uint32_t peer, std::uint32_t signal, std::uint64_t value) = 0;
 
   protected:
@@ -150,50 +149,50 @@ class Nic {
 
     [[nodiscard]] virtual Capabilities capabilities() const = 0;
 
-    // Makes a lane, a queue pair that `peer` will connect to, on each of these rails, which may come
-    // several times; then connects them, one by one, to those that the peer made for us. SetupError.
+    // Makes a lane, a queue pair that `peer` will connect to, on each of these rails, which may come several
+    // times; `connect` then connects them, one by one, to those that the peer made for us. SetupError.
     virtual std::vector<Endpoint> add_peer(std::uint32_t peer,
                                            std::span<const std::uint32_t> rails) = 0;
     virtual void connect(std::uint32_t peer, const std::vector<Endpoint>& remote) = 0;
 
     virtual RemoteKey register_memory(std::uint32_t region, const LocalMemory& memory) = 0;
     virtual void bind(std::uint32_t region, std::uint32_t peer, const RemoteKey& key) = 0;
-    // Taking a region out, and all that is bound of it: after withdraw() puts of it are refused;
-    // once those before are complete, deregister_memory() lets go of it, and its number may be used
-    // again. Both are harmless for a region that is not there.
+    // Withdraw a region and everything that is bound of it: after withdraw() puts of it are refused; once
+    // earlier puts are complete, deregister_memory() deregisters it, and its number may be used again. Both
+    // are harmless for a region that is not there.
     virtual void withdraw(std::uint32_t region) = 0;
     virtual void deregister_memory(std::uint32_t region) = 0;
-    // How many regions are registered now, by how.
+    // Returns how many regions are registered now, by way.
     [[nodiscard]] virtual Registrations registrations() const = 0;
-    // Every lane, by peer in the order of add_peer; as they were before close().
+    // Returns every lane, by peer in the order of add_peer; after close(), as they were before it.
     [[nodiscard]] virtual std::vector<LaneCounts> lanes() const = 0;
 
     // Makes a path to `peer` fail, through the NIC's own error machinery. For tests.
     virtual void inject_failure(std::uint32_t peer) = 0;
 
-    // Stages a put-with-signal, cut into messages the NIC takes. Whoever sees the signal sees every
-    // byte of the put.
+    // Stages a put-with-signal, cut into messages the NIC takes. A peer that sees the signal sees every byte
+    // of the put.
     virtual PutResult put(const transport::PutCommand& command, PutCursor& cursor) = 0;
-    // Hands everything staged to the NIC.
+    // Posts everything staged to the NIC.
     virtual void ring() = 0;
     // Takes completions and arrivals; returns how many. 0 once failed.
     virtual int poll(SignalSink& sink) = 0;
 
-    // mark() remembers under that number, below kMarks, what is staged or posted now; reached_mark():
-    // all of that is complete locally.
+    // mark() remembers under that number, below kMarks, everything that is staged or posted now;
+    // reached_mark() returns true once all of that is complete locally.
     virtual void mark(std::uint32_t number) = 0;
     [[nodiscard]] virtual bool reached_mark(std::uint32_t number) const = 0;
 
-    // Sleeping: arm(), poll once more, ppoll on descriptors(), settle(). settle() reads pending
+    // The order of a sleep: arm(), poll once more, ppoll on descriptors(), settle(). settle() reads pending
     // asynchronous events too.
     virtual void arm() = 0;
     [[nodiscard]] virtual std::span<const int> descriptors() const = 0;
     virtual void settle() = 0;
 
-    // Releases everything. Twice is harmless.
+    // Releases everything. Calling it twice is harmless.
     virtual void close() = 0;
 
-    // Fails with INVALID_PUT: `why` the command cannot be done. Proxy thread.
+    // Fails with INVALID_PUT: `why` states the reason why the command cannot be done. Proxy thread.
     void reject(const transport::PutCommand& command, const std::string& why) {
         const auto text = [](std::uint64_t number) { return std::to_string(number); };
         Failure failure;
@@ -211,7 +210,7 @@ class Nic {
     }
 
   protected:
-    // The first one stays.
+    // Records a failure; the first one stays.
     void fail(Failure failure) {
         const std::lock_guard lock(failure_mutex_);
         if (failure_) return;

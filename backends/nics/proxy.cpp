@@ -23,7 +23,7 @@ void relax() {
 #endif
 }
 
-// Of the calling thread.
+// Returns the CPU time of the calling thread.
 std::uint64_t cpu_ns() {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -98,7 +98,7 @@ void Proxy::run() {
     }
 }
 
-// The abort word is looked at before every batch; the first failure of the NIC sets it.
+// Reads the abort word, before every batch; the first failure of the NIC sets it.
 bool Proxy::halted() {
     if (nic_.failed()) {
         if (!reported_) {
@@ -150,7 +150,7 @@ bool Proxy::post(transport::FifoRing& ring, std::uint64_t goal) {
     return worked;
 }
 
-// Goes on with what was set aside: peer by peer, each until its queue is full again.
+// Goes on with the commands that were set aside: peer by peer, each until its queue is full again.
 bool Proxy::retry() {
     bool worked = false;
     for (std::size_t left = waiting_.peers(); left > 0; --left) {
@@ -177,14 +177,14 @@ PutResult Proxy::put(const transport::PutCommand& command, PutCursor& cursor) {
     return result;
 }
 
-// Those whose commands before have all been handed over.
+// Marks those whose earlier commands have all been posted.
 void Proxy::mark_completions() {
     while (completions_.can_mark() && completions_.next_number() < waiting_.oldest(taken_)) {
         nic_.mark(completions_.take_mark());
     }
 }
 
-// Raises those that are due.
+// Raises the completions that are due.
 void Proxy::progress_completions() {
     while (!completions_.empty() && !nic_.failed()) {
         mark_completions();
@@ -207,7 +207,7 @@ bool Proxy::raise(std::uint32_t, std::uint32_t signal, std::uint64_t value) {
     return true;
 }
 
-// Flushes up to this number are over, or it is under way.
+// Begins a flush, unless flushes up to this number are over, or it is under way.
 void Proxy::begin_flush() {
     if (flush_begun()) return;
     const std::uint64_t wanted = flush_wanted_.load(std::memory_order_seq_cst);
@@ -219,7 +219,7 @@ bool Proxy::flush_begun() const {
     return flush_.number != flushed_;
 }
 
-// All that the flush covers is with the NIC, which was not asked yet when it is done.
+// Returns true when everything that the flush covers is with the NIC, whose mark for it was not set yet.
 bool Proxy::flush_due() {
     return flush_begun() && !flush_.marked && !halted() && fifo_.host().popped() >= flush_.host &&
            fifo_.device().popped() >= flush_.device && waiting_.oldest(taken_) >= flush_.commands;
@@ -255,7 +255,8 @@ bool Proxy::flush(std::uint64_t deadline_ns) {
     }
 }
 
-// What a device pushed is likely to be followed by more, of which nobody tells.
+// Returns true for a while after a device's push, which is likely to be followed by more, of which nothing
+// notifies the proxy.
 bool Proxy::lingers() {
     if (!fifo_.device_claimed()) return false;
     const std::uint64_t now = transport::monotonic_ns();
@@ -263,7 +264,7 @@ bool Proxy::lingers() {
     return awaits(now) || now - idle_since_ns_ < kAwakeNs;
 }
 
-// What the host said will push has not pushed yet.
+// Returns true while work that the host announced has not pushed yet.
 bool Proxy::awaits(std::uint64_t now) {
     const std::uint64_t awaited = fifo_.awaited();
     if (awaited != awaited_) {
@@ -281,7 +282,7 @@ bool Proxy::awaits(std::uint64_t now) {
 void Proxy::sleep() {
     fifo_.prepare_sleep();
     if (!nic_.failed()) nic_.arm();
-    // Whatever came between the last look and the arming: see it now, or it wakes us.
+    // Anything that came between the last look and the arming: see it now, or it wakes us.
     begin_flush();
     const bool open = !halted() && has_room();
     const bool news = stop_.load(std::memory_order_seq_cst) || (open && fifo_.ready()) ||
@@ -307,8 +308,9 @@ void Proxy::sleep() {
     if (!nic_.failed()) nic_.settle();
 }
 
-// A sleep that a device's commands end too. The looks since the last one are charged to its naps, since they
-// cost much where code is slow; not where something woke that one, or commands wait for their peers.
+// Sleeps until a device's commands, too, end the sleep. The looks since the last one are charged to its naps,
+// since they cost much where code is slow; not where something woke that one, or commands wait for their
+// peers.
 void Proxy::nap(std::span<pollfd> descriptors, int most_ms) {
     const std::uint64_t end =
         transport::monotonic_ns() + static_cast<std::uint64_t>(most_ms) * 1'000'000u;

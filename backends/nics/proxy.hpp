@@ -9,19 +9,19 @@
 // at that ring only, and every kMaxSleepMs at everything. A nap costs little more than its two changes of
 // context and its timer, which is 2 to 4 us of a core, and 25 us on some virtual machines: naps are made
 // as long as keeps them, with all those looks, at kNapShare of a core, and kMaxNapNs at most. A host that
-// queues what will push says so (FifoHandle::await_device): then the proxy does not nap before the first
-// command of it, for kAwaitedNs at most. Replayed graphs do not say so.
+// queues work that will push announces it (FifoHandle::await_device): then the proxy does not nap before the
+// first command of it, for kAwaitedNs at most. Replayed graphs announce nothing.
 //
 // A peer whose queue is full does not hold up the others: its commands are set aside, in their order,
 // and tried again. There is room for as many as the FIFO has slots; when that is used up, commands
 // stay in the FIFO.
 //
-// Completions (transport/put_command.hpp) are taken in order. Each waits until the commands before it
-// have been handed over, marks what the NIC has then, and is raised once that is complete. Puts that
-// were handed over meanwhile for other peers are waited for too.
+// Completions (transport/put_command.hpp) are taken in order. Each waits until the commands before it have
+// been posted, marks what the NIC has then, and is raised once that is complete. Puts that were posted
+// meanwhile for other peers are waited for too.
 //
 // After a failure of the NIC or an abort of the world it posts nothing more; a NIC failure also
-// sets the abort word of the pad (AbortCode::nic_error), which wakes whoever waits there.
+// sets the abort word of the pad (AbortCode::nic_error), which wakes every waiter there.
 #pragma once
 
 #include <poll.h>
@@ -67,14 +67,14 @@ class Proxy final : private SignalSink {
     Proxy(const Proxy&) = delete;
     Proxy& operator=(const Proxy&) = delete;
 
-    // True once every command pushed before is complete locally (of a completion: raised), by a device:
-    // once its push had ended. False at the deadline (monotonic_ns) or once the NIC failed or the world aborted. Any
-    // thread, several at once.
+    // Returns true once every command pushed before is complete locally (a completion: raised); a device's
+    // command counts once its push has ended. Returns false at the deadline (monotonic_ns) or once the NIC
+    // failed or the world aborted. Any thread, several at once.
     bool flush(std::uint64_t deadline_ns);
 
     [[nodiscard]] ProxyStatistics statistics() const;
 
-    // Drains nothing; joins the thread. Twice is harmless.
+    // Joins the thread; drains nothing. Calling it twice is harmless.
     void stop();
 
   private:
@@ -104,7 +104,7 @@ class Proxy final : private SignalSink {
     transport::SignalPad pad_;
     std::atomic<bool> stop_{false};
 
-    // Proxy thread only.
+    // Used by the proxy thread only.
     Waiting waiting_;
     Completions completions_;
     bool reported_ = false;            // the failure went to the pad
@@ -118,8 +118,8 @@ class Proxy final : private SignalSink {
     std::uint64_t naps_cpu_ns_ = 0;    // with the looks between them
     std::uint64_t napped_cpu_ns_ = 0;  // at the last one's end; 0: not just looks since
 
-    // Flushes are numbered. The proxy serves one at a time, and with it all that were asked for before
-    // it began: it covers the commands that were in the rings then.
+    // Flushes are numbered. The proxy serves one at a time, and with it all that were requested before it
+    // began: it covers the commands that were in the rings then.
     struct Flush {
         std::uint64_t number = 0;
         std::uint64_t host = 0;      // tickets before this one,
@@ -128,7 +128,7 @@ class Proxy final : private SignalSink {
         bool marked = false;
     };
     Flush flush_;
-    // A futex through its low half, as the FIFO's tail.
+    // A word with a futex on its low half, as the FIFO's tail.
     alignas(64) std::atomic<std::uint64_t> flush_wanted_{0};
     alignas(64) std::uint64_t flushed_ = 0;
 

@@ -57,7 +57,7 @@ bool Session::flush(double timeout_s) {
 
 bool Session::deregister(std::uint32_t region, double timeout_s) {
     Nic& nic = this->nic();
-    // Twice: for the puts queued before, then for one that was begun meanwhile.
+    // Waits twice: for the puts queued before, then for one that was begun meanwhile.
     const std::uint64_t deadline = deadline_after(timeout_s);
     const auto quiet = [&] { return !proxy_ || nic.failed() || proxy_->flush(deadline); };
     const bool drained = quiet();

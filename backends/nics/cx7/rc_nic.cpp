@@ -117,7 +117,7 @@ void RcNic::join(Lane& each, const Endpoint& remote) {
     }
 }
 
-// Chains are short enough that the NIC always has something to do.
+// Stages a write. Chains are short enough that the NIC always has something to do.
 bool RcNic::stage(Lane& each, const Write& write) {
     auto& lane = static_cast<RcLane&>(each);
     list_ready(lane);
@@ -148,7 +148,7 @@ bool RcNic::hand_over(Lane& each) {
     return true;
 }
 
-// Each chain ends in a signaled request, and RC completes them in order.
+// Notes a completion. Each chain ends in a signaled request, and RC completes them in order.
 void RcNic::sent(Lane& lane, std::uint64_t number) {
     lane.completed = lane.ended = number;
 }

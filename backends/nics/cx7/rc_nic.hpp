@@ -1,11 +1,11 @@
 // The RC backend (ConnectX on InfiniBand or RoCE v2; any verbs device that has RC).
 //
 // Ordering: RC executes the writes of one queue pair in order and completes the receive of an
-// immediate after the data of its own and all earlier writes is placed, so the last message of a
-// put on a lane is enough to tell the receiver. Between queue pairs there is no order.
+// immediate after the data of its own and all earlier writes is placed, so the last message of a put on a
+// lane is enough to signal the receiver. Between queue pairs there is no order.
 //
-// Queue bounds: at most `queue_depth` sends are posted and not known complete per queue pair; every
-// chain handed to the NIC ends in a signaled request, so completions always come.
+// Queue bounds: at most `queue_depth` sends are posted and not known complete per queue pair; every chain
+// posted to the NIC ends in a signaled request, so completions always come.
 #pragma once
 
 #include <infiniband/verbs.h>

@@ -125,7 +125,7 @@ void SrdNic::join(Lane& each, const Endpoint& remote) {
     lane.remote_key = remote.psn;
 }
 
-// False where the chain is full and the provider's queue too.
+// Stages a write. Returns false where the chain is full and the provider's queue too.
 bool SrdNic::stage(Lane& each, const Write& write) {
     auto& lane = static_cast<SrdLane&>(each);
     if (lane.chain == kChain && !hand_over(lane)) return false;
@@ -161,7 +161,7 @@ bool SrdNic::hand_over(Lane& each) {
     return true;
 }
 
-// Requests complete in any order.
+// Notes a completion; requests complete in any order.
 void SrdNic::sent(Lane& each, std::uint64_t number) {
     auto& lane = static_cast<SrdLane&>(each);
     ++lane.ended;

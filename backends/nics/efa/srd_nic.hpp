@@ -5,11 +5,11 @@
 // several puts may therefore come in any order.
 //
 // Queue bounds: every request is signaled; requests complete in any order, and the window of those
-// posted since the oldest incomplete one is at most `queue_depth`. Where the provider says ENOMEM
-// all the same, the batch stays staged and goes with a later ring().
+// posted since the oldest incomplete one is at most `queue_depth`. Where the provider returns ENOMEM all the
+// same, the batch stays staged and goes with a later ring().
 //
-// Immediates use receives on every device. Newer ones could be told not to (UNSOLICITED_WRITE_RECV),
-// which would save their posting again and let a slow receiver's completion queue overflow.
+// Immediates use receives on every device. Newer ones could be set not to (UNSOLICITED_WRITE_RECV), which
+// would save their posting again and let a slow receiver's completion queue overflow.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace mkernel::nics::efa {
 
-// What an EFA device says of itself. Throws SetupError: it is none.
+// Returns the attributes of an EFA device. Throws SetupError: it is none.
 efadv_device_attr query(const verbs::Efadv& efa, ibv_context* context, const std::string& device);
 
 class SrdNic final : public verbs::VerbsNic {
