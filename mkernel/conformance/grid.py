@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mkernel.cases import Case, case_of
-from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.ranks import each_case
 from mkernel.plan.model import AttentionShape, DtypeName, sums_of
 from mkernel.plan.ops import COMPANIONS

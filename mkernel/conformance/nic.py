@@ -1,4 +1,4 @@
-"""What the conformance kit asks of a NIC backend: the list of its checks."""
+"""The NIC half of the kit: its checks, and the subject that they judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NicSubject", "nic_checks"]
 
 
 def nic_checks() -> tuple[Check, ...]:
-    """All checks, to run with a :class:`NicSubject`."""
+    """Return all checks, to run with a :class:`NicSubject`."""
     return (
         *LIFE_CHECKS[:1],
         *PLAN_CHECKS,

@@ -19,7 +19,7 @@ import mkernel
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, Outcome, compare
 from mkernel.cases.comparison import compare_exact
-from mkernel.conformance.overdue import goes_on
+from mkernel.conformance.process_timeout import report_progress
 from mkernel.host_limits import check_descriptors, check_loopback
 
 _ROUNDING: dict[str, float] = {
@@ -128,7 +128,7 @@ class Judge:
 
     def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
         """This rank's fresh inputs; with them something new begins."""
-        goes_on()
+        report_progress()
         world = mkernel.world()
         return moved(self.case.inputs(world.rank, world.size, iteration))
 
@@ -252,7 +252,7 @@ def each_case(
     case that is wrong on any rank where a :class:`FirstFind` is entered."""
     wrong: list[str] = []
     for case in cases:
-        goes_on()
+        report_progress()
         wrong.extend(look(case, *arguments))
         if _first_finds and _first_finds[-1].any(bool(wrong)):
             break

@@ -306,6 +306,11 @@ def loads(root: Path) -> set[tuple[str, str]]:
     return edges
 
 
+def runs(root: Path) -> set[tuple[str, str]]:
+    """What modules import at any time, inside functions too."""
+    return {(each.module, each.imported) for each in imports(root) if not each.types}
+
+
 def types(root: Path) -> set[tuple[str, str]]:
     """What is imported at the top of modules, for type checkers too."""
     return {(each.module, each.imported) for each in imports(root) if each.now}
@@ -347,6 +352,7 @@ def test_no_vendor_is_named_in_the_core() -> None:
 
 def test_modules_do_not_import_in_circles() -> None:
     assert circle(loads(ROOT)) == []
+    assert circle(runs(ROOT)) == [], "an import inside a function that closes a circle"
     edges = types(ROOT)
     assert circle(edges - CIRCLES_OF_TYPES) == []
     assert edges >= CIRCLES_OF_TYPES, "exceptions without need"
@@ -387,6 +393,11 @@ PLANTED: list[tuple[str, str, Callable[[Path], object]]] = [
     ("mkernel/plan/planner.py", "x = torch.npu.synchronize", vendors),
     ("mkernel/world/world.py", "import nvidia_ml", vendors),
     ("topology/model.py", "from mkernel.topology import paths", lambda root: circle(loads(root))),
+    (
+        "mkernel/conformance/accelerator_subject.py",
+        "def f():\n    from mkernel.conformance import checks",
+        lambda root: circle(runs(root)),
+    ),
     (
         "mkernel/plan/model.py",
         "if TYPE_CHECKING:\n    from mkernel.plan.planner import Planned",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import attended, typical, with_tensors
 from mkernel.conformance.ranks import each_case, judge_calls

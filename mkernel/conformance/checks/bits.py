@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import AcceleratorSubject, blame
+from mkernel.conformance.accelerator_subject import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import (
     judge_typical,

@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 
 from mkernel.backends.contracts.status import Status
-from mkernel.conformance.accelerator import AcceleratorSubject, blame
+from mkernel.conformance.accelerator_subject import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, OpName, ScaleMode

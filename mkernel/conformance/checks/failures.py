@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import AcceleratorSubject, blame
+from mkernel.conformance.accelerator_subject import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical
 from mkernel.conformance.ranks import Judge, give_up_after

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import START_TIMEOUT_S, AcceleratorSubject
+from mkernel.conformance.accelerator_subject import START_TIMEOUT_S, AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import typical, typical_of_each
 from mkernel.conformance.ranks import Judge, meeting_place, where

@@ -11,7 +11,7 @@ import torch
 import mkernel
 from mkernel.cases import Case
 from mkernel.cases.moe import ROUTINGS
-from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.checks.bits import same_bits
 from mkernel.conformance.grid import MOE, typical

@@ -9,7 +9,7 @@ import torch
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import GEMMS, typical, whole_mnk, with_tensors
 from mkernel.conformance.ranks import Judge, describe, each_case, where

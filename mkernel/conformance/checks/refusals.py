@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import mkernel
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import OPS, AcceleratorSubject
+from mkernel.conformance.accelerator_subject import OPS, AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import GEMMS, typical, typical_of_each, wider
 from mkernel.conformance.ranks import Judge, describe, where

@@ -11,10 +11,10 @@ import torch
 import mkernel
 from mkernel.cases import Case
 from mkernel.cases.poison import uninitialised_is_nan
-from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import judge_typical, small_ones, typical_of_each, wider
-from mkernel.conformance.overdue import goes_on
+from mkernel.conformance.process_timeout import report_progress
 from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
 
@@ -65,7 +65,7 @@ def rank_runs_long(case: Case) -> Iterator[str]:
     judge = Judge(case)
     inputs = [judge.inputs(iteration) for iteration in range(_INPUTS)]
     for number in range(_LONG_RUN):
-        goes_on()
+        report_progress()
         outcome = case.run(inputs[number % _INPUTS])
         if number % _LOOK_EVERY == 0 or number >= _LONG_RUN - _INPUTS:
             found = judge.problems(outcome, number % _INPUTS)

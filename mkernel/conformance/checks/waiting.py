@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases import Case
-from mkernel.conformance.accelerator import WORLD_TIMEOUT_S, AcceleratorSubject, blame
+from mkernel.conformance.accelerator_subject import WORLD_TIMEOUT_S, AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import judge_typical, typical_of_each
 from mkernel.conformance.ranks import Judge, describe, meeting_place, seconds_apart

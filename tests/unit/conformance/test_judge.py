@@ -62,7 +62,7 @@ def test_each_draw_of_inputs_says_that_the_rank_goes_on(
 ) -> None:
     """Also that of checks which call the case themselves, as ``leaks`` does in all its worlds."""
     told = []
-    monkeypatch.setattr(ranks, "goes_on", lambda: told.append(None))
+    monkeypatch.setattr(ranks, "report_progress", lambda: told.append(None))
     monkeypatch.setattr(ranks, "moved", lambda tensors: tensors)
     for iteration in range(3):
         judge.inputs(iteration)

@@ -1,5 +1,5 @@
-"""Ends a rank process that is busy with one thing for far too long, so that a backend that hangs cannot
-stop the kit. A part of a check that has many cases may take as long as the machine makes it."""
+"""A limit on how long a rank process may work on one thing, so that a backend that hangs cannot stop
+the kit. A check with many cases may take as long as it needs: each case starts the limit anew."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import IO
 
 _GRACE_S = 0.5
-"""By how much a process may end later, so that not every word of it starts a timer: that is a thread,
-and takes a millisecond."""
+"""How much later a process may end, so that not every report starts a timer, which is a thread and
+takes a millisecond."""
 
 
 @dataclass
@@ -28,12 +28,12 @@ _armed: list[_Armed] = []
 
 
 @contextmanager
-def ends_when_overdue(seconds: float) -> Iterator[None]:
-    """While this is entered, the process ends ``seconds`` after it has last said that it goes on, or up
-    to half a second later."""
+def process_timeout(seconds: float) -> Iterator[None]:
+    """End the process ``seconds`` after its last :func:`report_progress`, or up to half a second later,
+    while this is entered."""
     with open(os.devnull, "w") as sink:
         _armed.append(_Armed(seconds, sink))
-        goes_on()
+        report_progress()
         try:
             yield
         finally:
@@ -43,8 +43,8 @@ def ends_when_overdue(seconds: float) -> Iterator[None]:
                 _armed[-1].at = -math.inf
 
 
-def goes_on() -> None:
-    """The process begins something new. Nothing where no limit is set."""
+def report_progress() -> None:
+    """Start the limit anew, because the process begins something new. No-op without a limit."""
     if _armed and time.monotonic() >= _armed[-1].at + _GRACE_S:
         last = _armed[-1]
         last.at = time.monotonic()

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from mkernel.conformance import overdue
+from mkernel.conformance import process_timeout as module
 
 SLOW = """
 import time
-from mkernel.conformance.overdue import ends_when_overdue, goes_on
-goes_on()  # no limit is set
-with ends_when_overdue({limit}):
+from mkernel.conformance.process_timeout import process_timeout, report_progress
+report_progress()  # no limit is set
+with process_timeout({limit}):
     for _ in range(4):
         time.sleep({each})
         {said}
@@ -33,7 +33,7 @@ def run(limit: float, each: float, said: str) -> subprocess.CompletedProcess[str
 
 
 def test_what_goes_on_is_not_ended() -> None:
-    done = run(limit=12.0, each=4.0, said="goes_on()")
+    done = run(limit=12.0, each=4.0, said="report_progress()")
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
@@ -49,17 +49,17 @@ def test_timers_are_few_and_never_end_before_the_limit(monkeypatch: pytest.Monke
     def later(seconds: float, **_: Any) -> None:
         ends.append(now + seconds)
 
-    monkeypatch.setattr(overdue, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
-    with overdue.ends_when_overdue(limit):
+    with module.process_timeout(limit):
         for _ in range(1000):
             now += 0.003
-            overdue.goes_on()
+            module.report_progress()
             assert now + limit <= ends[-1] <= now + limit + 0.5
     assert 5 <= len(ends) <= 8
-    with overdue.ends_when_overdue(limit):  # the one before was cancelled
+    with module.process_timeout(limit):  # the one before was cancelled
         assert ends[-1] == now + limit + 0.5
-        with overdue.ends_when_overdue(2 * limit):
+        with module.process_timeout(2 * limit):
             assert ends[-1] == now + 2 * limit + 0.5
-        overdue.goes_on()  # the inner one's end cancelled the outer one's timer
+        module.report_progress()  # the inner one's end cancelled the outer one's timer
         assert ends[-1] == now + limit + 0.5
