@@ -59,11 +59,6 @@ def gated(both: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def sum_bytes(counts: int, tokens: int, columns: int, itemsize: int) -> int:
-    """Return the bytes that :func:`summed` must move: so many rows in, a row a token out."""
-    return (counts + tokens) * columns * itemsize
-
-
 def _kernels(rows: torch.Tensor) -> ModuleType | None:
     if rows.device.type == "cpu":
         return None

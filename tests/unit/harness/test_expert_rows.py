@@ -18,7 +18,3 @@ def test_slots_whose_row_had_no_room_add_nothing() -> None:
     rows, home = torch.ones(2, 4), torch.tensor([0, 2, 1, 5], dtype=torch.int32)
     found = expert_rows.summed(rows, torch.ones(2, 2), home, torch.tensor([3]))
     assert found.tolist() == [[1.0] * 4, [1.0] * 4]
-
-
-def test_a_sum_reads_each_row_once_and_writes_each_token_once() -> None:
-    assert expert_rows.sum_bytes(10, 4, 100, 2) == 14 * 200
