@@ -160,7 +160,7 @@ def test_counted_launches_start_together() -> None:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gpus(2))])
 @pytest.mark.parametrize("mode", ["kernel", "eager", "graph"])
 def test_a_predecessors_result_has_no_figure(mode: Mode, ranks: int) -> None:
-    name = "mkernel.harness.planted:ReturnsPrevious"
+    name = "wrong_contenders:ReturnsPrevious"
     shape = Shape(op="gemm_all_reduce", m=256, n=512, k=512)
     made = bench(ranks, shapes=(shape,), modes=(mode,), contenders=("mkernel", name, "gemm"))
     (row,) = made.rows
@@ -174,7 +174,7 @@ def test_a_predecessors_result_has_no_figure(mode: Mode, ranks: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(op: OpName) -> None:
     """Results have more rows than are compared singly; all 20 results of a large shape fit too."""
-    name = "mkernel.harness.planted:OneWrongRow"
+    name = "wrong_contenders:OneWrongRow"
     shapes = (Shape(op=op, m=2048, n=512, k=512), Shape(op=op, m=8192, n=8192, k=512))
     made = bench(
         2, shapes=shapes, modes=("eager", "graph"), contenders=("mkernel", name, "symm_mem")
@@ -187,7 +187,7 @@ def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(op: OpName) -> None:
 @times_ranks
 @pytest.mark.parametrize("mode", ["kernel", "eager", "first"])
 def test_what_ends_late_has_no_figure(mode: Mode) -> None:
-    name = "mkernel.harness.planted:FinishesLate"
+    name = "wrong_contenders:FinishesLate"
     shape = Shape(op="gemm_reduce_scatter", m=256, n=512, k=512)
     made = bench(1, shapes=(shape,), modes=(mode,), contenders=(name, "gemm"))
     assert made.rows[0].entries[name].state == "wrong"

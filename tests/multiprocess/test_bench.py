@@ -124,7 +124,7 @@ def test_modes_and_drawn_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "first"])
 def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: str) -> None:
-    file, name = tmp_path / "x.json", "mkernel.harness.planted:ReturnsPrevious"
+    file, name = tmp_path / "x.json", "wrong_contenders:ReturnsPrevious"
     done = bench("gemm_rs", *SMALL, "--accelerator", "streams", "--only-peers", "--peers", name,
                  "--mode", mode, "--json", str(file))  # fmt: skip
     (row,) = json.loads(file.read_text())["rows"]
@@ -135,7 +135,7 @@ def test_a_predecessors_result_has_no_figure_in_any_mode(tmp_path: Path, mode: s
 
 def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(tmp_path: Path) -> None:
     """Results have more rows than are compared singly."""
-    file, name = tmp_path / "x.json", "mkernel.harness.planted:OneWrongRow"
+    file, name = tmp_path / "x.json", "wrong_contenders:OneWrongRow"
     done = bench(GEMMS_BY_ALIAS, *SMALL, "--shapes", "1024x128x64", "--accelerator", "streams",
                  "--only-peers", "--peers", name, "--mode", "eager", "--json", str(file))  # fmt: skip
     assert done.returncode == 1
@@ -147,7 +147,7 @@ def test_one_wrong_row_in_one_call_of_a_loop_has_no_figure(tmp_path: Path) -> No
 @pytest.mark.parametrize("fault", ["FinishesLate", "ReturnsPrevious", "SkipsHalf", "LeavesElement"])
 def test_wrong_peers_get_no_figure(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "x.json"
-    name = f"mkernel.harness.planted:{fault}"
+    name = f"wrong_contenders:{fault}"
     done = bench(*SMALL, "--accelerator", "streams", "--only-peers", "--peers", name,
                  "--json", str(file))  # fmt: skip
     assert done.returncode == 1
@@ -249,7 +249,7 @@ def test_experts_with_a_capacity(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_peers_of_other_ops(tmp_path: Path, op: str, fault: str) -> None:
-    file, name = tmp_path / "x.json", f"mkernel.harness.planted:{fault}"
+    file, name = tmp_path / "x.json", f"wrong_contenders:{fault}"
     done = bench(op, "--ranks", "2", "--accelerator", "streams", "--shapes", OTHERS[op],
                  "--iterations", "2", "--warmup", "1", "--only-peers", "--peers", name,
                  "--json", str(file))  # fmt: skip
@@ -269,7 +269,7 @@ def test_loops_and_first_calls_of_other_ops(tmp_path: Path, op: str) -> None:
 
 
 def test_a_peer_that_raises_leaves_and_fails_the_run(tmp_path: Path) -> None:
-    file, name = tmp_path / "x.json", "mkernel.harness.planted:Raises"
+    file, name = tmp_path / "x.json", "wrong_contenders:Raises"
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--peers", f"gloo+matmul,{name}",
                  "--json", str(file))  # fmt: skip
     assert done.returncode == 1
@@ -283,17 +283,17 @@ def test_a_peer_that_raises_leaves_and_fails_the_run(tmp_path: Path) -> None:
 
 def test_what_hangs_is_named() -> None:
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--only-peers", "--timeout", "6",
-                 "--peers", "mkernel.harness.planted:Hangs")  # fmt: skip
+                 "--peers", "wrong_contenders:Hangs")  # fmt: skip
     assert done.returncode == 1
     assert (
-        "ContenderHung: mkernel.harness.planted:Hangs at all_gather_gemm 256 x 128 x 192"
+        "ContenderHung: wrong_contenders:Hangs at all_gather_gemm 256 x 128 x 192"
         in done.stderr
     )
 
 
 def test_what_fails_on_one_rank_is_said_though_the_others_wait_for_it() -> None:
     done = bench("ag_gemm", *SMALL, "--accelerator", "ascend", "--only-peers",
-                 "--peers", "mkernel.harness.planted:FailsAlone")  # fmt: skip
+                 "--peers", "wrong_contenders:FailsAlone")  # fmt: skip
     assert done.returncode == 2
     assert "RuntimeError: planted" in done.stderr
     assert "ContenderHung" not in done.stderr

@@ -152,7 +152,6 @@ VENDORS_ALLOWED = {
     "mkernel/harness/library_contenders.py": {"cuda", "nccl"},
     "mkernel/harness/modelled.py": {"ascend"},
     "mkernel/harness/numbers.py": {"cuda", "nccl"},
-    "mkernel/harness/planted.py": {"cuda"},
     "mkernel/harness/plot.py": {"nccl"},
     "mkernel/harness/protocol.py": {"cuda"},
     "mkernel/harness/provenance.py": {"cuda", "nccl"},

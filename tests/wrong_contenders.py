@@ -1,6 +1,6 @@
 """Contenders that are wrong on purpose: the benchmark must catch each of them, not time it.
 
-Named ``mkernel.harness.planted:Class`` where a peer's name is asked for. Faults of a backend, which
+They are named ``wrong_contenders:Class`` in place of a peer. Faults of a backend, which
 then are mkernel's own, are in ``mkernel.conformance.faults``.
 """
 
