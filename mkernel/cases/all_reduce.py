@@ -37,7 +37,7 @@ class SumCase(Case):
     """A sum over ranks. Outputs: ``out``; with a norm ``residual_out``."""
 
     _norm_data: tuple[int, int]
-    """Which random numbers the residual and the norm's weight are."""
+    """The numbers of the tensors that are drawn for the residual and the norm's weight."""
 
     @property
     @abstractmethod

@@ -42,7 +42,7 @@ from mkernel.ops.common import Execution
 from mkernel.plan.model import sums_of
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates", "padded", "empty_ranks")
-"""What the kit tries; it does not need ``zipf``, with which figures are taken."""
+"""The routings that the kit tries; it does not need ``zipf``, with which figures are taken."""
 ZIPF = 1.2
 """The exponent of the routing of that name."""
 

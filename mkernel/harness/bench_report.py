@@ -22,7 +22,7 @@ _RATIOS = (
 
 
 def legend(*, brief: bool) -> str:
-    """What stands in :func:`table`."""
+    """Describe the columns of :func:`table`."""
     return (
         f"{_TIMES} T / best peer: below 1, mkernel is faster." if brief else f"{_TIMES} {_RATIOS}"
     )
@@ -32,7 +32,8 @@ FIGURES = ("TF/s", "rho", "eta", "/ sequential", "/ gemm", "target", "/ best pee
 
 
 def heads(report: Report) -> tuple[list[str], list[str]]:
-    """The headings of a row's text and of its numbers: a column a contender, then mkernel's figures."""
+    """Return the headings of a row's text and of its numbers: a column a contender, then mkernel's
+    figures."""
     gemms = all(row.shape.op in GEMMS for row in report.rows)
     sizes = "M x N x K a rank" if gemms else "M x N x K a rank, or sizes"
     names = contenders(report)
@@ -45,7 +46,7 @@ def heads(report: Report) -> tuple[list[str], list[str]]:
 def cells(
     report: Report, row: Row, verdicts: tuple[str, str], unit: Unit | None = None
 ) -> list[str]:
-    """A row under those headings.
+    """Return a row under those headings.
 
     Args:
         verdicts: how a target is said to be met or missed.
@@ -63,19 +64,19 @@ def cells(
 
 
 def size(row: Row) -> str:
-    """Its shape, with the way that mkernel's calls took, where there are several."""
+    """Name a row's shape, with the way that mkernel's calls took, where there are several."""
     mine = row.entries.get("mkernel")
     return row.shape.size + (f", {mine.way}" if mine is not None and mine.way else "")
 
 
 _HEADINGS = {"/ sequential": "speed-up", "/ gemm": "T / gemm", "/ best peer": "T / best peer"}
-"""What is said of these on a terminal, where no page explains them."""
+"""Words for these on a terminal, where no page explains them."""
 _OF_DEVICES = frozenset(("TF/s", "rho", "eta", "/ sequential", "/ gemm"))
 """Figures that say how well a device is used: of a CPU that stands for one, they say nothing."""
 
 
 def table(report: Report, *, brief: bool = False) -> Sheet:
-    """All rows. A wrong contender has no figure.
+    """Return all rows. A wrong contender has no figure.
 
     Args:
         brief: without the figures that say something of devices only.
@@ -110,13 +111,13 @@ def table(report: Report, *, brief: bool = False) -> Sheet:
 
 
 def title(report: Report) -> str:
-    """What, on what."""
+    """Say what was timed, and on what."""
     on = where(report, "CPU ranks") + nodes(report)
     return f"{inputs(report)}, accelerator {report.accelerator}, {on}"
 
 
 def inputs(report: Report) -> str:
-    """Their dtype, and how they are scaled."""
+    """Name the inputs' dtype, and how they are scaled."""
     scales = report.spec.scales
     fast = ", fast accumulation" if report.spec.fast_accum else ""
     norm = ", residual and norm behind all_reduce" if report.spec.norm else ""
@@ -124,7 +125,7 @@ def inputs(report: Report) -> str:
 
 
 def where(report: Report, ranks: str) -> str:
-    """The devices, and how the ranks have them; ``ranks``: what these are where there is none."""
+    """Name the devices, and how the ranks have them; ``ranks``: what these are where there is none."""
     hardware = report.provenance["hardware"]
     gpus = hardware.get("gpus")
     if not gpus:
@@ -135,7 +136,8 @@ def where(report: Report, ranks: str) -> str:
 
 
 def nodes(report: Report) -> str:
-    """How many nodes there were, and what was between them or, where there was one, between ranks."""
+    """Say how many nodes there were, and what was between them or, where there was one, between
+    ranks."""
     if report.nodes == 1:
         return f", {report.carrier} between ranks" if report.carrier else ""
     return f" on {report.nodes} emulated nodes, {report.carrier or 'nothing'} between them"
@@ -146,7 +148,7 @@ def _shows_modes(report: Report) -> bool:
 
 
 def contenders(report: Report) -> list[str]:
-    """Those that were there in any row."""
+    """Return the contenders that were there in any row."""
     return [
         name
         for name in report.spec.contenders
@@ -155,7 +157,7 @@ def contenders(report: Report) -> list[str]:
 
 
 def cell(entry: Entry, unit: Unit | None = None) -> str:
-    """A contender's time, or why it has none."""
+    """Write a contender's time, or why it has none."""
     if entry.figures is not None:
         time_us = entry.figures.median_us
         return f"{time_us:.1f}" if unit is None else in_unit(time_us, unit)
@@ -163,7 +165,7 @@ def cell(entry: Entry, unit: Unit | None = None) -> str:
 
 
 def verdict(report: Report) -> Text:
-    """The last line: what was wrong, or that nothing was."""
+    """Return the last line: what was wrong, or that nothing was."""
     lines = []
     for row in report.rows:
         for name in row.wrong:

@@ -48,14 +48,15 @@ MOST_SPENT = 200
 
 
 def drawn(count: int, seed: int, ops: Sequence[Benched], ranks: int) -> tuple[Shape, ...]:
-    """``count`` shapes for a world of ``ranks``; the first ones do not depend on how many there are."""
+    """Draw ``count`` shapes for a world of ``ranks``; the first ones do not depend on how many there
+    are."""
     chance = random.Random(seed)  # only its random() gives the same in all versions of Python
     return tuple(_shape(chance, ops[index % len(ops)], ranks) for index in range(count))
 
 
 @cache
 def spent_sizes(ranks: int) -> Mapping[str, int]:
-    """The M x N x K that spent seeds draw for ``ranks``, each with its seed."""
+    """Return the M x N x K that spent seeds draw for ``ranks``, each with its seed."""
     ops: tuple[Benched, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
     return {shape.size: seed for seed in SPENT for shape in drawn(MOST_SPENT, seed, ops, ranks)}
 
@@ -76,6 +77,6 @@ def _aligned(chance: random.Random) -> int:
 
 
 def _between(chance: random.Random, least: int, most: int, step: int) -> int:
-    """Log-uniform, a multiple of ``step``."""
+    """Draw log-uniformly a multiple of ``step``."""
     value = math.exp(math.log(least) + chance.random() * math.log(most / least))
     return max(step, int(value) // step * step)

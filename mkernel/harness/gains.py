@@ -37,7 +37,7 @@ class Gain(NamedTuple):
 
     @property
     def best_us(self) -> float | None:
-        """The fastest peer's time."""
+        """Return the fastest peer's time."""
         return min(self.peers_us.values(), default=None)
 
     @property
@@ -77,7 +77,7 @@ class Series:
 
     @property
     def date(self) -> str:
-        """The day on which it was measured."""
+        """Return the day on which it was measured."""
         return self.when[:10]
 
     @property
@@ -92,7 +92,7 @@ class Series:
 
     @property
     def ops(self) -> list[str]:
-        """Whose rows these are, in their order."""
+        """Return the ops whose rows these are, in their order."""
         return list(dict.fromkeys(row.op for row in self.rows))
 
     @property
@@ -102,29 +102,29 @@ class Series:
 
     @property
     def peers(self) -> dict[str, int]:
-        """Peers with a time, and in how many rows."""
+        """Return the peers with a time, and in how many rows."""
         names = [name for row in self.rows for name in row.peers_us]
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
     def of(self, op: str) -> Series:
-        """The rows of one op."""
+        """Return the rows of one op."""
         rows = tuple(row for row in self.rows if row.op == op)
         return replace(self, rows=rows)
 
 
 def mean(ratios: Sequence[float]) -> float:
-    """The geometric mean."""
+    """Return the geometric mean."""
     return statistics.geometric_mean(ratios)
 
 
 def by_time(rows: Iterable[Gain]) -> float:
-    """The peers' summed time over mkernel's: each row weighs what it takes."""
+    """Return the peers' summed time over mkernel's: each row weighs what it takes."""
     both = [(row.best_us, row.mine_us) for row in rows if row.ratio is not None]
     return sum(best or 0.0 for best, _ in both) / sum(mine or 0.0 for _, mine in both)
 
 
 def bands(rows: Iterable[Gain]) -> list[list[float]]:
-    """The ratios by the best peer's time: below, between and above :data:`LIMITS_US`."""
+    """Return the ratios by the best peer's time: below, between and above :data:`LIMITS_US`."""
     found: list[list[float]] = [[] for _ in range(len(LIMITS_US) + 1)]
     for row in rows:
         if row.ratio is not None and row.best_us is not None:
@@ -133,7 +133,7 @@ def bands(rows: Iterable[Gain]) -> list[list[float]]:
 
 
 def all_series(folder: Path) -> list[Series]:
-    """Every file's, the newest first."""
+    """Return every file's, the newest first."""
     found = []
     for path in sorted(folder.glob("*.json")):
         report = read(path)
@@ -145,12 +145,12 @@ def all_series(folder: Path) -> list[Series]:
 
 
 def newest(series: Sequence[Series]) -> list[Series]:
-    """Those of which a later one does not have every row."""
+    """Return those of which a later one does not have every row."""
     return [each for each in series if newer(each, series) is None]
 
 
 def newer(one: Series, series: Iterable[Series]) -> Series | None:
-    """The later results that have every row of this one, and every peer."""
+    """Return the later results that have every row of this one, and every peer."""
     kinds = {row.kind for row in one.rows}
     for each in series:
         later = (each.when, each.held_out) > (one.when, one.held_out)
@@ -161,7 +161,7 @@ def newer(one: Series, series: Iterable[Series]) -> Series | None:
 
 
 def of_report(file: str, report: Report) -> list[Series]:
-    """A series for each mode of a benchmark's report."""
+    """Return a series for each mode of a benchmark's report."""
     drawn = report.spec.source == "random"
     found = []
     for mode in report.spec.modes:
@@ -187,7 +187,7 @@ def of_report(file: str, report: Report) -> list[Series]:
 
 
 def card(hardware: dict[str, Any]) -> str:
-    """The accelerators' name without vendor and memory; empty: not recorded."""
+    """Return the accelerators' name without vendor and memory; empty: not recorded."""
     name = str(next(iter(hardware.get("gpus") or ()), ""))
     words = [word for word in name.split() if any(map(str.isdigit, word))]
     shared = " (shared)" if hardware.get("shared") else ""
@@ -235,7 +235,7 @@ def _why(row: Row, mine: Entry | None) -> str:
 
 
 def _of_whole_layers(content: dict[str, Any]) -> list[Series]:
-    """A series for each mode and direction; a row is a layer at a number of tokens."""
+    """Return a series for each mode and direction; a row is a layer at a number of tokens."""
     rows = content["figures"]["rows"]
     found = []
     for mode, backward in dict.fromkeys((row["mode"], row["backward"]) for row in rows):

@@ -1,5 +1,5 @@
-"""Which tests of ``tests/gpu`` ran, on what, and which did not: the file that pytest writes, and its
-part of the page."""
+"""The record of which tests of ``tests/gpu`` ran, on what, and which did not: the file that pytest
+writes, and its part of the page."""
 
 from __future__ import annotations
 

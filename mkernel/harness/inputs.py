@@ -35,7 +35,7 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "ring_attention": {"q": "[B, Hq, S, D]", "k": "[B, Hkv, S, D]", "v": "[B, Hkv, S, D]"},
 }
-"""What a file holds for each op, whole: the job gives every rank its part."""
+"""The tensors that a file holds for each op, whole: the job gives every rank its part."""
 
 
 def load(op: str, files: tuple[Path, ...]) -> dict[str, torch.Tensor]:

@@ -41,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 SIGNALS = 512
 CLOSE_S = 1.0
-"""What the contract gives ``close``."""
+"""The seconds that the contract gives ``close``."""
 _BUSY_S = 3.0
 """The most that a busy machine may add to what a contract gives."""
 

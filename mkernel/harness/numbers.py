@@ -42,7 +42,8 @@ _VERDICTS = (" met", " **missed**")
 
 
 def page(folder: Path) -> str:
-    """Markdown of every benchmark result in a folder. InputFileError: none there, or no such folder."""
+    """Write Markdown of every benchmark result in a folder. InputFileError: none there, or no such
+    folder."""
     if not folder.is_dir():
         state = "is no folder" if os.path.lexists(folder) else "no such folder"
         raise InputFileError(
@@ -71,7 +72,7 @@ def page(folder: Path) -> str:
 
 
 def _newest_commit(series: Sequence[Series]) -> str:
-    """The commit of the latest results; of several of one day the one with most."""
+    """Return the commit of the latest results; of several of one day the one with most."""
     commits = [each.commit for each in series]
     return max((each.date, commits.count(each.commit), each.commit) for each in series)[2]
 
@@ -157,7 +158,7 @@ def _older(series: Sequence[Series]) -> list[str]:
 
 
 def _whole_layers(series: Sequence[Series]) -> list[str]:
-    """The table of layers of several ops, whose file is no report."""
+    """Write the table of layers of several ops, whose file is no report."""
     if not series:
         return []
     one = series[0]

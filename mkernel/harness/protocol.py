@@ -45,9 +45,9 @@ SHORTEST_LEAD_S, LONGEST_LEAD_S = 2e-3, 20e-3
 SPARE = 2.0
 """A device is held so many times what the host needed last, which is slower in some turns."""
 HOST_LEAD_S = 2e-3
-"""How long before the instant hosts agree on it, where they wait for it themselves."""
+"""The time from when hosts agree on an instant to that instant, where they wait for it themselves."""
 LATE_S = 30e-3
-"""How late a rank comes in a skewed turn."""
+"""The time by which a rank comes late in a skewed turn."""
 MOST_SKEW_S = 10e-6
 """Ranks on devices that started farther apart than this did not start together. Hosts that share their
 cores with others cannot promise it; on a CPU no turn is left out."""

@@ -1,4 +1,4 @@
-"""What figures were taken on: commit, hardware, driver, versions."""
+"""The provenance of figures: commit, hardware, driver, versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def provenance(root: Path, commit: str | None = None) -> dict[str, Any]:
-    """Commit, hardware and versions of this run.
+    """Return commit, hardware and versions of this run.
 
     A tree with uncommitted changes to tracked files is ``dirty``: do not quote such figures. Where the
     commit is asserted, nobody looked whether the tree is its: ``dirty`` is None.
@@ -35,7 +35,7 @@ def provenance(root: Path, commit: str | None = None) -> dict[str, Any]:
 
 
 def devices(device: torch.device) -> dict[str, Any]:
-    """The accelerators of this host and their driver, as a rank on ``device`` sees them."""
+    """Describe the accelerators of this host and their driver, as a rank on ``device`` sees them."""
     if device.type != "cuda":
         return {"device": device.type}
     nccl: Any = torch.cuda.nccl
@@ -50,7 +50,7 @@ def devices(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """This machine's CPU, as /proc/cpuinfo names it."""
+    """Return the name of this machine's CPU in /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -71,7 +71,7 @@ def _driver() -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git says, nothing where there is no git or no repository."""
+    """Return what git says, nothing where there is no git or no repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=False, timeout=30

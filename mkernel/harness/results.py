@@ -105,12 +105,12 @@ class Row(Model):
 
     @property
     def wrong(self) -> list[str]:
-        """Contenders whose results were not right, or that raised."""
+        """Return contenders whose results were not right, or that raised."""
         return [name for name, entry in self.entries.items() if entry.state in ("wrong", "failed")]
 
 
 class Timing(Model):
-    """How the turns of a mode were timed.
+    """The timing of the turns of a mode.
 
     Attributes:
         clock: ``events``: the device's time between two events; ``host``: the host's, until the device
@@ -139,7 +139,7 @@ class Timing(Model):
 
 
 class Conditions(Model):
-    """What else the figures depend on.
+    """The other conditions that the figures depend on.
 
     Attributes:
         whole: whether all rows of all calls' results were compared, as ``conditions`` says; not so in
@@ -199,7 +199,8 @@ class Report(Model):
 
     @property
     def passed(self) -> bool:
-        """Whether no contender was wrong, and mkernel, where it was asked for, was always there."""
+        """Return whether no contender was wrong, and mkernel, where it was asked for, was always
+        there."""
         absent = any(
             row.entries["mkernel"].state == "absent"
             for row in self.rows
@@ -218,7 +219,7 @@ def write(report: Model, path: Path) -> None:
 
 
 def read(path: Path) -> Report | None:
-    """A report, or None where the file is some other JSON. InputFileError."""
+    """Return a report, or None where the file is some other JSON. InputFileError."""
     try:
         content = parse_json(read_file(path, "result", _MOST_FILE_BYTES))
     except (ValueError, RecursionError) as error:

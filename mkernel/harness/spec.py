@@ -22,12 +22,12 @@ from mkernel.topology.model import Model, Name
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 Benched = OpName | Literal["moe_layer"]
-"""What a row can be of: an op, or a layer of several."""
+"""The subject of a row: an op, or a layer of several."""
 Mode = Literal["kernel", "eager", "graph", "first"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 VIEWS: tuple[View, ...] = ("compute_only", "sequential", "pipelined")
 SPARE_ROWS = 256
-"""Of a capacity, beyond a quarter more than balanced routing needs."""
+"""Rows of a capacity beyond a quarter more than balanced routing needs."""
 LOOP_CALLS = 20
 """Calls of a turn in the modes ``eager`` and ``graph``."""
 

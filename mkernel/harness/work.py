@@ -288,7 +288,7 @@ class Unseen:
 _GROWS: Mapping[str, Callable[[int], int]] = MappingProxyType(
     {"m": lambda world: world, "tokens": lambda _: 1, "sequence": lambda world: 2 * world}
 )
-"""Which size makes another shape of an op, and by how much it must grow in a world."""
+"""The size that makes another shape of an op, and by how much it must grow in a world."""
 
 
 def _key(op: str, sizes: Mapping[str, int]) -> tuple[str, tuple[tuple[str, int], ...]]:
