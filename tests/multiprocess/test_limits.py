@@ -77,6 +77,9 @@ def refusals(accelerator: str) -> dict[str, str]:
         "no rows to add": lambda: mkernel.gemm_all_reduce(none, w),
         "no columns": lambda: mkernel.gemm_all_reduce(torch.ones(4, 0), torch.ones(0, 4)),
         "a row too many": lambda: mkernel.gemm_reduce_scatter(torch.ones(size + 1, WIDTH), w),
+        "a position too many": lambda: mkernel.gemm_reduce_scatter(
+            torch.ones(2, size + 1, WIDTH), w, scatter_dim=1
+        ),
         "2^31 rows": lambda: mkernel.all_gather_gemm(row(2**31 // size), w),
         "no tokens": lambda: dispatch(torch.empty(0, 1, dtype=torch.int64)),
         "no slots": lambda: dispatch(torch.empty(5, 0, dtype=torch.int64)),
@@ -103,6 +106,7 @@ SAID = {
     "no rows to add": ("shape=(0, 16)", "at least 1 row"),
     "no columns": ("shape=(4, 0)", "1 column"),
     "a row too many": ("m = 3", "a multiple of 2", "nearest: 2 or 4"),
+    "a position too many": ("a = ", "shape=(2, 3, 16)"),
     "2^31 rows": ("m = 2147483648", "from 1 to 2147483647"),
     "no tokens": ("shape=(0, 16)", "at least 1 row"),
     "no slots": ("shape=(5, 0)", "1 column"),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from ranks import checked, close, on_ranks, operand
@@ -16,10 +12,7 @@ import mkernel
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import (
     ArgumentError,
-    DtypeError,
-    LayoutError,
     PlanMismatch,
-    ShapeError,
     Unsupported,
 )
 
@@ -178,33 +171,6 @@ def registered() -> list[dict[str, str]]:
 
 def test_the_registered_ops_are_what_their_schemas_say() -> None:
     assert on_ranks(registered, ranks=RANKS) == [[{}, {}]] * RANKS
-
-
-def refusals() -> None:
-    alike, x = given(torch.float32), terms(torch.float32)[mkernel.world().rank]
-    weight, residual = alike["norm_weight"], alike["residual"]
-    call: Callable[..., Any] = partial(mkernel.all_reduce, x)
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ArgumentError, "norm_weight", {"residual": residual}),
-        (ArgumentError, "eps", {"norm_weight": weight, "eps": 0.0}),
-        (ArgumentError, "eps", {"norm_weight": weight, "eps": float("nan")}),
-        (ShapeError, "norm_weight.*column of x", {"norm_weight": weight[1:]}),
-        (DtypeError, "norm_weight.*dtype of x", {"norm_weight": weight.double()}),
-        (LayoutError, "norm_weight", {"norm_weight": weight.repeat_interleave(2)[::2]}),
-        (ShapeError, "residual", {"norm_weight": weight, "residual": residual[1:]}),
-        (DtypeError, "residual", {"norm_weight": weight, "residual": residual.double()}),
-        (ShapeError, "out", {"out": x[1:].clone()}),
-        (LayoutError, "out", {"out": x.t().contiguous().t()}),
-    ]
-    for kind, name, options in wrong:
-        with pytest.raises(kind, match=name):
-            call(**options)
-    with pytest.raises(ShapeError, match="x = "):
-        mkernel.all_reduce(x[0])
-
-
-def test_what_is_wrong_is_refused_by_name() -> None:
-    on_ranks(refusals, ranks=RANKS)
 
 
 def another_eps() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mkernel
-from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError, Unsupported
+from mkernel.errors import CapacityExceeded, Unsupported
 from mkernel.plan.pipeline import Returns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -348,59 +347,6 @@ def test_a_layer_can_be_exported() -> None:
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
-def refusals() -> list[str]:
-    rank = mkernel.world().rank
-    x, w, weights = inputs(rank)
-    ids = routed("uniform", rank)
-    sent = mkernel.moe_dispatch_gemm(x, ids, w)
-    silu: Any = "silu_and_mul"
-    below = ids.clone()
-    below[0, 0] = -2
-    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ArgumentError, "capacity = 0", lambda: mkernel.moe_dispatch_gemm(x, ids, w, capacity=0)),
-        (
-            ShapeError,
-            "2I], of activation",
-            lambda: mkernel.moe_dispatch_gemm(x, ids, w[..., :3].contiguous(), activation=silu),
-        ),
-        (
-            ShapeError,
-            "activation",
-            lambda: mkernel.moe_dispatch_gemm(x, ids, w, activation="gelu"),  # type: ignore[arg-type]
-        ),
-        (ArgumentError, "-1 for none", lambda: mkernel.moe_dispatch_gemm(x, below, w)),
-        (
-            ShapeError,
-            "topk_weights",
-            lambda: mkernel.moe_combine(sent.outputs, sent.handle, weights[:, 1:]),
-        ),
-        (
-            ArgumentError,
-            "handle",
-            lambda: mkernel.moe_combine(sent.outputs, sent.handle.routing, weights),  # type: ignore[arg-type]
-        ),
-        (
-            ShapeError,
-            "y = ",
-            lambda: mkernel.moe_combine(sent.outputs[1:].contiguous(), sent.handle, weights),
-        ),
-    ]
-    return [each for error, said, call in wrong for each in refused(call, error, said)]
-
-
-def refused(call: Callable[[], Any], error: type[Exception], said: str) -> list[str]:
-    """What is wrong with how a call is refused."""
-    try:
-        call()
-    except error as raised:
-        return [] if said in str(raised) else [str(raised)]
-    return [f"{said}: nothing raised"]
-
-
-def test_wrong_calls_are_refused_by_name() -> None:
-    assert on_ranks(refusals, ranks=RANKS) == [[]] * RANKS
 
 
 def lacking() -> tuple[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.nn.functional import rms_norm
 
 import mkernel
 from mkernel.cases.base import TOLERANCE
-from mkernel.errors import ArgumentError, DtypeError
 from mkernel.ops.quantised import LARGEST, quantised_rows
 
 RANKS = 2
@@ -156,9 +154,6 @@ class TestOnRanks:
     def test_the_next_product_takes_it(self) -> None:
         on_ranks(fed, ranks=RANKS)
 
-    def test_what_is_wrong_is_refused_by_name(self) -> None:
-        on_ranks(refusals, ranks=RANKS)
-
 
 def fed() -> None:
     """Rows and scales as the operand of a product whose other one is exact."""
@@ -172,29 +167,3 @@ def fed() -> None:
     found = mkernel.gemm_all_reduce(quantised, weight, a_scale=scale, b_scale=ones)
     truth = RANKS * (quantised.double() * scale.double()) @ weight.double()
     close(found, truth, TOLERANCE["bfloat16"] * 2)
-
-
-def refusals() -> None:
-    (x,), given = (
-        parts("all_reduce", torch.bfloat16, (M,))[mkernel.world().rank],
-        alike(torch.bfloat16, (M,)),
-    )
-    call: Any = partial(mkernel.all_reduce, x, quantise="row")
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("quantise = 'row' is not legal; expected None, without norm_weight", {}),
-        ("quantise = 'column'", {**given, "quantise": "column"}),
-        ("out = given", {**given, "out": torch.empty_like(x)}),
-        ("out_dtype = given", {**given, "out_dtype": torch.float32}),
-        (
-            "norm_weight = a tensor that requires grad",
-            {"norm_weight": given["norm_weight"].clone().requires_grad_()},
-        ),
-    ]
-    for words, options in wrong:
-        with pytest.raises(ArgumentError) as caught:
-            call(**options)
-        assert words in str(caught.value), str(caught.value)
-    with torch.no_grad():
-        call(norm_weight=given["norm_weight"].clone().requires_grad_())
-    with pytest.raises(DtypeError):
-        mkernel.all_reduce(x, out_dtype=torch.float8_e4m3fn)

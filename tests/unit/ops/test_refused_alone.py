@@ -95,6 +95,8 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: scatter(A, B, scatter_dim=1), ArgumentError, "scatter_dim"),
     # outputs
     (lambda: gather(A, B, out=ones(4, 7)), ShapeError, r"out = .*\(4, 8\)"),
+    (lambda: gather(A, B, out=ones(4, 16)[:, ::2]), LayoutError, "out"),
+    (lambda: gather(ones(2, 4, 8), B, gather_dim=1, out=ones(8, 8)), ShapeError, "out"),
     (lambda: gather(A, B, out=ones(4, 8).to("meta")), ArgumentError, "out.device"),
     (lambda: gather(A, B, out=ones(4, 8), out_dtype=torch.float16), DtypeError, "out = torch.float32"),
     (lambda: gather(A, B, gathered=ones(3, 8)), ShapeError, "gathered"),
@@ -113,6 +115,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: gather(A, [ones(7, 4), B]), ShapeError, r"b\[0\]"),
     (lambda: gather(A, [ones(8, 4).half(), B]), DtypeError, r"b\[0\].dtype"),
     (lambda: gather(A, [ones(8), B]), ShapeError, r"b\[0\]"),
+    (lambda: gather(A, [B, ones(1, 8, 8)]), ShapeError, r"b\[1\]"),
     (lambda: gather(A, [ones(8, 4).to("meta"), B]), ArgumentError, r"b\[0\].device"),
     (lambda: gather(A, [B, B], bias=[ones(8)]), ArgumentError, "bias = '?1 of them"),
     (lambda: gather(A, [B, B], bias=ones(8)), ArgumentError, "bias = '?Tensor"),
@@ -133,11 +136,15 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: reduced(A, B, **NORM, residual=A.half()), DtypeError, "residual"),
     (lambda: reduced(A, B, **NORM, residual=A.to("meta")), ArgumentError, "residual.device"),
     (lambda: reduced(A, B, **NORM, eps=0), ArgumentError, "eps"),
+    (lambda: reduced(A, B, **NORM, eps=float("nan")), ArgumentError, "eps"),
     (lambda: reduced(A, B, **NORM, **SCALES), ArgumentError, "beside scales"),
     (lambda: reduced(A, B, quantise="row"), ArgumentError, "without norm_weight"),
     (lambda: reduced(A, B, **NORM, quantise="column"), ArgumentError, "None or 'row'"),
     (lambda: reduced(A, B, **NORM, quantise="row", out=A.clone()), ArgumentError, "out = "),
     (lambda: summed(A, **NORM, quantise="row", out_dtype=torch.float16), ArgumentError, "out_dtype"),
+    (lambda: summed(A, out_dtype=E4M3), DtypeError, "out_dtype"),
+    (lambda: summed(A, norm_weight=ones(8).requires_grad_(), quantise="row"), ArgumentError,
+     "norm_weight = .*no backward where it quantises"),
     (lambda: summed(A.clone().requires_grad_(), **NORM, quantise="row"), ArgumentError,
      "no backward where it quantises"),
     # scales
@@ -147,6 +154,11 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: gather(LEFT, RIGHT, b_scale=ones(1)), ArgumentError, "a_scale = None.*scales of a,"),
     (lambda: gather(A, RIGHT, **SCALES), DtypeError, "a.dtype"),
     (lambda: gather(LEFT, ones(128, 16), **SCALES), DtypeError, "b.dtype"),
+    (lambda: gather(LEFT, RIGHT.contiguous(), **SCALES), LayoutError, "K-major.*weight.t"),
+    (lambda: gather(LEFT, RIGHT, **SCALES, out_dtype=torch.float64), DtypeError, "out_dtype"),
+    (lambda: gather(LEFT, RIGHT, **SCALES, out_dtype=E4M3), DtypeError, "out_dtype"),
+    (lambda: gather(LEFT.clone().requires_grad_(), RIGHT, **SCALES), ArgumentError, "a = "),
+    (lambda: gather(LEFT, RIGHT.clone().requires_grad_(), **SCALES), ArgumentError, "b = "),
     (lambda: gather(LEFT, RIGHT, a_scale=1.0, b_scale=ones(1)), DtypeError, "a_scale = float"),
     (lambda: gather(LEFT, RIGHT, a_scale=ones(1), b_scale=ones(1).half()), DtypeError,
      "b_scale.dtype"),
@@ -173,6 +185,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: dispatch(ones(3, 8), IDS, ones(2, 7, 8)), ShapeError, "H = 8"),
     (lambda: dispatch(ones(4, 8), IDS, ones(2, 8, 8)), ShapeError, "T = 4"),
     (lambda: dispatch(ones(3, 8), IDS, ones(2, 8, 7), activation="silu_and_mul"), ShapeError, "2I"),
+    (lambda: dispatch(ones(3, 8), IDS, ones(2, 8, 8), activation="gelu"), ShapeError, "activation"),
     (lambda: dispatch(ones(3, 16)[:, ::2], IDS, ones(2, 8, 8)), LayoutError, "x"),
     (lambda: dispatch(ones(3, 8), IDS.t().contiguous().t(), ones(2, 8, 8)), LayoutError, "topk_ids"),
     (lambda: dispatch(ones(3, 8).to("meta"), IDS, ones(2, 8, 8)), ArgumentError, "x.device"),
@@ -242,6 +255,13 @@ def test_what_was_refused_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(ShapeError, match="a has 8, b has 7"):
             gather(A, ones(7, 8))
+
+
+def test_what_has_no_backward_runs_where_none_is_recorded() -> None:
+    weight = ones(8).requires_grad_()
+    with torch.no_grad():
+        summed(A, norm_weight=weight, quantise="row")
+        gather(LEFT, RIGHT, a_scale=ones(1), b_scale=ones(1).requires_grad_())
 
 
 @pytest.mark.parametrize(
