@@ -14,7 +14,6 @@ from torch import Tensor, distributed
 from torch.distributed import _symmetric_memory as symm_mem
 
 import mkernel
-from mkernel.errors import ArgumentError, MkernelError, ShapeError
 from mkernel.ops.symm_mem import (
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
@@ -141,32 +140,6 @@ def test_means_where_sums_are_not_wider(tmp_path: Path) -> None:
     assert ranks(without_float32, tmp_path, size=RANKS) == [True] * RANKS
 
 
-def refused() -> list[str]:
-    mkernel.init(distributed.group.WORLD, accelerator="streams", timeout_s=TIMEOUT_S)
-    a, b = torch.ones(4, 12), torch.ones(12, 8)
-    said = []
-    for call in (
-        lambda: fused_all_gather_matmul(a, [], 0, "0"),
-        lambda: fused_all_gather_matmul(a, [b], 2, "0"),
-        lambda: fused_all_gather_matmul(a[0], [b], 0, "0"),
-        lambda: fused_matmul_reduce_scatter(a, b, "max", 0, "0"),
-        lambda: fused_matmul_reduce_scatter(a[:3], b, "sum", 0, "0"),
-        lambda: fused_matmul_reduce_scatter(a, b, "sum", 0, "no such group"),
-    ):
-        with pytest.raises(MkernelError) as error:
-            call()
-        assert error.type in (ArgumentError, ShapeError) or "group" in str(error.value)
-        said.append(str(error.value))
-    return said
-
-
-def test_wrong_arguments_are_named(tmp_path: Path) -> None:
-    words = ("Bs", "gather_dim = 2", "A = (12,)", "reduce_op", "(3, 8)", "no such group")
-    for said in ranks(refused, tmp_path, size=RANKS):
-        for text, word in zip(said, words, strict=True):
-            assert word in text
-
-
 # ---- e4m3 ----------------------------------------------------------------------------------------
 
 N = 16
@@ -260,46 +233,3 @@ def scaled_like_torch() -> int:
 @pytest.mark.skipif(not SCALED_MM, reason=f"torch {torch.__version__} has no _scaled_mm on CPUs")
 def test_results_of_e4m3_are_torchs(tmp_path: Path) -> None:
     assert ranks(scaled_like_torch, tmp_path, size=RANKS) == [6 * 3 + 9 * 3] * RANKS
-
-
-def scaled_refused() -> list[str]:
-    mkernel.init(distributed.group.WORLD, accelerator="streams", timeout_s=TIMEOUT_S)
-    a, b, one = quantised("a", 4, 32), quantised("b", 8, 32).t(), torch.ones(())
-    bf16, said = torch.bfloat16, []
-
-    def gather(
-        out: Any = bf16, *, dim: int = 0, result: Any = None, fast: Any = (False,), bs: Any = (b,)
-    ) -> Any:
-        given = a, bs, one, [one], dim, "0", [None], [result], [out], fast
-        return fused_all_gather_scaled_matmul(*given)
-
-    def scatter(out: Any = bf16, *, op: str = "sum", dim: int = 0, **options: Any) -> Any:
-        given = a, b, one, one, op, dim, 0, "0", options.pop("output_shape", None)
-        return fused_scaled_matmul_reduce_scatter(*given, out_dtype=out, **options)
-
-    for call in (
-        lambda: gather(None),
-        lambda: gather(dim=1),
-        lambda: gather(result=one),
-        lambda: gather(fast=()),
-        lambda: gather(bs=()),
-        lambda: gather(bs=(b.contiguous(),)),
-        lambda: scatter(None),
-        lambda: scatter(op="max"),
-        lambda: scatter(dim=2),
-        lambda: scatter(bias=torch.ones(8)),
-        lambda: scatter(result_scale=one),
-        lambda: scatter(output_shape=[3, 8]),
-    ):
-        with pytest.raises(MkernelError) as error:
-            call()
-        said.append(str(error.value))
-    return said
-
-
-def test_wrong_arguments_of_e4m3_are_named(tmp_path: Path) -> None:
-    words = ("out_dtypes", "gather_dim", "result_scales", "use_fast_accum", "Bs", "K-major")
-    words += ("out_dtype", "reduce_op", "orig_scatter_dim", "bias", "result_scale", "output_shape")
-    for said in ranks(scaled_refused, tmp_path, size=RANKS):
-        for text, word in zip(said, words, strict=True):
-            assert word in text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mkernel
-from mkernel.errors import ArgumentError, MkernelError, ShapeError
+from mkernel.errors import ArgumentError, LayoutError, MkernelError, NotInitialized, ShapeError
 
 E4M3 = torch.float8_e4m3fn
 needs_scaled_mm = pytest.mark.skipif(
@@ -133,7 +133,11 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: mkernel.fused_matmul_reduce_scatter(A, A, "sum", 0, None), ShapeError, "B = "),
     (lambda: mkernel.fused_matmul_reduce_scatter(A, BS[0], "sum", 3, None), ArgumentError,
      "scatter_dim = 3"),
+    (lambda: mkernel.fused_matmul_reduce_scatter(A, BS[0], "sum", 0, "no such group"),
+     NotInitialized, "no such group"),
     (lambda: scaled_gather(gather_dim=2), ArgumentError, "gather_dim = 2"),
+    (lambda: scaled_gather(use_fast_accum=()), ArgumentError, "use_fast_accum"),
+    (lambda: scaled_gather(Bs=[b.contiguous() for b in operands()[1]]), LayoutError, "K-major"),
     (lambda: scaled_gather(Bs=[]), ArgumentError, "Bs"),
     (lambda: scaled_gather(biases=[None]), ArgumentError, "biases"),
     (lambda: scaled_gather(result_scales=[None, torch.ones(1)]), ArgumentError, "result_scales"),
