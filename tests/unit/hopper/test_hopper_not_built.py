@@ -73,7 +73,17 @@ PLANNED = {
 def plan_of(folder: Path, name: str) -> list[str]:
     accelerator, *call = PLANNED[name]
     file = str(machine_file("p5.hwloc", folder))
-    return ["plan", *call, "--accelerator", accelerator, "--topology", file, "--nodes", "1", "--json"]
+    return [
+        "plan",
+        *call,
+        "--accelerator",
+        accelerator,
+        "--topology",
+        file,
+        "--nodes",
+        "1",
+        "--json",
+    ]
 
 
 @pytest.mark.parametrize("name", PLANNED)
