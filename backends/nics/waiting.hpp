@@ -1,8 +1,8 @@
-// Commands that the proxy has taken from the FIFO and could not hand over, for their peer's queue
-// was full: a list a peer, in the order in which they were taken, in a pool of fixed size. Peers take turns.
+// Commands that the proxy has taken from the FIFO and could not post, because their peer's queue was full: a
+// list a peer, in the order in which they were taken, in a pool of fixed size. Peers take turns.
 //
-// A peer's first command may be handed over in part; the others have not begun. Adding and removing
-// allocate nothing, except for the first command ever set aside for a rank higher than all before.
+// A peer's first command may be posted in part; the others have not begun. Adding and removing allocate
+// nothing, except for the first command ever set aside for a rank higher than all before.
 #pragma once
 
 #include <algorithm>
@@ -29,12 +29,12 @@ class Waiting {
 
     [[nodiscard]] std::size_t size() const { return used_; }
     [[nodiscard]] bool full() const { return used_ == entries_.size(); }
-    // Peers for which commands wait.
+    // Returns the number of peers for which commands wait.
     [[nodiscard]] std::size_t peers() const { return turns_.size(); }
     [[nodiscard]] bool has(std::uint32_t peer) const {
         return peer < lists_.size() && lists_[peer].count != 0;
     }
-    // The lowest number that waits; `otherwise` where none does.
+    // Returns the lowest number that waits; `otherwise` where none does.
     [[nodiscard]] std::uint64_t oldest(std::uint64_t otherwise) const {
         for (const std::uint32_t peer : turns_) {
             otherwise = std::min(otherwise, entries_[lists_[peer].first].number);
@@ -42,7 +42,7 @@ class Waiting {
         return otherwise;
     }
 
-    // Behind the peer's others. There must be room.
+    // Adds a command after the peer's others. There must be room.
     void add(const transport::PutCommand& command, const PutCursor& cursor, std::uint64_t number) {
         const std::uint32_t slot = free_;
         free_ = entries_[slot].next;
@@ -59,9 +59,9 @@ class Waiting {
         ++used_;
     }
 
-    // First command of the peer whose turn it is; null where nothing waits.
+    // Returns the first command of the peer whose turn it is; null where nothing waits.
     Entry* first() { return turns_.empty() ? nullptr : &entries_[lists_[turn_peer()].first]; }
-    // Takes it out. True where its peer has no more; then it is the next peer's turn.
+    // Removes it. Returns true where its peer has no more; then it is the next peer's turn.
     bool remove_first() {
         const std::size_t at = turn_ % turns_.size();
         List& list = lists_[turns_[at]];

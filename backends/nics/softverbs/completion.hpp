@@ -1,7 +1,7 @@
 // Completion queues and channels.
 //
-// A queue has one producer, the context's engine, and any number of pollers behind a lock. What the
-// engine wrote to memory before it adds an entry is visible to whoever polls that entry.
+// A queue has one producer, the context's engine, and any number of pollers behind a lock. Bytes that the
+// engine wrote to memory before it adds an entry are visible to every poller of that entry.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -15,7 +15,8 @@
 
 namespace mkernel::nics::softverbs {
 
-// What gives a queue pair's slots back once the completion that frees them was polled. Any thread.
+// The owner of a queue pair's slots, which gets them back once the completion that frees them was polled. Any
+// thread.
 class SlotOwner {
   public:
     virtual void reclaim(std::uint64_t to) = 0;
@@ -48,14 +49,15 @@ struct Cq : ibv_cq {
     std::uint64_t filled =
         0;  // engine: entries ever added, of which pollers see those before `head`
 
-    // Engine only; see Context::complete. False where the queue is full: it is then in error for good.
+    // Adds an entry. Engine only; see Context::complete. Returns false where the queue is full: it is then in
+    // error for good.
     bool push(const Entry& entry);
-    // Engine only: pollers see what was added. Once for several entries, since a word that two threads
-    // share costs more than they do.
+    // Makes added entries visible to pollers. Engine only. Called once for several entries, since a word that
+    // two threads share costs more than they do.
     void show();
-    // Any thread.
+    // Polls. Any thread.
     int poll(int count, ibv_wc* out);
-    // Under the control lock: voids what belongs to a queue pair that goes away.
+    // Voids, under the control lock, the entries that belong to a queue pair that goes away.
     void forget(const SlotOwner* qp);
 };
 

@@ -25,11 +25,11 @@ namespace {
     throw std::system_error(EINVAL, std::generic_category(), message);
 }
 
-// Reads variables and remembers their names, so that it can refuse what nobody asked for: a
+// The environment's variables; it remembers the names that were read, so that it can refuse unknown ones: a
 // misspelt fault that is not planted lets a test pass.
 class Environment {
   public:
-    // The variable's value, or `otherwise` where it is unset or empty.
+    // Returns the variable's value, or `otherwise` where it is unset or empty.
     std::uint64_t number(const char* name, std::uint64_t otherwise, std::uint64_t least,
                          std::uint64_t most) {
         const char* text = this->text(name);
@@ -67,7 +67,7 @@ class Environment {
   private:
     static constexpr std::string_view kPrefix = "MKERNEL_SOFTVERBS_";
 
-    // Null where the variable is unset or empty.
+    // Returns null where the variable is unset or empty.
     const char* text(const char* name) {
         read_.insert(name);
         const char* found = std::getenv(name);

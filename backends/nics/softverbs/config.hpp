@@ -1,19 +1,19 @@
-// What can be set on the software device, read from the environment when a device is opened. For
-// tests and emulation only; everything else about it is fixed, as on a real card. A value that
-// cannot be read fails the opening with EINVAL and a line on stderr.
+// The settings of the software device, read from the environment when a device is opened. For tests and
+// emulation only; everything else about it is fixed, as on a real card. A value that cannot be read fails the
+// opening with EINVAL and a line on stderr.
 //
 // MKERNEL_SOFTVERBS_FAULTS is a list, separated by commas, of
 //
 //   KIND@COUNT    with the message after so many of this device (registration: the one after so many)
 //   KIND@TIMEms   so long after the device was opened
-//   ... +TIMEms   behind either, for cut and stall: how long it lasts; without, for good
+//   ... +TIMEms   after either, for cut and stall: how long it lasts; without, for good
 //
 // of these kinds:
 //
-//   drop          from that message on, what goes to its peer is lost
+//   drop          from that message on, everything sent to its peer is lost
 //   cut           nothing leaves the port or reaches it; both ends' retries run
 //   stall         the device does nothing, not even run into time-outs; its peers' retries run
-//   qp-error      that message's queue pair goes to ERR; RC is told so by an event
+//   qp-error      that message's queue pair goes to ERR; RC reports it by an event
 //   cq-overflow   that message's completion queue is full for good
 //   registration  a registration of memory fails with ENOMEM
 #pragma once
@@ -74,7 +74,7 @@ struct Config {
     bool rnr_retry =
         true;  // MKERNEL_SOFTVERBS_RNR_RETRY=0: one that takes no bound on such retries
 
-    // Throws std::system_error of EINVAL.
+    // Reads the environment. Throws std::system_error of EINVAL.
     static Config from_environment();
 };
 

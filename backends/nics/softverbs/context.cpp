@@ -16,7 +16,7 @@ constexpr int kSpins = 50;                         // empty rounds before the en
 constexpr std::uint64_t kLingerNs = 500'000;       // with regions of device memory
 constexpr std::uint64_t kMaxSleepNs = 50'000'000;  // in case a waker died before it woke us
 
-// Those whose device writes wait for a flush.
+// The open contexts whose device writes wait for a flush.
 class OpenContexts {
   public:
     void add(Context* context) {
@@ -185,7 +185,7 @@ void Context::withdraw(const Mr& mr) {
     for (auto& [cookie, remote] : remotes_) tell(remote, mr, 0);
 }
 
-// Whether something was sent or came.
+// Sends and receives offers; returns whether anything was sent or came.
 bool Context::exchange_offers() {
     bool worked = false;
     const std::uint32_t offered = port.header().offered.load(std::memory_order_seq_cst);
@@ -224,7 +224,7 @@ Context::Placed Context::place(const Mr& mr, std::uint64_t address, const Payloa
                                std::size_t bytes, DeviceCopies::Batch& batch, std::uint64_t due) {
     batch = 0;
     const bool waits = config.late_ns != 0 || (mr.device && config.unflushed);
-    // What must be seen on the way passes through here; the rest is copied from memory to memory.
+    // Bytes that must be seen on the way pass through here; the rest is copied from memory to memory.
     std::vector<std::byte> payload;
     const std::byte* host = from.host;
     if (host == nullptr && (!mr.device || waits || config.scramble != 0)) {
@@ -268,7 +268,7 @@ void Context::show_unflushed() {
     if (config.unflushed) show_bytes(UINT64_MAX);
 }
 
-// Those that are due. What was deregistered meanwhile is left alone.
+// Shows the bytes that are due. Regions deregistered meanwhile are left alone.
 void Context::show_bytes(std::uint64_t now) {
     while (!unshown_bytes_.empty() && unshown_bytes_.front().until <= now) {
         const UnshownBytes each = std::move(unshown_bytes_.front());
@@ -376,7 +376,7 @@ void Context::await() {
 }
 
 // A card wakes in no time. With accelerators, whose messages are few and awaited, an engine stays awake for a
-// while, and as long as somebody polls.
+// while, and as long as any thread polls.
 bool Context::lingers() {
     if (const std::uint64_t awaited = awaited_.load(std::memory_order_relaxed);
         awaited != awaited_seen_) {
@@ -386,8 +386,8 @@ bool Context::lingers() {
     return has_device_regions_.load(std::memory_order_relaxed) && now_ns() - worked_at_ < kLingerNs;
 }
 
-// Announce the sleep, look once more, then sleep: whoever gives us work writes it before it looks
-// at `sleeping`, so one of the two sees the other.
+// Announces the sleep, looks once more, then sleeps: a thread that brings work writes it before it looks at
+// `sleeping`, so one of the two sees the other.
 void Context::sleep() {
     auto& sleeping = port.header().sleeping;
     sleeping.store(1, std::memory_order_seq_cst);

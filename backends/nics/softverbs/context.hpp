@@ -1,7 +1,7 @@
-// An opened device: its port, its objects, and the engine thread that does what the card does.
+// An opened device: its port, its objects, and the engine thread that does the work of a card.
 //
-// `control` guards the tables and, held by the engine during a round, the user memory it touches.
-// Control calls announce themselves in `control_waiting`, and the engine lets them go first.
+// `control` guards the tables and, held by the engine during a round, the user memory it touches. Control
+// calls announce themselves in `control_waiting`, and the engine lets them go first.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -26,7 +26,7 @@
 
 namespace mkernel::nics::softverbs {
 
-// Holds the control lock from outside the engine.
+// The holder of the control lock outside the engine.
 class Control {
   public:
     explicit Control(Context& context);
@@ -35,7 +35,7 @@ class Control {
     std::unique_lock<std::mutex> lock_;
 };
 
-// Where a payload is: in memory of this process, or at an address of the mover. Neither: out of reach.
+// The place of a payload: in memory of this process, or at an address of the mover. Neither: out of reach.
 struct PayloadSource {
     const std::byte* host = nullptr;
     std::uint64_t device = 0;
@@ -51,51 +51,55 @@ struct Context : verbs_context {
         return *static_cast<Context*>(verbs_get_ctx(context));
     }
 
-    // Under the control lock.
+    // Called under the control lock.
     Qp* create_qp(const ibv_qp_init_attr& init);
     void destroy_qp(Qp* qp);
     std::shared_ptr<RemotePort> connect(const PortAddress& address);
 
-    // Engine, or under the control lock.
+    // Called by the engine, or under the control lock.
     void raise_event(ibv_event_type type, ibv_qp* qp, ibv_cq* cq);
-    // Adds a completion. False where it overruns the queue, which is an event, once.
+    // Adds a completion. Returns false where it overruns the queue, which is an event, once.
     bool complete(ibv_cq* queue, const Cq::Entry& entry);
-    // Pollers see all completions that were added: at the end of a round, and before a peer hears that what
-    // they tell of has been done.
+    // Makes all added completions visible to pollers: at the end of a round, and before a peer is notified
+    // that the work they report has been done.
     void show_completions();
 
     void wake() { ring_doorbell(port.header()); }
 
     enum class Placed { now, later, busy };
-    // Copies between devices of bytes that arrive later, in as large batches as there is time for: nobody
-    // may tell when a copy was made, only when it is said to have come. Null: not now, or not ahead.
+    // Starts copies between devices of bytes that arrive later, in as large batches as there is time for: no
+    // observer can see when a copy was made, only when it is reported to have arrived. Null: not now, or not
+    // ahead.
     std::optional<DeviceCopies::Batch> place_ahead(const Mr& mr, std::uint64_t address,
                                                    const PayloadSource& from, std::size_t bytes,
                                                    std::uint64_t arrival);
-    // Writes bytes that arrived. `batch`: of the copy, where they are there later; `due`: see DeviceCopies.
+    // Writes bytes that arrived. `batch`: the copy's, where the bytes are there later; `due`: see
+    // DeviceCopies.
     Placed place(const Mr& mr, std::uint64_t address, const PayloadSource& from, std::size_t bytes,
                  DeviceCopies::Batch& batch, std::uint64_t due = 0);
-    // Bytes of device memory, read at once; empty where that failed.
+    // Returns bytes of device memory, read at once; empty where that failed.
     std::vector<std::byte> fetch(std::uint64_t address, std::size_t bytes);
-    // Where the payload is that a packet of `from` refers to.
+    // Returns where the payload is that a packet of `from` refers to.
     PayloadSource find_payload(RemotePort& from, std::uint8_t flags, std::int32_t fd,
                                std::uint64_t file, std::uint64_t offset, std::uint32_t length);
-    // Whether a peer has been sent all that it must know of device memory here; tries to.
+    // Returns true once a peer has been sent everything that it must know of device memory here; tries to
+    // send it.
     bool told(RemotePort& remote);
     void offer(const Mr& mr);
     void withdraw(const Mr& mr);
-    // Config::unflushed: now they show.
+    // Shows the bytes that Config::unflushed held back.
     void show_unflushed();
 
-    // What falls on the message that is about to go to that completion queue. An overflow is done here,
-    // the rest is the queue pair's to do.
+    // The faults that fall on the next message to that completion queue. An overflow is done here, the rest
+    // is done by the queue pair.
     struct Struck {
         bool drop = false, overflow = false, qp_error = false;
     };
     Struck strike(Cq& queue, std::uint64_t now);
-    // Whether a cut of the link is on, or a stall of the device. Engine, or under the control lock.
+    // Returns true while a cut of the link, or a stall of the device, is on. Engine, or under the control
+    // lock.
     bool mute(std::uint64_t now);
-    // Somebody polls on and on, so that there will be work soon. Any thread.
+    // Announces that a thread polls on and on, so that there will be work soon. Any thread.
     void await();
 
     Config config;
@@ -146,7 +150,7 @@ struct Context : verbs_context {
     std::uint32_t offers_seen_ = 0;
     bool told_all_ = true;         // no outbox holds anything
     bool failure_raised_ = false;  // of the mover
-    // Queue pairs get rings in turn; each turn is a generation of their numbers.
+    // Goes to the next ring. Queue pairs get rings in turn; each turn is a generation of their numbers.
     void to_next_ring();
     std::uint32_t next_ring_ = 0;
     std::uint32_t generation_ = 1;

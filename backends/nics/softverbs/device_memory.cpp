@@ -25,7 +25,7 @@ constexpr std::uint64_t kLimitNs = 10'000'000'000;  // until a copy that does no
 
 std::atomic<transport::Mover*> registered{nullptr};
 
-// The abstract name of a port's socket; its length counts.
+// Makes the abstract name of a port's socket; its length counts.
 socklen_t name_of(std::uint64_t cookie, sockaddr_un& name) {
     name = {};
     name.sun_family = AF_UNIX;
@@ -187,7 +187,7 @@ void Offers::take(const Message& m, const Fd& fd, DeviceCopies& copies) {
         attached_.erase(found);
         return;
     }
-    // Without a mover, or where it cannot be mapped: what is read of it later fails.
+    // Without a mover, or where the memory cannot be mapped, later reads of it fail.
     if (found != attached_.end() || mover() == nullptr || fd.get() < 0) return;
     Attached made{0, m.length};
     if (mover()->attach(mover()->self, &m.memory, fd.get(), &made.address) == 0) {
@@ -220,7 +220,8 @@ void Offers::forget_all(DeviceCopies& copies) {
 
 }  // namespace mkernel::nics::softverbs
 
-// The accelerator's, for all devices of this process; it stays valid until the process ends. 0, or EINVAL.
+// Sets the accelerator's mover, for all devices of this process; it stays valid until the process ends.
+// Returns 0, or EINVAL.
 extern "C" __attribute__((visibility("default"))) int mkernel_softverbs_set_mover(
     mkernel::transport::Mover* mover) {
     if (mover != nullptr && mover->version != mkernel::transport::Mover::kVersion) return EINVAL;

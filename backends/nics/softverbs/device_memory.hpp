@@ -1,9 +1,9 @@
-// How the device reaches accelerators' memory, which it cannot touch itself: a mover that the accelerator
+// The device's access to accelerators' memory, which it cannot touch itself: a mover that the accelerator
 // registered copies it (transport/mover.hpp).
 //
-// A peer's region is mapped here before anything is read from it. Its owner *offers* it: a datagram with
-// the region's token and a descriptor, to a socket of the peer's port in the abstract namespace, sent
-// before the first packet that names the token. So the peer neither asks nor waits.
+// A peer's region is mapped here before anything is read from it. Its owner *offers* it: a datagram with the
+// region's token and a descriptor, to a socket of the peer's port in the abstract namespace, sent before the
+// first packet that names the token. So the peer neither sends a request nor waits.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace mkernel::nics::softverbs {
 
-// Of this process; null where no accelerator has one.
+// Returns the mover of this process; null where no accelerator has one.
 transport::Mover* mover();
 
 // An own region of device memory, for peers to map.
@@ -30,29 +30,29 @@ struct DeviceBacking {
     std::shared_ptr<const Fd> fd;
 };
 
-// Copies under way, in batches that are numbered from 1. Under the control lock.
+// Copies under way, in batches that are numbered from 1. Used under the control lock.
 class DeviceCopies {
   public:
     using Batch = std::uint64_t;
 
-    // Adds a copy to the batch that is being filled. `due`: when it may be handed over at the latest; 0: at
-    // once. Nothing: there is no room now, or it failed.
+    // Adds a copy to the batch that is being filled. `due`: when it must be submitted at the latest; 0: at
+    // once. Returns nothing where there is no room now, or it failed.
     std::optional<Batch> queue(std::uint64_t to, std::uint64_t from, std::uint64_t bytes,
                                std::uint64_t due = 0);
-    // Hands the batch over, where it has copies that are due. While batches are under way, small ones wait:
-    // what comes meanwhile goes with them, so that the time a copy takes to start is paid less often.
+    // Submits the batch, where it has copies that are due. While batches are under way, small ones wait:
+    // copies that come meanwhile go with them, so that the time a copy takes to start is paid less often.
     void submit(std::uint64_t now);
-    // Whether a batch ended meanwhile.
+    // Polls; returns whether a batch ended meanwhile.
     bool poll(std::uint64_t now);
     [[nodiscard]] bool done(Batch batch) const { return batch <= done_; }
-    // Bytes of the batch that is being filled.
+    // Returns the bytes of the batch that is being filled.
     [[nodiscard]] std::uint64_t waiting() const { return filled_; }
     [[nodiscard]] bool idle() const { return in_flight_.empty() && filled_ == 0; }
-    // Waits for all of them. False: it failed.
+    // Waits for all of them. Returns false where it failed.
     bool drain();
-    // One at once: waits for all before, too.
+    // Copies at once: waits for all earlier copies, too.
     bool copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
-    // The mover reported an error, or a copy did not end in time: nothing ends any more.
+    // Returns true once the mover reported an error, or a copy did not end in time: nothing ends any more.
     [[nodiscard]] bool failed() const { return failed_; }
 
   private:
@@ -70,7 +70,7 @@ class DeviceCopies {
     bool failed_ = false;
 };
 
-// A port's end of the datagrams that offer device memory, and what peers offered here.
+// A port's end of the datagrams that offer device memory, and the offers that peers made here.
 class Offers {
   public:
     // Throws std::system_error.
@@ -85,16 +85,16 @@ class Offers {
         transport::ExportedMemory memory;
     };
 
-    // Takes what has come. `copies` may still use what is withdrawn.
+    // Takes the datagrams that have come. `copies` may still use memory that is withdrawn.
     void receive(DeviceCopies& copies);
-    // Where bytes of a peer's region are for the mover; 0: it did not offer them.
+    // Returns where bytes of a peer's region are for the mover; 0: the peer did not offer them.
     [[nodiscard]] std::uint64_t find(std::uint64_t cookie, std::uint64_t token,
                                      std::uint64_t offset, std::uint64_t length) const;
-    // Unmaps all that a port offered.
+    // Unmaps everything that a port offered.
     void forget(std::uint64_t cookie, DeviceCopies& copies);
     void forget_all(DeviceCopies& copies);
 
-    // Sends to the port of that cookie. False: not now.
+    // Sends to the port of that cookie. Returns false where it cannot now.
     bool send(std::uint64_t cookie, const Message& message, int fd) const;
 
   private:
@@ -109,21 +109,21 @@ class Offers {
     std::map<Key, Attached> attached_;
 };
 
-// The copies that were queued before their packets' arrival, of one ring or flow; packets are named by their
+// The copies of one ring or flow that were queued before their packets' arrival; packets are named by their
 // places in it, in bytes ever written.
 class EarlyCopies {
   public:
-    // Where to look on, of packets of which those before `tail` were taken.
+    // Returns where to look on, when the packets before `tail` were taken.
     std::uint64_t look_on(std::uint64_t tail) { return looked_ = std::max(looked_, tail); }
-    // The copy of the packet there.
+    // Adds the copy of the packet at the place last looked at.
     void add(DeviceCopies::Batch batch) { copies_.push_back({looked_, batch}); }
-    // The packet there, of so many bytes, has been looked at.
+    // Notes that the packet there, of so many bytes, has been looked at.
     void looked(std::uint64_t bytes) { looked_ += bytes; }
-    // Whether the packet at `tail`, the next one to be taken, has one.
+    // Returns true where the packet at `tail`, the next one to be taken, has a copy.
     [[nodiscard]] bool has(std::uint64_t tail) const {
         return !copies_.empty() && copies_.front().at == tail;
     }
-    // That of the packet at `tail`, which is taken now; 0: it has none.
+    // Takes the copy of the packet at `tail`, which is taken now; 0: it has none.
     DeviceCopies::Batch take(std::uint64_t tail) {
         if (!has(tail)) return 0;
         const DeviceCopies::Batch batch = copies_.front().batch;

@@ -47,7 +47,7 @@ SOFTVERBS_EXPORT ibv_qp* efadv_create_qp_ex(ibv_context* context, ibv_qp_init_at
         cap.max_recv_sge > soft::kSrdReceiveSge || cap.max_inline_data > soft::kSrdInline) {
         return errno = EINVAL, nullptr;
     }
-    // What follows driver_qp_type in newer headers: flags (UNSOLICITED_WRITE_RECV) and service
+    // The members that follow driver_qp_type in newer headers: flags (UNSOLICITED_WRITE_RECV) and service
     // level. This device has neither.
     const bool extra = std::any_of(std::begin(efa->reserved), std::end(efa->reserved),
                                    [](std::uint8_t byte) { return byte != 0; });

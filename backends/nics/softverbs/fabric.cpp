@@ -87,7 +87,7 @@ bool Fabric::step(std::uint64_t now, std::uint64_t& wake_at) {
         }
         if (qp->qp_base.state != IBV_QPS_ERR) continue;
         abandon(*qp);
-        // In flight: flushed too, whatever the answer will be.
+        // Requests in flight are flushed too, whatever their answer will be.
         for (auto& [cookie, out] : outgoing_) {
             for (InFlight& message : out->window) {
                 if (message.qp != qp.get()) continue;

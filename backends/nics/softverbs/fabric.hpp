@@ -1,13 +1,14 @@
 // The fabric that carries the messages of SRD queue pairs between ports.
 //
-// What holds: a message arrives once and whole, or its sender is told why not. What does not:
-// any order between messages, to one peer or to several, nor between the bytes of one message.
-// Correct bytes may be placed twice, though never after the message's completion at either end.
-// Both are drawn from a generator with a settable seed, at the receiver.
+// It guarantees that a message arrives once and whole, or that its sender gets the reason. It guarantees no
+// order: neither between messages, to one peer or to several, nor between the bytes of one message. Correct
+// bytes may be placed twice, though never after the message's completion at either end. Both are drawn from a
+// generator with a settable seed, at the receiver.
 //
 // An error concerns its message only; the queue pair goes on.
 //
-// Fabric::step by the engine, which holds the context's control lock; everything else under that lock.
+// Fabric::step is called by the engine, which holds the context's control lock; everything else under that
+// lock.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -36,12 +37,12 @@ class Fabric {
     explicit Fabric(Context& context);
     ~Fabric();
 
-    // Under the control lock. Null with errno.
+    // Makes a queue pair, under the control lock. Null with errno.
     SrdQp* create_qp(const ibv_qp_init_attr_ex& init);
     void destroy_qp(SrdQp* qp);
     AddressHandle* create_ah(ibv_pd* pd, const PortAddress& address);
     void destroy_ah(AddressHandle* ah);
-    // Messages of a queue pair that broke or goes away: their answers are ignored.
+    // Forgets messages of a queue pair that broke or goes away: their answers are ignored.
     void forget(const SrdQp* qp);
 
     bool step(std::uint64_t now, std::uint64_t& wake_at);
@@ -133,12 +134,12 @@ class Fabric {
     void copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now);
     void give_up(Incoming& in, std::uint64_t message);
     bool place(std::uint64_t now, std::uint64_t& wake_at);
-    // False where there is no room for a copy: it must come again.
+    // Executes a placement. Returns false where there is no room for a copy: it must come again.
     bool execute(Placement& placement, std::uint64_t now);
-    // The queue pair of that number that takes messages; null: none does, or none does any more.
+    // Returns the queue pair of that number that takes messages; null: none does, or none does any more.
     [[nodiscard]] SrdQp* receiver(std::uint32_t number) const;
     ibv_wc_status judge(const Incoming& in, const FlowPacket& packet) const;
-    // Whether that queue pair may write so many bytes where the packet goes.
+    // Returns true where that queue pair may write so many bytes where the packet goes.
     bool may_write(const SrdQp& qp, const FlowPacket& packet, std::uint32_t bytes) const;
     void finish(Incoming& in, std::uint64_t message, Arriving& arriving);
     bool retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at);

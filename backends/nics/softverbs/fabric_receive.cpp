@@ -64,7 +64,7 @@ SrdQp* Fabric::receiver(std::uint32_t number) const {
     return found != qps_.end() && found->second->receives() ? found->second.get() : nullptr;
 }
 
-// What is wrong with a message, as far as its first packet tells.
+// Returns the error of a message, as far as its first packet shows one.
 ibv_wc_status Fabric::judge(const Incoming& in, const FlowPacket& p) const {
     const bool known = std::any_of(handles_.begin(), handles_.end(), [&in](const auto& ah) {
         return ah->address.cookie == in.from.cookie;
@@ -83,7 +83,7 @@ bool Fabric::may_write(const SrdQp& qp, const FlowPacket& p, std::uint32_t bytes
            (mr->access & IBV_ACCESS_REMOTE_WRITE) != 0 && mr->contains(p.remote_addr, bytes);
 }
 
-// Packets from the flow into the set that waits to be placed.
+// Takes packets from the flow into the set that waits to be placed.
 bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
     Flow& flow = context_.port.flow(in.index);
     const std::uint64_t head = flow.sender.head.load(std::memory_order_seq_cst);
@@ -141,7 +141,8 @@ bool Fabric::take(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
     return true;
 }
 
-// Queues the copies of packets that are on the link. What is held, or placed twice, is so when it arrives.
+// Queues the copies of packets that are on the link. A packet that is held, or placed twice, is so when it
+// arrives.
 void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
     const Flow& flow = context_.port.flow(in.index);
     for (std::uint64_t at = in.early.look_on(in.tail); at != head; at = in.early.look_on(at)) {
@@ -165,7 +166,7 @@ void Fabric::copy_ahead(Incoming& in, std::uint64_t head, std::uint64_t now) {
     }
 }
 
-// The sender has abandoned a message, of which nothing or a part has come.
+// Gives up a message that the sender has abandoned, of which nothing or a part has come.
 void Fabric::give_up(Incoming& in, std::uint64_t number) {
     Arriving& message = in.place_of(number);
     if (message.number != number) return reply(in, number, IBV_WC_REM_ABORT_ERR);
@@ -253,7 +254,7 @@ void Fabric::end_placement(Incoming& in, std::uint64_t number) {
     }
 }
 
-// What waited for copies that are done, in the order in which it was placed.
+// Ends messages that waited for copies that are done, in the order in which they were placed.
 bool Fabric::settle() {
     return std::erase_if(moving_, [this](const Moving& each) {
                if (!context_.copies.done(each.batch)) return false;
@@ -262,7 +263,7 @@ bool Fabric::settle() {
            }) != 0;
 }
 
-// Every byte is placed: the receive and the answer.
+// Finishes a message, every byte of which is placed: the receive and the answer.
 void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
     const FlowMessage& whole = message.message;
     if (message.status == IBV_WC_SUCCESS && whole.opcode == Opcode::write_imm) {
@@ -280,7 +281,7 @@ void Fabric::finish(Incoming& in, std::uint64_t number, Arriving& message) {
     message.number = UINT64_MAX;
 }
 
-// Messages for which there was no receive, in the order in which they became whole.
+// Retries messages for which there was no receive, in the order in which they became whole.
 bool Fabric::retry_unready(Incoming& in, std::uint64_t now, std::uint64_t& wake_at) {
     if (in.unready.empty()) return false;
     bool worked = false;
@@ -307,7 +308,7 @@ void Fabric::reply(Incoming& in, std::uint64_t message, ibv_wc_status status) {
     ++in.answered;
 }
 
-// Once for all answers of a step.
+// Makes the answers visible, once for all of a step.
 void Fabric::show_answers(Incoming& in) {
     if (in.shown == in.answered) return;
     in.shown = in.answered;

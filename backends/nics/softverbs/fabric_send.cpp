@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint64_t kWatchNs = 2'000'000;
 
-// Vendor codes, ours: what the status alone does not say.
+// Vendor codes of this device, which distinguish causes that the status alone does not.
 constexpr std::uint32_t kVendorTimeout = 0x91;
 constexpr std::uint32_t kVendorRefused = 0x92;
 constexpr std::uint32_t kVendorLocal = 0x93;
@@ -27,13 +27,13 @@ Fabric::Outgoing& Fabric::outgoing(const PortAddress& address) {
     return *slot;
 }
 
-// Whether the peer's process runs and has its port open.
+// Returns true while the peer's process runs and has its port open.
 bool Fabric::present(Outgoing& out, std::uint64_t now) {
     return out.remote && out.remote->alive(now) &&
            out.remote->header().gone.load(std::memory_order_acquire) == 0;
 }
 
-// Whether there is a flow to the peer; tries to claim one at most once a millisecond.
+// Returns true where there is a flow to the peer; tries to claim one at most once a millisecond.
 bool Fabric::reach(Outgoing& out, std::uint64_t now) {
     if (out.index != kMaxFlows) return true;
     if (out.dropped || (out.tried_at != 0 && now - out.tried_at < 1'000'000)) return false;
@@ -138,7 +138,7 @@ bool Fabric::begin(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64_t 
     return true;
 }
 
-// The rest of a message that was begun does not come. Its place is free once the peer has said so.
+// Abandons the rest of a message that was begun. Its place is free once the peer has answered.
 void Fabric::abandon(SrdQp& qp) {
     if (!qp.begun_) return;
     Outgoing& out = outgoing(qp.sq_[qp.sent_ % qp.sq_.size()].peer);
@@ -164,7 +164,7 @@ bool Fabric::tell_abandoned(Outgoing& out) {
     return told;
 }
 
-// What falls on the next message; whether it may go.
+// Applies the faults that fall on the next message; returns whether it may go.
 bool Fabric::withstands_faults(SrdQp& qp, Outgoing& out, std::uint64_t now) {
     const auto struck = context_.strike(*static_cast<Cq*>(qp.qp_base.send_cq), now);
     if (struck.drop) {
@@ -175,7 +175,7 @@ bool Fabric::withstands_faults(SrdQp& qp, Outgoing& out, std::uint64_t now) {
     return qp.qp_base.state == IBV_QPS_RTS && !context_.mute(now);
 }
 
-// While the link is cut: requests that it holds time out like those in flight.
+// Gives up requests that a cut of the link holds: they time out like those in flight.
 bool Fabric::give_up_held(SrdQp& qp, std::uint64_t now, std::uint64_t& wake_at) {
     const std::uint64_t posted = qp.posted_.load(std::memory_order_seq_cst);
     if (qp.sent_ == posted) return false;
@@ -199,7 +199,7 @@ bool Fabric::give_up_held(SrdQp& qp, std::uint64_t now, std::uint64_t& wake_at) 
     return true;
 }
 
-// Once for all packets of a step: words that two engines share are dear.
+// Publishes the packets, once for all of a step: words that two engines share are expensive.
 void Fabric::publish(Outgoing& out) {
     if (out.head == out.published) return;
     out.published = out.head;
@@ -213,7 +213,7 @@ std::byte* Fabric::reserve(Outgoing& out, std::uint32_t bytes) {
         flow.data, out.head, flow.receiver.tail.load(std::memory_order_acquire), bytes);
 }
 
-// Whether all of it is in the flow; if not, `cursor_` says how much.
+// Transmits a message; returns whether all of it is in the flow. If not, `cursor_` holds how much is.
 bool Fabric::transmit(SrdQp& qp, const SrdRequest& r, Outgoing& out, std::uint64_t now) {
     const ibv_sge& sge = r.source;
     do {

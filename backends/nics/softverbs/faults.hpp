@@ -1,5 +1,5 @@
-// When the device's planned faults happen. What each does is told where it happens: in queue pairs,
-// in the fabric, in the engine's round and in registration. Under the control lock.
+// The times of the device's planned faults. Each fault's effect is described where it happens: in queue
+// pairs, in the fabric, in the engine's round and in registration. Used under the control lock.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ class Faults {
     void count_message() { ++messages_; }
     void count_registration() { ++registrations_; }
 
-    // Whether a fault of that kind falls on what is about to happen. True once for each.
+    // Returns true where a fault of that kind falls on the next action; once for each.
     bool strikes(FaultKind kind, std::uint64_t now);
-    // A message is about to leave: cuts and stalls that wait for its number begin.
+    // Called when a message is about to leave: cuts and stalls that wait for its number begin.
     void begin_counted(std::uint64_t now);
-    // Whether a cut or a stall is on. Lowers `wake_at` to its next change.
+    // Returns true while a cut or a stall is on. Lowers `wake_at` to its next change.
     bool lasts(FaultKind kind, std::uint64_t now, std::uint64_t& wake_at);
 
   private:

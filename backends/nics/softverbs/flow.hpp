@@ -19,7 +19,7 @@ inline constexpr std::uint32_t kFlowPayload = 8 * 1024;     // of one packet, th
 
 inline constexpr std::uint8_t kAbandoned = 16;  // the rest of the message does not come
 
-// What its receiver needs of a message, whichever packet came last.
+// The facts of a message that its receiver needs, whichever packet came last.
 struct FlowMessage {
     std::uint32_t total = 0;  // payload bytes
     std::uint32_t imm = 0;    // network byte order

@@ -1,8 +1,9 @@
-// The emulated link of a port: when what leaves now has arrived. Each direction carries one packet
-// after the other at the set bandwidth; latency and jitter come on top. Under the control lock.
+// The emulated link of a port, which computes when a packet that leaves now arrives. Each direction carries
+// one packet after the other at the set bandwidth; latency and jitter come on top. Used under the control
+// lock.
 //
-// A packet's moment of arrival travels with it; the receiver takes it then, and no faster than its
-// own side of the link allows. Without emulation that moment is 0.
+// A packet's moment of arrival travels with it; the receiver takes it then, and no faster than its own side
+// of the link allows. Without emulation that moment is 0.
 #pragma once
 
 #include <algorithm>
@@ -22,24 +23,25 @@ class Link {
           in_{config.bandwidth_mbps},
           random_(config.seed) {}
 
-    // A packet of so many payload bytes leaves: when its last byte arrives.
+    // Sends a packet of so many payload bytes; returns when its last byte arrives.
     std::uint64_t depart(std::uint64_t now, std::uint32_t bytes) {
         if (latency_ == 0 && jitter_ == 0 && out_.mbps == 0) return 0;
         out_.free_at = std::max(out_.free_at, now) + out_.time_of(bytes);
         return out_.free_at + latency_ + (jitter_ != 0 ? random_() % jitter_ : 0);
     }
-    // Whether a packet that arrives then can be taken now; if not, lowers `wake_at`.
+    // Returns true where a packet that arrives then can be taken now; if not, lowers `wake_at`.
     [[nodiscard]] bool arrived(std::uint64_t arrival, std::uint64_t now,
                                std::uint64_t& wake_at) const {
         const std::uint64_t from = std::max(arrival, in_.free_at);
         if (from > now) wake_at = std::min(wake_at, from);
         return from <= now;
     }
-    // How long before its arrival a copy of so many bytes should begin, in place of the link's transfer.
+    // Returns how long before its arrival a copy of so many bytes should begin, in place of the link's
+    // transfer.
     [[nodiscard]] std::uint64_t lead(std::uint64_t bytes) const {
         return kStarts * latency_ + (in_.mbps != 0 ? bytes * 8000 / in_.mbps : 0);
     }
-    // It was taken.
+    // Takes the packet.
     void take(std::uint64_t arrival, std::uint32_t bytes) {
         if (in_.mbps == 0 || arrival == 0) return;
         const std::uint64_t time = in_.time_of(bytes);

@@ -35,8 +35,8 @@ struct CloseDir {
     void operator()(DIR* dir) const { ::closedir(dir); }
 };
 
-// The areas that overlap [address, address + length), in order. std::system_error: no descriptor is left to
-// look with, say.
+// Returns the areas that overlap [address, address + length), in order. std::system_error: for example, no
+// descriptor is left to look with.
 std::vector<Area> areas(std::uint64_t address, std::uint64_t length) {
     std::vector<Area> found;
     const std::unique_ptr<std::FILE, CloseFile> maps(std::fopen("/proc/self/maps", "re"));
@@ -58,7 +58,7 @@ std::vector<Area> areas(std::uint64_t address, std::uint64_t length) {
     return found;
 }
 
-// A duplicate of any descriptor of this process that is open on that file.
+// Returns a duplicate of any descriptor of this process that is open on that file.
 Fd duplicate_of(const Area& area) {
     const std::unique_ptr<DIR, CloseDir> dir(::opendir("/proc/self/fd"));
     if (!dir) return Fd();
@@ -66,7 +66,7 @@ Fd duplicate_of(const Area& area) {
         const int fd = std::atoi(entry->d_name);
         struct stat info {};
         if (entry->d_name[0] == '.') continue;
-        // By name: another thread may be closing that descriptor, which is none of ours.
+        // Looked up by name: another thread may be closing that descriptor, which is none of ours.
         if (::fstatat(::dirfd(dir.get()), entry->d_name, &info, 0) != 0) continue;
         if (info.st_ino != area.inode || major(info.st_dev) != area.major ||
             minor(info.st_dev) != area.minor) {
@@ -118,10 +118,10 @@ namespace {
 
 constexpr std::size_t kStreamFrom = 64 * 1024;  // smaller ones fit the caches; their reader is near
 
-// memcpy past the caches, as a card writes: the destination is not read first, which saves a third
-// of the memory traffic. The fence puts the bytes before whatever the caller stores next.
+// Copies past the caches, as a card writes: the destination is not read first, which saves a third of the
+// memory traffic. The fence orders the bytes before the caller's next stores.
 void copy_payload(std::byte* to, const std::byte* from, std::size_t bytes) {
-    // A word is written whole, as cards do: who polls it sees the old one or the new one.
+    // A word is written whole, as cards do: a poller sees the old one or the new one.
     if (bytes == sizeof(std::uint64_t) &&
         reinterpret_cast<std::uintptr_t>(to) % sizeof(std::uint64_t) == 0) {
         std::uint64_t word = 0;

@@ -21,21 +21,21 @@ struct Pd : ibv_pd {
     std::uint32_t users = 0;  // regions and queue pairs
 };
 
-// Where a region's bytes can be found by another process: (file, offset of the region's start).
+// The place where another process finds a region's bytes: (file, offset of the region's start).
 struct Backing {
     Fd fd;  // our own duplicate, so that number and inode stay valid while the region lives
     std::uint64_t inode = 0;
     std::uint64_t offset = 0;
 };
 
-// The shared mapping that wholly contains [address, address + length), if this process also holds a
+// Returns the shared mapping that wholly contains [address, address + length), if this process also holds a
 // descriptor of its file. Reads /proc/self.
 std::optional<Backing> find_backing(std::uint64_t address, std::uint64_t length);
 
-// Whether every byte of the range is mapped with the wanted rights.
+// Returns true where every byte of the range is mapped with the wanted rights.
 bool is_mapped(std::uint64_t address, std::uint64_t length, bool writable);
 
-// Every payload byte that the device writes into its host's memory passes here.
+// Writes payload bytes; every byte that the device writes into its host's memory passes here.
 void place_bytes(const Config& config, std::uint64_t address, const std::byte* source,
                  std::size_t bytes);
 
@@ -53,7 +53,7 @@ struct Mr : ibv_mr {
 class MrTable {
   public:
     static constexpr std::uint32_t kMax = 1u << 16;
-    // Takes the region and gives it its key; null where the table is full.
+    // Takes the region and gives it its key; returns null where the table is full.
     Mr* add(std::unique_ptr<Mr> mr);
     bool remove(Mr* mr);
     [[nodiscard]] Mr* find(std::uint32_t key) const {

@@ -1,8 +1,8 @@
-// The software device as a mistaken backend would use it: the conformance suite must notice. A library of its
-// own, loaded in the device's place; what it does not define is the device's.
+// The software device as a mistaken backend would use it: the conformance suite must notice. It is a library
+// of its own, loaded in the device's place; functions that it does not define are the device's.
 //
 // MKERNEL_PLANTED_MISTAKE: `none`; `miscount`, a group of messages on SRD claims one fewer than it has;
-// `missing-receive`, of the receives of a queue pair only the first thousand are posted.
+// `missing-receive`, only the first thousand receives of a queue pair are posted.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <infiniband/efadv.h>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::uint32_t kReceives = 1000;
 
-// The device's own, behind the two that are replaced.
+// The device's own functions, which the two replacements call.
 decltype(ibv_qp_ex::wr_rdma_write_imm) write_imm = nullptr;
 decltype(ibv_context_ops::post_recv) post_recv = nullptr;
 
@@ -44,7 +44,7 @@ int forgetful_post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
     return post_recv(qp, wr, bad);
 }
 
-// The device's function of that name; null: there is none.
+// Returns the device's function of that name; null: there is none.
 template <class Function>
 Function* of_device(const char* name) {
     // Loaded already, as this library needs it.

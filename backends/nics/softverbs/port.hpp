@@ -43,7 +43,7 @@ class Mapping {
     std::size_t bytes_ = 0;
 };
 
-// What lies in a port's memory.
+// The contents of a port's memory.
 class Port {
   public:
     [[nodiscard]] PortHeader& header() const {
@@ -83,10 +83,10 @@ class RemotePort : public Port {
 
     [[nodiscard]] std::uint64_t cookie() const { return address_.cookie; }
 
-    // Whether its process runs. Asks the kernel at most once a millisecond; dead stays dead.
+    // Returns true while its process runs. Queries the kernel at most once a millisecond; dead stays dead.
     bool alive(std::uint64_t now);
 
-    // `length` bytes at `offset` of the file that is `fd` there and has this inode; null where it
+    // Returns `length` bytes at `offset` of the file that is `fd` there and has this inode; null where it
     // cannot be mapped. Valid until the owner deregisters the memory.
     const std::byte* reference(std::int32_t fd, std::uint64_t inode, std::uint64_t offset,
                                std::uint64_t length);

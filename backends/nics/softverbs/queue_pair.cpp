@@ -124,9 +124,9 @@ int Qp::enqueue(ibv_send_wr* wr, ibv_send_wr** bad) {
     return error;
 }
 
-// Where the engine sleeps and nobody holds the lock, the caller sends by itself, as a doorbell with
-// the request in it does on a card: one thread switch less on the way. The engine is left asleep;
-// the acknowledgement wakes it.
+// Sends from the calling thread where the engine sleeps and nobody holds the lock, as a doorbell with the
+// request in it does on a card: one thread switch less on the way. The engine is left asleep; the
+// acknowledgement wakes it.
 int Qp::post_send(ibv_send_wr* wr, ibv_send_wr** bad) {
     const int error = enqueue(wr, bad);
     if (context_.port.header().sleeping.load(std::memory_order_seq_cst) == 0) return error;
@@ -235,7 +235,7 @@ void Qp::enter_error() {
     state_.store(state, std::memory_order_release);
 }
 
-// The ring stays ours until its owner resets it: what another sent there must not mix with it.
+// The ring stays ours until its owner resets it: packets that another peer sent there must not mix with it.
 void Qp::disconnect() {
     if (claimed_) outbound().producer.closed.store(1, std::memory_order_release);
     claimed_ = false;
@@ -260,7 +260,7 @@ bool Qp::step(std::uint64_t now, std::uint64_t& wake_at) {
     return worked;
 }
 
-// What falls on the next message; whether it may go.
+// Applies the faults that fall on the next message; returns whether it may go.
 bool Qp::withstands_faults(std::uint64_t now) {
     const auto struck = context_.strike(*static_cast<Cq*>(send_cq), now);
     if (struck.drop) link_dead_ = true;

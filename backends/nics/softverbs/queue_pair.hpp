@@ -51,14 +51,14 @@ struct Qp final : ibv_qp, SlotOwner {
     // Called by poll: send requests numbered up to `to` have left the queue.
     void reclaim(std::uint64_t to) override { sq_reclaimed_.store(to, std::memory_order_release); }
 
-    // 0 or an errno, as ibv_modify_qp.
+    // Modifies the queue pair. Returns 0 or an errno, as ibv_modify_qp.
     int modify(const ibv_qp_attr& attr, int mask);
 
-    // Does what can be done now; whether that was anything. `wake_at` is lowered to the moment at
-    // which something falls due by itself.
+    // Does everything that can be done now; returns whether that was anything. `wake_at` is lowered to the
+    // moment at which something falls due by itself.
     bool step(std::uint64_t now, std::uint64_t& wake_at);
 
-    // To ERR, by `status` where it was an error of the queue pair itself.
+    // Goes to ERR, by `status` where it was an error of the queue pair itself.
     void enter_error();
 
   private:
@@ -99,21 +99,22 @@ struct Qp final : ibv_qp, SlotOwner {
     bool receive(std::uint64_t now, std::uint64_t& wake_at);
     // Queues the copies of packets that are on the link, up to `head`.
     void copy_ahead(std::uint64_t head, std::uint64_t now);
-    // Whether the packet was executed; if not it stays at the head of the ring.
+    // Executes the packet; returns whether it was executed. If not it stays at the head of the ring.
     bool execute(const Packet& packet, const std::byte* payload, std::uint64_t now,
                  std::uint64_t& wake_at);
     bool may_write(const Packet& packet) const;
     PayloadSource source_of(const Packet& packet, const std::byte* payload) const;
     bool relaxed(const Packet& packet) const;
-    // Whether the packet's bytes are there, or on their way in `batch`; if not it must come again.
+    // Places the packet's bytes; returns whether they are there, or on their way in `batch`. If not it must
+    // come again.
     bool place(const Packet& packet, const PayloadSource& source, std::uint64_t now,
                DeviceCopies::Batch& batch);
-    // Writes what was held back and is due; whether that was anything.
+    // Writes the held-back packets that are due; returns whether there were any.
     bool land(std::uint64_t now, std::uint64_t& wake_at);
-    // Writes all that was held back; false where there was no room for a copy.
+    // Writes everything that was held back; returns false where there was no room for a copy.
     bool land_all();
     bool land(const Held& held);
-    // Ends what waited for copies that are done.
+    // Ends packets that waited for copies that are done.
     bool settle();
     bool have_receive(std::uint64_t now, std::uint64_t& wake_at);
     void complete_receive(std::uint64_t wr_id, ibv_wc_status status, const Packet& packet);
@@ -136,7 +137,7 @@ struct Qp final : ibv_qp, SlotOwner {
     std::uint8_t timeout_ = 0, retry_cnt_ = 0, rnr_retry_ = 0, min_rnr_timer_ = 0;
     std::shared_ptr<RemotePort> remote_;
 
-    // Send queue: numbers of requests, each counts up for ever.
+    // The send queue: numbers of requests, each counts up for ever.
     std::mutex sq_lock_;
     std::vector<SendRequest> sq_;
     std::vector<std::byte> inline_data_;

@@ -16,7 +16,7 @@ class ReceiveQueue {
   public:
     explicit ReceiveQueue(std::uint32_t depth) : wr_ids_(depth) {}
 
-    // As ibv_post_recv of a queue pair in `state`, for requests of `least` to `most` pieces.
+    // Posts receives, as ibv_post_recv of a queue pair in `state`, for requests of `least` to `most` pieces.
     int post(ibv_recv_wr* wr, ibv_recv_wr** bad, const std::atomic<int>& state, int least,
              std::uint32_t most) {
         const std::lock_guard lock(mutex_);
@@ -41,14 +41,14 @@ class ReceiveQueue {
     [[nodiscard]] bool empty() const {
         return taken_.load(std::memory_order_relaxed) == posted_.load(std::memory_order_seq_cst);
     }
-    // The oldest one's wr_id; there must be one.
+    // Takes the oldest receive and returns its wr_id; there must be one.
     std::uint64_t take() {
         const std::uint64_t number = taken_.load(std::memory_order_relaxed);
         const std::uint64_t oldest = wr_ids_[number % wr_ids_.size()];
         taken_.store(number + 1, std::memory_order_release);
         return oldest;
     }
-    // Forgets all. The state must already be one in which nothing is posted.
+    // Forgets all receives. The state must already be one in which nothing is posted.
     void clear() {
         const std::lock_guard lock(mutex_);
         taken_.store(posted_.load(std::memory_order_relaxed), std::memory_order_relaxed);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::uint64_t kWatchNs = 2'000'000;  // how often a peer that owes an answer is looked at
 
-// Vendor codes, ours: what the status alone does not say.
+// Vendor codes of this device, which distinguish causes that the status alone does not.
 constexpr std::uint32_t kVendorTimeout = 0x81;
 constexpr std::uint32_t kVendorNak = 0x82;
 constexpr std::uint32_t kVendorLocal = 0x83;

@@ -1,4 +1,4 @@
-// The receiving half of an RC queue pair: what peers sent is checked, placed and acknowledged.
+// The receiving half of an RC queue pair: it checks, places and acknowledges what peers sent.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -141,7 +141,7 @@ bool Qp::execute(const Packet& p, const std::byte* payload, std::uint64_t now,
         (p.opcode == Opcode::write || tells) && (access_ & IBV_ACCESS_REMOTE_WRITE) != 0;
     const bool last = (p.flags & kLast) != 0;
     const bool takes = tells && last;
-    // What is to be refused, or waits for a receive, comes after what was executed before.
+    // A packet that is to be refused, or waits for a receive, comes after those executed before.
     if (!moving_.empty() && (!known || !may_write(p) || (takes && rq_.empty()))) return false;
     if (!known) {
         refuse(IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
@@ -225,7 +225,7 @@ bool Qp::relaxed(const Packet& p) const {
            (mr != nullptr && (mr->access & IBV_ACCESS_RELAXED_ORDERING) != 0);
 }
 
-// In any order. Memory that was deregistered meanwhile is left alone.
+// Lands in any order. Memory that was deregistered meanwhile is left alone.
 bool Qp::land(const Held& held) {
     const Packet& p = held.packet;
     const Mr* mr = context_.regions.find(p.rkey);

@@ -71,7 +71,7 @@ SrdQp::SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t nu
     ibv_qp_ex::wr_set_sge_list = softverbs::wr_set_sge_list;
     ibv_qp_ex::wr_set_inline_data = softverbs::wr_set_inline_data;
     ibv_qp_ex::wr_set_inline_data_list = softverbs::wr_set_inline_data_list;
-    // As in a driver: what was not asked for at creation is not there.
+    // As in a driver, functions that were not requested at creation are not there.
     const auto ops = init.send_ops_flags;
     if ((ops & IBV_QP_EX_WITH_RDMA_WRITE) != 0) ibv_qp_ex::wr_rdma_write = softverbs::wr_rdma_write;
     if ((ops & IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM) != 0) {

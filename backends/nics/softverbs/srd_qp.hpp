@@ -1,5 +1,5 @@
-// An SRD queue pair: its queues, its states, and how its requests are put together. What carries them
-// is the fabric. Requests are writes; EFA's limits hold for them.
+// An SRD queue pair: its queues, its states, and how its requests are put together. The fabric carries them.
+// Requests are writes; EFA's limits hold for them.
 //
 // Threads: the wr_* calls and post_recv by any thread (a lock each); everything else by the engine or
 // under the control lock.
@@ -53,8 +53,8 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     static SrdQp& of(ibv_qp_ex* qp) { return *static_cast<SrdQp*>(qp); }
     static SrdQp& of(ibv_qp* qp) { return of(reinterpret_cast<ibv_qp_ex*>(qp)); }
 
-    // Behind the ibv_wr_* calls. start() takes the lock that complete() and abort() release; the
-    // first error of a batch stays, and complete() then posts nothing of it.
+    // The functions that the ibv_wr_* calls use. start() takes the lock that complete() and abort() release;
+    // the first error of a batch stays, and complete() then posts nothing of it.
     void start();
     int complete();
     void abort();
@@ -68,7 +68,7 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
         reclaimed_.fetch_add(slots, std::memory_order_release);
     }
 
-    // 0 or an errno, as ibv_modify_qp.
+    // Modifies the queue pair. Returns 0 or an errno, as ibv_modify_qp.
     int modify(const ibv_qp_attr& attr, int mask);
     void enter_error();
 
@@ -103,8 +103,8 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     SrdRequest* current_ = nullptr;
     std::atomic<std::uint64_t> posted_{0};
     std::atomic<std::uint64_t> reclaimed_{0};
-    // Engine: the first request not sent yet; whether its message has a number, which, and how many
-    // of its bytes are on their way.
+    // The engine's position: the first request not sent yet; whether its message has a number, which, and how
+    // many of its bytes are on their way.
     std::uint64_t sent_ = 0;
     bool begun_ = false;
     std::uint64_t message_ = 0;

@@ -85,7 +85,7 @@ int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
     return static_cast<soft::Qp*>(qp)->post_recv(wr, bad);
 }
 
-// The slowest speed of four lanes that carries the link's bandwidth; 25 Gb/s a lane without one.
+// Returns the slowest speed of four lanes that carries the link's bandwidth; 25 Gb/s a lane without one.
 std::uint8_t speed_code(std::uint64_t mbps) {
     constexpr std::pair<std::uint64_t, std::uint8_t> kFourLanes[] = {
         {10'000, 1}, {20'000, 2}, {40'000, 4}, {56'000, 16}, {100'000, 32}, {200'000, 64}};
@@ -164,8 +164,8 @@ SOFTVERBS_EXPORT int ibv_query_device(ibv_context* context, ibv_device_attr* att
     return 0;
 }
 
-// The provider's own entry in verbs_context answers callers of the current header; this one is what
-// the loader asks for by name, and fills the old, shorter structure.
+// The provider's own entry in verbs_context serves callers of the current header; the loader looks this one
+// up by name, and it fills the old, shorter structure.
 SOFTVERBS_EXPORT int ibv_query_port(ibv_context* context, std::uint8_t port,
                                     _compat_ibv_port_attr* attr) {
     return query_port(context, port, reinterpret_cast<ibv_port_attr*>(attr),
@@ -220,7 +220,7 @@ bool is_device_memory(std::uint64_t start, std::size_t length) {
     return mover != nullptr && mover->owns(mover->self, start, length) == 1;
 }
 
-// Null with errno.
+// Exports device memory. Null with errno.
 std::optional<soft::DeviceBacking> export_device(std::uint64_t start, std::size_t length) {
     static std::atomic<std::uint64_t> tokens{0};
     const auto* mover = soft::mover();
@@ -276,7 +276,7 @@ SOFTVERBS_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* address, std::size_t lengt
         return add_region(pd, std::move(mr), start, length, access);
     });
 }
-// By its I/O address, which is the device's own; of the dmabuf it is only seen that it is open.
+// Registers by the I/O address, which is the device's own; of the dmabuf only its being open is checked.
 SOFTVERBS_EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t, std::size_t length,
                                            std::uint64_t iova, int fd, int access) {
     return guarded([&]() -> ibv_mr* {

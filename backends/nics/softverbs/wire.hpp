@@ -1,4 +1,4 @@
-// What lies in a port's shared memory: the "wire" of the software RDMA device.
+// The layout of a port's shared memory, the "wire" of the software RDMA device.
 //
 // A port is one memfd of its process: a header, then kMaxQps inbound rings, one for each queue pair
 // that the process may own. A ring has one producer, the engine of the connected peer, and one
@@ -99,7 +99,7 @@ struct PortHeader {
     std::atomic<std::uint32_t>
         offered;  // goes up with each datagram to the owner; device_memory.hpp
     std::atomic<std::uint32_t> claimed;  // SRD: goes up with each claim of a flow
-    // SRD: who sends through each flow; see flow.hpp.
+    // SRD: the sender of each flow; see flow.hpp.
     alignas(64) std::atomic<std::uint64_t> flows[kMaxFlows];
 };
 
@@ -142,7 +142,7 @@ inline bool decode_gid(const ::ibv_gid& gid, PortAddress& address) {
     return address.pid > 0;
 }
 
-// Contiguous room in a ring at `head`, of which the consumer has taken all before `tail`; null while
+// Returns contiguous room in a ring at `head`, of which the consumer has taken all before `tail`; null while
 // it is full. Moves `head` past a pad where too little is left at the ring's end.
 template <typename Header>
 std::byte* reserve(std::byte* data, std::uint64_t& head, std::uint64_t tail, std::uint32_t bytes) {
@@ -158,12 +158,12 @@ std::byte* reserve(std::byte* data, std::uint64_t& head, std::uint64_t tail, std
     return data;
 }
 
-// Payload bytes that follow a header in its ring.
+// Returns the payload bytes that follow a header in its ring.
 template <typename Header>
 std::uint32_t in_ring(const Header& p) {
     return (p.flags & kReference) != 0 ? 0 : p.length;
 }
-// Whether what lies at `tail` can be a packet.
+// Returns true where the bytes at `tail` can be a packet.
 template <typename Header>
 bool readable(const Header& p, std::uint64_t tail) {
     return p.bytes >= sizeof(p) && p.bytes % sizeof(p) == 0 &&
@@ -177,7 +177,7 @@ inline std::uint64_t now_ns() {
            static_cast<std::uint64_t>(now.tv_nsec);
 }
 
-// Wakes the engine that owns `header`. What the caller wrote before is visible to it, provided the
+// Wakes the engine that owns `header`. Everything that the caller wrote before is visible to it, provided the
 // write was followed by a sequentially consistent operation (see Engine::sleep).
 inline void ring_doorbell(PortHeader& header) {
     if (header.sleeping.load(std::memory_order_seq_cst) == 0) return;

@@ -1,12 +1,11 @@
 // Groups of messages from one peer, put together again: which immediates of a group have come, over
 // which lane (queue pair), in whatever order.
 //
-// Every group has a *share* on every lane: messages with an immediate, of which each part says how
-// many there are. Lane by lane the 6 bits of a group's number are enough to know the group: the
-// sender uses a number again only when its last use is complete, so what a lane brings is always
-// within 64 groups of the oldest whose share there is incomplete. Between lanes there is no such
-// bound. They complete on different completion queues, so one may lag; its posted receives bound
-// how far the others may be ahead.
+// Every group has a *share* on every lane: messages with an immediate, each part of which carries their
+// number. Lane by lane the 6 bits of a group's number are enough to know the group: the sender uses a number
+// again only when its last use is complete, so an immediate on a lane is always within 64 groups of the
+// oldest whose share there is incomplete. Between lanes there is no such bound. They complete on different
+// completion queues, so one may lag; its posted receives bound how far the others may be ahead.
 #pragma once
 
 #include <array>
@@ -29,11 +28,11 @@ class Arrivals {
         std::uint32_t value = 0;
     };
 
-    // `receives`: that a lane may have used without our having seen it.
+    // `receives`: the number that a lane may have used without our having seen it.
     Arrivals(std::uint32_t lanes, std::uint32_t receives);
 
-    // An immediate of a group, in the order of the lane's completion queue. `signal`: what to raise
-    // where the group is complete.
+    // Takes an immediate of a group, in the order of the lane's completion queue. `signal`: the signal to
+    // raise where the group is complete.
     Outcome take(std::uint32_t lane, std::uint32_t immediate, Signal& signal);
 
   private:

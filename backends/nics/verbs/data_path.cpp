@@ -45,7 +45,7 @@ PutResult VerbsNic::put(const transport::PutCommand& c, PutCursor& cursor) {
     return failed() ? PutResult::failed : PutResult::done;
 }
 
-// Chooses the put's way. False: every number for a group is in use.
+// Chooses the put's way. Returns false where every number for a group is in use.
 bool VerbsNic::begin(const transport::PutCommand& c, Peer& peer, PutCursor& cursor) {
     const auto lanes = static_cast<std::uint32_t>(peer.lanes.size());
     const bool large = lanes > 1 && c.bytes >= options_.stripe_bytes;
@@ -67,8 +67,8 @@ bool VerbsNic::begin(const transport::PutCommand& c, Peer& peer, PutCursor& curs
     return true;
 }
 
-// Stages what is left of the current lane's share: its data, then, on a group's first lane, signal
-// and value. False: no room.
+// Stages the rest of the current lane's share: its data, then, on a group's first lane, signal and value.
+// Returns false where there is no room.
 bool VerbsNic::put_share(const transport::PutCommand& c, Peer& peer, PutCursor& cursor) {
     Lane& lane = *peer.lanes[cursor.lane];
     const auto lanes = static_cast<std::uint32_t>(peer.lanes.size());
@@ -119,7 +119,7 @@ bool VerbsNic::put_share(const transport::PutCommand& c, Peer& peer, PutCursor& 
     return true;
 }
 
-// In our queue, and for an immediate at the peer.
+// Returns true where there is room in our queue, and for an immediate at the peer.
 bool VerbsNic::room(Lane& lane, bool told) const {
     if (free_slots(lane) == 0) return false;
     if (!told || lane.told < lane.allowed) return true;
@@ -159,9 +159,9 @@ void VerbsNic::post_receives(Lane& lane, std::uint32_t count) {
     }
 }
 
-// Posts used receives again and, once a quarter of all were used, tells the peer. One such message
-// is in flight at a time, so its source stays as it is and no older one comes late. False: it could
-// not be told now.
+// Posts used receives again and, once a quarter of all were used, notifies the peer. One such message is in
+// flight at a time, so its source stays as it is and no older one comes late. Returns false where it could
+// not be sent now.
 bool VerbsNic::settle_receives(Lane& lane) {
     post_receives(lane, lane.owed);
     lane.taken += lane.owed;
@@ -224,7 +224,7 @@ void VerbsNic::arrived(Lane& lane, const ibv_wc& wc, SignalSink& sink) {
     }
 }
 
-// Once for all completions that were polled together: their bytes were written before.
+// Flushes once for all completions that were polled together: their bytes were written before.
 bool VerbsNic::make_visible() {
     for (std::size_t i = 0; i < kMaxFlushes; ++i) {
         const transport::DeviceFlush* device = device_flushes_[i].load(std::memory_order_acquire);

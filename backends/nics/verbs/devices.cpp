@@ -52,7 +52,7 @@ bool zero(const ::ibv_gid& gid) {
     return std::memcmp(gid.raw, none.raw, sizeof(none.raw)) == 0;
 }
 
-// Higher is better; see choose_gid.
+// Returns a score; higher is better, see choose_gid.
 int score(const ::ibv_gid& gid, std::uint32_t type) {
     static constexpr std::uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
     int family = 1;

@@ -1,4 +1,4 @@
-// What a verbs provider offers: its devices and ports, and the GID to use on a port.
+// The devices and ports of a verbs provider, and the choice of the GID to use on a port.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -30,7 +30,7 @@ struct DeviceInfo {
     bool dmabuf = false;   // registers dmabufs
 };
 
-// Every port of every device that opens. Throws SetupError where there are devices and none opens.
+// Returns every port of every device that opens. Throws SetupError where there are devices and none opens.
 std::vector<DeviceInfo> list_devices(const Verbs& verbs);
 
 // Opens a device by name. Throws SetupError, naming the devices there are.
@@ -43,12 +43,12 @@ struct GidChoice {
     std::uint32_t type = IBV_GID_TYPE_IB;
 };
 
-// The GID of a port: entry `wanted` where given. Else, on Ethernet, RoCE v2 before v1, and there
+// Returns the GID of a port: entry `wanted` where given. Otherwise, on Ethernet, RoCE v2 before v1, and there
 // IPv4-mapped before global IPv6 before link-local; on InfiniBand entry 0. Throws SetupError.
 GidChoice choose_gid(const Verbs& verbs, ibv_context* context, std::uint8_t port,
                      const ibv_port_attr& attributes, std::optional<int> wanted);
 
-// Whether the device registers dmabufs: asked with a descriptor that is none.
+// Returns true where the device registers dmabufs: tested with a descriptor that is none.
 bool registers_dmabufs(const Verbs& verbs, ibv_pd* pd);
 
 std::string gid_text(const ::ibv_gid& gid);  // 32 hexadecimal digits

@@ -1,6 +1,6 @@
-// What the SRD backend needs beyond plain verbs: EFA's direct verbs, and the calls on address
-// handles and extended queue pairs. Older headers lack the newer constants, so they are here; what
-// a device really has is asked at run time.
+// The functions that the SRD backend needs beyond plain verbs: EFA's direct verbs, and the calls on address
+// handles and extended queue pairs. Older headers lack the newer constants, so they are here; the features of
+// a device are queried at run time.
 #pragma once
 
 #include <infiniband/efadv.h>

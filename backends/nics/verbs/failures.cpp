@@ -1,4 +1,4 @@
-// What VerbsNic refuses and what it reports. The first failure is the session's; see Nic::fail.
+// The refusals and reports of VerbsNic. The first failure is the session's; see Nic::fail.
 #include "backends/nics/verbs/verbs_nic.hpp"
 #include "backends/transport/signal_pad.hpp"
 
@@ -87,7 +87,7 @@ void VerbsNic::bad_arrival(const Lane& lane, const ibv_wc& wc, const std::string
     fail(std::move(failure));
 }
 
-// The one reader of the contexts' events.
+// Reads the contexts' events, as their only reader.
 void VerbsNic::read_events() {
     for (const auto& rail : rails_) {
         ibv_async_event event{};
@@ -98,7 +98,7 @@ void VerbsNic::read_events() {
     }
 }
 
-// What breaks the NIC becomes its failure; the rest is dropped.
+// Makes an event that breaks the NIC its failure; the rest is dropped.
 void VerbsNic::read_event(const Rail& rail, const ibv_async_event& event) {
     Failure failure;
     switch (event.event_type) {

@@ -1,13 +1,13 @@
-// The 32-bit immediate of a put-with-signal. A put whose last message says it all, which is nearly
-// every one:
+// The 32-bit immediate of a put-with-signal. The form of a put whose last message carries everything, which
+// is nearly every one:
 //
 //   bit  31      0
 //   bits 30..23  value to add, 1..255
 //   bits 22..0   signal index, 0..8388607
 //
 // A put that is spread over queue pairs, or cut into messages that may overtake each other, or adds
-// more than 255, is a *group*: nothing is raised until all of it has come (arrivals.hpp), and each message says what it
-// is:
+// more than 255, is a *group*: nothing is raised until all of it has come (arrivals.hpp), and each message
+// states what it is:
 //
 //   bit  31      1
 //   bits 30..29  part (of the data; says how many messages with an immediate its queue pair brings),

@@ -31,7 +31,7 @@ std::string Library::path() const {
     return error ? name_ : real.string();
 }
 
-// The system's library exports two generations of most names: ask for the one whose structures the
+// The system's library exports two generations of most names: the lookup takes the one whose structures the
 // header describes. A provider without symbol versions answers the plain look-up.
 Library::Symbol Library::find(const char* function, const char* version) const {
     void* found = version != nullptr ? dlvsym(handle_, function, version) : nullptr;

@@ -14,7 +14,7 @@
 
 namespace mkernel::nics::verbs {
 
-// The library or a function in it cannot be loaded.
+// The error of a library, or of a function in it, that cannot be loaded.
 class LoadError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
@@ -30,10 +30,10 @@ class Library {
     Library& operator=(const Library&) = delete;
 
     const std::string& name() const { return name_; }
-    // The file that was loaded, links followed; as `name` where that is not known.
+    // Returns the file that was loaded, links followed; `name` where that is not known.
     std::string path() const;
 
-    // What a look-up found: converts to any pointer to a function.
+    // The result of a look-up: converts to any pointer to a function.
     struct Symbol {
         void* address;
         template <typename Function>
@@ -41,9 +41,9 @@ class Library {
             return reinterpret_cast<Function>(address);
         }
     };
-    // A function, of that version where one is named; null where the library lacks it.
+    // Returns a function, of that version where one is named; null where the library lacks it.
     Symbol find(const char* function, const char* version = nullptr) const;
-    // The same; LoadError, with `why`, where the library lacks it.
+    // Returns a function in the same way; LoadError, with `why`, where the library lacks it.
     Symbol need(const char* function, const char* version, const char* why) const;
 
   private:
@@ -89,21 +89,21 @@ class Verbs {
     decltype(&::ibv_destroy_qp) destroy_qp = need("ibv_destroy_qp");
     decltype(&::ibv_get_async_event) get_async_event = need("ibv_get_async_event");
     decltype(&::ibv_ack_async_event) ack_async_event = need("ibv_ack_async_event");
-    // May be null: not in old libraries.
+    // May be null: old libraries do not have it.
     decltype(&::_ibv_query_gid_ex) query_gid_ex =
         library_.find("_ibv_query_gid_ex", "IBVERBS_1.11");
     decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr =
         library_.find("ibv_reg_dmabuf_mr", "IBVERBS_1.12");
 
-    // What ibv_query_port does: the provider's own function where there is one, else the exported
-    // one, which fills the older, shorter structure. 0 or an errno.
+    // Queries a port as ibv_query_port does: by the provider's own function where there is one, else by the
+    // exported one, which fills the older, shorter structure. Returns 0 or an errno.
     int query_port(ibv_context* context, std::uint8_t port, ibv_port_attr* attributes) const;
 
   private:
     decltype(&::ibv_query_port) query_port_compat_ = need("ibv_query_port");
 };
 
-// REM_ACCESS_ERR and the like; QP_FATAL and the like. Never null.
+// Return REM_ACCESS_ERR and the like, and QP_FATAL and the like. Never null.
 const char* status_name(ibv_wc_status status);
 const char* event_name(ibv_event_type event);
 

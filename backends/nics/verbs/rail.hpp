@@ -22,7 +22,7 @@ struct PortName {
     std::uint8_t port = 1;
 };
 
-// An errno, in words.
+// Returns an errno, in words.
 std::string reason(int error);
 
 class Rail {
@@ -33,7 +33,7 @@ class Rail {
     Rail(std::shared_ptr<const Verbs> verbs, std::uint32_t index, const PortName& name,
          std::optional<int> gid_index);
 
-    // The completion queue for another queue pair, which needs room for `entries` in it; the same
+    // Returns the completion queue for another queue pair, which needs room for `entries` in it; the same
     // number for all of a rail. SetupError.
     std::shared_ptr<ibv_cq> queue(std::uint32_t entries);
     [[nodiscard]] const std::vector<std::shared_ptr<ibv_cq>>& queues() const { return queues_; }
@@ -42,11 +42,12 @@ class Rail {
     std::shared_ptr<ibv_qp> own(ibv_qp* qp, std::shared_ptr<ibv_cq> cq, std::uint32_t peer) const;
     std::shared_ptr<ibv_mr> own(ibv_mr* mr) const;
 
-    // What all endpoints on this rail have in common; then the remote end's GID, checked.
+    // `endpoint` returns what all endpoints on this rail have in common; `remote_gid` returns the remote
+    // end's GID, checked.
     [[nodiscard]] Endpoint endpoint() const;
     [[nodiscard]] ::ibv_gid remote_gid(std::uint32_t rank, const Endpoint& remote) const;
 
-    // Completion events, then asynchronous ones.
+    // Returns the descriptors of completion events, then of asynchronous ones.
     [[nodiscard]] std::array<int, 2> descriptors() const {
         return {channel_->fd, context->async_fd};
     }

@@ -1,6 +1,6 @@
-// What the backends on verbs have in common: rails, peers with their lanes, memory, how a put
-// becomes messages and how these become signals, credits, failures and events. A backend adds how
-// a queue pair is made and how it is posted to.
+// The common part of the backends on verbs: rails, peers with their lanes, memory, the way from puts to
+// messages and from these to signals, credits, failures and events. A backend adds how a queue pair is made
+// and how it is posted to.
 //
 // Lanes. A peer is reached over the queue pairs that add_peer made for it; each is a *lane*. Lane i
 // of one side is joined to lane i of the other. A put of `stripe_bytes` or more is spread: every
@@ -8,22 +8,22 @@
 // where there are several lanes.
 //
 // Signals. A put of one message carries its signal as that message's immediate; so does one of
-// several messages on a lane that keeps order, with the last. All else is a group, whose immediates
+// several messages on a lane that keeps order, with the last. Every other put is a group, whose immediates
 // are counted at the receiver: see immediate.hpp and arrivals.hpp.
 //
-// Credits. An immediate takes a receive at the peer. Each end tells the other how many of its
-// receives a lane has used and posted again, by a plain write of that number into the sender's
-// memory; a sender keeps back what the peer has no receive for. So however late a receiver looks,
-// it is never without a receive (RNR), and its completion queue never overflows.
+// Credits. An immediate takes a receive at the peer. Each end reports to the other how many of its receives a
+// lane has used and posted again, by a plain write of that number into the sender's memory; a sender keeps
+// back messages for which the peer has no receive. So however late a receiver looks, it is never without a
+// receive (RNR), and its completion queue never overflows.
 //
-// What holds in every interleaving of both ranks and the network, and is tried in them with this code
-// (tests/native/model/test_put_model.cpp), on one queue pair and on several, RC and SRD:
-//   whole       who sees a put's signal sees all of its bytes
+// The following holds in every interleaving of both ranks and the network, and is tried in them with this
+// code (tests/native/model/test_put_model.cpp), on one queue pair and on several, RC and SRD:
+//   whole       a peer that sees a put's signal sees all of its bytes
 //   once        a put raises its signal once, by its value
-//   complete    once a mark is reached, nothing reads or sends what was put before it any more
+//   complete    once a mark is reached, nothing reads or sends bytes put before it any more
 //   room        no immediate comes where no receive is posted, and no completion queue overflows
 //   apart       the messages of two groups of one number are never taken for one group
-//   ends        no put waits for what does not come
+//   ends        no put waits for something that does not come
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -148,7 +148,7 @@ class VerbsNic : public Nic {
         bool told = false;    // carries the immediate
         bool device = false;  // the source is a device's memory, which the CPU cannot read
     };
-    // What sets the kinds of queue pairs apart.
+    // The traits in which kinds of queue pairs differ.
     struct Traits {
         bool in_order = false;           // a queue pair executes writes in order
         bool receives_have_sge = false;  // a receive must name a piece of memory
@@ -159,7 +159,8 @@ class VerbsNic : public Nic {
              const Options& options, Traits traits);
 
     [[nodiscard]] const Rail& rail_of(const Lane& lane) const { return *rails_[lane.rail]; }
-    // One request that is late does not hold up those behind it, as far as numbers reach.
+    // Returns the free slots of a lane. One request that is late does not hold up those after it, as far as
+    // numbers reach.
     [[nodiscard]] std::uint32_t free_slots(const Lane& lane) const {
         return static_cast<std::uint32_t>(std::min(depth_ - (lane.posted - lane.ended),
                                                    reach() - (lane.posted - lane.completed)));
@@ -168,15 +169,15 @@ class VerbsNic : public Nic {
     void list_ready(Lane& lane);
     void post_failed(const Lane& lane, std::uint64_t wr_id, int error, const char* call);
 
-    // Each backend does the following in its own way. new_lane() makes a lane. open() makes the
-    // lane's queue pair, which must take receives when it returns, and fills in `mine.psn`. join()
-    // connects it. SetupError.
+    // Each backend implements the following in its own way. new_lane() makes a lane. open() makes the lane's
+    // queue pair, which must take receives when it returns, and fills in `mine.psn`. join() connects it.
+    // SetupError.
     virtual std::unique_ptr<Lane> new_lane() = 0;
     virtual void open(Lane& lane, Endpoint& mine) = 0;
     virtual void join(Lane& lane, const Endpoint& remote) = 0;
-    // stage() returns false where there is no room; then nothing is staged. hand_over() gives what is
-    // staged to the NIC, or returns false where the NIC's queue is full; then all of it stays staged.
-    // sent() is told that a request is complete.
+    // stage() returns false where there is no room; then nothing is staged. hand_over() posts everything
+    // staged to the NIC, or returns false where the NIC's queue is full; then all of it stays staged. sent()
+    // is called when a request is complete.
     virtual bool stage(Lane& lane, const Write& write) = 0;
     virtual bool hand_over(Lane& lane) = 0;
     virtual void sent(Lane& lane, std::uint64_t number) = 0;
@@ -216,7 +217,7 @@ class VerbsNic : public Nic {
         std::vector<std::unique_ptr<Lane>> lanes;        // last: their queue pairs go first
     };
 
-    // A peer with queue pairs; `what` wants it. SetupError.
+    // Returns a peer with queue pairs; `what` names the caller in the error. SetupError.
     Peer& peer_at(std::uint32_t rank, const char* what);
     static void check_region(std::uint32_t region);
     void list_flush(const transport::DeviceFlush* flush);
@@ -245,7 +246,7 @@ class VerbsNic : public Nic {
     std::vector<Lane*> ready_;                    // lanes with staged requests
     std::vector<Lane*> owing_;                    // lanes whose receives, or credits, are due
     std::vector<int> descriptors_;
-    // Those that regions need; null: no more.
+    // The flushes that regions need; null: no more.
     std::array<std::atomic<const transport::DeviceFlush*>, kMaxFlushes> device_flushes_{};
     bool visible_ = false;           // what the completions in hand announce
     std::optional<ibv_wc> flushed_;  // a flush seen before its cause

@@ -1,5 +1,5 @@
-// Work request numbers. All that an error completion reliably tells beside its status is its wr_id,
-// so it says where the request belongs:
+// Work request numbers. An error completion is reliable only in its status and its wr_id, so the wr_id
+// encodes where the request belongs:
 //
 //   bit  63      receive
 //   bits 62..43  peer rank
@@ -31,7 +31,7 @@ constexpr std::uint32_t wr_peer(std::uint64_t wr_id) {
 constexpr std::uint32_t wr_lane(std::uint64_t wr_id) {
     return static_cast<std::uint32_t>(wr_id >> 37) & (kMaxLanes - 1);
 }
-// The number, which is at most `latest` and less than 2^37 before it.
+// Returns the number, which is at most `latest` and less than 2^37 before it.
 constexpr std::uint64_t wr_number(std::uint64_t wr_id, std::uint64_t latest) {
     return latest - ((latest - wr_id) & ((std::uint64_t{1} << 37) - 1));
 }
