@@ -1,7 +1,7 @@
-/* What an accelerator backend may give the world beside a launch, so that later calls of the same
- * signature start without Python (`Launch.again` in accelerator.py).
+/* The call starter, which an accelerator backend may give the world beside a launch, so that later
+ * calls of the same signature start without Python (`Launch.again` in accelerator.py).
  *
- * A backend hands out a PyCapsule of the name MKERNEL_CALL_STARTER, which holds a MkernelCallStarter
+ * A backend returns a PyCapsule of the name MKERNEL_CALL_STARTER, which holds a MkernelCallStarter
  * and owns what its `self` points to. The world calls `start` with the GIL held, in its turn among all
  * worlds of the process, on the device of the tensors. Plan, workspace, peers and the places of
  * tensors in symmetric memory are those of the call that was launched; tensors have the same shapes,
@@ -17,9 +17,9 @@ extern "C" {
 #define MKERNEL_CALL_STARTER "mkernel.call_starter.3"
 
 typedef struct {
-    uint64_t number;  /* of the call in its world; refused ones count */
-    uint64_t epoch;   /* likewise; refused ones do not count */
-    double timeout_s; /* of every wait of the call */
+    uint64_t number;  /* the call's, in its world; refused calls count */
+    uint64_t epoch;   /* the call's, in its world; refused calls do not count */
+    double timeout_s; /* limit of every wait of the call */
     uint64_t stream;  /* torch's current stream of the tensors' device; 0 where it has none */
     const uint64_t* addresses; /* of a, b, bias, out, a_scale, b_scale; 0: there is none */
     void* const* tensors; /* the same as PyObject*, borrowed; None: there is none. A single scale may

@@ -4,7 +4,7 @@
 // A rank reaches another in one of three ways, which the plan's route between them names:
 //   peer memory  on one node: the kernel stores into the peer's memory, then raises a word there
 //   NIC          on two nodes: bytes of the own outbox are put into the peer's inbox, by a command that
-//                the rank's proxy hands to a NIC; behind them the peer's proxy adds to a word of its pad
+//                the rank's proxy posts to a NIC; after them the peer's proxy adds to a word of its pad
 //   staged       the same with outbox and inbox in pinned host memory, where the NIC does not reach the
 //                device's; kernels copy into the one and out of the other
 // In each way, a thread that sees the word raised sees the bytes. A kernel writes to a rank of another node

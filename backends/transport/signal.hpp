@@ -37,10 +37,10 @@
 //   A wait for the first n additions of this call is a wait for `value + n`. Only additions of a later call
 //   could satisfy it instead. A word with one writer is safe from them, since the writer makes this call's
 //   additions first. Where a word has several writers, none adds for a call before the call that used the
-//   word last is over for the rank that waits; whoever ends calls guarantees that (Hopper: device/call.cuh,
-//   but for its brief calls, which have set words only; Ascend: kernels/call.hpp, where calls of even and of
-//   odd epoch use words of their own). A count that was not moved on lets the next wait pass too early; one
-//   that moved too far lets it time out.
+//   word last is over for the rank that waits; the code that ends calls guarantees that (Hopper:
+//   device/call.cuh, but for its brief calls, which have set words only; Ascend: kernels/call.hpp, where calls
+//   of even and of odd epoch use words of their own). A count that was not moved on lets the next wait pass
+//   too early; one that moved too far lets it time out.
 //
 // Both orders, the waits, and that calls which end as they do may use memory again, are tried in every
 // interleaving (tests/native/model/test_words_model.cpp).

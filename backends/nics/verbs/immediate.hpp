@@ -10,7 +10,7 @@
 // states what it is:
 //
 //   bit  31      1
-//   bits 30..29  part (of the data; says how many messages with an immediate its queue pair brings),
+//   bits 30..29  part (of the data; the number of messages with an immediate that its queue pair brings),
 //                signal, or value
 //   bits 28..23  group, counted modulo 64 by the sender for this peer
 //   bits 22..0   number of messages, signal index, or value

@@ -12,10 +12,10 @@
 // that another core type (a real device) can run the same source. `where` is the kernel's line.
 //
 // Signals, fences and puts:
-//   fence()    all pipes of the core are drained and what they wrote is visible to whoever sees a
+//   fence()    all pipes of the core are drained and what they wrote is visible to a waiter for a
 //              later tnotify/nic_put of this core. fence(pipe): the same of one pipe alone, while the
-//              others work on; what that pipe was ordered behind is done too. A signal right behind it
-//              says nothing of what the others still read.
+//              others work on; what that pipe was ordered after is done too. A signal right after it
+//              does not cover what the others still read.
 //   tnotify    adds to a 64-bit counter of the pad of any same-node rank; release.
 //   twait      returns true once this call has added `amount` to the own pad's counter (acquire): once
 //              it is >= what it was expected to be before the call (SignalPad::expected) + amount. A

@@ -14,7 +14,7 @@
 //   - Transfers also occupy what they share, in order of their start: the rank's memory, the link
 //     of the ordered pair of ranks, the rank's egress and ingress, the node's NIC in each
 //     direction. Memory is L2; HBM too where a piece of the call's inputs is read for the first time.
-//   - A TGET has the latency of a link twice: it asks, and gets.
+//   - A TGET has the latency of a link twice: a request and its answer.
 //   - A signal is seen `signal_ns` after it was raised; one that a NIC put carries, when the data
 //     is there. Counters start at 0.
 // Not modelled are data that L2 cannot hold or writes back, limits of issue queues, bank conflicts,

@@ -12,7 +12,7 @@
 //   [34 MiB, 66 MiB)   mail (mailbox.cuh), of even and of odd epochs
 //   [66 MiB, ...)      data
 //
-// Brief calls are those that end without waiting for their peers (call.cuh says which may).
+// Brief calls are those that end without waiting for their peers (call.cuh states which may).
 //
 // Epochs. `CallState::epoch` is the number of the running call, 1 for the first; the call's last block moves
 // it on. Every flag and word that a peer waits for is a set word that holds the epoch: transport/signal.hpp

@@ -2,7 +2,7 @@
 //
 // Data flow of one call on rank r:
 //   a (own rows) ──copy engine, or the first `push_blocks` blocks──▶ rows r of every peer's workspace,
-//            chunk by chunk, rank r - 1 first; behind each chunk its flag there is set to the epoch.
+//            chunk by chunk, rank r - 1 first; after each chunk its flag there is set to the epoch.
 //            Where copies take about as long as the product, the last peer gets its chunk in slices of
 //            K, each with a flag: tiles begin with the first and need not wait for the last
 //   own a, b ──loader──▶ tiles of the own rows, at once

@@ -2,7 +2,7 @@
 // log-sum-exp of their scores.
 //
 // Data flow:
-//   k, v (own) ──copy engines──▶ slot of every peer's workspace, chunk by chunk, a flag behind each (host/attention.hpp)
+//   k, v (own) ──copy engines──▶ slot of every peer's workspace, chunk by chunk, a flag after each (host/attention.hpp)
 //   q, own k, v, then what is in the slots, as flags come ──one persistent kernel──▶ out, lse; it ends the call
 //
 // A tile of queries takes the own keys first, then those of the parts in their order, whichever have arrived:

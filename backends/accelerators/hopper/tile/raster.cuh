@@ -74,7 +74,7 @@ struct OwnedRows {
 // The tiles of a matrix whose rows belong to `world` owners, each with a raster of its own that is
 // cut into panels, numbered down a band of columns: the others' panel 0; then, panel by panel, the
 // others' next and the own one before it; the own last one. The last `relayed` of the others form a stage of
-// their own between the two, also one panel behind the stage before, since they wait for it on other ranks,
+// their own between the two, also one panel after the previous stage, since they wait for it on other ranks,
 // as the own ones do for them. `raster`: of an owner that has as many rows as any; where owners have fewer,
 // owner `rank + step`, modulo `world`, is that of step `step`.
 class OwnerOrder {

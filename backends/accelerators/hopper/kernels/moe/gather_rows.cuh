@@ -20,7 +20,7 @@ class RowGatherer {
     __device__ void tile(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,
                          int rows) {
         if (rows > 0 && thread_ % 32 == 0) wait_for_tokens(args_, waiter, epoch, first, rows);
-        // Where each row starts, in 16 bytes; the lowest bit: in `a`, not in the workspace. Registers would
+        // The start of each row, in 16 bytes; the lowest bit: in `a`, not in the workspace. Registers would
         // be taken from the multipliers.
         __syncwarp();
 #pragma unroll

@@ -6,7 +6,7 @@
 //   [0, P)       the expert of each place, of all ranks; -1: none
 //   [P, 2P)      the row of each place; -1: it has none here
 //   [2P, 3P)     the place of each row
-//   then         tiles, 4 words each (Tile); behind the last one comes one of expert -1
+//   then         tiles, 4 words each (Tile); after the last one comes one of expert -1
 //   then         of each tile, 2 words, how many groups of kGroupRows of its rows were permuted
 //   at the end   how many groups were claimed by who permutes them, rows (0 where refused), refused, and
 //                how many rows the outputs have: their capacity, where they have one
