@@ -1,18 +1,22 @@
 """Fuzzes what reads data from outside, with coverage as feedback (atheris, libFuzzer).
 
-    python tests/fuzz/run.py [--seconds 8] [--keep] [--report]
+    python tests/fuzz/run.py [--seconds 300] [--keep] [--report]
 
-Every target first runs its corpus, then mutations of it. Returns 1 where one raised what it should not,
-hung or grew; says where in build/fuzz the input is. ``--keep`` adds to the corpus what
-reached new code, for a long run by hand. ``--report`` writes bench/results/fuzz.json: which lines of
-the readers the corpus executes.
+Every target first runs its corpus, then mutations of it: a fixed number of them, which a fixed seed
+draws, so that the verdict is always the same; or with ``--seconds`` for that time, from a random seed.
+Returns 1 where one raised what it should not, hung or grew; says where in build/fuzz the input is.
+``--keep`` adds to the corpus what reached new code, for a long run by hand. ``--report`` writes
+bench/results/fuzz.json: which lines of the readers the corpus executes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import io
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -21,10 +25,12 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import corpora
+
 ROOT = Path(__file__).resolve().parents[2]
-CORPUS = Path(__file__).parent / "corpus"
 FOUND = ROOT / "build" / "fuzz"
 INSTRUMENTED = [
     *(
@@ -62,20 +68,41 @@ READERS = {
 }  # fmt: skip
 """By target: the files that read what it makes. What else they do is not its to cover."""
 TARGETS = tuple(READERS)
-START_S = 240
-"""Until the targets run, and to end, on a busy machine."""
+RUNS = {"bootstrap": 6000, "topology": 1500, "arguments": 400, "files": 1200, "record": 800}
+"""Executions of each target without ``--seconds``, its corpus among them: together 25 s of CPU time."""
+SEED = 1
+LIMIT_S = 600
+"""Until a target ends, beyond its own seconds, on a busy machine."""
 
 
-def fuzz(target: str, arguments: list[str]) -> None:
-    """In this process; does not return. ``arguments``: libFuzzer's."""
+def instrumented_targets() -> ModuleType:
+    """Import the targets so that they count which code they reach."""
     import atheris
 
-    with atheris.instrument_imports(include=INSTRUMENTED):
-        from targets import TARGETS as functions
+    names = io.StringIO()  # one of each module
+    with contextlib.redirect_stderr(names), atheris.instrument_imports(include=INSTRUMENTED):
+        import targets
+
+    return targets
+
+
+def fuzz(targets: ModuleType, target: str, scratch: Path, seconds: int | None) -> None:
+    """Fuzz a target in this process, which ends with it.
+
+    Args:
+        scratch: a folder for what is said, for files that the target writes, and in ``new`` for
+            inputs that reached new code.
+    """
+    import atheris
+
+    said = os.open(scratch / "said", os.O_CREAT | os.O_WRONLY)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    targets.FILE = scratch / "file"
 
     def one(data: bytes) -> None:
         try:
-            functions[target](data)
+            targets.TARGETS[target](data)
         except BaseException:
             path = FOUND / f"{target}-{hashlib.sha256(data).hexdigest()[:12]}"
             path.write_bytes(data)
@@ -83,7 +110,17 @@ def fuzz(target: str, arguments: list[str]) -> None:
             print(f"the input is in {path}", flush=True)
             os._exit(1)
 
-    atheris.Setup([sys.argv[0], *arguments], one)
+    new, seeds = scratch / "new", scratch / "seeds"
+    new.mkdir()
+    # By name: libFuzzer would read a folder in the order of the file system.
+    seeds.write_text(",".join(map(str, corpora.unpack(target, scratch / "corpus"))))
+    limits = ["-timeout=30", "-rss_limit_mb=2048", "-max_len=16384", "-reload=0"]
+    if seconds is None:
+        limits += [f"-runs={RUNS[target]}", f"-seed={SEED}"]
+    else:
+        limits.append(f"-max_total_time={seconds}")
+    artifacts = f"-artifact_prefix={FOUND}/{target}-"
+    atheris.Setup([sys.argv[0], *limits, artifacts, f"-seed_inputs=@{seeds}", str(new)], one)
     atheris.Fuzz()
 
 
@@ -96,9 +133,9 @@ def covered(target: str) -> dict[str, Any]:
     coverage.start()
     from targets import TARGETS as functions
 
-    given = sorted((CORPUS / target).iterdir())
-    for each in given:
-        functions[target](each.read_bytes())
+    given = corpora.read(target)
+    for data in given.values():
+        functions[target](data)
     coverage.stop()
     found: dict[str, Any] = {}
     for name in READERS[target]:
@@ -114,7 +151,7 @@ def report(seconds: int, said: dict[str, str]) -> None:
 
     figures: dict[str, Any] = {"seconds": seconds, "found": 0, "targets": {}}
     for target in TARGETS:
-        command = [sys.executable, __file__, "--covered", "--target", target]
+        command = [sys.executable, __file__, "--covered", target]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         runs = re.search(r"Done (\d+) runs", said[target])
         ran = {"runs": int(runs[1]) if runs else 0}
@@ -122,57 +159,63 @@ def report(seconds: int, said: dict[str, str]) -> None:
     results_file.write("fuzz", figures)
 
 
-def begin(target: str, scratch: Path, seconds: int, keep: bool) -> subprocess.Popen[str]:
-    """A process of its own for a target. ``scratch``: where new inputs go unless they are kept."""
-    scratch.mkdir()
-    folders = [CORPUS / target] if keep else [scratch, CORPUS / target]
-    limits = [f"-max_total_time={seconds}", "-timeout=30", "-rss_limit_mb=2048", "-max_len=16384"]
-    command = [sys.executable, __file__, "--target", target, "--", *limits]
-    return subprocess.Popen(
-        [*command, f"-artifact_prefix={FOUND}/{target}-", *map(str, folders)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def run_all(folder: Path, seconds: int | None) -> tuple[dict[str, str], bool]:
+    """Run all targets at once, each in a process and a folder of its own.
+
+    Returns:
+        What each said, and whether one failed.
+    """
+    targets = instrumented_targets()  # once: the processes are forks of this one
+    fork = multiprocessing.get_context("fork")
+    deadline = time.monotonic() + (seconds or 0) + LIMIT_S
+    runs = {}
+    for target in TARGETS:
+        (folder / target).mkdir()
+        arguments = (targets, target, folder / target, seconds)
+        runs[target] = fork.Process(target=fuzz, args=arguments)
+        runs[target].start()
+    heard, failed = {}, False
+    try:
+        for target, process in runs.items():
+            process.join(max(0.0, deadline - time.monotonic()))
+            heard[target] = (folder / target / "said").read_text(errors="replace")
+            last = heard[target].strip().splitlines()[-1:]
+            print(f"{target}: {last[0] if last else 'said nothing'}")
+            if process.exitcode != 0:
+                failed = True
+                print(heard[target][-5000:], f"{target}: exit code {process.exitcode}", sep="\n")
+    finally:
+        for process in runs.values():
+            process.kill()
+            process.join()
+    return heard, failed
 
 
 def main() -> int:
-    """Run all targets at once."""
+    """Fuzz all targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=int, default=8, help="for each target, all at once")
+    parser.add_argument("--seconds", type=int, help="for each target, all at once")
     parser.add_argument("--keep", action="store_true", help="add to the corpus")
     parser.add_argument("--report", action="store_true", help="write bench/results/fuzz.json")
-    parser.add_argument("--covered", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--target", choices=TARGETS, help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--covered", choices=TARGETS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.covered:
-        print(json.dumps(covered(chosen.target)))
+        print(json.dumps(covered(chosen.covered)))
         return 0
-    if chosen.target:
-        fuzz(chosen.target, chosen.arguments)
+    if chosen.report and chosen.seconds is None:
+        parser.error("--report needs --seconds")
+    if chosen.seconds is None and os.environ.get("PYTHONHASHSEED") != "0":
+        # What a mutation reaches may depend on the order of sets.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     FOUND.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + chosen.seconds + START_S
-    failed = False
-    heard = {}
     with tempfile.TemporaryDirectory() as scratch:
-        runs = {
-            target: begin(target, Path(scratch) / target, chosen.seconds, chosen.keep)
-            for target in TARGETS
-        }
-        try:
-            for target, process in runs.items():
-                said, _ = process.communicate(timeout=deadline - time.monotonic())
-                heard[target] = said
-                last = said.strip().splitlines()[-1:]
-                print(f"{target}: {last[0] if last else 'said nothing'}")
-                if process.returncode != 0:
-                    failed = True
-                    print(said[-5000:], f"{target}: exit code {process.returncode}", sep="\n")
-        finally:
-            for process in runs.values():
-                process.kill()
-                process.wait()
+        heard, failed = run_all(Path(scratch), chosen.seconds)
+        if chosen.keep:
+            for target in TARGETS:
+                new = (Path(scratch) / target / "new").iterdir()
+                found = {each.name: each.read_bytes() for each in new}
+                corpora.write(target, corpora.read(target) | found)
     if chosen.report and not failed:
         report(chosen.seconds, heard)
     return 1 if failed else 0

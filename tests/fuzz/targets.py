@@ -44,7 +44,8 @@ _WATCHDOG = Watchdog(
     _BOOTSTRAP, 0, _HERE, 60.0, dict, lambda: None, lambda notice: None
 )  # is asked here, and never started
 _FOLDER = tempfile.TemporaryDirectory()
-_FILE = Path(_FOLDER.name) / "topology"
+FILE = Path(_FOLDER.name) / "file"
+"""What targets write for their readers; a process that fuzzes has its own."""
 
 
 def bootstrap(data: bytes) -> list[str]:
@@ -77,9 +78,9 @@ def bootstrap(data: bytes) -> list[str]:
 
 def topology(data: bytes) -> None:
     """A file of any format that a topology is read from."""
-    _FILE.write_bytes(data)
+    FILE.write_bytes(data)
     try:
-        found = discover.read(_FILE).topology
+        found = discover.read(FILE).topology
     except InputFileError:
         return
     assert Topology.model_validate_json(found.model_dump_json()) == found
@@ -87,15 +88,15 @@ def topology(data: bytes) -> None:
 
 def files(data: bytes) -> None:
     """A file of mkernel's own, as all that read one: a plan, results, constants, inputs."""
-    _FILE.write_bytes(data)
+    FILE.write_bytes(data)
     with contextlib.suppress(InputFileError):
-        made = LaunchPlan.from_file(_FILE, "plan")
+        made = LaunchPlan.from_file(FILE, "plan")
         assert LaunchPlan.model_validate_json(made.model_dump_json()).digest() == made.digest()
     for read in (results.read, gpu_tests.read, load_constants):
         with contextlib.suppress(InputFileError):
-            read(_FILE)
+            read(FILE)
     for suffix, count in ((".safetensors", 1), (".npy", 2)):
-        file = _FILE.with_suffix(suffix)
+        file = FILE.with_suffix(suffix)
         file.write_bytes(data)
         with contextlib.suppress(MkernelError):  # tensors that are no operands too
             inputs.load("all_gather_gemm", (file,) * count)
@@ -103,9 +104,9 @@ def files(data: bytes) -> None:
 
 def record(data: bytes) -> None:
     """What was kept of the last failure, as ``mkernel doctor --report`` shows it."""
-    _FILE.write_bytes(data)
+    FILE.write_bytes(data)
     with (
-        mock.patch.object(failure_record, "path", return_value=_FILE),
+        mock.patch.object(failure_record, "path", return_value=FILE),
         mock.patch.object(bug_report, "examine", return_value=Report(rows=(), healthy=True)),
         mock.patch.object(bug_report, "setting_rows", return_value=()),
         mock.patch.object(bug_report, "versions", return_value={}),
@@ -182,8 +183,8 @@ def _number(text: str) -> int:
 def _file(argument: str) -> str:
     if not argument.startswith("@"):
         return argument
-    _FILE.write_bytes(argument[1:].encode("utf-8", errors="surrogateescape"))
-    return str(_FILE)
+    FILE.write_bytes(argument[1:].encode("utf-8", errors="surrogateescape"))
+    return str(FILE)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Mutated bootstrap messages: each is taken for what it is or refused by name, never anything else.
 
-Seeded, so that a failure repeats; the messages of ``corpus/bootstrap`` come first.
+Seeded, so that a failure repeats; the messages of ``corpora/bootstrap.json`` come first.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+import corpora
 import pytest
 from targets import bootstrap
 from torch.distributed import HashStore
@@ -18,8 +18,11 @@ from torch.distributed import HashStore
 from mkernel.errors import Untrusted
 from mkernel.world.bootstrap import Bootstrap
 
-CORPUS = Path(__file__).parent / "corpus" / "bootstrap"
-MESSAGES = [file.read_text().strip() for file in sorted(CORPUS.glob("*.json"))]
+MESSAGES = [
+    data.decode().strip()
+    for name, data in corpora.read("bootstrap").items()
+    if name.endswith(".json")
+]
 EDGES: list[Any] = [
     *(None, True, "", "left", [], {}, [[]], 0, -1, 1.5, 1e308, 1 << 24, 1 << 32, 1 << 64, 1 << 200),
     *("0" * 5000, "\ud800", "\0", float("nan"), float("inf"), {"": {}}),
