@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -143,6 +144,14 @@ def judge_typical(
     for world in worlds:
         cases = typical_of_each(subject, world)
         subject.judge(each_case, look, cases, *arguments, world=world)
+
+
+def in_turn(cases: Iterable[Case]) -> list[Case]:
+    """Order cases so that ops take turns: what is wrong with one op alone is found early."""
+    by_op: dict[str, list[Case]] = {}
+    for case in cases:
+        by_op.setdefault(case.op, []).append(case)
+    return [case for turn in zip_longest(*by_op.values()) for case in turn if case is not None]
 
 
 def with_tensors(case: Case, **tensors: torch.Tensor) -> Case:

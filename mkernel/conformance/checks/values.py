@@ -19,6 +19,7 @@ from mkernel.conformance.grid import (
     WITHOUT_B,
     draws,
     grid,
+    in_turn,
     judge_typical,
     small_ones,
     typical,
@@ -43,7 +44,7 @@ def shapes(subject: AcceleratorSubject) -> None:
         cases = []
         for op in subject.claimed_in(world):
             cases += [*grid(subject, op, size), *draws(subject, op, size, count)]
-        subject.judge(each_case, judge_calls, cases, 1 if subject.quick else 2, world=world)
+        subject.judge(each_case, judge_calls, in_turn(cases), 1 if subject.quick else 2, world=world)
 
 
 def dtypes(subject: AcceleratorSubject) -> None:
@@ -65,7 +66,7 @@ def dtypes(subject: AcceleratorSubject) -> None:
             for dtype, out_dtype in claims.dtype_pairs()
             for returns in get_args(Returns)
         ]  # fmt: skip
-    subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
+    subject.judge(each_case, judge_calls, in_turn(cases), 1, world=(1, 2))
 
 
 def operands(subject: AcceleratorSubject) -> None:
@@ -93,7 +94,7 @@ def norms(subject: AcceleratorSubject) -> None:
         for options in (*each, {"norm": "residual", **more[op]})
         if dtype == out_dtype or "in_place" not in options
     ]
-    subject.judge(each_case, judge_calls, cases, 3, world=(1, 2))
+    subject.judge(each_case, judge_calls, in_turn(cases), 3, world=(1, 2))
 
 
 def scales(subject: AcceleratorSubject) -> None:
@@ -263,22 +264,21 @@ def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
 
 
 def rank_accumulation(cases: list[Case], homes: list[str], dtypes: tuple[str, ...]) -> list[str]:
-    """GEMMs must be exactly right; then combines whose large terms cancel."""
-    found = []
-    for case in cases:
-        judge = Judge(case)
-        got = case.run(judge.inputs(0)).outputs["out"].cpu().double()
-        wanted = judge.truth(0)["out"]
-        if not torch.equal(got, wanted):
-            worst = float((got - wanted).abs().max())
-            found.append(
-                f"{describe(case)}, {where()}: sums that float32 holds exactly are off by up to "
-                f"{worst:g}: something narrower added them up"
-            )
-    for op in homes:
-        for dtype in dtypes:
-            found += _cancelling_combine(op, getattr(torch, dtype))
-    return found
+    """Return what is wrong with combines whose large terms cancel, and with GEMMs, which must be exact."""
+    combines = [_cancelling_combine(op, getattr(torch, dtype)) for op in homes for dtype in dtypes]
+    return [found for each in combines for found in each] + each_case(_inexact, cases)
+
+
+def _inexact(case: Case) -> Iterator[str]:
+    judge = Judge(case)
+    got = case.run(judge.inputs(0)).outputs["out"].cpu().double()
+    wanted = judge.truth(0)["out"]
+    if not torch.equal(got, wanted):
+        worst = float((got - wanted).abs().max())
+        yield (
+            f"{describe(case)}, {where()}: sums that float32 holds exactly are off by up to "
+            f"{worst:g}: something narrower added them up"
+        )
 
 
 def _cancelling_combine(op: str, dtype: torch.dtype) -> Iterator[str]:
