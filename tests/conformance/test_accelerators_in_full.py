@@ -9,7 +9,7 @@ from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_chec
 from mkernel.conformance.check import run_check
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.multiprocess,
     pytest.mark.usefixtures("leaves_nothing"),
 ]

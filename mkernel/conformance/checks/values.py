@@ -44,7 +44,9 @@ def shapes(subject: AcceleratorSubject) -> None:
         cases = []
         for op in subject.claimed_in(world):
             cases += [*grid(subject, op, size), *draws(subject, op, size, count)]
-        subject.judge(each_case, judge_calls, in_turn(cases), 1 if subject.quick else 2, world=world)
+        subject.judge(
+            each_case, judge_calls, in_turn(cases), 1 if subject.quick else 2, world=world
+        )
 
 
 def dtypes(subject: AcceleratorSubject) -> None:
@@ -264,7 +266,7 @@ def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
 
 
 def rank_accumulation(cases: list[Case], homes: list[str], dtypes: tuple[str, ...]) -> list[str]:
-    """Return what is wrong with combines whose large terms cancel, and with GEMMs, which must be exact."""
+    """Return what is wrong with combines whose large terms cancel, and with GEMMs, to be exact."""
     combines = [_cancelling_combine(op, getattr(torch, dtype)) for op in homes for dtype in dtypes]
     return [found for each in combines for found in each] + each_case(_inexact, cases)
 
