@@ -69,13 +69,13 @@ test-native: $(VENV)/.installed
 SECONDS ?= 120
 SEED ?= 0
 chaos: $(VENV)/.installed
-	PYTHONPATH=tests python -m chaos --pinned --seconds $(SECONDS) --seed $(SEED)
+	PYTHONPATH=tests python -m campaigns chaos --pinned --seconds $(SECONDS) --seed $(SEED)
 
 # One long life after another of several worlds, beside other traffic, on an accelerator: SECONDS, SEED,
 # ACCELERATOR (hopper on GPUs); `make test-all` has two short lives on streams.
 ACCELERATOR ?= streams
 soak: $(VENV)/.installed
-	PYTHONPATH=tests python -m soak.command --seconds $(SECONDS) --seed $(SEED) --accelerator $(ACCELERATOR)
+	PYTHONPATH=tests python -m campaigns soak --seconds $(SECONDS) --seed $(SEED) --accelerator $(ACCELERATOR)
 
 # RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
 test-rxe: $(VENV)/.installed

@@ -100,7 +100,7 @@ tests() { # RANKS_PER_DEVICE
 soak() { # NAME MOST_SECONDS ARGUMENT...: into a file and a log of its own, since soaks run side by side
     local runs="$results/soak_hopper" began=$SECONDS status=0
     mkdir -p "$runs"
-    PYTHONPATH="tests:${PYTHONPATH:-}" timeout --kill-after 15 "$2" python -m soak.command "${@:3}" \
+    PYTHONPATH="tests:${PYTHONPATH:-}" timeout --kill-after 15 "$2" python -m campaigns soak "${@:3}" \
         --accelerator "${SOAK_ACCELERATOR:-hopper}" --output "$runs/$1.json" > "$runs/$1.log" 2>&1 \
         || status=$?
     echo "== soak $1, $((SECONDS - began)) s, exit code $status" >&2
@@ -109,7 +109,7 @@ soak() { # NAME MOST_SECONDS ARGUMENT...: into a file and a log of its own, sinc
 }
 
 merge_soaks() {
-    PYTHONPATH="tests:${PYTHONPATH:-}" run python -m soak.command --merge "$results"/soak_hopper/*.json \
+    PYTHONPATH="tests:${PYTHONPATH:-}" run python -m campaigns soak --merge "$results"/soak_hopper/*.json \
         --output "$results/soak_hopper.json" > /dev/null
 }
 

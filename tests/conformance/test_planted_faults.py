@@ -39,8 +39,8 @@ CLASSES = {
     "experts": ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"),
     "attention": ("ring_attention",),
 }
-"""Ops that move bytes alike. CI plants each broad fault in one op of each class, in turn, so that it plants
-something in every op; `make test-long` plants each fault in every op."""
+"""Ops that move bytes alike. CI plants each broad fault in one op of each class, in turn, so that it
+plants something in every op; `make test-long` plants each fault in every op."""
 
 
 def one_op_of_each_class() -> set[tuple[str, str]]:

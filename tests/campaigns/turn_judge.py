@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from chaos.draw import Turn
-from chaos.rank import Told
+from campaigns.draw import Turn
+from campaigns.rank import Told
 
 SLACK_S = 10.0
 """What a busy machine may add to a deadline."""

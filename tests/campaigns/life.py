@@ -16,12 +16,12 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from chaos.held import held, more_than
-from chaos.planted import Planted, keep, lose_an_epoch, spoil
-from chaos.sockets import sockets
-from soak.flat import LEAST
-from soak.replay import Replayed
-from soak.sample import Sample, take
+from campaigns.flat import LEAST
+from campaigns.held import held, more_than
+from campaigns.planted import Planted, keep, lose_an_epoch, spoil
+from campaigns.replay import Replayed
+from campaigns.sample import Sample, take
+from campaigns.sockets import sockets
 from torch import distributed
 from torch.distributed import ProcessGroup, TCPStore
 

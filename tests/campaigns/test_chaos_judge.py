@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos.campaign import play
-from chaos.draw import SHORT_TIMEOUT_S, TIMEOUT_S, Turn, draw
-from chaos.faults import Fault, WorldKind
-from chaos.judge import SLACK_S, Outcome, judge
-from chaos.pool import Pool, Scene
-from chaos.rank import Told
+from campaigns.draw import SHORT_TIMEOUT_S, TIMEOUT_S, Turn, draw
+from campaigns.faults import Fault, WorldKind
+from campaigns.pool import Pool, Scene
+from campaigns.rank import Told
+from campaigns.turn_judge import SLACK_S, Outcome, judge
+from campaigns.turns import play
 
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.grid import typical

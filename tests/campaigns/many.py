@@ -9,7 +9,7 @@ On CPUs the time of a call is CPU time of the process, so that others on the mac
 they do to its caches makes it longer, never shorter. So the drift is the least of the last third of the
 blocks of calls against the least of the first third. On GPUs, which nobody else uses meanwhile, it is
 time on the clock, and tenths are compared. It may be ``SLOWER``. Memory, counted things and epochs have
-the rules of :mod:`soak.flat`; replays are not counted by the host.
+the rules of :mod:`campaigns.flat`; replays are not counted by the host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from soak.flat import ALLOWED, apart, grown, piled_up, too_much
-from soak.sample import Sample, take
-from soak.start import start_at
+from campaigns.flat import ALLOWED, apart, grown, piled_up, too_much
+from campaigns.sample import Sample, take
+from campaigns.start import start_at
 
 import mkernel
 from mkernel.cases.poison import fill

@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from chaos.draw import TIMEOUT_S, Turn
-from chaos.faults import Fault
-from chaos.group import Group
-from chaos.held import held, more_than, own_bytes
-from chaos.limits import exhaust, limits
-from chaos.planted import Planted, misbehave, spoil, write_late
-from chaos.sockets import sockets
+from campaigns.draw import TIMEOUT_S, Turn
+from campaigns.faults import Fault
+from campaigns.group import Group
+from campaigns.held import held, more_than, own_bytes
+from campaigns.limits import exhaust, limits
+from campaigns.planted import Planted, misbehave, spoil, write_late
+from campaigns.sockets import sockets
 from torch.distributed import TCPStore
 
 import mkernel

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from chaos.held import held
-from chaos.sockets import sockets
+from campaigns.held import held
+from campaigns.sockets import sockets
 
 from mkernel.backends.cuda.native import pci_address
 from mkernel.world.world import World

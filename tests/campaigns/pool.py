@@ -11,12 +11,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from chaos.dead_memory import DeadMemory
-from chaos.draw import Turn
-from chaos.faults import Stage
-from chaos.judge import Outcome
-from chaos.planted import Planted
-from chaos.rank import MOST_S, Part, live, play
+from campaigns.dead_memory import DeadMemory
+from campaigns.draw import Turn
+from campaigns.faults import Stage
+from campaigns.planted import Planted
+from campaigns.rank import MOST_S, Part, live, play
+from campaigns.turn_judge import Outcome
 
 from mkernel import fork_server
 from mkernel.launch import host_store
@@ -29,7 +29,7 @@ _IMPORTED = ("mkernel.backends.accelerators.ascend", "mkernel.backends.accelerat
 
 
 class Member:
-    """One rank process, which plays the parts that it is sent (:func:`chaos.rank.live`)."""
+    """One rank process, which plays the parts that it is sent (:func:`campaigns.rank.live`)."""
 
     def __init__(self, number: int, folder: Path, play: Callable[..., Any] = play) -> None:
         self.number = number
@@ -71,7 +71,7 @@ class Pool:
         self._folder = folder
         self._idle: list[Member] = []
         self._made = 0
-        fork_server.also_imported[:] = [*_IMPORTED, "chaos.rank"]
+        fork_server.also_imported[:] = [*_IMPORTED, "campaigns.rank"]
         os.environ["TORCH_CPP_LOG_LEVEL"] = (
             "ERROR"  # it warns of each store that is lost, at length
         )

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from chaos.draw import Turn, after, draw
-from chaos.judge import Outcome, judge
-from chaos.planted import Planted
-from chaos.pool import Pool, Scene
+from campaigns.draw import Turn, after, draw
+from campaigns.planted import Planted
+from campaigns.pool import Pool, Scene
+from campaigns.turn_judge import Outcome, judge
 
 
 class Result(NamedTuple):

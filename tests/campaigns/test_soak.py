@@ -8,15 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from chaos.planted import GROWTH_BYTES, Planted
-from chaos.sockets import new_sockets, sockets
-from soak.driver import Plan, Soaked, soak
-from soak.ended import Ended, judge
-from soak.flat import ALLOWED, LEAST, apart, growth, limits, piled_up, too_much
-from soak.life import WARM, Lived
-from soak.many import BLOCKS, SLOWER, WARM_CALLS, Many, Told, drift, many
-from soak.report import Report, merge
-from soak.sample import Progress, Sample
+from campaigns.flat import ALLOWED, LEAST, apart, growth, limits, piled_up, too_much
+from campaigns.life import WARM, Lived
+from campaigns.life_judge import Ended, judge
+from campaigns.lives import Plan, Soaked, soak
+from campaigns.many import BLOCKS, SLOWER, WARM_CALLS, Many, Told, drift, many
+from campaigns.planted import GROWTH_BYTES, Planted
+from campaigns.report import Report, merge
+from campaigns.sample import Progress, Sample
+from campaigns.sockets import new_sockets, sockets
 
 CASES = 2
 
@@ -50,7 +50,7 @@ def wrong_in(
 
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("accelerator", ["streams", "ascend"])
+@pytest.mark.parametrize("accelerator", [pytest.param("streams", marks=pytest.mark.long), "ascend"])
 def test_a_killed_rank_is_replaced_and_the_next_life_is_right(
     accelerator: str, tmp_path: Path
 ) -> None:

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 
-from chaos.draw import Turn
-from chaos.planted import Planted, spoil
+from campaigns.draw import Turn
+from campaigns.planted import Planted, spoil
 from torch.distributed import TCPStore
 
 from mkernel.conformance.ranks import Judge

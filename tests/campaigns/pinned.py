@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from chaos.draw import Turn, draw
+from campaigns.draw import Turn, draw
 
 _FILE = Path(__file__).parent / "pinned.json"
 

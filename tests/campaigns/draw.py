@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from chaos.faults import DEVICE_FAULTS, KINDS, Fault, WorldKind
+from campaigns.faults import DEVICE_FAULTS, KINDS, Fault, WorldKind
 
 from mkernel.cases import Case
 from mkernel.conformance import grid

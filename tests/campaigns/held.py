@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from chaos.sockets import new_sockets, sockets
+from campaigns.sockets import new_sockets, sockets
 
 _KEPT = {"ascend-core"}
 """Names of threads that a simulator keeps for its next call, in whatever world."""

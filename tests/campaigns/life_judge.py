@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from soak.flat import ALLOWED, apart, piled_up, too_much
-from soak.life import NOTICED_S, TIMEOUT_S, Lived
-from soak.sample import Sample
+from campaigns.flat import ALLOWED, apart, piled_up, too_much
+from campaigns.life import NOTICED_S, TIMEOUT_S, Lived
+from campaigns.sample import Sample
 
 _RECORD = re.compile(r" \((?:kept for|no record of it)[^()]*\)$")
 
@@ -18,7 +18,7 @@ class Ended:
     """A life that is over.
 
     Attributes:
-        number: of the life. allowed: what each kind of memory may grow by (:func:`soak.flat.limits`).
+        number: of the life. allowed: what each kind of memory may grow by (``flat.limits``).
         victim: the rank that was killed, at ``killed_at`` by CLOCK_MONOTONIC; None: none was.
         lived: by rank. died: ranks whose processes ended, with how. silent: ranks that said nothing in
             time, with where they were.

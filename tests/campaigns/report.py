@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soak.driver import Plan, libraries
-from soak.ended import Ended
-from soak.flat import grown
+from campaigns.flat import grown
+from campaigns.life_judge import Ended
+from campaigns.lives import Plan, libraries
 
 
 class Report:
@@ -55,8 +55,7 @@ class Report:
         end = "all left" if ended.victim is None else f"rank {ended.victim} was killed"
         samples = min(map(len, ended.samples.values()), default=0)
         return (
-            f"{time.monotonic() - self._start:7.1f} s  life {ended.number}: {calls} calls of those "
-            f"that are left, {samples} samples, {end}"
+            f"life {ended.number}: {calls} calls of those that are left, {samples} samples, {end}"
         )
 
     def summary(self) -> dict[str, Any]:

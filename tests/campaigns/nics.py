@@ -1,6 +1,4 @@
-"""A soak of the NIC backends on the software device: random traffic, random faults, long.
-
-    python bench/nic_soak.py [--minutes 10] [--nic cx7 --nic efa] [--seed 0]
+"""A soak of the NIC backends on the software device: random traffic and random faults.
 
 Three processes live through the whole time. In turns they join in a world, put random bytes and
 signals to one another, and leave it; in half of the turns one of their devices has a fault. Bars:
@@ -12,19 +10,16 @@ grows by more than 8 MiB, and none keeps a file descriptor, thread or mapping.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
-import resource
-import sys
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import results_file
+from campaigns.held import own_bytes
 
 from mkernel.backends.contracts.nic import PUT_VALUE_MAX
 from mkernel.conformance.nic_life_checks import (
@@ -160,12 +155,6 @@ def broken(me: Rank, port: Port, seed: int, turn: Turn) -> None:
             require(seen <= value, f"{what}: rank {source} put {value} on {signal}; it is {seen}")
 
 
-def resident_bytes() -> int:
-    """Of this process's own memory: neither files nor shared pages."""
-    fields = [int(field) for field in Path("/proc/self/statm").read_text().split()]
-    return (fields[1] - fields[2]) * resource.getpagesize()
-
-
 def soak(me: Rank, seconds: float, seed: int) -> dict[str, Any]:
     """A rank's whole life; what it counted."""
     pattern = Pattern(seed, AREA)
@@ -196,45 +185,37 @@ def soak(me: Rank, seconds: float, seed: int) -> dict[str, Any]:
         ] += 1
         del port
         if base is not None:
-            most = max(most, resident_bytes() - base[0])
+            most = max(most, own_bytes() - base[0])
         elif time.monotonic() - start > seconds / 10:
-            base = resident_bytes(), left_behind()
+            base = own_bytes(), left_behind()
     if base is None:
         raise CheckFailed(f"not one turn within {seconds / 10:g} s; give the soak more time")
     require_nothing_more(base[1], f"{counts['turns']} turns")
     return {
         **counts,
-        "growth_mib": round((resident_bytes() - base[0]) / 2**20, 2),
+        "growth_mib": round((own_bytes() - base[0]) / 2**20, 2),
         "peak_growth_mib": round(most / 2**20, 2),
     }
 
 
-def main() -> int:
-    """Soak, write the result; 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--minutes", type=float, default=10, help="shared by the NICs")
-    parser.add_argument("--nic", action="append", choices=("cx7", "efa"), help="default: both")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    nics = options.nic or ["cx7", "efa"]
-    figures: dict[str, Any] = {"minutes": options.minutes, "seed": options.seed}
+def soak_nics(nics: Sequence[str], seconds: float, seed: int) -> dict[str, Any]:
+    """Soak NIC backends one after another, in ``seconds`` together; the figures, and what was wrong."""
+    figures: dict[str, Any] = {"minutes": seconds / 60, "seed": seed}
     held: dict[str, bool] = {}
+    wrong: list[str] = []
     for nic in nics:
-        subject = NicSubject(nic, "soft", seed=options.seed, start="fork")
+        whole_bar = f"{nic}: nothing lost or left open, every fault an error in time"
+        subject = NicSubject(nic, "soft", seed=seed, start="fork")
         try:
-            ranks = subject.run(soak, RANKS, 60 * options.minutes / len(nics), options.seed)
+            ranks = subject.run(soak, RANKS, seconds / len(nics), seed)
         except CheckFailed as error:
-            print(f"{nic}: {error}", file=sys.stderr)
-            held[f"{nic}: nothing lost or left open, every fault an error in time"] = False
+            held[whole_bar] = False
+            wrong.append(f"{nic}: {error}")
             continue
         figures[nic] = ranks
-        held[f"{nic}: nothing lost or left open, every fault an error in time"] = True
-        held[f"{nic}: no rank grows by more than {GROWTH_MIB:g} MiB"] = all(
-            rank["growth_mib"] <= GROWTH_MIB for rank in ranks
-        )
-    results_file.write("nic_soak", {**figures, "bars_held": held})
-    return 0 if all(held.values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        held[whole_bar] = True
+        flat_bar = f"{nic}: no rank grows by more than {GROWTH_MIB:g} MiB"
+        held[flat_bar] = all(rank["growth_mib"] <= GROWTH_MIB for rank in ranks)
+        if not held[flat_bar]:
+            wrong.append(f"{nic}: a rank grew by more than {GROWTH_MIB:g} MiB")
+    return {**figures, "bars_held": held, "wrong": wrong}

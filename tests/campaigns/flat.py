@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from chaos.sockets import new_sockets
-from soak.sample import Sample
+from campaigns.sample import Sample
+from campaigns.sockets import new_sockets
 
 LEAST = 9
 """Samples below which memory is not judged."""

@@ -13,13 +13,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from chaos.planted import Planted
-from chaos.pool import Member
-from soak.ended import Ended, judge, over_lives
-from soak.flat import limits
-from soak.life import NOTICED_S, TIMEOUT_S, Life, live
-from soak.neighbour import neighbour
-from soak.sample import Sample
+from campaigns.flat import limits
+from campaigns.life import NOTICED_S, TIMEOUT_S, Life, live
+from campaigns.life_judge import Ended, judge, over_lives
+from campaigns.neighbour import neighbour
+from campaigns.planted import Planted
+from campaigns.pool import Member
+from campaigns.sample import Sample
 
 from mkernel import fork_server
 from mkernel.launch import host_store
@@ -60,7 +60,7 @@ class Plan:
 
     Attributes:
         seconds: in all. life_s: of one life, at whose end a rank is killed.
-        lives: at most. ranks, step_calls, cases: as :class:`soak.life.Life` has them.
+        lives: at most. ranks, step_calls, cases: as :class:`campaigns.life.Life` has them.
         beside: how many other soaks use the same devices meanwhile.
         planted: a mistake of the last rank in the first life, after so many calls.
     """
@@ -93,7 +93,7 @@ class Soaked:
 
 def soak(plan: Plan, folder: Path, soaked: Soaked) -> Iterator[tuple[Ended, list[str]]]:
     """Each life, and what was wrong with it. What only the whole tells is in ``soaked`` afterwards."""
-    fork_server.also_imported[:] = [*_IMPORTED, "soak.life"]
+    fork_server.also_imported[:] = [*_IMPORTED, "campaigns.life"]
     os.environ.update(libraries())  # before the server starts, whose forks ranks are
     members: dict[int, Member] = {}
     beside = _Beside()
