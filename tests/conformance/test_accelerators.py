@@ -1,5 +1,5 @@
 """The accelerators that run everywhere pass the kit, in short: ``ascend``, and ``streams`` as faults
-wrap it. What takes long in full is in test_accelerators_in_full."""
+wrap it. `make test-long` has the whole kit judge them."""
 
 from __future__ import annotations
 
