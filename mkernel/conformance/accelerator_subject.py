@@ -75,44 +75,45 @@ class AcceleratorSubject:
     timeout_s: float = WORLD_TIMEOUT_S
 
     def require_usable(self) -> None:
-        """UnknownBackend, BackendUnavailable."""
+        """Raise UnknownBackend or BackendUnavailable if the backend cannot run here."""
         usable_accelerator(self.name)
 
     @cached_property
     def backend(self) -> AcceleratorBackend:
-        """The backend, in the kit's own process (calls run in rank processes)."""
+        """Return the backend in the kit's own process (calls run in rank processes)."""
         return registry.accelerator(self.name)
 
     @cached_property
     def capabilities(self) -> AcceleratorCapabilities:
-        """What it claims."""
+        """Return what the backend claims."""
         return self.backend.capabilities()
 
     # ---- claims ------------------------------------------------------------------------------
 
     def claimed(self, *ops: str) -> tuple[str, ...]:
-        """Which of the ops it claims, in order. CheckSkipped: none."""
+        """Return which of the ops it claims, in order. CheckSkipped: none."""
         found = tuple(op for op in ops or OPS if op in self.capabilities.ops)
         if not found:
             raise CheckSkipped(f"not claimed: {', '.join(ops or OPS)}")
         return found
 
     def claimed_in(self, world: tuple[int, int], *ops: str) -> tuple[str, ...]:
-        """Those of the claimed ops that it has in a world of (nodes, ranks per node). CheckSkipped."""
+        """Return the claimed ops that it has in a world of (nodes, ranks per node). CheckSkipped:
+        none."""
         found = tuple(op for op in self.claimed(*ops) if self.capabilities.provides(op, world[0]))
         if not found:
             raise CheckSkipped(f"not claimed on {world[0]} nodes: {', '.join(ops or OPS)}")
         return found
 
     def dtype(self) -> DtypeName:
-        """The dtype that most checks use: the narrowest that is claimed."""
+        """Return the dtype that most checks use: the narrowest that is claimed."""
         for name in ("float16", "bfloat16", "float32", "float64"):
             if name in self.capabilities.dtypes:
                 return name
         raise CheckFailed("claims no dtype of inputs")
 
     def out_dtype(self, given: DtypeName) -> DtypeName:
-        """The output dtype that most checks use with inputs of ``given``: the widest claimed."""
+        """Return the output dtype that most checks use with inputs of ``given``: the widest claimed."""
         claimed = [out for dtype, out in self.capabilities.dtype_pairs() if dtype == given]
         for name in ("float32", "float16", "bfloat16", "float64"):
             if name in claimed:
@@ -120,7 +121,7 @@ class AcceleratorSubject:
         raise CheckFailed("claims no dtype of outputs")
 
     def step(self, *dtypes: DtypeName) -> int:
-        """Sizes of aligned rows are multiples of this many elements."""
+        """Return the number of elements of which sizes of aligned rows are multiples."""
         if not dtypes:
             dtypes = (self.dtype(), self.out_dtype(self.dtype()))
         size = min(DTYPE_BYTES[dtype] for dtype in dtypes)
@@ -128,14 +129,14 @@ class AcceleratorSubject:
         return alignment // gcd(alignment, size)
 
     def aligned(self, least: int) -> int:
-        """The smallest legal size from ``least`` on of a row that inputs and outputs share."""
+        """Return the smallest legal size, ``least`` or more, of a row that inputs and outputs share."""
         step = self.step()
         return -(-least // step) * step
 
     @cached_property
     def between_nodes(self) -> bool:
-        """Whether it claims a path between nodes, on the path of the settings, and the default NIC is
-        usable here for it."""
+        """Return whether it claims a path between nodes with these settings, for which the default NIC
+        is usable here."""
         if self.capabilities.process_group:
             return True
         settings = load_settings()
@@ -150,21 +151,22 @@ class AcceleratorSubject:
 
     @cached_property
     def room(self) -> int | None:
-        """Ranks that this machine's devices take, one each or as the setting ``ranks_per_device`` says.
-        None: any number, of devices that are emulated (simulators, the CPU)."""
+        """Return how many ranks this machine's devices take, one each or as the setting
+        ``ranks_per_device`` says. None: any number, because devices are emulated (simulators, the
+        CPU)."""
         devices = [one for one in self.backend.probe() if not one.emulated]
         return len(devices) * load_settings().ranks_per_device or None
 
     def worlds(self, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Those of the (nodes, ranks per node) that can be tested here; where all of them have more
-        ranks than the machine has devices, the largest. CheckSkipped: none."""
+        """Return which of the worlds (nodes, ranks per node) can be tested here; the largest if all of
+        them have more ranks than the machine has devices. CheckSkipped: none."""
         found = tuple(world for world in wanted if world[0] == 1 or self.between_nodes)
         if not found:
             raise CheckSkipped("no path between nodes is claimed and usable here")
         return tuple(world for world in found if self._fits(world)) or (self.largest(),)
 
     def largest(self) -> tuple[int, int]:
-        """The world that most checks use: two nodes of two ranks where there is a path between
+        """Return the world that most checks use: two nodes of two ranks where there is a path between
         nodes, else three ranks; the first of these, or two ranks, that the machine has devices for."""
         wanted = ((2, 2), (1, 3), (1, 2)) if self.between_nodes else ((1, 3), (1, 2))
         for world in wanted:
@@ -173,8 +175,8 @@ class AcceleratorSubject:
         raise CheckSkipped(f"needs 2 devices of accelerator {self.name!r}; this machine has 1")
 
     def crowd(self) -> tuple[int, int]:
-        """One node of as many ranks as the backend claims to run, or of 16. CheckSkipped: this machine
-        has no devices for more than other checks use."""
+        """Return one node of as many ranks as the backend claims to run, or of 16. CheckSkipped: this
+        machine has no devices for more than other checks use."""
         claimed = min(self.capabilities.most_ranks or _MOST_RANKS, _MOST_PROCESSES)
         ranks = claimed if self.room is None else min(claimed, self.room)
         if ranks <= self.largest()[0] * self.largest()[1]:
@@ -190,9 +192,9 @@ class AcceleratorSubject:
         return few and self.capabilities.too_many(ranks) is None
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
-        """Two ranks of one node, and the largest; quickly the latter alone, which has both kinds of
-        paths where there are two. Where devices are too few for that, also two nodes of one rank, if
-        there is a path between nodes."""
+        """Return two ranks of one node, and the largest; if quick, the latter alone, which has both
+        kinds of paths where there are two. Where devices are too few for that, also two nodes of one
+        rank, if there is a path between nodes."""
         found = [self.largest()] if self.quick else [(1, 2), self.largest()]
         if self.between_nodes and self.largest()[0] == 1:
             found.append((2, 1))
@@ -225,12 +227,12 @@ class AcceleratorSubject:
             )
 
     def judge(self, fn: Callable[..., Sequence[str]], *args: Any, world: tuple[int, int]) -> None:
-        """Run a function that returns what it found wrong. CheckFailed, with the first finds."""
+        """Run a function that returns what it found wrong. CheckFailed: it found something."""
         blame([found for each in self.launch(fn, *args, world=world) for found in each])
 
 
 def blame(found: Sequence[str]) -> None:
-    """CheckFailed where anything was found wrong: the first finds, and how many more."""
+    """Raise CheckFailed if anything was found wrong, with the first finds and how many more."""
     if found:
         more = f"\n… and {len(found) - 3} more" if len(found) > 3 else ""
         raise CheckFailed("\n".join(found[:3]) + more)

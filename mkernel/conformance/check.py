@@ -30,7 +30,7 @@ class Check:
 
 
 class Result(Model):
-    """What one check came to. ``raised``: the type of error that ended it, where it did not come to a
+    """The outcome of one check. ``raised``: the type of error that ended it, if it did not come to a
     judgement of its own."""
 
     name: str
@@ -42,20 +42,20 @@ class Result(Model):
 
 
 class Report(Model):
-    """What a backend came to. ``subject``: its kind and name, and of a NIC its provider."""
+    """The outcome of a backend. ``subject``: its kind and name, and the provider of a NIC."""
 
     subject: str
     results: tuple[Result, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed and at least one passed."""
+        """Return whether no check failed and at least one passed."""
         outcomes = {result.outcome for result in self.results}
         return "failed" not in outcomes and "passed" in outcomes
 
     @property
     def seconds(self) -> float:
-        """Time of all checks."""
+        """Return the time of all checks."""
         return sum(result.seconds for result in self.results)
 
 

@@ -1,4 +1,4 @@
-"""Which cases the checks call: one typical case of an op, a grid of odd ones, and random draws.
+"""The cases that checks call: one typical case of an op, a grid of odd ones, and random draws.
 
 Sizes keep to what the backend claims: rows of matrices are multiples of its alignment, M of the
 world's size where the op cuts M, causal sequences of twice the world's size; sequences and widths of
@@ -48,7 +48,7 @@ def typical(
     chunk: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Case:
-    """A small case of an op that has several chunks and a partial tile; ``sizes`` replaces some."""
+    """Return a small case of an op with several chunks and a partial tile; ``sizes`` replaces some."""
     given = dtype or subject.dtype()
     result = out_dtype or subject.out_dtype(given)
     step = subject.step(given, result)
@@ -83,7 +83,7 @@ def typical(
 
 
 def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
-    """A small case of every op that is claimed in a world; quickly of one op of each class."""
+    """Return a small case of every op that is claimed in a world; if quick, of one op of each class."""
     claimed = subject.claimed_in(world)
     of_class = [[op for op in each if op in claimed] for each in _CLASSES]
     chosen = [ops[0] for ops in of_class if ops] if subject.quick else claimed
@@ -91,7 +91,7 @@ def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case
 
 
 def _small(subject: AcceleratorSubject, op: str, world_size: int) -> Case:
-    """A case of two rows, tokens or positions a rank."""
+    """Return a case of two rows, tokens or positions a rank."""
     step, rows = subject.step(), 2 * world_size
     sizes: dict[str, int]
     if op in GEMMS:
@@ -106,7 +106,7 @@ def _small(subject: AcceleratorSubject, op: str, world_size: int) -> Case:
 
 
 def attended(subject: AcceleratorSubject, sizes: _Sizes, world_size: int) -> dict[str, Any]:
-    """Sizes of attention that the backend takes: the next sequence and width, or the widest."""
+    """Return sizes of attention that the backend takes: the next sequence and width, or the widest."""
     claims, width = subject.capabilities, sizes["head_dim"]
     widths = sorted(claims.head_dims)
     wider = [one for one in widths if one >= width] or widths[-1:] or [width]
@@ -118,13 +118,13 @@ def attended(subject: AcceleratorSubject, sizes: _Sizes, world_size: int) -> dic
 
 
 def typical_of_each(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
-    """The typical case of every op that is claimed."""
+    """Return the typical case of every op that is claimed."""
     return [typical(subject, op, world[0] * world[1]) for op in subject.claimed_in(world)]
 
 
 def wider(subject: AcceleratorSubject, case: Case, steps: int = 1) -> Case:
-    """The case with so many steps of columns more; with more sequences, of attention in which only some
-    widths are claimed."""
+    """Return the case with ``steps`` more steps of columns. Attention of which only some widths are
+    claimed gets more sequences instead."""
     few = case.op == "ring_attention" and subject.capabilities.head_dims
     names: dict[str, str] = {
         "ring_attention": "batch" if few else "head_dim",
@@ -140,7 +140,7 @@ def judge_typical(
     *arguments: Any,
     worlds: Sequence[tuple[int, int]],
 ) -> None:
-    """Have the ranks of some worlds ``look(case, *arguments)`` what is wrong with the typical cases."""
+    """Have the ranks of some worlds call ``look(case, *arguments)`` on the typical cases."""
     for world in worlds:
         cases = typical_of_each(subject, world)
         subject.judge(each_case, look, cases, *arguments, world=world)
@@ -155,19 +155,19 @@ def in_turn(cases: Iterable[Case]) -> list[Case]:
 
 
 def with_tensors(case: Case, **tensors: torch.Tensor) -> Case:
-    """The case with whole tensors of these values, in its dtype."""
+    """Return the case with whole tensors of these values, in its dtype."""
     kind = getattr(torch, case.dtype)
     return case.with_(options={"tensors": {name: each.to(kind) for name, each in tensors.items()}})
 
 
 def whole_mnk(case: Case, world_size: int) -> tuple[int, int, int]:
-    """M, N and K of the whole tensors of a GEMM op's case."""
+    """Return M, N and K of the whole tensors of a GEMM op's case."""
     m, n, k = (case.sizes[name] for name in "mnk")
     return m, n, k if case.op == "all_gather_gemm" else k * world_size
 
 
 def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case]:
-    """One row, one step, partial tiles, more than one tile; narrow and wide."""
+    """Yield odd cases: one row, one step, partial tiles, more than one tile; narrow and wide."""
     step = subject.step()
     if op in GEMMS:
         for rows, n, k in (
@@ -209,7 +209,7 @@ def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case
 
 
 def draws(subject: AcceleratorSubject, op: str, world_size: int, count: int) -> Iterator[Case]:
-    """Random shapes, dtypes, layouts and chunk sizes, from the subject's seed."""
+    """Draw random shapes, dtypes, layouts and chunk sizes from the subject's seed."""
     pick = random.Random(f"{subject.seed} {op} {world_size}")
     claims = subject.capabilities
     for number in range(count):

@@ -12,14 +12,14 @@ from mkernel.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Kit:
-    """What is judged (``title``, ``subject``) and by which ``checks``."""
+    """A backend to judge (``title``, ``subject``) and the ``checks`` that judge it."""
 
     title: str
     subject: Any
     checks: tuple[Check, ...]
 
     def only(self, names: Sequence[str]) -> Kit:
-        """The kit with the named checks alone. ArgumentError: no such check."""
+        """Return the kit with the named checks alone. ArgumentError: no such check."""
         known = {check.name: check for check in self.checks}
         for name in names:
             if name not in known:
@@ -39,7 +39,7 @@ def kit_for(
     quick: bool = False,
     seed: int = 0,
 ) -> Kit:
-    """The kit of one backend, named by exactly one of ``accelerator`` and ``nic``.
+    """Return the kit of one backend, named by exactly one of ``accelerator`` and ``nic``.
 
     Raises:
         ArgumentError: none or both are named, or ``verbs`` beside an accelerator.
@@ -66,7 +66,7 @@ def kit_for(
 
 
 def listed(accelerator: str | None, nic: str | None) -> dict[str, tuple[Check, ...]]:
-    """The checks of the kind of backend that is named; of both kinds where none is. By kind."""
+    """Return checks by kind of backend: of the kind that is named, or of both if none is."""
     from mkernel.conformance.accelerator import accelerator_checks
     from mkernel.conformance.nic import nic_checks
 

@@ -60,12 +60,12 @@ class Landing:
         memory[:] = self._expected
 
     def expect(self, at: int, payload: Bytes) -> None:
-        """``payload`` will come to offset ``at``; poison that place."""
+        """Expect ``payload`` at offset ``at``, and poison that place."""
         self._expected[at : at + len(payload)] = payload
         poison(self._memory[at : at + len(payload)], payload)
 
     def check(self, what: str) -> None:
-        """Every payload is there, every other byte as it was."""
+        """Require that every payload is there and every other byte as it was."""
         require_equal(self._memory, self._expected, what)
 
 
@@ -88,7 +88,7 @@ class _Stream:
         self.draw()
 
     def draw(self) -> None:
-        """Window, place and size of the next put."""
+        """Draw the window, place and size of the next put."""
         pick = self._random.random()
         largest = 256 if pick < 0.4 else 64 * _KIB if pick < 0.9 else _SLOT
         self.nbytes = self._random.randint(1, largest)
@@ -96,7 +96,7 @@ class _Stream:
         self.place = self._random.randint(0, _SLOT - self.nbytes)
 
     def target_at(self) -> int:
-        """Offset in region 0 of the receiver."""
+        """Return the offset in region 0 of the receiver."""
         return 2 * _SLOT + self.signal * _SLOT + self.place
 
 
@@ -166,7 +166,7 @@ def _take(port: Port, pattern: Pattern, stream: _Stream, puts: int) -> None:
 
 
 def visibility(subject: NicSubject) -> None:
-    """Three ranks put to each other; receivers look at the bytes as soon as a signal shows.
+    """Have three ranks put to each other; receivers look at the bytes as soon as a signal shows.
 
     With few work requests in flight, a put of many messages takes many steps: a signal that is not
     the last of them is seen long before the rest.
@@ -178,7 +178,7 @@ def visibility(subject: NicSubject) -> None:
 
 
 def worlds(subject: NicSubject) -> None:
-    """As above, among two to eight processes."""
+    """Check visibility among two to eight processes."""
     puts = subject.scale(200, 25)
     for ranks in (8,) if subject.quick else (2, 4, 5, 8):
         subject.run(_visibility, ranks, puts, {})
@@ -213,7 +213,7 @@ def _sizes(me: Rank, sizes: Sequence[int]) -> None:
 
 
 def sizes(subject: NicSubject) -> None:
-    """From 0 bytes to 64 MiB, around powers of two and at odd sizes."""
+    """Put from 0 bytes to 64 MiB, around powers of two and at odd sizes."""
     powers = [64, 4 * _KIB, 32 * _KIB, 64 * _KIB, _MIB]
     chosen = [0, 1, 2, 3, 7, 8, 1000, 1_000_003, 4 * _MIB]
     chosen += [size + more for size in powers for more in (-1, 0, 1)]
@@ -253,7 +253,7 @@ def _alignment(me: Rank, cases: Sequence[tuple[int, int, int]]) -> None:
 
 
 def alignment(subject: NicSubject) -> None:
-    """Any local and any remote byte offset; guards before and after stay."""
+    """Put from any local to any remote byte offset; guards before and after stay."""
     rng = random.Random(subject.seed)
     offsets = [1, 2, 3, 4, 5, 7, 8, 13, 31, 63, 65, 4095, 4096, 4097]
     lengths = [1, 5, 64, 1000, 4097, 70_001]
@@ -274,7 +274,7 @@ def _in_flight(me: Rank, puts: int, settings: dict[str, Any]) -> None:
     span = puts * _CELL
 
     def piece(index: int) -> tuple[int, int]:
-        """Window and size of a put."""
+        """Return the window and size of a put."""
         return index * 7919 % (source - 256), 1 + index * 31 % 256
 
     with me.open(source + me.size * span, **settings) as port:
@@ -311,7 +311,7 @@ def _in_flight(me: Rank, puts: int, settings: dict[str, Any]) -> None:
 
 
 def in_flight(subject: NicSubject) -> None:
-    """Far more puts than the FIFO and the queues hold; every one arrives, once."""
+    """Queue far more puts than the FIFO and the queues hold; each arrives once."""
     puts = subject.scale(30_000, 2500)
     subject.run(_in_flight, 3, puts, {})
     subject.run(_in_flight, 3, puts, _STEPWISE)
@@ -344,7 +344,7 @@ class Producer:
         self._wake_fd: int = device.wake_fd
 
     def push(self, command: Sequence[int], timeout_s: float) -> None:
-        """``command``: local, remote, bytes, peer, region, signal, value. CheckFailed when full."""
+        """Push a command: local, remote, bytes, peer, region, signal, value. CheckFailed when full."""
         ticket = self._head.value
         late = deadline(timeout_s)
         while ticket - self._tail.value >= self.capacity:
@@ -390,7 +390,7 @@ def _fifo(me: Rank, puts: int, slots: int) -> None:
 
 
 def fifo(subject: NicSubject) -> None:
-    """Commands as a kernel writes them, over many laps of a small ring and few of a large one."""
+    """Write commands as a kernel does, over many laps of a small ring and few of a large one."""
     puts = subject.scale(20_000, 1500)
     for slots in (2, 1024):
         subject.run(_fifo, 2, puts, slots)
@@ -422,7 +422,7 @@ def _signal_values(me: Rank, values: Sequence[int]) -> None:
 
 
 def signal_values(subject: NicSubject) -> None:
-    """Every value that a put must take, and larger ones (refused, or added whole)."""
+    """Put every value that must be taken, and larger ones (refused, or added whole)."""
     values = list(range(1, PUT_VALUE_MAX + 1))
     random.Random(subject.seed).shuffle(values)
     values += [PUT_VALUE_MAX + 1, 1000, 4080, 65_536, (1 << 32) - 1]
@@ -515,7 +515,7 @@ def _order_receiver(me: Rank, port: Port, rounds: int) -> None:
 
 
 def order(subject: NicSubject) -> None:
-    """Puts of one rank show at a peer in the order in which they were queued."""
+    """Check that puts of one rank show at a peer in the order in which they were queued."""
     for environment in subject.variants():
         subject.run(_order, 2, subject.scale(5000, 500), environment=environment)
 
@@ -559,7 +559,7 @@ def _flush_in_slices(port: Port) -> None:
 
 
 def flush(subject: NicSubject) -> None:
-    """The source is overwritten as soon as flush returns True; the receiver must not see that."""
+    """Overwrite the source as soon as flush returns True; the receiver must not see that."""
     subject.run(_flush, 2, subject.scale(300, 20), environment=subject.slow_link(0.002))
 
 
@@ -593,7 +593,7 @@ def _completion(me: Rank, rounds: int, settings: dict[str, Any]) -> None:
 
 
 def completion(subject: NicSubject) -> None:
-    """The source is overwritten as soon as the completion is seen, on one queue pair and on several."""
+    """Overwrite the source as soon as the completion is seen, on one queue pair and on several."""
     rounds = subject.scale(200, 20)
     for settings in ({}, _STRIPED):
         subject.run(_completion, 2, rounds, settings, environment=subject.slow_link(0.002))

@@ -81,7 +81,7 @@ def _world(me: Rank, fault: str, patient: bool) -> Iterator[Port]:
 
 
 def _put_all(me: Rank, port: Port) -> None:
-    """To every peer in turn, about as long as the faults that come by time need. NicError."""
+    """Put to every peer in turn, about as long as the faults that come by time need. NicError."""
     for step in range(_PUTS):
         _put_to_each(me, port)
         if step % 4 == 0:
@@ -169,7 +169,8 @@ def _all(me: Rank) -> None:
 
 
 def device_faults(subject: NicSubject) -> None:
-    """Every kind of fault, by count and by time; the right error everywhere, and a new world."""
+    """Plant every kind of fault, by count and by time; the right error comes everywhere, then a new
+    world."""
     if subject.verbs != "soft":
         raise CheckSkipped("only the software device has faults to order")
     subject.run(_all, 3)

@@ -44,13 +44,13 @@ _NOWHERE = "/nonexistent/libmkernel-conformance.so"
 
 
 def require(holds: bool, message: str) -> None:
-    """CheckFailed where a promise does not hold."""
+    """Raise CheckFailed if a promise does not hold."""
     if not holds:
         raise CheckFailed(message)
 
 
 def close_in_time(session: NicSession, what: str) -> None:
-    """Close; CheckFailed beyond what the contract gives."""
+    """Close a session. CheckFailed: it took longer than the contract gives."""
     with within(CLOSE_S, f"close {what}"):
         session.close()
 
@@ -59,7 +59,7 @@ def close_in_time(session: NicSession, what: str) -> None:
 
 
 def capabilities(subject: NicSubject) -> None:
-    """Status, probe, open and the session's capabilities are what they claim to be."""
+    """Check that status, probe, open and the session's capabilities are what they claim to be."""
     backend = subject.backend()
     require(isinstance(backend.name, str) and bool(backend.name), "name is empty")
     require(
@@ -216,7 +216,7 @@ _OUTSIDE = {
 
 
 def registration(subject: NicSubject) -> None:
-    """Regions appear while puts run; what lies outside of them is out of reach."""
+    """Register regions while puts run; what lies outside of them is out of reach."""
     subject.run(_regions, 2, subject.scale(200, 40))
     for case, put in _OUTSIDE.items():
         subject.run(_outside, 2, case, put)
@@ -258,7 +258,7 @@ def _churn(me: Rank, rounds: int) -> None:
 
 
 def churn(subject: NicSubject) -> None:
-    """Regions are taken out and their numbers used again, while puts of another go on."""
+    """Deregister regions and use their numbers again, while puts of another go on."""
     subject.run(_churn, 2, subject.scale(500, 60))
 
 
@@ -313,7 +313,7 @@ def _put_until_it_fails(port: Port, victim: int, nbytes: int) -> None:
 
 
 def killed_peer(subject: NicSubject) -> None:
-    """A killed peer becomes a NicError in time at every rank that puts to it."""
+    """Kill a peer: every rank that puts to it has a NicError in time."""
     settings = (100_000, 64) if not subject.quick else (100_000,)
     for nbytes in settings:
         subject.run(_killed_peer, 3, nbytes, dies=(2,))
@@ -349,7 +349,7 @@ def close(subject: NicSubject) -> None:
 
 
 def left_behind() -> dict[str, int]:
-    """What this process holds that a closed session must not."""
+    """Return what this process holds that a closed session must not."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "file descriptors": len(os.listdir("/proc/self/fd")),
@@ -360,7 +360,7 @@ def left_behind() -> dict[str, int]:
 
 
 def shared_files() -> set[str]:
-    """Names in /dev/shm, without those that another process alone has mapped: others work here too."""
+    """Return names in /dev/shm, without those that another process alone has mapped."""
     names = set(os.listdir("/dev/shm"))
     if not names:
         return names
@@ -375,7 +375,7 @@ def shared_files() -> set[str]:
 
 
 def require_nothing_more(me: Rank, before: dict[str, int], since: str) -> None:
-    """CheckFailed where this process holds more than ``before``, soon after all was closed."""
+    """Raise CheckFailed if this process holds more than ``before`` soon after all was closed."""
     gc.collect()  # an error's traceback may be what still holds a session
     late = deadline(me.subject.timeout_s / 2)  # a joined thread leaves /proc a little later
     while (after := left_behind()) != before and not late():
@@ -390,7 +390,7 @@ def require_nothing_more(me: Rank, before: dict[str, int], since: str) -> None:
 
 
 def use_once(me: Rank, turn: int) -> None:
-    """A world that must work: every rank puts to the next one."""
+    """Require that a world works: every rank puts to the next one."""
     ahead = (me.rank + 1) % me.size
     with me.open(256 * _KIB) as port:
         pattern = Pattern(turn, 100_000)
@@ -413,12 +413,12 @@ def _reopen(me: Rank, turns: int) -> None:
 
 
 def reopen(subject: NicSubject) -> None:
-    """Sessions follow one another in one process and leave nothing behind."""
+    """Open one session after another in one process; they leave nothing behind."""
     subject.run(_reopen, 2, subject.scale(12, 4))
 
 
 def _thread_times() -> dict[str, tuple[int, int]]:
-    """By thread: nanoseconds run, and nanoseconds ready to run while others had the CPU."""
+    """Map each thread to nanoseconds run, and nanoseconds ready to run while others had the CPU."""
     found = {}
     for task in os.listdir("/proc/self/task"):
         run, waited, _ = Path(f"/proc/self/task/{task}/schedstat").read_text().split()
@@ -442,7 +442,7 @@ def _idle(me: Rank, seconds: float) -> None:
 
 
 def idle_cpu(subject: NicSubject) -> None:
-    """Nothing to do costs (nearly) nothing."""
+    """Check that an idle session uses (nearly) no CPU."""
     subject.run(_idle, 2, subject.scale(2, 1))
 
 
@@ -484,7 +484,7 @@ def _statistics(me: Rank, puts: int) -> None:
 
 
 def statistics(subject: NicSubject) -> None:
-    """Counters are exact once everything was flushed."""
+    """Check that counters are exact once everything was flushed."""
     subject.run(_statistics, 2, subject.scale(5000, 1000))
 
 

@@ -24,8 +24,8 @@ _UNEVEN = 64
 
 
 def follows_plan(subject: NicSubject) -> None:
-    """Puts go over the plan's queue pairs, by turns and by stripes, as the lanes' counters tell; a
-    plan that the session cannot follow is refused, as is a peer that follows another one."""
+    """Check that puts go over the plan's queue pairs, by turns and by stripes, as the lanes' counters
+    tell; a plan that the session cannot follow is refused, as is a peer that follows another one."""
     for settings in _PLANS:
         subject.run(_follows, 3, settings)
     _too_many_queue_pairs(subject)

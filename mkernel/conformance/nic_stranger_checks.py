@@ -146,7 +146,7 @@ def _visited(me: Rank) -> None:
 
 
 def strangers(subject: NicSubject) -> None:
-    """Two ranks of a job, and a process that connects to one of them before the other does."""
+    """Let a process connect to one of two ranks of a job before the other rank does."""
     subject.run(_visited, 3)
 
 

@@ -32,8 +32,8 @@ class Row:
 
 
 def faults(nic: str | None = None) -> Mapping[str, tuple[str, ...]]:
-    """Faulty variants of a NIC backend, or accelerator backends, by name, and the checks that must
-    fail on each. ArgumentError: there are none of that NIC backend."""
+    """Map faulty backends to the checks that must fail on them: of accelerators, or of the NIC backend
+    ``nic``. ArgumentError: no faults are planted in that NIC backend."""
     if nic is not None:
         from mkernel.conformance.nic_faults import FAULTS as NIC_FAULTS
 
@@ -72,7 +72,7 @@ def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: in
 
 
 def wanted(nic: str | None, only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """:func:`faults` with those checks alone; without any, all of them."""
+    """Return :func:`faults` with the checks ``only`` alone; if there are none, all of them."""
     chosen = {
         fault: [check for check in checks if not only or check in only]
         for fault, checks in faults(nic).items()
@@ -83,7 +83,7 @@ def wanted(nic: str | None, only: Sequence[str] = ()) -> dict[str, list[str]]:
 def judge(
     nic: str | None, only: Sequence[str] = (), on_row: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
-    """Every fault of :func:`wanted`."""
+    """Judge every fault of :func:`wanted`."""
     rows = []
     for fault, checks in wanted(nic, only).items():
         for row in judge_one(fault, checks, nics=nic is not None):
@@ -93,7 +93,7 @@ def judge(
 
 
 def table(rows: Sequence[Row]) -> Sheet:
-    """A line for every check and fault, ordered by check."""
+    """Draw a line for every check and fault, ordered by check."""
     judged = [row.caught for row in rows if row.caught is not None]
     drawn = Sheet(
         (

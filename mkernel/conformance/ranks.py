@@ -1,4 +1,4 @@
-"""What ranks do in the accelerator checks: call a case with fresh inputs, judge what came.
+"""The part of ranks in the accelerator checks: call a case with fresh inputs, judge what came.
 
 Everything here runs in rank processes and reports what it found wrong as sentences.
 """
@@ -45,7 +45,7 @@ def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
 
 @contextmanager
 def meeting_place() -> Iterator[int]:
-    """The port of a store of the kit's process, where ranks meet beside their world."""
+    """Open a store in the kit's process, where ranks meet beside their world; yield its port."""
     check_descriptors(_DESCRIPTORS, "a store where ranks meet")
     check_loopback()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -57,8 +57,8 @@ _first_finds: list[FirstFind] = []
 
 
 class FirstFind:
-    """Where ranks tell each other, beside their world, that one has found something wrong, so that all
-    leave the other cases out. While it is entered, :func:`each_case` does so.
+    """A store through which ranks tell each other that one has found something wrong, so that all leave
+    the other cases out. While it is entered, :func:`each_case` does so.
 
     Args:
         port: of the store where they meet. timeout_s: how long a rank waits for what another says.
@@ -76,7 +76,7 @@ class FirstFind:
         _first_finds.pop()
 
     def any(self, wrong: bool) -> bool:
-        """Whether any rank says so; all of them ask, as often as each other."""
+        """Return whether any rank found something wrong. Collective."""
         world = mkernel.world()
         self._asked += 1
         self._store.set(f"{self._asked}/{world.rank}", str(int(wrong)))
@@ -85,13 +85,13 @@ class FirstFind:
 
 
 def give_up_after(timeout_s: float) -> None:
-    """From now on waits of this rank's world have another deadline than its making had. So a short
-    one says nothing of how long a busy machine takes to start processes."""
+    """Give waits of this rank's world another deadline than its making had, so that a short one says
+    nothing of how long a busy machine takes to start processes."""
     mkernel.world().set_timeout(timeout_s)
 
 
 def describe(case: Case) -> str:
-    """A case in a message, enough to repeat it."""
+    """Describe a case in a message, enough to repeat it."""
     sizes = " ".join(f"{name}={value}" for name, value in case.sizes.items())
     options = "".join(
         f" {name}={value}" for name, value in case.options.items() if name != "tensors"
@@ -104,13 +104,13 @@ def describe(case: Case) -> str:
 
 
 def where() -> str:
-    """This rank in a message."""
+    """Describe this rank in a message."""
     me = mkernel.world().identity
     return f"rank {me.rank} of {me.nodes}x{me.ranks_per_node}"
 
 
 def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs in the memory that the accelerator reads; layouts stay."""
+    """Move inputs to the memory that the accelerator reads; layouts stay."""
     device = mkernel.world().accelerator.device
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -127,23 +127,23 @@ class Judge:
         self._older: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
-        """This rank's fresh inputs; with them something new begins."""
+        """Return this rank's fresh inputs, and report progress."""
         report_progress()
         world = mkernel.world()
         return moved(self.case.inputs(world.rank, world.size, iteration))
 
     def truth(self, iteration: int) -> dict[str, torch.Tensor]:
-        """What this rank must get, in float64."""
+        """Return what this rank must get, in float64."""
         world = mkernel.world()
         return self.case.reference(world.rank, world.size, iteration)
 
     def __call__(self, iteration: int, view: View = "pipelined") -> list[str]:
-        """One call with fresh inputs; what is wrong with its results."""
+        """Call once with fresh inputs; return what is wrong with the results."""
         return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:
-        """What is wrong with the results of a finished call, as they are now: what comes later came
-        too late."""
+        """Return what is wrong with the results of a finished call, as they are now: what comes later
+        is too late."""
         world = mkernel.world()
         now = {name: tensor.to("cpu", copy=True) for name, tensor in outcome.outputs.items()}
         found, truth, partials = [], self.truth(iteration), {}
@@ -167,7 +167,7 @@ class Judge:
         return found
 
     def stale_rows(self, outcome: Outcome, iteration: int) -> list[str]:
-        """Rows that hold what an earlier call should have given there."""
+        """Report rows that hold what an earlier call should have given there."""
         found = []
         for name in self.case.tolerances():
             got = outcome.outputs[name].cpu().double()
@@ -187,7 +187,7 @@ class Judge:
     def _explain(
         self, name: str, got: torch.Tensor, wanted: torch.Tensor, limit: float | None
     ) -> str:
-        """A known way to be wrong, or nothing."""
+        """Name a known way to be wrong, or nothing."""
         if limit is None or compare(got, wanted).why:
             return ""
         if not got.any():
@@ -199,7 +199,7 @@ class Judge:
 
 
 def _wrong_rows(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
-    """Which rows are off, where some clearly are."""
+    """Say which rows are off, if some clearly are."""
     if got.dim() < 2 or not got.numel():
         return ""
     gaps = (got.double() - wanted).abs().flatten(1).amax(1)
@@ -221,7 +221,7 @@ def _differs(
     partials: torch.Tensor | None,
     ties: torch.Tensor | None,
 ) -> str:
-    """Why an output is not accepted, or nothing. ``partials``: where each of those that were added
+    """Say why an output is not accepted, or nothing. ``partials``: where each of those that were added
     may have been rounded, the sum of their sizes. ``ties``: as ``Case.near_ties`` says."""
     if limit is None:
         return compare_exact(got, wanted).why
@@ -248,8 +248,8 @@ def _differs(
 def each_case(
     look: Callable[..., Iterable[str]], cases: Sequence[Case], *arguments: Any
 ) -> list[str]:
-    """What ``look(case, *arguments)`` finds wrong on this rank, one case after another; up to the first
-    case that is wrong on any rank where a :class:`FirstFind` is entered."""
+    """Return what ``look(case, *arguments)`` finds wrong on this rank, one case after another. While a
+    :class:`FirstFind` is entered, stop after the first case that is wrong on any rank."""
     wrong: list[str] = []
     for case in cases:
         report_progress()
@@ -260,7 +260,7 @@ def each_case(
 
 
 def judge_calls(case: Case, calls: int, view: View = "pipelined") -> Iterator[str]:
-    """Call a case some times with fresh inputs; what was wrong."""
+    """Call a case some times with fresh inputs; yield what was wrong."""
     judge = Judge(case)
     for iteration in range(calls):
         yield from judge(iteration, view)

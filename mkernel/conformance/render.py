@@ -19,7 +19,7 @@ _SHOWN = 600
 
 
 def summary(report: Report) -> str:
-    """One line: the verdict, counts and time."""
+    """Return one line: the verdict, counts and time."""
     outcomes = [result.outcome for result in report.results]
     counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
     verdict = "PASSED" if report.passed else "FAILED"
@@ -27,7 +27,7 @@ def summary(report: Report) -> str:
 
 
 def table(report: Report) -> Sheet:
-    """A line for every check: outcome, time, and why where it did not pass."""
+    """Draw a line for every check: outcome, time, and the reason if it did not pass."""
     drawn = Sheet(
         (
             Column("check", key=True),
@@ -54,7 +54,7 @@ def _words(result: Result) -> Text:
 
 
 def junit(report: Report) -> str:
-    """JUnit XML: one suite, a test case for every check."""
+    """Return JUnit XML: one suite, a test case for every check."""
     outcomes = [result.outcome for result in report.results]
     root = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(
@@ -87,7 +87,7 @@ def junit(report: Report) -> str:
 
 
 def as_json(report: Report) -> str:
-    """The report as one JSON object, with its verdict."""
+    """Return the report as one JSON object, with its verdict."""
     whole = {"passed": report.passed, "seconds": report.seconds, **report.model_dump(mode="json")}
     import json
 
@@ -95,7 +95,7 @@ def as_json(report: Report) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report file. InputFileError where it cannot be written."""
+    """Write a report file. InputFileError: it cannot be written."""
     try:
         write_file(path, text)
     except OSError as error:

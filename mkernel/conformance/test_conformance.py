@@ -28,7 +28,7 @@ def _session_kit(config: pytest.Config) -> Kit:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each check of the backend that the command line names."""
+    """Make a test for each check of the backend that the command line names."""
     if "check" in metafunc.fixturenames:
         checks = _session_kit(metafunc.config).checks
         metafunc.parametrize("check", checks, ids=[check.name for check in checks])

@@ -78,7 +78,7 @@ def _zero_one_element(tensor: torch.Tensor) -> None:
 
 
 def _chunking(ended: Ended) -> Chunking | None:
-    """Of a plan that is cut in tiles."""
+    """Return the chunking of a plan that is cut in tiles, else None."""
     return getattr(ended.call.plan.schedule, "chunking", None)
 
 
@@ -158,7 +158,7 @@ def _lose_terms_in_place(call: Call) -> Call:
 
 
 def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
-    """Of rows that have several; a row's only scale stays."""
+    """Set the last scale of each row to 1; a row's only scale stays."""
     if scale.shape[1] == 1:
         return scale
     found = scale.clone()

@@ -34,7 +34,7 @@ _GRADIENTS = ("grad_q", "grad_k", "grad_v")
 
 
 def outputs_of(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of those of a call's tensors that a backend writes to. Gradients of attention are made
+    """Return the names of the call's tensors that a backend writes to. Gradients of attention are made
     of what it found, which then is an input."""
     names = _GRADIENTS if _GRADIENTS[0] in tensors else _OUTPUTS
     return [name for name in names if name in tensors]
@@ -103,15 +103,15 @@ class Ended:
 
     @property
     def all(self) -> list[torch.Tensor]:
-        """Every result, wherever it lies."""
+        """Return every result, wherever it lies."""
         return [*self.outputs.values(), *self.grouped()]
 
     def grouped(self) -> list[torch.Tensor]:
-        """The results of a dispatch: one tensor, or none of other ops."""
+        """Return the results of a dispatch: one tensor, or none of other ops."""
         return [self.results["outputs"]] if "outputs" in self.results else []
 
     def by_expert(self) -> list[torch.Tensor]:
-        """Each expert's rows of a dispatch."""
+        """Return each expert's rows of a dispatch."""
         if "counts" not in self.results:
             return []
         return list(torch.split(self.results["outputs"], self.results["counts"].tolist()))
@@ -166,7 +166,7 @@ class Altered(Honest):
 
 
 def claims(change: Callable[[AcceleratorCapabilities], Mapping[str, Any]]) -> Plant:
-    """Some of the wrapped backend's claims are others, which follow from them."""
+    """Change some of the wrapped backend's claims."""
 
     def capabilities(self: Honest) -> AcceleratorCapabilities:
         honest = self.inner.capabilities()
@@ -176,12 +176,12 @@ def claims(change: Callable[[AcceleratorCapabilities], Mapping[str, Any]]) -> Pl
 
 
 def calls(change: Callable[[Call], Call]) -> Plant:
-    """What runs is another call than the one that was made."""
+    """Run another call than the one that was made."""
     return {"change": lambda self, call: change(call)}
 
 
 def inputs(*names: str, change: Callable[[Call, torch.Tensor], torch.Tensor]) -> Plant:
-    """The call reads other tensors in place of those of these names, where it has them."""
+    """Have the call read other tensors in place of those of these names, if it has them."""
 
     def changed(call: Call) -> Call:
         found = {name: change(call, call.tensors[name]) for name in names if name in call.tensors}
@@ -191,7 +191,7 @@ def inputs(*names: str, change: Callable[[Call, torch.Tensor], torch.Tensor]) ->
 
 
 def ended(change: Callable[[Ended], Any]) -> Plant:
-    """Something happens to every call that has ended."""
+    """Act on every call that has ended."""
     return {"alter": lambda self, call: change(call)}
 
 
@@ -202,14 +202,14 @@ def _always(ended: Ended) -> bool:
 def results(
     change: Callable[[torch.Tensor], Any], when: Callable[[Ended], bool] = _always
 ) -> Plant:
-    """Something happens to every result that is not empty, in some calls."""
+    """Change every result that is not empty, in some calls."""
     return ended(
         lambda call: when(call) and [change(tensor) for tensor in call.all if tensor.numel()]
     )
 
 
 def from_before(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Plant:
-    """Something of what an output held before the call comes into it."""
+    """Mix into an output what it held before the call."""
     return ended(
         lambda call: [change(tensor, call.before[name]) for name, tensor in call.outputs.items()]
     )
@@ -218,5 +218,5 @@ def from_before(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Plant:
 def from_previous(
     change: Callable[[torch.Tensor, torch.Tensor], Any], when: Callable[[Ended], bool] = _always
 ) -> Plant:
-    """Something of the plan's previous results comes into these, in some calls."""
+    """Mix the plan's previous results into these, in some calls."""
     return ended(lambda call: [change(*pair) for pair in call.previous() if when(call)])

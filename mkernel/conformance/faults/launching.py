@@ -125,7 +125,7 @@ class _Repeats(Honest):
         self._launched = 0
 
     def next(self, call: Call, **changes: Any) -> Launch:
-        """The next call that the wrapped backend gets."""
+        """Return the next call that the wrapped backend gets."""
         self._launched += 1
         return self.inner.launch(replace(call, epoch=self._launched, **changes))
 
@@ -148,7 +148,8 @@ class SkipsWaits(_Repeats):
         return early
 
     def close(self, timeout_s: float) -> bool:
-        """The world does not know of the later call, which uses its memory."""
+        """Wait for the later call too: it uses the world's memory, and the world does not know of
+        it."""
         begun = time.monotonic()
         if self._later is not None and not self._later.wait(timeout_s):
             return False

@@ -36,7 +36,8 @@ class Row:
 def planted(
     base: type[Any], name: str, breaks: str, checks: str, *plants: Plant, **attributes: Any
 ) -> Row:
-    """A row whose backend is ``base`` with what is planted, and with other attributes and methods.
+    """Return a row whose backend is ``base`` with what is planted, and with other attributes and
+    methods.
 
     ``breaks``: the broken promise, in a sentence. ``checks``: names, separated by spaces.
     """
@@ -47,12 +48,12 @@ def planted(
 
 
 def checks_by_name(module: str, table: Iterable[Row]) -> dict[str, tuple[str, ...]]:
-    """The rows' checks, by the name that a backend is asked for."""
+    """Map the name by which a backend is asked for to its row's checks."""
     return {f"{module}:{row.name}": row.checks for row in table}
 
 
 def forwards(contract: type) -> Callable[[type[Wrapper]], type[Wrapper]]:
-    """A class that passes all of a contract that it does not define itself on to ``self.inner``."""
+    """Have a class pass what it does not define of a contract on to ``self.inner``."""
 
     def method(name: str) -> Callable[..., Any]:
         return lambda self, *given, **named: getattr(self.inner, name)(*given, **named)
