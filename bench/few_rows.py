@@ -31,7 +31,7 @@ from torch.nn.functional import rms_norm
 
 import mkernel
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.harness.symm_mem import ENVIRONMENT
+from mkernel.harness.contenders.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 from mkernel.world.world import World
 

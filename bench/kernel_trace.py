@@ -25,7 +25,7 @@ import torch
 from few_rows import COLD_BYTES, graphed, torch_group, with_few_rows
 
 import mkernel
-from mkernel.harness.symm_mem import ENVIRONMENT
+from mkernel.harness.contenders.symm_mem import ENVIRONMENT
 from mkernel.ops.gemm_all_reduce import OP
 
 MARKS = (

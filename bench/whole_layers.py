@@ -35,8 +35,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.functional import silu
 
 import mkernel
-from mkernel.harness import collectives
-from mkernel.harness.symm_mem import ENVIRONMENT, group_name
+from mkernel.harness.contenders import collectives
+from mkernel.harness.contenders.symm_mem import ENVIRONMENT, group_name
 
 CALLS = 20
 DECODER_TOKENS = 128

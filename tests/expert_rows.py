@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from mkernel.harness import expert_rows
-from mkernel.harness.expert_peers import Sorted
+from mkernel.harness.contenders import expert_rows
+from mkernel.harness.contenders.experts import Sorted
 
 TOKENS, TOP_K, EXPERTS, OWN = 96, 3, 8, 5
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.harness import attention_peers, rank
-from mkernel.harness.attention_peers import Ring
-from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
-from mkernel.harness.expert_peers import GatheredExperts
-from mkernel.harness.library_contenders import GlooMatmul, NcclCublas
+from mkernel.harness import rank
+from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender, attention
+from mkernel.harness.contenders.attention import Ring
+from mkernel.harness.contenders.experts import GatheredExperts
+from mkernel.harness.contenders.library import GlooMatmul, NcclCublas
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS
 
@@ -186,8 +186,8 @@ class MergesWithoutRescaling(Ring):
 
     name = "merges_without_rescaling"
 
-    def merged(self, parts: list[attention_peers.Part], dtype: torch.dtype) -> Tensors:
-        right = attention_peers.merged(parts, dtype)
+    def merged(self, parts: list[attention.Part], dtype: torch.dtype) -> Tensors:
+        right = attention.merged(parts, dtype)
         for each in parts[1:]:
             right["out"][:, :, each.first :] = each.out
         return right
@@ -200,10 +200,10 @@ class SumsOfTheOwnKeys(Contender):
     ops, ops_text = (ATTENTION_BACKWARD,), "for gradients of attention"
 
     def before(self, inputs: Inputs) -> None:
-        attention_peers.forward(self.problem, inputs)
-        own = attention_peers.own(inputs)
-        alone = attention_peers.part(self.problem, inputs["q"], own, self.problem.rank)
+        attention.forward(self.problem, inputs)
+        own = attention.own(inputs)
+        alone = attention.part(self.problem, inputs["q"], own, self.problem.rank)
         inputs["lse"].copy_(alone.lse)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        return attention_peers.backward(self.problem, inputs)
+        return attention.backward(self.problem, inputs)

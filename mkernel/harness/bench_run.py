@@ -10,13 +10,13 @@ from mkernel.backends import registry
 from mkernel.errors import ArgumentError
 from mkernel.harness import figures, rank, wire
 from mkernel.harness.contenders import named
+from mkernel.harness.contenders.symm_mem import ENVIRONMENT
 from mkernel.harness.draws import SPENT
 from mkernel.harness.environment import variables
 from mkernel.harness.guard import ContenderHung, Hung, Progress
 from mkernel.harness.provenance import provenance
 from mkernel.harness.results import Conditions, Report, Row
 from mkernel.harness.spec import BenchSpec, Mode
-from mkernel.harness.symm_mem import ENVIRONMENT
 from mkernel.launch import host_store, launch
 from mkernel.settings import load as load_settings
 from mkernel.topology.cost import constants_for

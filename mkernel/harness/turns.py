@@ -19,8 +19,8 @@ from mkernel.cases import Comparison
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.errors import ArgumentError, MkernelError, Unsupported
 from mkernel.harness.contenders import OURS, named
+from mkernel.harness.contenders.own import InView
 from mkernel.harness.guard import Guard, Progress
-from mkernel.harness.own_contenders import InView
 from mkernel.harness.problem import Problem, Tensors
 from mkernel.harness.protocol import Stopwatch
 from mkernel.harness.spec import Job, Mode, size_text

@@ -31,7 +31,7 @@ from mkernel.conformance import grid
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.ranks import Judge
 from mkernel.errors import WorldError
-from mkernel.harness.symm_mem import ENVIRONMENT
+from mkernel.harness.contenders.symm_mem import ENVIRONMENT
 from mkernel.world import lifecycle
 from mkernel.world.registry import worlds
 from mkernel.world.world import World

@@ -13,7 +13,7 @@ from torch import distributed
 from torch.distributed import HashStore
 
 from mkernel.harness.clock import Meeting, calibrated
-from mkernel.harness.nccl_windows import NcclWindows
+from mkernel.harness.contenders.nccl_windows import NcclWindows
 from mkernel.harness.problem import Inputs, Tensors
 from mkernel.harness.protocol import Clock, stopwatch
 from mkernel.harness.queue import CudaQueue

@@ -11,7 +11,7 @@ import torch
 from device_buffers import needs_gpus
 from expert_rows import TOKENS, TOP_K, check
 
-from mkernel.harness.expert_peers import Sorted
+from mkernel.harness.contenders.experts import Sorted
 
 pytestmark = needs_gpus(1)
 

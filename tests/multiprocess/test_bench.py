@@ -285,10 +285,7 @@ def test_what_hangs_is_named() -> None:
     done = bench("ag_gemm", *SMALL, "--accelerator", "streams", "--only-peers", "--timeout", "6",
                  "--peers", "wrong_contenders:Hangs")  # fmt: skip
     assert done.returncode == 1
-    assert (
-        "ContenderHung: wrong_contenders:Hangs at all_gather_gemm 256 x 128 x 192"
-        in done.stderr
-    )
+    assert "ContenderHung: wrong_contenders:Hangs at all_gather_gemm 256 x 128 x 192" in done.stderr
 
 
 def test_what_fails_on_one_rank_is_said_though_the_others_wait_for_it() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mkernel
 from mkernel.cases import case_of
-from mkernel.harness.context_parallel import ContextParallel, ContextParallelAllToAll
+from mkernel.harness.contenders.context_parallel import ContextParallel, ContextParallelAllToAll
 from mkernel.harness.problem import Inputs, Problem
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]

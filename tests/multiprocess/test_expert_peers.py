@@ -13,10 +13,10 @@ from torch import Tensor, distributed
 
 import mkernel
 from mkernel.cases import case_of
-from mkernel.harness.collectives import all_gather
 from mkernel.harness.contenders import Contender
-from mkernel.harness.deep_ep import DeepEp
-from mkernel.harness.library_contenders import Gemm
+from mkernel.harness.contenders.collectives import all_gather
+from mkernel.harness.contenders.deep_ep import DeepEp
+from mkernel.harness.contenders.library import Gemm
 from mkernel.harness.problem import Inputs, Problem
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]

@@ -10,7 +10,7 @@ import torch
 import mkernel
 from mkernel.cases import case_of
 from mkernel.errors import PlanMismatch, Unsupported
-from mkernel.harness.own_contenders import MkernelFused, MkernelLibrary
+from mkernel.harness.contenders.own import MkernelFused, MkernelLibrary
 from mkernel.harness.problem import Problem
 from mkernel.ops import all_gather_gemm
 from mkernel.ops.gemm_all_reduce import OP

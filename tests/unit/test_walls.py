@@ -148,8 +148,8 @@ VENDORS_ALLOWED = {
     "mkernel/conformance/nic_faults/__init__.py": {"cx7", "efa"},
     "mkernel/conformance/nic_faults/wrappers.py": {"cx", "cx7"},
     "mkernel/harness/conditions.py": {"nccl", "nvls"},
-    "mkernel/harness/contenders.py": {"nccl"},
-    "mkernel/harness/library_contenders.py": {"cuda", "nccl"},
+    "mkernel/harness/contenders/__init__.py": {"nccl"},
+    "mkernel/harness/contenders/library.py": {"cuda", "nccl"},
     "mkernel/harness/modelled.py": {"ascend"},
     "mkernel/harness/numbers.py": {"cuda", "nccl"},
     "mkernel/harness/plot.py": {"nccl"},
@@ -159,8 +159,8 @@ VENDORS_ALLOWED = {
     "mkernel/harness/rank.py": {"cuda", "nccl"},
     "mkernel/harness/bench_run.py": {"cuda"},
     "mkernel/harness/spec.py": {"cuda"},
-    "mkernel/harness/nccl_windows.py": {"cuda", "nccl"},
-    "mkernel/harness/symm_mem.py": {"cuda", "nccl", "nvls"},
+    "mkernel/harness/contenders/nccl_windows.py": {"cuda", "nccl"},
+    "mkernel/harness/contenders/symm_mem.py": {"cuda", "nccl", "nvls"},
     "mkernel/harness/work.py": {"cuda"},
 }
 """Files of the core whose code names vendors all the same, and which. The list only shrinks."""

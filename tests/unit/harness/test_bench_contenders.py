@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mkernel.cases import case_of, compare
-from mkernel.harness import contenders, symm_mem
-from mkernel.harness.contenders import NO_ROUNDING, Contender
-from mkernel.harness.library_contenders import Collective, Gemm, GlooMatmul, NcclCublas
-from mkernel.harness.own_contenders import Mkernel
+from mkernel.harness import contenders
+from mkernel.harness.contenders import NO_ROUNDING, Contender, symm_mem
+from mkernel.harness.contenders.library import Collective, Gemm, GlooMatmul, NcclCublas
+from mkernel.harness.contenders.own import Mkernel
+from mkernel.harness.contenders.symm_mem import Copy, SymmMem
 from mkernel.harness.problem import Problem
-from mkernel.harness.symm_mem import Copy, SymmMem
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 TIMES = {  # variances, of one rounding's, by world: 1 + (W (W + 1) / 2 - 1) / W

@@ -14,10 +14,10 @@ from mkernel.cases.parts import Transfer
 from mkernel.harness import conditions, results
 from mkernel.harness import work as module
 from mkernel.harness.contenders import Contender
+from mkernel.harness.contenders.symm_mem import Copy, pull_order
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Mode, Shape
-from mkernel.harness.symm_mem import Copy, pull_order
 from mkernel.harness.work import Loop, Replay, Unseen, Work, checked, clock, kept, work
 from mkernel.plan.model import OpName
 

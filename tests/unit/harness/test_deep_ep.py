@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mkernel.harness import contenders, deep_ep
+from mkernel.harness import contenders
+from mkernel.harness.contenders import deep_ep
 
 
 def problem(op: str, **other: Any) -> Any:

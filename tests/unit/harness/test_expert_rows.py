@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_rows import TOKENS, TOP_K, check
 
-from mkernel.harness import expert_rows
+from mkernel.harness.contenders import expert_rows
 
 
 @pytest.mark.parametrize("capacity", [None, TOKENS * TOP_K, 250])

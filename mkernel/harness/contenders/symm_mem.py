@@ -17,7 +17,7 @@ from torch import distributed
 
 from mkernel.cases.parts import Transfer
 from mkernel.harness.contenders import NO_ROUNDING, Contender
-from mkernel.harness.library_contenders import PartAlone, normed, product, scales_without_product
+from mkernel.harness.contenders.library import PartAlone, normed, product, scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 

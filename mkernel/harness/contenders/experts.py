@@ -14,9 +14,8 @@ from torch import distributed
 
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
-from mkernel.harness import expert_rows
-from mkernel.harness.collectives import all_gather, reduce_scatter
-from mkernel.harness.contenders import EXPERTS, Contender, widened
+from mkernel.harness.contenders import EXPERTS, Contender, expert_rows, widened
+from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.world.order import capturing
 

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
-from mkernel.harness.expert_peers import kept
+from mkernel.harness.contenders.experts import kept
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.harness import expert_rows
-from mkernel.harness.expert_peers import ExpertPeer, Sorted, gated_products, kept, products
+from mkernel.harness.contenders import expert_rows
+from mkernel.harness.contenders.experts import ExpertPeer, Sorted, gated_products, kept, products
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 _ABSENT = "deep_ep is not installed: it is built from source against the torch that is here"

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`mkernel.harness.expert_rows`; imported where there is a GPU."""
+"""The Triton kernels of :mod:`.expert_rows`; imported where there is a GPU."""
 
 from __future__ import annotations
 

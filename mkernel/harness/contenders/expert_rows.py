@@ -62,6 +62,6 @@ def gated(both: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 def _kernels(rows: torch.Tensor) -> ModuleType | None:
     if rows.device.type == "cpu":
         return None
-    from mkernel.harness import expert_kernels
+    from mkernel.harness.contenders import expert_kernels
 
     return expert_kernels

@@ -11,10 +11,15 @@ from torch.nn.functional import rms_norm
 from mkernel.backends.contracts.scaled import block_product, padded_blocks
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness import attention_peers, expert_peers
-from mkernel.harness.collectives import all_gather, collective
-from mkernel.harness.contenders import ATTENTION_BACKWARD, NO_ROUNDING, Contender
-from mkernel.harness.expert_peers import DISPATCHED, kept, padded
+from mkernel.harness.contenders import (
+    ATTENTION_BACKWARD,
+    NO_ROUNDING,
+    Contender,
+    attention,
+    experts,
+)
+from mkernel.harness.contenders.collectives import all_gather, collective
+from mkernel.harness.contenders.experts import DISPATCHED, kept, padded
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.model import ScaleMode
@@ -66,8 +71,8 @@ def _all_reduced(problem: Problem, inputs: Inputs) -> Tensors:
 
 _LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
     "all_reduce": _all_reduced,
-    **attention_peers.CALLS,
-    **expert_peers.CALLS,
+    **attention.CALLS,
+    **experts.CALLS,
 }
 """An op by libraries, where it is no GEMM."""
 
@@ -89,7 +94,7 @@ class Gemm(Contender):
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op in ("all_reduce", "moe_combine"):
             return "the op has no product"
-        if problem.op in attention_peers.CALLS and problem.bars_libraries:
+        if problem.op in attention.CALLS and problem.bars_libraries:
             return problem.bars_libraries
         return scales_without_product(problem)
 
@@ -97,13 +102,13 @@ class Gemm(Contender):
         return ("outputs",) if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
-        if self.op in attention_peers.CALLS:
-            kept(inputs, "kv", attention_peers.gathered_keys(self.problem, inputs))
+        if self.op in attention.CALLS:
+            kept(inputs, "kv", attention.gathered_keys(self.problem, inputs))
             if self.op == ATTENTION_BACKWARD:
-                attention_peers.forward(self.problem, inputs)
+                attention.forward(self.problem, inputs)
         elif self.op not in GEMMS:
             device = self.problem.device
-            routing = expert_peers.Exchanged(self.problem, self._exchangeable(inputs["topk_ids"]))
+            routing = experts.Exchanged(self.problem, self._exchangeable(inputs["topk_ids"]))
             inputs["routing"] = routing
             kept(inputs, "counts", routing.counts.to(device))
             if self.op == "moe_gemm_combine":
@@ -121,21 +126,21 @@ class Gemm(Contender):
         if self.op in GEMMS:
             product(inputs["a"], inputs, outputs["out"], fast=self.fast)
             return outputs
-        if self.op in attention_peers.ALONE:
-            return attention_peers.ALONE[self.op](self.problem, inputs)
+        if self.op in attention.ALONE:
+            return attention.ALONE[self.op](self.problem, inputs)
         rows, counts = inputs["rows"], inputs["counts"]
         if self.op == MOE_LAYER:
-            return {"rows": expert_peers.gated_products(rows, inputs["w"], inputs["w2"], counts)}
+            return {"rows": experts.gated_products(rows, inputs["w"], inputs["w2"], counts)}
         w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
-        return {"rows": expert_peers.products(rows, w, counts)}
+        return {"rows": experts.products(rows, w, counts)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         if self.op in GEMMS:
             return results
         if self.op == "ring_attention":
-            return attention_peers.merged_alone(self.problem, results)
+            return attention.merged_alone(self.problem, results)
         if self.op == ATTENTION_BACKWARD:
-            return attention_peers.gradients_merged_alone(self.problem, inputs, results)
+            return attention.gradients_merged_alone(self.problem, inputs, results)
         rows = results["rows"][: int(inputs["counts"].sum())]
         if self.op == "moe_dispatch_gemm":
             return {"outputs": rows}
@@ -192,9 +197,9 @@ class Sequential(Contender):
 
     def before(self, inputs: Inputs) -> None:
         if self.op in COMPANIONS:
-            inputs["routing"] = expert_peers.Exchanged(self.problem, inputs["topk_ids"])
+            inputs["routing"] = experts.Exchanged(self.problem, inputs["topk_ids"])
         if self.op == ATTENTION_BACKWARD:
-            attention_peers.forward(self.problem, inputs)
+            attention.forward(self.problem, inputs)
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op

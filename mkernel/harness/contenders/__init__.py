@@ -138,28 +138,27 @@ def library_limit(problem: Problem) -> float:
     return TOLERANCE[problem.case.out_dtype] * math.sqrt(max(2.0, rounded))
 
 
-_HARNESS = "mkernel.harness"
 _CLASSES = {
-    "mkernel": "own_contenders:Mkernel",
-    "mkernel-symmetric": "own_contenders:MkernelSymmetric",
-    "mkernel-allocating": "own_contenders:MkernelAllocating",
-    "mkernel-fused": "own_contenders:MkernelFused",
-    "mkernel-library": "own_contenders:MkernelLibrary",
-    "gemm": "library_contenders:Gemm",
-    "comm": "library_contenders:Collective",
+    "mkernel": "own:Mkernel",
+    "mkernel-symmetric": "own:MkernelSymmetric",
+    "mkernel-allocating": "own:MkernelAllocating",
+    "mkernel-fused": "own:MkernelFused",
+    "mkernel-library": "own:MkernelLibrary",
+    "gemm": "library:Gemm",
+    "comm": "library:Collective",
     "copy": "symm_mem:Copy",
-    "mkernel-parts": "own_contenders:MkernelParts",
-    "mkernel-halves": "own_contenders:MkernelHalves",
-    "mkernel-sequential": "own_contenders:MkernelSequential",
-    "nccl+cublas": "library_contenders:NcclCublas",
-    "gloo+matmul": "library_contenders:GlooMatmul",
+    "mkernel-parts": "own:MkernelParts",
+    "mkernel-halves": "own:MkernelHalves",
+    "mkernel-sequential": "own:MkernelSequential",
+    "nccl+cublas": "library:NcclCublas",
+    "gloo+matmul": "library:GlooMatmul",
     "nccl-windows": "nccl_windows:NcclWindows",
     "symm_mem": "symm_mem:SymmMem",
     "symm_mem-one-shot": "symm_mem:OneShot",
     "symm_mem-two-shot": "symm_mem:TwoShot",
     "deepep": "deep_ep:DeepEp",
-    "gather+grouped": "expert_peers:GatheredExperts",
-    "ring": "attention_peers:Ring",
+    "gather+grouped": "experts:GatheredExperts",
+    "ring": "attention:Ring",
     "context-parallel": "context_parallel:ContextParallel",
     "context-parallel-alltoall": "context_parallel:ContextParallelAllToAll",
 }
@@ -179,7 +178,7 @@ SEQUENTIAL = ("nccl+cublas", "gloo+matmul", "mkernel-sequential")
 def named(name: str) -> type[Contender]:
     """Return the contender of that name, or at ``module:Class``. ArgumentError."""
     known = _CLASSES.get(name)
-    module, colon, attribute = (f"{_HARNESS}.{known}" if known else name).partition(":")
+    module, colon, attribute = (f"{__name__}.{known}" if known else name).partition(":")
     if not colon:
         raise ArgumentError("--peers", repr(name), f"one of: {', '.join(NAMES)}; or module:Class")
     try:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from mkernel.harness.collectives import all_gather, reduce_scatter
 from mkernel.harness.contenders import Contender
-from mkernel.harness.expert_peers import kept
+from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
+from mkernel.harness.contenders.experts import kept
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
 

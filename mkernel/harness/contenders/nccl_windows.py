@@ -13,8 +13,8 @@ import torch
 from torch import distributed
 
 from mkernel.errors import Unsupported
-from mkernel.harness import symm_mem
-from mkernel.harness.library_contenders import NcclCublas, normed
+from mkernel.harness.contenders import symm_mem
+from mkernel.harness.contenders.library import NcclCublas, normed
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 

@@ -13,7 +13,7 @@ from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import Outcome
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
-from mkernel.harness.expert_peers import DISPATCHED, kept, padded, without_padding
+from mkernel.harness.contenders.experts import DISPATCHED, kept, padded, without_padding
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops import moe
