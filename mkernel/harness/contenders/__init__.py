@@ -22,6 +22,8 @@ from mkernel.plan.ops import BACKWARD
 ATTENTION_BACKWARD = BACKWARD["ring_attention"]
 EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER)
 """Ops with products of experts."""
+DISPATCHED = ("outputs", "counts")
+"""Outputs of a dispatch; its combine is an op of its own."""
 
 NO_ROUNDING = 1e-12
 """Limit of what is only moved: below any wrong element, above what float64 loses where all rows are
@@ -74,7 +76,7 @@ class Contender(ABC):
 
     def promised(self) -> tuple[str, ...] | None:
         """Return which of the op's outputs it returns and is judged by; None: all."""
-        return None
+        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def inputs(self) -> Inputs:
         """Return memory for its inputs, where it wants them somewhere; else the first turn's are

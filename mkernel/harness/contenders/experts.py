@@ -19,9 +19,6 @@ from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.world.order import capturing
 
-DISPATCHED = ("outputs", "counts")
-"""Outputs of a dispatch; its combine is an op of its own."""
-
 
 def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
     """Return as many rows as the capacity says, those at the end being zero."""
@@ -217,9 +214,6 @@ class ExpertPeer(Contender):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.capacity: int | None = problem.case.options.get("capacity")
-
-    def promised(self) -> tuple[str, ...] | None:
-        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def keep(self, inputs: Inputs, routing: Sorted) -> None:
         """Keep what GEMM+combine knows before its turn: the routing, and rows for its experts."""

@@ -19,7 +19,7 @@ from mkernel.harness.contenders import (
     experts,
 )
 from mkernel.harness.contenders.collectives import all_gather, collective
-from mkernel.harness.contenders.experts import DISPATCHED, kept, padded
+from mkernel.harness.contenders.experts import kept, padded
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.model import ScaleMode
@@ -191,9 +191,6 @@ class Sequential(Contender):
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         return super().unusable(problem) or scales_without_product(problem)
-
-    def promised(self) -> tuple[str, ...] | None:
-        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
         if self.op in COMPANIONS:

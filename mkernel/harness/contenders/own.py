@@ -12,8 +12,8 @@ from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import Outcome
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender
-from mkernel.harness.contenders.experts import DISPATCHED, kept, padded, without_padding
+from mkernel.harness.contenders import ATTENTION_BACKWARD, DISPATCHED, Contender
+from mkernel.harness.contenders.experts import kept, padded, without_padding
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops import moe
@@ -50,9 +50,6 @@ class Mkernel(Contender):
         sizes: dict[str, Any] = dict(problem.case.sizes)
         schedule = mkernel.plan(problem.op, dtype=problem.case.dtype, **sizes).schedule
         return "" if schedule is None else schedule.kind
-
-    def promised(self) -> tuple[str, ...] | None:
-        return DISPATCHED if self.op == "moe_dispatch_gemm" else None
 
     def before(self, inputs: Inputs) -> None:
         if self.op == ATTENTION_BACKWARD:
