@@ -155,14 +155,14 @@ def broken(me: Rank, port: Port, seed: int, turn: Turn) -> None:
             require(seen <= value, f"{what}: rank {source} put {value} on {signal}; it is {seen}")
 
 
-def soak(me: Rank, seconds: float, seed: int) -> dict[str, Any]:
-    """A rank's whole life; what it counted."""
+def soak(me: Rank, seconds: float, seed: int, turns: int) -> dict[str, Any]:
+    """Live through turns as one rank, for ``seconds`` or ``turns``; return what was counted."""
     pattern = Pattern(seed, AREA)
     counts: Counter[str] = Counter()
     start = time.monotonic()
     base: tuple[int, dict[str, int]] | None = None
     most = 0
-    while me.exchange(time.monotonic() - start < seconds)[0]:
+    while me.exchange(time.monotonic() - start < seconds and counts["turns"] < turns)[0]:
         turn = Turn.draw(seed, counts["turns"])
         fault = {FAULTS: turn.fault} if turn.fault and me.rank == turn.faulty else {}
         os.environ.pop(FAULTS, None)
@@ -186,11 +186,11 @@ def soak(me: Rank, seconds: float, seed: int) -> dict[str, Any]:
         del port
         if base is not None:
             most = max(most, own_bytes() - base[0])
-        elif time.monotonic() - start > seconds / 10:
+        elif time.monotonic() - start > seconds / 10 or counts["turns"] >= turns / 3:
             base = own_bytes(), left_behind()
     if base is None:
         raise CheckFailed(f"not one turn within {seconds / 10:g} s; give the soak more time")
-    require_nothing_more(base[1], f"{counts['turns']} turns")
+    require_nothing_more(me, base[1], f"{counts['turns']} turns")
     return {
         **counts,
         "growth_mib": round((own_bytes() - base[0]) / 2**20, 2),
@@ -198,16 +198,19 @@ def soak(me: Rank, seconds: float, seed: int) -> dict[str, Any]:
     }
 
 
-def soak_nics(nics: Sequence[str], seconds: float, seed: int) -> dict[str, Any]:
-    """Soak NIC backends one after another, in ``seconds`` together; the figures, and what was wrong."""
+def soak_nics(
+    nics: Sequence[str], seconds: float, seed: int, turns: int = 1 << 40, **subject: Any
+) -> dict[str, Any]:
+    """Soak NIC backends one after another, in ``seconds`` together or ``turns`` each. ``subject``: what
+    :class:`NicSubject` takes besides. Return the figures, and what was wrong."""
     figures: dict[str, Any] = {"minutes": seconds / 60, "seed": seed}
     held: dict[str, bool] = {}
     wrong: list[str] = []
     for nic in nics:
         whole_bar = f"{nic}: nothing lost or left open, every fault an error in time"
-        subject = NicSubject(nic, "soft", seed=seed, start="fork")
+        judged = NicSubject(nic, "soft", seed=seed, start="fork", **subject)
         try:
-            ranks = subject.run(soak, RANKS, seconds / len(nics), seed)
+            ranks = judged.run(soak, RANKS, seconds / len(nics), seed, turns)
         except CheckFailed as error:
             held[whole_bar] = False
             wrong.append(f"{nic}: {error}")
