@@ -14,7 +14,7 @@ from mkernel.plan.model import (
     Shape,
     SumShape,
 )
-from mkernel.plan.predict import payloads, work
+from mkernel.plan.predict import Routing, payloads, work
 from mkernel.topology.model import Model
 
 
@@ -41,13 +41,18 @@ class Floor(Model):
 
 
 def floors(
-    op: OpName, shape: Shape, dtype: DtypeName, world: int, rates: Rates
+    op: OpName,
+    shape: Shape,
+    dtype: DtypeName,
+    world: int,
+    rates: Rates,
+    routing: Routing = "uniform",
 ) -> tuple[Floor, ...]:
     """Compute the floors of products (of a sum or a combine: additions in float32), of one link, and of
     all links of a rank.
 
-    Ranks exchange elements of ``dtype``, each once; routing is uniform, and a token that several
-    experts of a rank get goes there once. Attention's scores go from
+    Ranks exchange elements of ``dtype``, each once; a token that several experts of a rank get goes
+    there once, with that ``routing``. Attention's scores go from
     matrix to vector units in float32, the weights made of them back in ``dtype``: each is stored and
     loaded.
     """
@@ -61,7 +66,7 @@ def floors(
     else:
         us = flop / rates.matrix_tflops / 1e6
         compute = Floor(resource="products", amount=flop, unit="flop", us=us)
-    pair = sum(payloads(op, shape, dtype, world)) if world > 1 else 0.0
+    pair = sum(payloads(op, shape, dtype, world, routing=routing)) if world > 1 else 0.0
     every = pair * (world - 1)
     meetings: tuple[Floor, ...] = ()
     if isinstance(shape, AttentionShape) and rates.between_units_gbs is not None:

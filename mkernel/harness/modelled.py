@@ -210,7 +210,7 @@ def rates_of(machine: Machine, dtype: DtypeName) -> Rates:
 
 def _explained(plan: LaunchPlan, traces: Sequence[bytes], machine: Machine) -> Explained:
     rates = rates_of(machine, plan.dtype)
-    found = floors(plan.op, plan.shape, plan.dtype, plan.world_size, rates)
+    found = floors(plan.op, plan.shape, plan.dtype, plan.world_size, rates, "balanced")
     predicted = plan.prediction
     return Explained(
         use=explain(traces, machine),

@@ -6,18 +6,13 @@ import os
 from collections.abc import Mapping
 
 from mkernel.harness.spec import GEMMS
-from mkernel.plan.model import (
-    DTYPE_BYTES,
-    AttentionShape,
-    CombineShape,
-    GemmCombineShape,
-    LaunchPlan,
-    MoeShape,
-)
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.predict import payloads
 from mkernel.topology.model import Nic
 from mkernel.topology.world_map import WorldMap
 
 _GBPS_PER_GBS = 8
+_OPS = (*GEMMS, "moe_dispatch_gemm", "moe_gemm_combine", "moe_combine", "ring_attention")
 _EMULATED = "MKERNEL_SOFTVERBS_"
 _EMULATED_MBPS = _EMULATED + "BANDWIDTH_MBPS"
 
@@ -39,38 +34,20 @@ def wire_us(plan: LaunchPlan, world: WorldMap, rank: int) -> float | None:
     node one shard, which ranks there may share; twice that where sums go back. Of MoE a shard is the
     own tokens, or what comes home of as many; of attention the own keys and values. None: another op,
     one node, or rails without a rate."""
-    nbytes = _shard_bytes(plan)
-    if plan.nodes == 1 or nbytes is None or plan.nic is None:
+    if plan.nodes == 1 or plan.op not in _OPS or plan.nic is None:
         return None
     rates = [_gbps(nic) for nic in _nics(world, rank)]
     if not rates or None in rates:
         return None
-    both_ways = 2 if plan.op == "gemm_all_reduce" else 1
+    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size, whole_tokens=True)
     rate_gbs = sum(rate for rate in rates if rate is not None) / _GBPS_PER_GBS
-    return both_ways * (plan.nodes - 1) * nbytes / rate_gbs / 1e3
+    return (plan.nodes - 1) * sum(sent) / rate_gbs / 1e3
 
 
 def _nics(world: WorldMap, rank: int) -> list[Nic]:
     seat = world.placement[rank]
     node = world.kinds.prototypes[world.kinds.of[seat.node]]
     return [nic for nic in node.nics if nic.id in seat.nics]
-
-
-def _shard_bytes(plan: LaunchPlan) -> float | None:
-    shape = plan.shape
-    if isinstance(shape, MoeShape) and plan.op == "moe_dispatch_gemm":
-        return shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
-    if isinstance(shape, GemmCombineShape) and plan.op == "moe_gemm_combine":
-        return shape.tokens * shape.hidden * DTYPE_BYTES[shape.partial_dtype]
-    if isinstance(shape, CombineShape) and plan.op == "moe_combine":
-        return shape.tokens * shape.features * DTYPE_BYTES[plan.dtype]
-    if isinstance(shape, AttentionShape) and plan.op == "ring_attention":
-        rows = shape.batch * shape.kv_heads * shape.sequence / plan.world_size
-        return 2 * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
-    if plan.op not in GEMMS:
-        return None
-    width = plan.gemm.k if plan.op == "all_gather_gemm" else plan.gemm.n
-    return plan.gemm.m * width * DTYPE_BYTES[plan.dtype] / plan.world_size
 
 
 def _gbps(nic: Nic) -> float | None:

@@ -16,7 +16,7 @@ from mkernel.plan.model import (
     ScaleMode,
     Scales,
 )
-from mkernel.plan.predict import prediction
+from mkernel.plan.predict import payloads, prediction
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
@@ -70,10 +70,10 @@ def few_scaled_rows(
     return found if takes else None
 
 
-def _few_rows_bytes(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> int:
-    """What one rank sends to another one."""
-    rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
-    return rows * shape.n * DTYPE_BYTES[partial_dtype(shape, dtype)]
+def _few_rows_bytes(op: OpName, shape: GemmShape, dtype: DtypeName, world: int) -> float:
+    """Return the bytes that one rank sends to another one."""
+    partials = partial_dtype(shape, dtype)
+    return payloads(op, shape, dtype, world, partials=partials, one_exchange=True).scatter
 
 
 def fusable(
@@ -193,8 +193,7 @@ def fused(
 ) -> tuple[Times, Product]:
     """One kernel that overlaps, as :func:`predict` says; sums travel as results are. Of the products
     that the path offers the one by which the call is the fastest, and the call's times with it."""
-    sent = DTYPE_BYTES[dtype if op == "all_gather_gemm" else out_dtype]
-    comm = _exchanges_us(op, shape, sent, DTYPE_BYTES[out_dtype], world, path)
+    comm = _exchanges_us(op, shape, dtype, out_dtype, out_dtype, world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
     unhidden = {
@@ -248,8 +247,7 @@ def _library(
     path: PathConstants,
     constants: MachineConstants,
 ) -> Times:
-    sent = dtype if op == "all_gather_gemm" else partial_dtype(shape, dtype)
-    comm = _exchanges_us(op, shape, DTYPE_BYTES[sent], DTYPE_BYTES[dtype], world, path)
+    comm = _exchanges_us(op, shape, dtype, partial_dtype(shape, dtype), dtype, world, path)
     compute = fastest(_products(1, shape, dtype, cores, path, constants)).total_us
     return Times(compute, comm, compute + comm)
 
@@ -275,11 +273,19 @@ def _products(
 
 
 def _exchanges_us(
-    op: OpName, shape: GemmShape, sent: int, result: int, world: int, path: PathConstants
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    partials: DtypeName,
+    results: DtypeName,
+    world: int,
+    path: PathConstants,
 ) -> float:
-    """``sent``, ``result``: bytes an element of what is added up, and of the sums."""
+    """Return the microseconds of an op's exchanges. ``partials``, ``results``: dtypes of what is added
+    up, and of the sums."""
     if world == 1:
         return 0.0
+    sent = payloads(op, shape, dtype, world, partials=partials, results=results)
 
     def once_us(nbytes: float) -> float:
         mail = path.mail
@@ -288,19 +294,17 @@ def _exchanges_us(
         return _by_flags_us((nbytes,), world, path)
 
     if op == "gemm_all_reduce" and path.one_shot is not None:
-        whole = shape.m * shape.n * sent
-        if path.one_shot.takes(whole, world):
+        whole = payloads(op, shape, dtype, world, partials=partials, one_exchange=True).scatter
+        if path.one_shot.takes(round(whole), world):
             return once_us(whole)
     if op == "all_gather_gemm":
-        return once_us(shape.m * shape.k * sent / world)
-    part = shape.m * shape.n * sent / world
+        return once_us(sent.gather)
     if op == "gemm_reduce_scatter":
-        moved = part * (world + result / sent)
+        moved = sent.scatter * (world + DTYPE_BYTES[results] / DTYPE_BYTES[partials])
         added = moved / (path.scattered_sums_gbs * 1e3) if path.scattered_sums_gbs else 0.0
-        return once_us(part) + added
-    sums = shape.m * shape.n * result / world
-    by_flags = _by_flags_us((part, sums), world, path)
-    return min(by_flags, _twice_by_mail_us(part, sums, world, path))
+        return once_us(sent.scatter) + added
+    by_flags = _by_flags_us((sent.scatter, sent.spread), world, path)
+    return min(by_flags, _twice_by_mail_us(sent.scatter, sent.spread, world, path))
 
 
 def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:

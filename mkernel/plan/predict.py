@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mkernel.plan.model import (
     DTYPE_BYTES,
@@ -123,9 +123,18 @@ class Payloads(NamedTuple):
     spread: float = 0.0
 
 
-def wanted(experts: int, top_k: int, world: int) -> float:
-    """Return the share of a rank's tokens that another rank has experts of, where each token has
-    ``top_k`` different ones, all equally likely: 1 - C(E - E/W, k) / C(E, k)."""
+Routing = Literal["uniform", "balanced"]
+"""The routing of tokens that a number of bytes assumes. ``uniform``: each token has different experts,
+all equally likely; predictions, floors and statistics assume it unless they say otherwise.
+``balanced``: a token's experts lie on as many ranks as can be, as in the calls that a simulator records
+without ids."""
+
+
+def wanted(experts: int, top_k: int, world: int, routing: Routing = "uniform") -> float:
+    """Return the share of a rank's tokens that another rank has experts of: 1 - C(E - E/W, k) / C(E, k)
+    where routing is uniform, min(1, k/W) where it is balanced."""
+    if routing == "balanced":
+        return min(1.0, top_k / world)
     chosen, others = min(top_k, experts), experts - experts // world
     return 1 - math.comb(others, chosen) / math.comb(experts, chosen)
 
@@ -149,38 +158,48 @@ def payloads(
     results: DtypeName | None = None,
     whole_tokens: bool = False,
     one_exchange: bool = False,
+    routing: Routing = "uniform",
 ) -> Payloads:
-    """Return what each ordered pair of ranks exchanges, without ids and weights of tokens; MoE with
-    uniform routing.
+    """Return what each ordered pair of ranks exchanges, without ids and weights of tokens.
+
+    This is the one place that counts the bytes of a call: predictions, floors, statistics, the bench
+    and the backends take them from here, and ``tests/multiprocess/test_statistics.py`` holds them
+    against the NIC's counters.
 
     Args:
         partials, results: dtypes in which partial results and their sums travel. None: as ``dtype``.
-        whole_tokens, one_exchange: as of :class:`mkernel.plan.schedule.Schedule`.
+        whole_tokens: one row of each token travels, whatever its routing.
+        one_exchange: as of :class:`mkernel.plan.schedule.Schedule`.
+        routing: of tokens, which decides how many ranks want one.
     """
     size = DTYPE_BYTES[dtype]
     back = DTYPE_BYTES[sums_of(dtype, dtype)] if forward(op) != op else 0  # gradients that go home
     if isinstance(shape, GemmShape | SumShape):
         if isinstance(shape, GemmShape) and op == "all_gather_gemm":
-            return Payloads(gather=shape.m / world * shape.k * size)
-        part = shape.m / world * shape.n
+            return Payloads(gather=shape.m * shape.k / world * size)
+        part = shape.m * shape.n / world
         of_partials = DTYPE_BYTES[partials or dtype]
         if op == "gemm_reduce_scatter":
             return Payloads(scatter=part * of_partials)
         if one_exchange:
-            return Payloads(scatter=world * part * of_partials)
+            return Payloads(scatter=float(shape.m * shape.n * of_partials))
         return Payloads(scatter=part * of_partials, spread=part * DTYPE_BYTES[results or dtype])
     if isinstance(shape, AttentionShape):
         own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
         return Payloads(gather=2.0 * own * (size + back))
-    once = wanted(shape.experts, shape.top_k, world)  # a token to a rank that has experts of it
+    once = wanted(
+        shape.experts, shape.top_k, world, routing
+    )  # a token to a rank with experts of it
     rows, by_slot = once, shape.top_k / world
     if isinstance(shape, MoeShape):
-        width, size, rows = shape.hidden, size + back, 1.0 if whole_tokens else once
+        width, size = shape.hidden, size + back
     elif isinstance(shape, CombineShape):
         width, rows = shape.features, once if back else by_slot
     else:
         width, size = shape.hidden, DTYPE_BYTES[dtype if back else shape.partial_dtype]
         rows = once if back or returns == "ranks" else by_slot
+    if whole_tokens:
+        rows = 1.0
     return Payloads(gather=shape.tokens * rows * width * size)
 
 
@@ -217,7 +236,7 @@ def all_gather_gemm(
     if world == 1:
         return prediction(compute, 0.0, compute, launch, constants)
 
-    shard = shape.m // world * shape.k * DTYPE_BYTES[plan.dtype]
+    shard = sent_by(plan, pipeline).gather
     chunks = cut.chunks_per_rank
     comm = max(_link_times(shard, links, pipeline, chunks, constants))
 

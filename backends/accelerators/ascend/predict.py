@@ -135,9 +135,10 @@ def reduced(
 
     part, result = DTYPE_BYTES[partial_dtype], DTYPE_BYTES[plan.out_dtype]
     elements = shape.m * shape.n
-    scatter = elements / world * part
-    spread = elements / world * result * everywhere
-    sent = messages_us(scatter + spread, links, pipeline, constants)
+    payload = sum(
+        payloads(plan.op, shape, plan.dtype, world, partials=partial_dtype, results=plan.out_dtype)
+    )
+    sent = messages_us(payload, links, pipeline, constants)
 
     others = (world - 1) / world
     moved = elements * (2 * others * part + part)  # read, written by peers, added up
@@ -198,7 +199,7 @@ def gathered(
     compute = product_us(tiles, machine, rate)
     if world == 1:
         return prediction(compute, 0.0, compute, constants.launch_us, constants)
-    shard = rows * shape.k * DTYPE_BYTES[plan.dtype]
+    shard = payloads(plan.op, shape, plan.dtype, world).gather
     sent = messages_us(shard, links, pipeline, constants)
     at_once = min(cut.chunks_per_rank, -(-pipeline.comm_blocks // (world - 1)))
     first = sent * at_once / cut.chunks_per_rank + constants.p2p_latency_us + constants.signal_us

@@ -1,5 +1,6 @@
 """Predicted times of MoE from a machine description: the scalar instructions that make the tables,
-one transfer of a token over each link, and the work after the last chunk. Routing is uniform.
+one transfer of a token over each link, and the work after the last chunk. Routing is balanced
+(:data:`mkernel.plan.predict.Routing`).
 
 These are closed forms of the schedule, and are compared with its replay (``sim/replay.hpp``); they
 need no device and no record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at
@@ -12,7 +13,7 @@ from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.predict import Tiles, tile_us
 from mkernel.plan.model import DTYPE_BYTES, CombineShape, CommonPart, MoeShape, Prediction
 from mkernel.plan.pipeline import Pipeline, Tiling
-from mkernel.plan.predict import messages_us, prediction
+from mkernel.plan.predict import messages_us, payloads, prediction
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.shared_links import SharedLinks
 
@@ -81,7 +82,7 @@ def dispatched(
     )
     if world == 1:
         return prediction(compute, 0.0, compute, constants.launch_us, constants)
-    payload = min(1.0, shape.top_k / world) * shape.tokens * shape.hidden * size
+    payload = payloads(plan.op, shape, plan.dtype, world, routing="balanced").gather
     payload += shape.tokens * shape.top_k * _ID_BYTES
     sent = messages_us(payload, links, pipeline, constants) + word * places
     pipelined = max(compute, sent + constants.p2p_latency_us + constants.signal_us + spread + after)
@@ -127,7 +128,8 @@ def combined(
     width = shape.features * size
     a_put = max(word + issue, width / pipes.mte3_gbs / 1e3)
     put = rows * (world - 1) / world / pipeline.comm_blocks * a_put
-    sent = max(messages_us(rows / world * width, links, pipeline, constants), put)
+    payload = payloads(plan.op, shape, plan.dtype, world).gather
+    sent = max(messages_us(payload, links, pipeline, constants), put)
     arrival = constants.p2p_latency_us + constants.signal_us + latency
     last = band + adding + 3 * latency
     pipelined = max(compute, sent + arrival + last)

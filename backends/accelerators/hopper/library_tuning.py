@@ -17,7 +17,7 @@ from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, L
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
-from mkernel.plan.predict import prediction
+from mkernel.plan.predict import payloads, prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.topology.cost import MachineConstants, fastest, products
 
@@ -96,11 +96,9 @@ def _predicted(
 def library(plan: CommonPart, constants: MachineConstants | None = None) -> LibrarySchedule:
     """Schedule one product and one collective."""
     shape, world, product = plan.gemm, plan.world_size, product_dtype(plan)
-    gathers, summed = plan.op == "all_gather_gemm", plan.op == "gemm_all_reduce" and world > 1
+    summed = plan.op == "gemm_all_reduce" and world > 1
     way = _MACHINE.way(shape, product, world) if summed else None
-    elements = shape.m * (shape.k if gathers else shape.n) // (1 if summed else world)
-    nbytes = elements * DTYPE_BYTES[plan.dtype if gathers else product]
-    mailed = by_mail(plan, product, way, nbytes, constants)
+    mailed = by_mail(plan, product, way, constants)
     normed = plan.norm is not None and plan.bias is None and product == plan.dtype
     return LibrarySchedule(
         product=product,
@@ -114,16 +112,18 @@ def by_mail(
     plan: CommonPart,
     product: DtypeName,
     way: Way | None,
-    nbytes: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Return whether the one collective of a plan is a Lamport exchange. ``nbytes``: bytes that a
-    rank sends to each peer in one exchange; for two exchanges, all its partial results."""
-    if way == "two_shot":
-        results = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
-        faster = _MACHINE.twice_by_mail(nbytes, results, plan.world_size, constants)
+    """Return whether the one collective of a plan is a Lamport exchange."""
+    two_shot = way == "two_shot"
+    sent = payloads(
+        plan.op, plan.gemm, plan.dtype, plan.world_size,
+        partials=product, results=plan.out_dtype, one_exchange=not two_shot,
+    )  # fmt: skip
+    if two_shot:
+        faster = _MACHINE.twice_by_mail(sent.scatter, sent.spread, plan.world_size, constants)
     else:
-        faster = _MACHINE.by_mail(nbytes, plan.world_size, constants)
+        faster = _MACHINE.by_mail(round(sum(sent)), plan.world_size, constants)
     return faster and mail.fits(plan, product, way)
 
 

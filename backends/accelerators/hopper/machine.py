@@ -236,14 +236,12 @@ class HopperMachine(ChipMachine):
         return world > 1 and mail is not None and mail.takes(world * nbytes)
 
     def twice_by_mail(
-        self, nbytes: int, results: int, world: int, constants: MachineConstants | None = None
+        self, part: float, sums: float, world: int, constants: MachineConstants | None = None
     ) -> bool:
-        """Return whether an all-reduce of two exchanges uses Lamport exchanges. ``nbytes``: bytes
-        of a rank's partial results; ``results``: bytes of their sums."""
+        """Return whether an all-reduce of two exchanges uses Lamport exchanges. ``part``, ``sums``:
+        bytes that a rank sends to each peer, to be added up and as sums."""
         library = (constants or self.constants).library
-        return library is not None and paths.twice_by_mail(
-            nbytes / world, results / world, world, library
-        )
+        return library is not None and paths.twice_by_mail(part, sums, world, library)
 
     @property
     def one_shot(self) -> OneShot:

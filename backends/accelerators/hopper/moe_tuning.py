@@ -32,7 +32,7 @@ from mkernel.plan.model import (
     MoeShape,
     Prediction,
 )
-from mkernel.plan.predict import predict, wanted
+from mkernel.plan.predict import payloads, predict
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -191,19 +191,18 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
 
 def travel_us(plan: CommonPart, pushing: int) -> float:
     """Predict the time until a rank's tokens are at all others of its node: by ``pushing`` blocks,
-    each token once to each rank that wants it (:func:`mkernel.plan.predict.wanted` of them), or
+    each token once to each rank that wants it (:func:`mkernel.plan.predict.payloads`), or
     whole by copy engines, to one rank after another."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape)
-    nbytes, copies = (
-        shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype],
-        machine().on_links_of(plan).copies,
-    )
+    copies = machine().on_links_of(plan).copies
+    nbytes = payloads(
+        "moe_dispatch_gemm", shape, plan.dtype, world, whole_tokens=pushing == 0
+    ).gather
     if pushing == 0:
-        return (world - 1) * copies.choose("put", nbytes, 0, flagged=True).microseconds
-    share = wanted(shape.experts, shape.top_k, world)
+        return (world - 1) * copies.choose("put", round(nbytes), 0, flagged=True).microseconds
     usual = machine().experts.push_blocks
-    sent = copies.microseconds("put", "plain", usual, round((world - 1) * share * nbytes))
+    sent = copies.microseconds("put", "plain", usual, round((world - 1) * nbytes))
     return sent * max(1.0, usual / pushing)
 
 

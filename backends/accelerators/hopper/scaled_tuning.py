@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, Scale
 from mkernel.plan import paths
 from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction
-from mkernel.plan.predict import prediction
+from mkernel.plan.predict import payloads, prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -98,7 +98,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
     summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
     way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    mailed = by_mail(plan, product, way, _sent_bytes(plan), _MACHINE.on_links_of(plan).constants)
+    mailed = by_mail(plan, product, way, _MACHINE.on_links_of(plan).constants)
     return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
 
 
@@ -120,15 +120,6 @@ def product_dtype(plan: CommonPart) -> DtypeName:
     return paths.partial_dtype(plan.gemm, plan.out_dtype)
 
 
-def _sent_bytes(plan: CommonPart) -> int:
-    """Return the bytes that one rank's collective sends to a peer in one exchange."""
-    shape, world = plan.gemm, plan.world_size
-    if plan.op == "all_gather_gemm":
-        return shape.m * shape.k // world
-    partials = shape.m * shape.n * DTYPE_BYTES[product_dtype(plan)]
-    return partials if plan.op == "gemm_all_reduce" else partials // world
-
-
 def times(plan: CommonPart, chunks: int, cores: int) -> Times:
     """Predict a call in ``chunks`` parts of each rank; 0: one product, one collective."""
     if plan.world_size == 1 or not chunks:
@@ -144,16 +135,13 @@ def _whole(plan: CommonPart, cores: int) -> Times:
     compute = _product_us(plan, shape.m, cores)
     if world == 1:
         return Times(compute, 0.0, compute)
-    path, share = _MACHINE.on_links_of(plan).scaled.product, (world - 1) / world
-    if plan.op == "all_gather_gemm":
-        sent = share * shape.m * shape.k
-        comm = transfer_us(sent, path.egress_gbs, path.exchange_us)
-        return Times(compute, comm, compute + comm)
-    partials = share * shape.m * shape.n * DTYPE_BYTES[product_dtype(plan)]
-    comm = transfer_us(partials, path.egress_gbs, path.exchange_us)
-    if plan.op == "gemm_all_reduce":
-        results = share * shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
-        comm += transfer_us(results, path.egress_gbs, path.exchange_us)
+    path = _MACHINE.on_links_of(plan).scaled.product
+    sent = payloads(
+        plan.op, shape, plan.dtype, world, partials=product_dtype(plan), results=plan.out_dtype
+    )
+    comm = sum(
+        transfer_us((world - 1) * each, path.egress_gbs, path.exchange_us) for each in sent if each
+    )
     return Times(compute, comm, compute + comm)
 
 

@@ -33,6 +33,7 @@ from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, SumShape
 from mkernel.plan.pipeline import Exchange
+from mkernel.plan.predict import payloads
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -523,13 +524,14 @@ def sums(
     fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
     predicted to be faster and fits."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
+    sent = payloads("all_reduce", shape, "bfloat16", world)
     brief = (
         _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
     )
     way: SumWay = "two_shot"
     if brief and (not normed or shape.n <= MOST_NORMED_COLUMNS):
         way = "mail"
-    elif _MACHINE.twice_by_mail(nbytes, nbytes, world, constants):
+    elif _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
         needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
         way = "mail_twice" if needed <= mail.MAIL_BYTES else "two_shot"
     return SumSchedule(way=way, blocks=processors)

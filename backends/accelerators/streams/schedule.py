@@ -27,7 +27,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.order import Runs
 from mkernel.plan.pipeline import Pipeline, Returns
-from mkernel.plan.predict import messages_us, predict, wanted
+from mkernel.plan.predict import messages_us, payloads, predict
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
@@ -286,12 +286,12 @@ def _gathering(
     assert isinstance(shape, MoeShape)
     if constants is None or world == 1:
         return "wanted", ()
-    every = shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
 
     def travel_us(gathers: Gathers) -> float:
-        share = 1.0 if gathers == "whole" else wanted(shape.experts, shape.top_k, world)
-        first = 0.0 if gathers == "whole" else constants.signal_us
-        return first + messages_us(share * every, request.links, pipeline, constants)
+        whole = gathers == "whole"
+        sent = payloads("moe_dispatch_gemm", shape, plan.dtype, world, whole_tokens=whole).gather
+        first = 0.0 if whole else constants.signal_us
+        return first + messages_us(sent, request.links, pipeline, constants)
 
     return choose("tokens", get_args(Gathers), travel_us, by="without the products")
 

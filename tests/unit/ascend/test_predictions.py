@@ -12,9 +12,8 @@ from mkernel.backends.accelerators.ascend.schedule import ReduceSchedule
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.harness.floors import floor_us, floors
 from mkernel.harness.modelled import rates_of
-from mkernel.plan.model import LaunchPlan, MoeShape, OpName
+from mkernel.plan.model import LaunchPlan, OpName
 from mkernel.plan.planner import explain
-from mkernel.plan.predict import wanted
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.topology.reshape import split_into_nodes
 
@@ -104,15 +103,7 @@ def test_moe_comes_within_a_quarter_of_its_floor(op: OpName) -> None:
     sizes = sizes_or_defaults(op, {"tokens": 8192})
     plan = api.plan(op, ranks_per_node=8, accelerator="ascend", **sizes)
     rates = rates_of(A3, plan.dtype)
-    found = floors(op, plan.shape, plan.dtype, 8, rates)
-    if op == "moe_dispatch_gemm":  # of balanced routing, whose tokens have experts on more ranks
-        assert isinstance(plan.shape, MoeShape)
-        share = min(1.0, plan.shape.top_k / 8) / wanted(plan.shape.experts, plan.shape.top_k, 8)
-        found = tuple(
-            each.model_copy(update={"us": each.us * share}) if each.unit == "B" else each
-            for each in found
-        )
-    least = floor_us(found, rates)
+    least = floor_us(floors(op, plan.shape, plan.dtype, 8, rates, "balanced"), rates)
     assert least < replayed_us(plan) <= 1.25 * least
 
 
