@@ -302,7 +302,7 @@ int main() {
     }
     every_sync_is_needed("one node", kShort, 4, false, DType::float16);
     every_sync_is_needed("two nodes, causal", kShort, 2, true, DType::float32);
-    if (!test::kSanitized) every_sync_is_needed("two blocks", kLong, 4, false, DType::float16);
+    if (!kSanitized) every_sync_is_needed("two blocks", kLong, 4, false, DType::float16);
     sim::Scheduler::shutdown_process();
     return test::finish();
 }

@@ -12,6 +12,7 @@
 #include "backends/accelerators/ascend/host/launch.hpp"
 #include "tests/native/ascend/check.hpp"
 #include "tests/native/ascend/memory.hpp"
+#include "tests/native/sanitized.hpp"
 
 namespace mkernel::ascend::test {
 
@@ -196,11 +197,6 @@ std::vector<std::shared_ptr<host::Launch>> together(World& world, std::uint64_t 
     return launches;
 }
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
 // Mutations are slow, and not what sanitizers look for.
 inline constexpr std::uint32_t kFirstCores = kSanitized ? 1 : 3;
 

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "tests/native/sanitized.hpp"
+
 namespace mkernel::nics::testing {
 
 inline int failures = 0;

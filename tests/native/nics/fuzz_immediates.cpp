@@ -21,7 +21,6 @@
 #include "backends/transport/signal_pad.hpp"
 
 using namespace mkernel::nics::verbs;
-using mkernel::transport::monotonic_ns;
 
 namespace {
 
@@ -158,8 +157,8 @@ std::optional<std::string> play(Damage damage, Random& random) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 2) return std::cerr << "usage: fuzz_immediates CORPUS [seconds [seed]]\n", 2;
-    const double seconds = argc > 2 ? std::strtod(argv[2], nullptr) : 5;
+    if (argc < 2) return std::cerr << "usage: fuzz_immediates CORPUS [streams [seed]]\n", 2;
+    const std::uint64_t others = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 100'000;
     const std::uint64_t seed =
         argc > 3 ? std::strtoull(argv[3], nullptr, 10) : std::random_device{}();
     std::ifstream corpus(argv[1]);
@@ -171,13 +170,11 @@ int main(int argc, char** argv) {
     }
     if (lines == 0) return std::cerr << "no corpus at " << argv[1] << '\n', 2;
     Random random(seed);
-    const std::uint64_t end = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
-    std::uint64_t streams = 0;
-    for (; monotonic_ns() < end; ++streams) {
-        if (const auto wrong = play(static_cast<Damage>(streams % 3), random)) {
+    for (std::uint64_t stream = 0; stream < others; ++stream) {
+        if (const auto wrong = play(static_cast<Damage>(stream % 3), random)) {
             return std::cout << *wrong << "; seed " << seed << '\n', 1;
         }
     }
-    std::cout << lines << " known streams, " << streams << " others; seed " << seed << '\n';
+    std::cout << lines << " known streams, " << others << " others; seed " << seed << '\n';
     return 0;
 }

@@ -310,18 +310,17 @@ std::optional<std::string> fuzz_ring(const std::vector<transport::PutCommand>& c
 
 int main(int argc, char** argv) {
     if (argc < 4)
-        return std::cerr << "usage: fuzz_put LIBRARY CORPUS cx7|efa [seconds [seed]]\n", 2;
+        return std::cerr << "usage: fuzz_put LIBRARY CORPUS cx7|efa [mutations [seed]]\n", 2;
     const auto corpus = read_corpus(argv[2]);
-    const double seconds = argc > 4 ? std::strtod(argv[4], nullptr) : 5;
+    const std::uint64_t mutations = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1000;
     const std::uint64_t seed =
         argc > 5 ? std::strtoull(argv[5], nullptr, 10) : std::random_device{}();
     Random random(seed);
-    const std::uint64_t end = monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9);
     std::uint64_t taken = 0;
     std::uint64_t refused = 0;
     std::optional<World> world;
     // The corpus itself first.
-    for (std::uint64_t n = 0; n < corpus.size() || monotonic_ns() < end; ++n) {
+    for (std::uint64_t n = 0; taken + refused < corpus.size() + mutations; ++n) {
         if (!world) {
             // Some worlds cut puts into many messages.
             static constexpr const char* kMessages[] = {"100", "4096", "1048576"};

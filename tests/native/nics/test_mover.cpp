@@ -223,10 +223,11 @@ TEST(memory_of_peers_is_mapped_before_anything_is_sent) {
 }
 
 TEST(a_large_put_arrives) {
+    constexpr std::size_t kLarge = (kSanitized ? 16 : 256) * kMiB;
     for (const bool srd : {false, true}) {
         fresh();
-        Couple pair(256 * kMiB + 256, setup(srd, srd ? 2 : 1));
-        arrive(pair, {256 * kMiB});
+        Couple pair(kLarge + 256, setup(srd, srd ? 2 : 1));
+        arrive(pair, {kLarge});
     }
 }
 
