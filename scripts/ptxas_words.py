@@ -15,17 +15,22 @@ from pathlib import Path
 
 OF_EVERY_KERNEL = re.compile(r"ptxas info *: (?!\(C).*| *\d+ bytes stack frame, .*|")
 """Lines that ptxas says of every kernel. Any other, as a remark (C7515), is for whoever builds."""
+QUICK = "--Ofast-compile=max"
+"""The option of kernels that are compiled without optimisation (MKERNEL_QUICK_KERNELS)."""
 
 
 def words_of(built: Path, source: Path) -> str | None:
     """What was said when ``source`` became ``built``. None where that is not known, where a file that
-    nvcc read then, ``source`` among them, is another one now, and where it was built with traces."""
+    nvcc read then, ``source`` among them, is another one now, and where it was built with traces or
+    without optimisation."""
     try:
         kept = json.loads(Path(f"{built}.ptxas").read_text())
     except FileNotFoundError:
         return None
     read, command = kept["read"], kept["command"]
-    if str(source) not in read or "-O3" not in command or "-DMKERNEL_TRACE" in command:
+    if str(source) not in read or "-O3" not in command:
+        return None
+    if "-DMKERNEL_TRACE" in command or QUICK in command:
         return None
     try:
         same = all(_digest(Path(file)) == digest for file, digest in read.items())
@@ -67,10 +72,11 @@ def _digest(file: Path) -> str:
 
 
 def main(command: list[str]) -> int:
-    """As a compiler's launcher: the compiler's status, and what is not said of every kernel."""
+    """Launch the compiler, return its status, and show what is not said of every kernel."""
     done = compile_kernels(command)
     for line in done.stdout.splitlines():
-        if done.returncode or not OF_EVERY_KERNEL.fullmatch(line):
+        remark = QUICK not in command and not OF_EVERY_KERNEL.fullmatch(line)
+        if done.returncode or remark:
             print(line, file=sys.stderr)
     return done.returncode
 

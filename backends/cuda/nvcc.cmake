@@ -25,7 +25,13 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake before 3.26 does not know t
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
 endif()
 
+set(MKERNEL_QUICK_KERNEL_OPTIONS "")
+if(MKERNEL_QUICK_KERNELS AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0) # older ones may not have it
+  set(MKERNEL_QUICK_KERNEL_OPTIONS --Ofast-compile=max)
+endif()
+
 function(mkernel_kernels target)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD OFF)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_options(${target} PRIVATE -O3 -lineinfo --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra)
 endfunction()
