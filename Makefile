@@ -15,12 +15,15 @@ PACKAGE_FILES := $(shell find backends tests/native -type f \
 	-o -name '*.cmake' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
 	pyproject.toml CMakeLists.txt
 
-# What only a run needs is compiled faster: nothing for CUDA devices where there is no driver, no native tests. Quick
-# tests add the native ones to that. A tree that was built with more stays so.
+# A run is compiled for faster: without native tests, and without CUDA devices where there is no driver. Quick tests
+# add the native ones. A tree that was built with more stays so.
 DRIVER := $(wildcard /proc/driver/nvidia/version)
+# Kernels that nothing here can run are compiled without optimisation, which finds the same errors in a third of
+# the time; `make kernels` compiles them as users do.
+QUICK_KERNELS := -C cmake.define.MKERNEL_QUICK_KERNELS=$(if $(DRIVER),OFF,ON)
 FOR_A_RUN := -C cmake.define.MKERNEL_CUDA=$(if $(DRIVER),ON,OFF)
 FOR_TESTS := $(FOR_A_RUN) -C cmake.define.MKERNEL_NATIVE_TESTS=ON
-WHOLE := -C cmake.define.MKERNEL_CUDA=ON -C cmake.define.MKERNEL_NATIVE_TESTS=ON -C cmake.define.MKERNEL_WERROR=ON
+WHOLE := $(QUICK_KERNELS) -C cmake.define.MKERNEL_CUDA=ON -C cmake.define.MKERNEL_NATIVE_TESTS=ON -C cmake.define.MKERNEL_WERROR=ON
 TESTABLE := $(or $(wildcard $(VENV)/.installed),$(VENV)/.testable)
 RUNNABLE := $(or $(wildcard $(VENV)/.installed),$(wildcard $(VENV)/.testable),$(VENV)/.runnable)
 # Two at a time: packages are downloaded while native code compiles.
@@ -93,10 +96,9 @@ sanitize: sanitizers
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
 		--no-tests=error --timeout 600
 
-# Builds targets, which follow it, under the sanitizer $$which. Sources of a target are compiled four at a time,
-# which share their headers.
+# Builds targets, which follow it, under the sanitizer $$which.
 SANITIZED_BUILD = cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
-	-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=4 \
+	-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
 	-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 	&& cmake --build build/sanitize-$$which --parallel $(JOBS) --target
 
@@ -115,11 +117,21 @@ sanitize-ranks: $(VENV)/.installed
 		&& python tests/sanitizers/sanitized_ranks.py $$which $(RANKS) || exit 1; \
 	done
 
-# What reads messages and files from outside, for a few seconds each. (Commands and immediates of NICs are
-# fuzzed by native tests.)
-FUZZ_SECONDS ?= 8
+# Fuzzes what reads messages and files from outside: a fixed number of inputs, or from a random seed for
+# FUZZ_SECONDS. (Native tests fuzz commands and immediates of NICs.)
 fuzz: $(VENV)/.installed
-	python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	python tests/fuzz/run.py $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS))
+
+# What `make test-long` has besides its tests: other mutations than `make fuzz`, and all kernels as users compile
+# them.
+.PHONY: fuzz-long kernels
+test-long: fuzz-long kernels
+fuzz-long: $(VENV)/.installed
+	python tests/fuzz/run.py --seconds $(or $(FUZZ_SECONDS),300)
+
+kernels: $(VENV)/.installed
+	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
+	cmake --build build/kernels --parallel $(JOBS) --target mkernel_hopper_kernels
 
 # Whether the tests of a module notice where its code is wrong: mutants of it, drawn by seed. Or of the NICs'
 # native code (MODULE=nics). FROM=100 goes on behind the first hundred.
