@@ -36,9 +36,9 @@ BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
 
-# Whether the installation is right, or a change: native tests, unit tests without those that simulate call
-# upon call, and what the kit says of every accelerator and NIC in short, not of its planted faults. What is
-# marked `slow` takes longer than all that it stands beside.
+# `make test` checks an installation or a change: native tests, unit tests without those that simulate call upon
+# call, and the kit's short checks of every accelerator and NIC without its planted faults. Tests marked `slow` take
+# longer than all others of their file.
 QUICK := -m 'not slow and not long' tests/unit --ignore tests/unit/ascend tests/multiprocess/test_launch.py \
 	tests/conformance/test_accelerators.py tests/conformance/test_nic.py
 PYTEST := pytest --numprocesses $(WORKERS) --dist worksteal
@@ -72,7 +72,7 @@ test-native: $(VENV)/.installed
 test-long: $(VENV)/.installed
 	PYTHONPATH=tests python -m campaigns.long_form
 
-# Random worlds with random faults, for SECONDS, drawn from SEED; `make test-all` plays a few turns.
+# Runs random worlds with random faults, drawn from SEED, for SECONDS; `make test-all` plays a few turns.
 SECONDS ?= 120
 SEED ?= 0
 chaos: $(VENV)/.installed
@@ -84,7 +84,7 @@ ACCELERATOR ?= streams
 soak: $(VENV)/.installed
 	PYTHONPATH=tests python -m campaigns soak --seconds $(SECONDS) --seed $(SEED) --accelerator $(ACCELERATOR)
 
-# RC on the kernel's own software RDMA device, in two virtual machines: needs no RDMA hardware.
+# Tests RC on the kernel's own software RDMA device, in two virtual machines: it needs no RDMA hardware.
 test-rxe: $(VENV)/.installed
 	python scripts/test_rxe.py
 
@@ -96,7 +96,7 @@ sanitize: sanitizers
 	ctest --test-dir build -R '^($(SANITIZED))' --parallel $(WORKERS) --output-on-failure \
 		--no-tests=error --timeout 600
 
-# Builds targets, which follow it, under the sanitizer $$which.
+# Builds the targets that follow it under the sanitizer $$which.
 SANITIZED_BUILD = cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
 	-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
 	-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
@@ -109,8 +109,8 @@ sanitizers: $(VENV)/.installed
 	done
 
 WATCHED := _transport _board _known_calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
-# Tests of ranks, processes with Python and torch, on native code under the same sanitizers; an hour. RANKS: of
-# pytest, instead of its own selection.
+# Runs tests of ranks, which are processes with Python and torch, on native code under the same sanitizers; an hour.
+# RANKS are tests or options for pytest in place of its own selection.
 sanitize-ranks: $(VENV)/.installed
 	@for which in address thread; do \
 		$(SANITIZED_BUILD) $(WATCHED) \
@@ -133,8 +133,8 @@ kernels: $(VENV)/.installed
 	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 	cmake --build build/kernels --parallel $(JOBS) --target mkernel_hopper_kernels
 
-# Whether the tests of a module notice where its code is wrong: mutants of it, drawn by seed. Or of the NICs'
-# native code (MODULE=nics). FROM=100 goes on behind the first hundred.
+# Runs a module's tests on mutants of it, or of the NICs' native code (MODULE=nics), drawn by seed: tests should
+# notice each. FROM=100 goes on after the first hundred.
 MODULE ?= planner
 SAMPLE ?= 100
 FROM ?= 0
