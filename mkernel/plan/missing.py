@@ -1,4 +1,4 @@
-"""What is missing before a call can be launched: a sentence each; empty where nothing is.
+"""Sentences that say what is missing before a call can be launched, and the what-if made of them.
 
 By these functions ``mkernel plan`` tells a what-if from a plan, :class:`mkernel.World` refuses worlds,
 and the ops refuse calls, so that they cannot drift apart.
@@ -8,11 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import Field
+
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.model import CommonPart
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.topology.kinds import NodeKinds
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import RouteClass, RouteTable
+
+
+class WhatIf(CommonPart):
+    """A prediction of a call that cannot be launched on a machine: it has chips that the backend has no
+    kernels for, nodes between which it has no path, an exchange or ways that it does not take.
+
+    The functions that make plans make it too, with the same predictions. It is no plan: it has no
+    schedule and no digest, no launch reads it, and ops refuse it with the sentences of ``missing``.
+    """
+
+    exchange: Exchange = Field("direct", description="between nodes, that the prediction is of")
+    missing: tuple[str, ...] = Field(min_length=1, description="what is missing to launch it")
 
 
 def of_world(

@@ -316,7 +316,7 @@ _OF_A_RANK = {"prediction", "copies"}
 class LaunchPlan(CommonPart):
     """All decisions of a call: what all backends share, and ``schedule``, what the launches of this
     plan's backend do. Nothing in it is executed by nobody: that is a
-    :class:`mkernel.plan.what_if.WhatIf`."""
+    :class:`mkernel.plan.missing.WhatIf`."""
 
     schedule: AnySchedule | None = Field(
         None,

@@ -17,6 +17,7 @@ from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, missing, paths
 from mkernel.plan.around import NOTHING, Around, Norm, check_around
 from mkernel.plan.decide import Alternative
+from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import (
     E4M3,
     BiasStep,
@@ -38,7 +39,6 @@ from mkernel.plan.scales import RESULTS, check_blocks, check_scales
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
 from mkernel.plan.strides import Layout
-from mkernel.plan.what_if import WhatIf
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.shared_links import SharedLinks
 from mkernel.topology.world_map import WorldMap

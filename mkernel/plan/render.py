@@ -13,10 +13,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mkernel.plan.decide import Alternative
+from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction
 from mkernel.plan.schedule import Schedule
 from mkernel.plan.simulate import Simulation
-from mkernel.plan.what_if import WhatIf
 from mkernel.tabular import Column, Sheet, duration
 from mkernel.topology.kinds import spans
 from mkernel.topology.lanes import NicSchedule

@@ -8,13 +8,13 @@ closed forms leave out. The rates are those of the closed forms: where nothing c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import Field
 
 from mkernel.errors import Unsupported
-from mkernel.plan import waves
 from mkernel.plan.chunking import rows_of_a_rank
 from mkernel.plan.messages import (
     MESSAGES,
@@ -214,9 +214,7 @@ class _Device:
     def _ends(self, steps: Sequence[tuple[float, float]], own: int) -> list[float]:
         """``own``: which of the steps is the rank's own rows, never cut."""
         if self._chunks is None:
-            return list(
-                waves.ends_us(steps, tiles=self.tiles, tile_us=self.tile_us, cores=self.cores)
-            )
+            return list(ends_us(steps, tiles=self.tiles, tile_us=self.tile_us, cores=self.cores))
         ends, end_us = [], 0.0
         for number, (share, there_us) in enumerate(steps):
             kernels = 1 if number == own else max(1, round(share * self._world * self._chunks))
@@ -273,3 +271,36 @@ class _Device:
             names.insert(0, "own")
         starts = [0.0, *ends[:-1]]
         return list(zip(names, starts, ends, strict=True))
+
+
+def ends_us(
+    steps: Iterable[tuple[float, float]], *, tiles: int, tile_us: float, cores: int
+) -> Iterator[float]:
+    """Yield when each step's tiles are done. A persistent kernel computes them: tile t runs on core
+    t mod ``cores``, after that core's tile before it.
+
+    Args:
+        steps: (share of all tiles, microsecond from which on its data is there), in order; the shares
+            add up to 1. A tile that two steps share belongs to the later one.
+        tiles, tile_us: of the device in all, and the time of one.
+    """
+    free: deque[tuple[float, int]] = deque([(0.0, cores)])  # cores in turn, and from when on
+    share = ready_us = end_us = 0.0
+    given = 0
+    for part, there_us in steps:
+        share += part
+        ready_us = max(ready_us, there_us)
+        upto = tiles if share > 1 - 1e-9 else int(share * tiles + 1e-9)
+        left, given = upto - given, upto
+        while left:
+            from_us, count = free.popleft()
+            took = min(count, left)
+            left -= took
+            if took < count:
+                free.appendleft((from_us, count - took))
+            done_us = max(from_us, ready_us) + tile_us
+            end_us = max(end_us, done_us)
+            if free and free[-1][0] == done_us:
+                took += free.pop()[1]
+            free.append((done_us, took))
+        yield end_us

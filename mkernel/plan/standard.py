@@ -20,10 +20,12 @@ from mkernel.plan.order import ConsumptionOrder, Runs
 from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Pipeline, Returns
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.schedule import Schedule
-from mkernel.plan.tune import tune
+from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
 
 _ROW_CHUNKS = 4
+_DETAIL = 1000
+"""About how many messages a simulation has: enough to compare, and as long for any world."""
 
 
 class RowSchedule(Schedule):
@@ -181,7 +183,7 @@ def _decided(
     prediction = predict.predict(plan, request.links, found, constants)
     if plan.world_size > 1 and plan.path == "fused":
         timed = plan.model_copy(update={"prediction": prediction})
-        found, considered = tune(timed, found, rows, orders, constants)
+        found, considered = _tuned(timed, found, rows, orders, constants)
         alternatives += considered
     return found, prediction, alternatives
 
@@ -190,3 +192,35 @@ def _more_blocks(found: Pipeline, cores: int) -> list[Pipeline]:
     """The same with twice and four times the blocks for communication, as far as there are cores."""
     more = [factor * found.comm_blocks for factor in (2, 4)]
     return [replace(found, comm_blocks=count) for count in more if count <= cores]
+
+
+def _tuned(
+    timed: CommonPart,
+    usual: Pipeline,
+    rows: Sequence[int],
+    orders: Sequence[Runs],
+    constants: MachineConstants,
+) -> tuple[Pipeline, tuple[Alternative, ...]]:
+    """Return the pipeline with its order and rows a chunk decided, and all options with their simulated
+    times. Closed forms cannot tell these options apart.
+
+    Args:
+        timed: the plan so far, with its predicted times. usual: every other decision of it stands.
+        rows: a chunk may have, the default first, which stands where nothing gains; empty where chunks
+            are not made of rows.
+        orders: of sources, the default first. Where nodes or their ranks are one they are all the same.
+    """
+
+    def time_us(option: Pipeline) -> float:
+        return simulate(timed, option, constants, detail=_DETAIL).time_us
+
+    cuts = [replace(usual, rows_per_chunk=each) for each in rows] or [usual]
+    found, considered = choose(
+        "chunk", cuts, time_us, lambda option: f"{option.rows_per_chunk} rows", "simulated"
+    )
+    options = [
+        replace(found, order=replace(found.order, runs=runs))
+        for runs in (orders if timed.nodes > 1 and timed.ranks_per_node > 1 else orders[:1])
+    ]
+    found, more = choose("order", options, time_us, lambda option: option.order.runs, "simulated")
+    return found, considered + more

@@ -23,8 +23,8 @@ from mkernel.errors import (
     UnknownBackend,
     Unsupported,
 )
+from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.what_if import WhatIf
 from mkernel.topology.model import Topology
 from mkernel.topology.sources.chips import architecture, cores
 from mkernel.topology.world_map import world_map

@@ -12,7 +12,7 @@ from machine_files import ROOT, machine_file
 from shipped import constants_of
 
 from mkernel.cli.plan import PlanReport, command
-from mkernel.plan.what_if import WhatIf
+from mkernel.plan.missing import WhatIf
 
 P5 = pytest.mark.parametrize("name", ["p5.hwloc", "p5.nccl", "hwloc-aws-p5.xml"])
 P4D = pytest.mark.parametrize("name", ["p4d.nccl", "nccl-aws-p4d.xml"])

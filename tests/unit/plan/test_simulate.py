@@ -18,9 +18,8 @@ from mkernel.plan.pipeline import Exchange
 from mkernel.plan.planner import Planned
 from mkernel.plan.predict import payloads
 from mkernel.plan.scaling import points
-from mkernel.plan.simulate import MESSAGES, Simulation, trace
+from mkernel.plan.simulate import MESSAGES, Simulation, ends_us, trace
 from mkernel.plan.simulate import simulate as simulate_pipeline
-from mkernel.plan.waves import ends_us
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import NumaNode, Topology
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from shipped import constants_of
 
 from mkernel.errors import Unsupported
+from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import plan
-from mkernel.plan.what_if import WhatIf
 from mkernel.topology.model import Node, Topology
 
 SIZES = {"m": 2048, "n": 1024, "k": 2048}
