@@ -1,4 +1,4 @@
-"""What one turn of the campaign is, drawn from a seed and the turn's number alone."""
+"""The turns of the campaign, each drawn from a seed and the turn's number alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Turn:
         )
 
     def in_full(self) -> str:
-        """With its calls and settings."""
+        """Describe the turn with its calls and settings."""
         settings = " ".join(f"{name}={value}" for name, value in self.environment.items())
         calls = "; ".join(describe(case) for case in self.cases)
         beside = "".join(f"\n  in the group: {describe(case)}" for case in self.group_cases)
@@ -74,7 +74,7 @@ def _subject(accelerator: str) -> AcceleratorSubject:
 
 
 def draw(seed: int, number: int, kind: str | None = None) -> Turn:
-    """A turn. ``kind``: of its fault; None: that is drawn too."""
+    """Draw a turn. ``kind``: of its fault; None: that is drawn too."""
     chance = random.Random(f"{seed}/{number}")
     names = list(KINDS)
     kind = kind or chance.choices(names, [KINDS[name].weight for name in names])[0]
@@ -126,7 +126,7 @@ def _group(
 
 
 def after(turn: Turn) -> Turn:
-    """The world that the same processes make next, in which nothing happens."""
+    """Return the world that the same processes make next, in which nothing happens."""
     plain = draw(turn.seed, turn.number + 1_000_000, "none")
     world = turn.world
     nic = turn.nic

@@ -1,4 +1,4 @@
-"""What may happen to a world: each kind of fault, to which worlds, and what must come of it."""
+"""The faults of worlds: each kind, the worlds that it may happen to, and the outcome it must have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stage = Literal["join", "calls", "leave"]
 
 
 class WorldKind(NamedTuple):
-    """What a fault may ask of the world that it happens to."""
+    """The properties of a world on which a fault may depend."""
 
     nodes: int
     ranks_per_node: int
@@ -23,7 +23,8 @@ class WorldKind(NamedTuple):
 
     @property
     def through_a_nic(self) -> bool:
-        """Whether puts go through the software device: ``streams`` goes through a process group."""
+        """Return whether puts go through the software device: ``streams`` goes through a process
+        group."""
         return self.nodes > 1 and self.accelerator == "ascend"
 
 
@@ -138,7 +139,7 @@ class Fault:
 
     @property
     def resumes(self) -> bool:
-        """Whether its victims are stopped until the others have made another world."""
+        """Return whether its victims are stopped until the others have made another world."""
         return self.kind in ("stopped-for-long", "stopped-joining", "host-stopped")
 
     def __str__(self) -> str:

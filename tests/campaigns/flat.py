@@ -1,4 +1,4 @@
-"""When what a rank holds is flat: a rule each for what is counted, for memory and for epochs.
+"""Rules for what a rank may hold: one each for what is counted, for memory and for epochs.
 
 *Counted things* (descriptors, threads, shared mappings) are exact. What a life needs is there when it
 is warm, which is when each of its calls was made a few times. From then on nothing of any name may be
@@ -52,14 +52,14 @@ third of a life to the last) while ``heap`` stays what it is."""
 
 
 def growth(values: Sequence[int]) -> int:
-    """The least of the last third less the least of the second."""
+    """Return the least of the last third less the least of the second."""
     third = len(values) // 3
     return min(values[-third:]) - min(values[-2 * third : -third])
 
 
 def grown(samples: Sequence[Sample]) -> dict[str, int]:
-    """Growth by kind of memory, of kinds that are in all samples; empty where there are too few samples
-    to say."""
+    """Return growth by kind of memory, of kinds that are in all samples; empty where there are too few
+    samples to say."""
     if len(samples) < LEAST:
         return {}
     kinds = [
@@ -72,8 +72,8 @@ def grown(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def limits(accelerator: str, beside: int = 0) -> dict[str, int]:
-    """What each kind of memory may grow by. ``beside``: so many other soaks use the same devices, and
-    what is used there in all says nothing of this one."""
+    """Return by how many bytes each kind of memory may grow. ``beside``: so many other soaks use the
+    same devices, and what is used there in all says nothing of this one."""
     found = {**ALLOWED, "own": ALLOWED["own"] + CORES.get(accelerator, 0)}
     if beside:
         del found["device_used"]
@@ -81,8 +81,8 @@ def limits(accelerator: str, beside: int = 0) -> dict[str, int]:
 
 
 def too_much(samples: Sequence[Sample], allowed: Mapping[str, int]) -> list[str]:
-    """What memory of a process grew too much, in sentences. Kinds that are not in ``allowed`` are not
-    judged."""
+    """Report which memory of a process grew too much, in sentences. Kinds that are not in ``allowed``
+    are not judged."""
     return [
         f"{kind} memory grew by {by / _MIB:.1f} MiB over {samples[-1].calls - samples[0].calls} calls "
         f"({allowed[kind] / _MIB:g} MiB may)"
@@ -92,7 +92,7 @@ def too_much(samples: Sequence[Sample], allowed: Mapping[str, int]) -> list[str]
 
 
 def piled_up(samples: Sequence[Sample]) -> list[str]:
-    """What a later sample holds beyond the first one, which was taken when the life was warm."""
+    """Report what a later sample holds beyond the first one, which was taken when the life was warm."""
     for sample in samples[1:]:
         more = sample.held - samples[0].held
         if more:
@@ -104,7 +104,7 @@ def piled_up(samples: Sequence[Sample]) -> list[str]:
 
 
 def apart(by_rank: Mapping[int, Sequence[Sample]]) -> list[str]:
-    """Where the counts of a world's calls differ, in one rank or between ranks."""
+    """Report where the counts of a world's calls differ, in one rank or between ranks."""
     found = []
     for number in range(min(map(len, by_rank.values()), default=0)):
         told = {rank: samples[number].worlds for rank, samples in by_rank.items()}

@@ -47,8 +47,8 @@ class Group:
             self._judges = [Judge(case) for case in turn.group_cases]
 
     def call(self) -> list[str]:
-        """One call of the group; what is wrong with its results. A failure is kept, and ends its calls:
-        the world of all says what came of the turn."""
+        """Call once in the group; return what is wrong with the results. A failure is kept, and ends
+        its calls: the world of all says what came of the turn."""
         if self._world is None or self.error is not None:
             return []
         judge = self._judges[self._calls % len(self._judges)]

@@ -1,4 +1,4 @@
-"""What a process holds that a world must give back: descriptors, threads, shared mappings."""
+"""Counts of what a process holds and a world must give back: descriptors, threads, shared mappings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 def held() -> Counter[str]:
-    """How many of each."""
+    """Count what this process holds, by name."""
     found: Counter[str] = Counter()
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that lists them
@@ -41,7 +41,8 @@ def _thread_names() -> Iterator[str]:
 
 
 def more_than(before: Counter[str], patience_s: float, known: Mapping[str, str]) -> list[str]:
-    """What is held beyond ``before``, once that has had time to go. ``known``: the sockets of then."""
+    """Report what is held beyond ``before``, once that has had time to go. ``known``: the sockets of
+    then."""
     gc.collect()  # an error's traceback may be what still holds a world
     end = time.monotonic() + patience_s
     while (more := held() - before) and time.monotonic() < end:
@@ -53,6 +54,6 @@ def more_than(before: Counter[str], patience_s: float, known: Mapping[str, str])
 
 
 def own_bytes() -> int:
-    """Of this process's own memory: neither files nor shared pages."""
+    """Return the bytes of this process's own memory: neither files nor shared pages."""
     fields = [int(field) for field in Path("/proc/self/statm").read_text().split()]
     return (fields[1] - fields[2]) * resource.getpagesize()

@@ -57,7 +57,7 @@ Say = Callable[[Sample], None]
 
 @dataclass(frozen=True)
 class Life:
-    """What one rank is to do until a rank is killed, or its time is up.
+    """The part of one rank until a rank is killed, or its time is up.
 
     Attributes:
         number: of the life in the soak. size: ranks. port: of the store of its ranks.
@@ -82,7 +82,7 @@ class Life:
 
 @dataclass
 class Lived:
-    """What came of a rank's life.
+    """The outcome of a rank's life.
 
     Attributes:
         calls, collectives: of mkernel and of torch.distributed, all of them judged. wrong: results.
@@ -114,7 +114,7 @@ class Place(NamedTuple):
 
 
 def live(life: Life, say: Say) -> Lived:
-    """One life; what it came to, and what it left behind."""
+    """Live one life; return its outcome, and what it left behind."""
     global _lived  # noqa: PLW0603 - of the process
     lived = Lived(life.rank)
     before, known = held(), sockets()
@@ -203,7 +203,7 @@ class _Living:
         self._streams: list[Any] = []
 
     def until_the_end(self) -> None:
-        """Calls until a rank is gone, or the time is up."""
+        """Call until a rank is gone, or the time is up."""
         life = self._life
         try:
             self._join()
@@ -382,7 +382,7 @@ class _Living:
 
 
 def _told(world: World) -> tuple[str, str]:
-    """What a broken world raises."""
+    """Return what a broken world raises."""
     late = time.monotonic() + NOTICED_S
     while time.monotonic() < late:
         try:

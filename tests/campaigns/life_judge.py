@@ -1,4 +1,4 @@
-"""Whether what came of a life is what must come of it."""
+"""The judge of lives: is the outcome of a life the right one?"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ended:
 
 
 def judge(life: Ended) -> list[str]:
-    """What is wrong, in sentences."""
+    """Return what is wrong, in sentences."""
     found = [f"rank {rank} says nothing: {where}" for rank, where in life.silent.items()]
     found += [f"rank {rank} died: {how}" for rank, how in life.died.items() if rank != life.victim]
     if life.victim is not None and life.victim not in life.died:
@@ -96,7 +96,7 @@ def _disagreed(life: Ended) -> list[str]:
 
 
 def over_lives(processes: Mapping[int, Sequence[Sample]], allowed: Mapping[str, int]) -> list[str]:
-    """What piles up in processes from life to life: samples of each, between two lives."""
+    """Report what piles up in processes from life to life: samples of each, between two lives."""
     return [
         f"process {number}: {each} of {len(samples)} lives"
         for number, samples in processes.items()

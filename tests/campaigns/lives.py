@@ -50,7 +50,7 @@ _OF_OTHERS = {
 
 
 def libraries() -> dict[str, str]:
-    """These settings, as the environment of the soak has them where it has them."""
+    """Return these settings; those of the environment go first."""
     return {name: os.environ.get(name, value) for name, value in _OF_OTHERS.items()}
 
 
@@ -79,20 +79,20 @@ class Plan:
 
     @property
     def allowed(self) -> dict[str, int]:
-        """What each kind of memory may grow by."""
+        """Return by how many bytes each kind of memory may grow."""
         return limits(self.accelerator, self.beside)
 
 
 @dataclass
 class Soaked:
-    """What came of it so far: the samples of each process between its lives, by its number."""
+    """The samples of each process between its lives, by its number."""
 
     processes: dict[int, list[Sample]] = field(default_factory=dict)
     neighbour: list[str] = field(default_factory=list)
 
 
 def soak(plan: Plan, folder: Path, soaked: Soaked) -> Iterator[tuple[Ended, list[str]]]:
-    """Each life, and what was wrong with it. What only the whole tells is in ``soaked`` afterwards."""
+    """Yield each life and what was wrong with it. ``soaked`` gets what only the whole soak shows."""
     fork_server.also_imported[:] = [*_IMPORTED, "campaigns.life"]
     os.environ.update(libraries())  # before the server starts, whose forks ranks are
     members: dict[int, Member] = {}
@@ -127,7 +127,7 @@ def soak(plan: Plan, folder: Path, soaked: Soaked) -> Iterator[tuple[Ended, list
 
 
 def overall(plan: Plan, soaked: Soaked) -> list[str]:
-    """What is wrong with the whole."""
+    """Return what is wrong with the whole soak."""
     return over_lives(soaked.processes, plan.allowed)
 
 
@@ -142,7 +142,7 @@ class _Beside:
         theirs.close()
 
     def problems(self) -> list[str]:
-        """What it found wrong with its own results since it was last asked."""
+        """Return what it found wrong with its own results since the last call."""
         found: list[str] = []
         if not self._process.is_alive():
             return [f"the process beside them ended with {self._process.exitcode}"]
@@ -151,7 +151,7 @@ class _Beside:
         return found
 
     def end(self) -> None:
-        """It is gone when this returns."""
+        """End the process; it is gone when this returns."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -193,7 +193,7 @@ class _Played:
             )
 
     def play(self) -> Ended:
-        """Until all ranks have told what came of it, or are gone."""
+        """Wait until all ranks have reported, or are gone."""
         while waited := self._open():
             now = time.monotonic()
             if now > self._end:

@@ -1,4 +1,4 @@
-"""What takes too long for CI, one after another, in an hour at most: ``make test-long``.
+"""The tests that take too long for CI, one after another, in an hour at most: ``make test-long``.
 
 The summary goes to ``bench/results/test_long.json``: commit, and of each step its command, seconds and
 whether it passed. A step that takes longer than it may is ended and has failed.

@@ -57,19 +57,20 @@ class Many(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Calls of a block."""
+        """Return the number of calls of a block."""
         each = -(-self.calls // BLOCKS)
         return -(-each // _ROUND) * _ROUND if self.graph else each
 
     @property
     def counted(self) -> int:
-        """Calls that the host has started when all are over: a graph's at its capture only."""
+        """Return how many calls the host has started when all are over: a graph's at its capture
+        only."""
         return self.start + WARM_CALLS + (_ROUND if self.graph else self.each * BLOCKS)
 
 
 @dataclass
-class Told:
-    """What one rank found: a sample and the seconds of a call, block after block."""
+class RankOutcome:
+    """The findings of one rank: a sample and the seconds of a call, block after block."""
 
     samples: list[Sample] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -79,20 +80,20 @@ class Told:
 
     @property
     def drift(self) -> float:
-        """How many times as long a call takes at the end."""
+        """Return how many times as long a call takes at the end."""
         return drift(self.wall_s, 10) if self.on_gpu else drift(self.cpu_s, 3)
 
 
 @dataclass
 class Found:
-    """What all ranks found."""
+    """The findings of all ranks."""
 
     what: Many
-    told: Sequence[Told]
+    told: Sequence[RankOutcome]
 
     @property
     def wrong(self) -> list[str]:
-        """In sentences."""
+        """Return what is wrong, in sentences."""
         found = []
         for rank, each in enumerate(self.told):
             found += each.wrong
@@ -107,7 +108,7 @@ class Found:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return a JSON-safe summary."""
         return {
             "accelerator": self.what.accelerator,
             "ranks": self.what.ranks,
@@ -132,17 +133,17 @@ def many(what: Many) -> Found:
 
 
 def drift(seconds: Sequence[float], parts: int) -> float:
-    """The least of the last part as a multiple of the least of the first one."""
+    """Return the least of the last part as a multiple of the least of the first one."""
     part = len(seconds) // parts
     return min(seconds[-part:]) / min(seconds[:part])
 
 
-def _calls(what: Many) -> Told:
+def _calls(what: Many) -> RankOutcome:
     gc.freeze()  # what was imported is none of the calls': each sample would look through it all
     world = mkernel.world()
     if what.start:
         start_at(world, what.start)
-    told = Told(on_gpu=torch.device(world.accelerator.device).type == "cuda")
+    told = RankOutcome(on_gpu=torch.device(world.accelerator.device).type == "cuda")
     rounds = _Rounds(world, told)
     rounds.make(WARM_CALLS)
     if what.graph:
@@ -169,7 +170,7 @@ def _sample(what: Many, world: World, calls: int, first: Sample | None = None) -
 class _Rounds:
     """Calls with fixed inputs in turn, each into an output of its own."""
 
-    def __init__(self, world: World, told: Told) -> None:
+    def __init__(self, world: World, told: RankOutcome) -> None:
         self._world, self._told, self._made = world, told, 0
         device = world.accelerator.device
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -190,7 +191,7 @@ class _Rounds:
         self._each_out = list(self._outs.unbind())
 
     def capture(self) -> None:
-        """Replay whole rounds from now on."""
+        """Capture a round in a graph, which is replayed from now on."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -198,7 +199,8 @@ class _Rounds:
         self._graph = graph
 
     def make(self, calls: int, planted: PlantedDrift | None = None) -> None:
-        """So many, and note which were wrong. ``planted``: a mistake in the first round of them."""
+        """Make so many calls, and note which were wrong. ``planted``: a mistake in the first round of
+        them."""
         for first in range(0, calls, _ROUND):
             these = min(_ROUND, calls - first)
             fill(self._outs)

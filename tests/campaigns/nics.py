@@ -45,7 +45,8 @@ SILENT = ("stall@{puts}",)
 
 
 class Turn(NamedTuple):
-    """What all ranks do next; each draws the same. ``fault``: of the device of rank ``faulty``."""
+    """The next thing that all ranks do; each draws the same. ``fault``: of the device of rank
+    ``faulty``."""
 
     number: int
     fault: str
@@ -57,7 +58,7 @@ class Turn(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Turn:
-        """By seed and number alone."""
+        """Draw a turn from its seed and number alone."""
         chance = random.Random(f"{seed}/{number}")
         breaks = chance.random() < 0.25
         heals = not breaks and chance.random() < 1 / 3
@@ -81,7 +82,7 @@ class Turn(NamedTuple):
 
 
 class Put(NamedTuple):
-    """To ``peer``: the pattern's bytes from ``at`` on, to the same place of the sender's area there."""
+    """A put to ``peer``: the pattern's bytes from ``at`` on, to the same place of the sender's area."""
 
     peer: int
     at: int
@@ -91,7 +92,7 @@ class Put(NamedTuple):
 
 
 def puts_of(seed: int, turn: Turn, source: int) -> list[Put]:
-    """What a rank puts in a turn."""
+    """Draw what a rank puts in a turn."""
     chance = random.Random(f"{seed}/{turn.number}/{source}")
     peers = [rank for rank in range(RANKS) if rank != source]
     drawn = []
@@ -107,13 +108,13 @@ def puts_of(seed: int, turn: Turn, source: int) -> list[Put]:
 
 
 def put(port: Port, each: Put) -> None:
-    """NicError: the session has failed."""
+    """Queue a put. NicError: the session has failed."""
     there = (1 + port.rank) * AREA + each.at
     port.session.put(each.peer, 0, each.at, there, each.nbytes, each.signal, each.value)
 
 
 def whole(me: Rank, port: Port, seed: int, turn: Turn, pattern: Pattern) -> None:
-    """A turn in which nothing may be lost."""
+    """Play a turn in which nothing may be lost."""
     for each in puts_of(seed, turn, me.rank):
         put(port, each)
     expected = np.zeros((1 + RANKS) * AREA, dtype=np.uint8)
@@ -134,7 +135,7 @@ def whole(me: Rank, port: Port, seed: int, turn: Turn, pattern: Pattern) -> None
 
 
 def broken(me: Rank, port: Port, seed: int, turn: Turn) -> None:
-    """A turn whose fault every rank must hear of."""
+    """Play a turn whose fault every rank must hear of."""
     what = f"turn {turn.number} ({turn.fault} at rank {turn.faulty}): rank {me.rank}"
     silent = turn.silent and me.rank == turn.faulty
     queued: Counter[tuple[int, int]] = Counter()

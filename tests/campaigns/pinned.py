@@ -23,7 +23,7 @@ class Pinned(NamedTuple):
     found: str
 
     def turn(self) -> Turn:
-        """The turn. ValueError where the seed draws another one by now: pin one like it."""
+        """Return the turn. ValueError: the seed draws another one by now; pin one like it."""
         turn = draw(self.seed, self.number, self.kind)
         if str(turn) != self.drawn:
             raise ValueError(f"{_FILE.name}: {self.drawn!r} is drawn as {str(turn)!r} now")
@@ -31,6 +31,6 @@ class Pinned(NamedTuple):
 
 
 def pinned() -> Iterator[Pinned]:
-    """All of them, in the file's order."""
+    """Yield all pinned turns, in the file's order."""
     for each in json.loads(_FILE.read_text()):
         yield Pinned(**each)

@@ -25,14 +25,14 @@ _grown: list[bytes] = []
 
 
 def spoil(planted: Planted | None, outcome: Outcome, *, in_group: bool = False) -> None:
-    """Of a call that has ended: one element of its result."""
+    """Spoil one element of the result of a call that has ended."""
     if planted == ("wrong-in-group" if in_group else "wrong-element"):
         result = next(each for each in outcome.outputs.values() if each.is_floating_point())
         result.view(-1)[result.numel() // 2] += 1
 
 
 def write_late(planted: Planted | None) -> None:
-    """Once this rank has been told that its world is broken: into memory of another rank."""
+    """Write into memory of another rank, once this rank knows that its world is broken."""
     if planted != "late-write":
         return
     for number in os.listdir("/proc/self/fd"):
@@ -44,7 +44,7 @@ def write_late(planted: Planted | None) -> None:
 
 
 def keep(planted: Planted | None) -> None:
-    """What a call should have given back: a descriptor, or ``GROWTH_BYTES`` of memory."""
+    """Keep what a call should have given back: a descriptor, or ``GROWTH_BYTES`` of memory."""
     if planted == "leak-a-call":
         _leaked.append(os.memfd_create("mkernel-planted"))
     elif planted == "growth":
@@ -52,13 +52,13 @@ def keep(planted: Planted | None) -> None:
 
 
 def lose_an_epoch(planted: Planted | None, world: World) -> None:
-    """This rank's calls of a world go on with the number of the last one."""
+    """Have this rank's next call of a world take the number of the last one."""
     if planted == "lost-epoch":
         world._calls._launched -= 1
 
 
 def misbehave(planted: Planted | None) -> None:
-    """Before a world is left."""
+    """Leak or hang before a world is left."""
     if planted == "leak":
         _leaked.append(os.memfd_create("mkernel-planted"))
     elif planted == "silence":

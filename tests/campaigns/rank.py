@@ -43,7 +43,7 @@ _familiar: set[str] = set()
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank is to do.
+    """The part of one rank in a turn.
 
     Attributes:
         port: of the store of the world's ranks. planted: a mistake that it is to make.
@@ -56,8 +56,8 @@ class Part:
 
 
 @dataclass
-class Told:
-    """What came of a rank's part.
+class RankOutcome:
+    """The outcome of a rank's part.
 
     Attributes:
         calls: those that ended. wrong: what was wrong with their results.
@@ -107,9 +107,9 @@ def live(
             pipe.send(("told", play(part, lambda stage: pipe.send(("stage", stage)))))
 
 
-def play(part: Part, say: Say) -> Told:
-    """Join, call, leave; and what that left behind."""
-    told = Told(part.rank)
+def play(part: Part, say: Say) -> RankOutcome:
+    """Join, call, leave; return the outcome and what that left behind."""
+    told = RankOutcome(part.rank)
     turn = part.turn
     kind = f"{turn.world.accelerator} {turn.nic} {turn.world.nodes > 1}"
     before, known = held(), sockets()
@@ -128,13 +128,13 @@ def play(part: Part, say: Say) -> Told:
     return told
 
 
-def _note(told: Told, error: BaseException) -> None:
+def _note(told: RankOutcome, error: BaseException) -> None:
     if told.error is None:
         told.at = time.monotonic()
         told.error = (type(error).__name__, str(error))
 
 
-def _world(part: Part, told: Told, say: Say) -> None:
+def _world(part: Part, told: RankOutcome, say: Say) -> None:
     turn, world = part.turn, part.turn.world
     fault = turn.fault if part.rank in turn.fault.victims else Fault("none")
     node = part.rank // world.ranks_per_node
@@ -191,7 +191,9 @@ def _world(part: Part, told: Told, say: Say) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _calls(turn: Turn, fault: Fault, told: Told, planted: Planted | None, group: Group) -> None:
+def _calls(
+    turn: Turn, fault: Fault, told: RankOutcome, planted: Planted | None, group: Group
+) -> None:
     judges = [Judge(case) for case in turn.cases]
     ends = bool(turn.fault.of.raised) and not turn.fault.of.maybe and turn.fault.stage == "calls"
     counts: Counter[int] = Counter()

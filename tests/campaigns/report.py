@@ -1,4 +1,4 @@
-"""What came of a soak, as JSON, and of several as one."""
+"""The result of a soak as JSON, and of several soaks as one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Report:
         self._ended = False
 
     def add(self, ended: Ended, wrong: list[str]) -> None:
-        """A life and what was wrong with it."""
+        """Add a life and what was wrong with it."""
         self._wrong += wrong
         self._counts["lives"] += 1
         self._counts["killed"] += ended.victim is not None
@@ -45,12 +45,12 @@ class Report:
                 self._grown[kind] = max(by, self._grown.get(kind, by))
 
     def end(self, wrong: list[str]) -> None:
-        """All lives are over; what was wrong with the whole."""
+        """Note that all lives are over, and what was wrong with the whole."""
         self._wrong += wrong
         self._ended = True
 
     def line(self, ended: Ended) -> str:
-        """A life in a line."""
+        """Describe a life in a line."""
         calls = sum(lived.calls for lived in ended.lived.values())
         end = "all left" if ended.victim is None else f"rank {ended.victim} was killed"
         samples = min(map(len, ended.samples.values()), default=0)
@@ -59,8 +59,8 @@ class Report:
         )
 
     def summary(self) -> dict[str, Any]:
-        """JSON-safe. Growth is the most of any process in a life, by kind of memory that was judged, in
-        bytes."""
+        """Return a JSON-safe summary. Growth is the most of any process in a life, by kind of memory
+        that was judged, in bytes."""
         wrong = self._wrong if self._ended else [*self._wrong, "it did not come to its end"]
         return {
             "accelerator": self._plan.accelerator,
@@ -84,8 +84,9 @@ _SAME = ("commit", "hardware", "software")
 
 
 def merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several results of one machine, some of them perhaps merged before, as one: the runs without
-    their ops, and their sums. ValueError where they are of different commits, machines or versions."""
+    """Merge several results of one machine, some of them perhaps merged before, as one: the runs
+    without their ops, and their sums. ValueError where they are of different commits, machines or
+    versions."""
     first = results[0]
     for name in _SAME:
         said = [json.dumps(each[name], sort_keys=True) for each in results]

@@ -1,4 +1,4 @@
-"""What each socket of a process is, and who has its other end, from /proc."""
+"""The sockets of a process and who has their other ends, from /proc."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Ends(NamedTuple):
 
 
 def sockets(*, owners: bool = False) -> dict[str, str]:
-    """What each socket of this process is, by its name among descriptors: kind, addresses, state.
+    """Describe each socket of this process, by its name among descriptors: kind, addresses, state.
     ``owners``: also which process of this host has a connection's other end; looks through all."""
     known = _of_host()
     mine = {name for name in _descriptors("self") if name.startswith("socket:")}
@@ -49,7 +49,7 @@ def sockets(*, owners: bool = False) -> dict[str, str]:
 
 
 def new_sockets(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Those that are new, in words."""
+    """Describe the sockets that are new."""
     return "; ".join(sorted(what for name, what in now.items() if name not in before))
 
 
@@ -76,7 +76,7 @@ def _descriptors(process: str) -> set[str]:
 
 
 def _owners() -> dict[str, str]:
-    """Which process has each socket."""
+    """Map each socket to the process that has it."""
     found = {}
     for process in filter(str.isdigit, os.listdir("/proc")):
         held = [name for name in _descriptors(process) if name.startswith("socket:")]

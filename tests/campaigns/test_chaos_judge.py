@@ -11,7 +11,7 @@ import pytest
 from campaigns.draw import SHORT_TIMEOUT_S, TIMEOUT_S, Turn, draw
 from campaigns.faults import Fault, WorldKind
 from campaigns.pool import Pool, Scene
-from campaigns.rank import Told
+from campaigns.rank import RankOutcome
 from campaigns.turn_judge import SLACK_S, Outcome, judge
 from campaigns.turns import play
 
@@ -114,10 +114,12 @@ def test_a_rank_that_goes_on_writing_is_caught(pool: Pool) -> None:
 # ---- of outcomes that are made up ----------------------------------------------------------------
 
 LATE = 101.0 + TIMEOUT_S + SLACK_S
-KILLED = {rank: Told(rank, error=("PeerFailure", "rank 2 died"), at=101.0) for rank in (0, 1)}
+KILLED = {
+    rank: RankOutcome(rank, error=("PeerFailure", "rank 2 died"), at=101.0) for rank in (0, 1)
+}
 
 
-def outcome(**told: Told) -> Outcome:
+def outcome(**told: RankOutcome) -> Outcome:
     """Rank 2 was killed at 100 s; what the others told, where not the right thing."""
     changed = {int(name[1:]): each for name, each in told.items()}
     return Outcome({**KILLED, **changed}, {2: "exit code -9"}, struck_at=100.0)
@@ -130,16 +132,19 @@ def test_what_must_come_of_a_killed_rank_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("told", "found"),
     [
-        (Told(1, error=("Timeout", "rank 2 died"), at=101.0), "raised Timeout instead of"),
-        (Told(1, error=("PeerFailure", "rank 2 left"), at=101.0), "say different things"),
-        (Told(1), "noticed nothing"),
-        (Told(1, error=("PeerFailure", "rank 0 died"), at=101.0), "names none of ranks"),
-        (Told(1, error=KILLED[1].error, at=LATE), "s after it"),
-        (Told(1, error=KILLED[1].error, at=101.0, wrong=["out is stale"]), "out is stale"),
-        (Told(1, error=KILLED[1].error, at=101.0, left=["1 more of threads"]), "holds 1 more"),
+        (RankOutcome(1, error=("Timeout", "rank 2 died"), at=101.0), "raised Timeout instead of"),
+        (RankOutcome(1, error=("PeerFailure", "rank 2 left"), at=101.0), "say different things"),
+        (RankOutcome(1), "noticed nothing"),
+        (RankOutcome(1, error=("PeerFailure", "rank 0 died"), at=101.0), "names none of ranks"),
+        (RankOutcome(1, error=KILLED[1].error, at=LATE), "s after it"),
+        (RankOutcome(1, error=KILLED[1].error, at=101.0, wrong=["out is stale"]), "out is stale"),
+        (
+            RankOutcome(1, error=KILLED[1].error, at=101.0, left=["1 more of threads"]),
+            "holds 1 more",
+        ),
     ],
 )
-def test_anything_else_is_not(told: Told, found: str) -> None:
+def test_anything_else_is_not(told: RankOutcome, found: str) -> None:
     assert any(found in text for text in judge(turn("killed", 2), outcome(_1=told)))
 
 
@@ -148,22 +153,22 @@ def test_a_process_that_dies_of_itself_is_not() -> None:
 
 
 def test_an_error_without_a_fault_is_not() -> None:
-    told = {0: Told(0, error=("Timeout", "it is slow"))}
+    told = {0: RankOutcome(0, error=("Timeout", "it is slow"))}
     assert "raised Timeout instead of nothing" in judge(turn("none"), Outcome(told))[0]
 
 
 def test_a_group_whose_world_ends_without_a_fault_is_not() -> None:
-    told = {0: Told(0), 1: Told(1, group_error=("Timeout", "it is slow"))}
+    told = {0: RankOutcome(0), 1: RankOutcome(1, group_error=("Timeout", "it is slow"))}
     (found,) = judge(turn("none"), Outcome(told))
     assert found == "in the group: rank 1 raised Timeout instead of nothing: it is slow"
 
 
 def test_ranks_need_not_agree_about_one_that_ends_as_the_world_does() -> None:
-    assert judge(turn("killed", 2, stage="leave"), outcome(_1=Told(1))) == []
+    assert judge(turn("killed", 2, stage="leave"), outcome(_1=RankOutcome(1))) == []
 
 
 def test_nor_about_one_that_is_killed_so_late_that_the_world_was_ending() -> None:
-    told = {rank: Told(rank) for rank in (0, 1)}
+    told = {rank: RankOutcome(rank) for rank in (0, 1)}
     joining = turn("killed-joining", 2, stage="join")
     died = {2: "exit code -9"}
     assert judge(joining, Outcome(told, died, leaving={0, 1, 2})) == []
@@ -173,14 +178,17 @@ def test_nor_about_one_that_is_killed_so_late_that_the_world_was_ending() -> Non
 def test_nor_about_one_that_fails_in_a_group_when_all_calls_of_the_world_are_made() -> None:
     limited = turn("files-exhausted", 2)
     for calls, found in ((limited.calls - 1, ["rank 1 noticed nothing"]), (limited.calls, [])):
-        victim = Told(2, calls, error=("OSError", "too many open files"), at=100.0)
-        others = {0: Told(0, error=("PeerFailure", "rank 2 failed"), at=101.0), 1: Told(1)}
+        victim = RankOutcome(2, calls, error=("OSError", "too many open files"), at=100.0)
+        others = {
+            0: RankOutcome(0, error=("PeerFailure", "rank 2 failed"), at=101.0),
+            1: RankOutcome(1),
+        }
         assert judge(limited, Outcome({**others, 2: victim})) == found
 
 
 def test_a_limit_that_is_not_hit_is_no_fault() -> None:
     limited = turn("files-exhausted", 0)
-    assert judge(limited, Outcome({rank: Told(rank) for rank in range(3)})) == []
-    victim = Told(0, error=("OSError", "too many open files"))
-    told = {0: victim, 1: Told(1), 2: Told(2)}
+    assert judge(limited, Outcome({rank: RankOutcome(rank) for rank in range(3)})) == []
+    victim = RankOutcome(0, error=("OSError", "too many open files"))
+    told = {0: victim, 1: RankOutcome(1), 2: RankOutcome(2)}
     assert "noticed nothing" in judge(limited, Outcome(told))[0]

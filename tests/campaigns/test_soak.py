@@ -12,7 +12,7 @@ from campaigns.flat import ALLOWED, LEAST, apart, growth, limits, piled_up, too_
 from campaigns.life import WARM, Lived
 from campaigns.life_judge import Ended, judge
 from campaigns.lives import Plan, Soaked, soak
-from campaigns.many import BLOCKS, SLOWER, WARM_CALLS, Many, Told, drift, many
+from campaigns.many import BLOCKS, SLOWER, WARM_CALLS, Many, RankOutcome, drift, many
 from campaigns.planted import GROWTH_BYTES, Planted
 from campaigns.report import Report, merge
 from campaigns.sample import Progress, Sample
@@ -249,7 +249,7 @@ def test_calls_that_take_longer_with_time_are_found() -> None:
     assert drift([1.0, 1.0, 2.0] * 3, 3) == 1.0
     slower = [1.0 + turn / 30 for turn in range(BLOCKS)]  # twice as long at the end
     for on_gpu in (False, True):
-        told = Told(cpu_s=[1.0] * BLOCKS, wall_s=[1.0] * BLOCKS, on_gpu=on_gpu)
+        told = RankOutcome(cpu_s=[1.0] * BLOCKS, wall_s=[1.0] * BLOCKS, on_gpu=on_gpu)
         assert told.drift == 1.0
         (told.wall_s if on_gpu else told.cpu_s)[:] = slower
         assert told.drift > SLOWER

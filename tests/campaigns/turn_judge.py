@@ -1,4 +1,4 @@
-"""Whether what came of a turn is what must come of it."""
+"""The judge of turns: is the outcome of a turn the one that its fault must have?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from campaigns.draw import Turn
-from campaigns.rank import Told
+from campaigns.rank import RankOutcome
 
 SLACK_S = 10.0
 """What a busy machine may add to a deadline."""
@@ -16,7 +16,7 @@ _RECORD = re.compile(r" \((?:kept for|no record of it)[^()]*\)$")
 
 @dataclass
 class Outcome:
-    """What came of a turn.
+    """The outcome of a turn.
 
     Attributes:
         told: by rank. died: ranks whose processes ended, each with how.
@@ -25,20 +25,20 @@ class Outcome:
         struck_at: when the fault struck, by CLOCK_MONOTONIC; 0: it did not, or is not known.
     """
 
-    told: dict[int, Told] = field(default_factory=dict)
+    told: dict[int, RankOutcome] = field(default_factory=dict)
     died: dict[int, str] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
     leaving: set[int] = field(default_factory=set)
     struck_at: float = 0.0
 
     def summary(self) -> str:
-        """The errors of the ranks, in a word."""
+        """Name the errors of the ranks."""
         kinds = sorted({told.error[0] if told.error else "right" for told in self.told.values()})
         return ", ".join(kinds) or "nobody is left"
 
 
 def judge(turn: Turn, outcome: Outcome) -> list[str]:
-    """What is wrong, in sentences; nothing where all is as it must be."""
+    """Return what is wrong, in sentences; nothing if all is as it must be."""
     found = [f"rank {rank} says nothing: {where}" for rank, where in outcome.silent.items()]
     victims = turn.fault.victims if turn.fault.of.dies or turn.fault.of.own else ()
     for rank, how in outcome.died.items():
@@ -60,7 +60,10 @@ def judge(turn: Turn, outcome: Outcome) -> list[str]:
 
 
 def _errors(
-    turn: Turn, outcome: Outcome, others: Mapping[int, Told], victims: Collection[Told | None]
+    turn: Turn,
+    outcome: Outcome,
+    others: Mapping[int, RankOutcome],
+    victims: Collection[RankOutcome | None],
 ) -> list[str]:
     fault = turn.fault
     legal = set(fault.of.raised)
@@ -93,7 +96,7 @@ def _errors(
     return found + _late(turn, outcome, others)
 
 
-def _late(turn: Turn, outcome: Outcome, others: Mapping[int, Told]) -> list[str]:
+def _late(turn: Turn, outcome: Outcome, others: Mapping[int, RankOutcome]) -> list[str]:
     struck = outcome.struck_at or max((told.struck_at for told in outcome.told.values()), default=0)
     if not struck:
         return []

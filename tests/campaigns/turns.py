@@ -59,7 +59,7 @@ def campaign(
     kind: str | None = None,
     before: Iterable[Turn] = (),
 ) -> Iterator[Result]:
-    """Turns ``before``, then those of the seed without end, in processes of one pool."""
+    """Play turns ``before``, then those of the seed without end, in processes of one pool."""
     pool = Pool(folder)
     try:
         for turn in before:
