@@ -31,7 +31,7 @@ BOTH := +@$(MAKE) --no-print-directory --jobs=2
 BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-.PHONY: run shell test test-all test-native test-gpu test-python test-long chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz mutate numbers site soak clean
+.PHONY: run shell test test-all test-native test-gpu test-python test-long chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz kernels mutate numbers site soak clean
 
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -61,14 +61,10 @@ test-gpu: $(VENV)/.installed
 test-python: $(VENV)/.installed $(VENV)/.example
 	$(PYTEST) --ignore tests/gpu --durations 30
 
-# Campaigns that `make test-all` leaves out, each of which has a short form there.
-test-long: $(VENV)/.installed
-	$(PYTEST) --ignore tests/gpu -m long --durations 30
-
 test-native: $(VENV)/.installed
 	$(CTEST)
 
-# What takes too long for CI, in an hour at most; the summary goes to bench/results/test_long.json.
+# Runs what takes too long for CI, in an hour at most; the summary goes to bench/results/test_long.json.
 test-long: $(VENV)/.installed
 	PYTHONPATH=tests python -m campaigns.long_form
 
@@ -122,13 +118,7 @@ sanitize-ranks: $(VENV)/.installed
 fuzz: $(VENV)/.installed
 	python tests/fuzz/run.py $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS))
 
-# What `make test-long` has besides its tests: other mutations than `make fuzz`, and all kernels as users compile
-# them.
-.PHONY: fuzz-long kernels
-test-long: fuzz-long kernels
-fuzz-long: $(VENV)/.installed
-	python tests/fuzz/run.py --seconds $(or $(FUZZ_SECONDS),300)
-
+# Compiles all kernels as users do.
 kernels: $(VENV)/.installed
 	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 	cmake --build build/kernels --parallel $(JOBS) --target mkernel_hopper_kernels
