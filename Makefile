@@ -149,8 +149,7 @@ bench: $(VENV)/.installed
 	python bench/ascend_speed.py
 
 numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, figures of other pages, the chart
-	mkernel bench --render bench/results > docs/numbers.md.new
-	mv docs/numbers.md.new docs/numbers.md
+	python bench/numbers_page.py --write
 	python bench/figures_in_prose.py --write
 	python bench/results_chart.py --write
 

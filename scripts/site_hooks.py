@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from mkernel.harness import numbers
 from mkernel.settings import NicSettings, Settings
 
+RESULTS = Path("bench/results")
+EVERY_RESULT = "<!-- every result -->"
 TABLES: dict[str, tuple[type[BaseModel], str]] = {
     "settings": (Settings, "MKERNEL_"),
     "nic settings": (NicSettings, "MKERNEL_NIC_SETTINGS__"),
@@ -17,9 +21,11 @@ TABLES: dict[str, tuple[type[BaseModel], str]] = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """``<!-- table: settings -->`` becomes that table."""
+    """Put tables of settings and of results where a page asks for them by a comment."""
     for name, (model, prefix) in TABLES.items():
         markdown = markdown.replace(f"<!-- table: {name} -->", "\n".join(table(model, prefix)))
+    if EVERY_RESULT in markdown:
+        markdown = markdown.replace(EVERY_RESULT, numbers.page(RESULTS).partition("\n")[2])
     return markdown
 
 

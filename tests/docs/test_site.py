@@ -52,6 +52,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     settings = (tmp_path / "reference" / "settings.html").read_text()
     for field in (*Settings.model_fields, *NicSettings.model_fields):
         assert f"{field.upper()}</code>" in settings or field == "nic_settings", field
+    assert 'id="hopper_targets_h100_2"' in (tmp_path / "numbers.html").read_text()
     assert ":func:" not in reference
     for function in ("all_gather_gemm", "ring_attention", "init"):
         assert f'id="mkernel.{function}"' in reference
