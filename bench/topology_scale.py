@@ -5,8 +5,7 @@
 AllGather+GEMM of 131072 x 28672 x 8192 with 8 ranks a node, each size in a process of its own: the plan
 alone, a plan where one node in a hundred has lost a NIC, a simulation, and the whole command
 `mkernel plan --json` with its start. The machine: 8 GPUs, 4 NICs next to
-each, or the one in FILE. Also draws predicted time over ranks, with N = 1024:
-`bench/results/topology_scale.svg`.
+each, or the one in FILE. Beside it the predicted time over ranks, with N = 1024.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import results_file
 from mkernel.backends import registry
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.plan.planner import Planned, explain
-from mkernel.plan.scaling import points, write
+from mkernel.plan.scaling import points
 from mkernel.plan.simulate import simulate
 from mkernel.plan.standard import by_rows
 from mkernel.topology.discover import load
@@ -188,8 +187,6 @@ def main() -> None:
                 options.nodes,
             )
         )
-        picture = results_file.ROOT / "bench" / "results" / "topology_scale.svg"
-        write(growth, "AllGather+GEMM, 8 ranks a node, predicted", picture)
         results_file.write(
             "topology_scale",
             {
