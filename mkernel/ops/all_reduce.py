@@ -195,7 +195,7 @@ def all_reduce(
     chunk: int | None = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The sum over ranks of x, on every rank, the same bits everywhere.
+    """Return the sum over ranks of x, on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. What ranks
     have is added in float32 (of float64, float64), in rank order (on `hopper` in a fixed order that
@@ -250,7 +250,7 @@ def _summed(
     chunk: int | None,
     group: Group,
 ) -> Tensor:
-    """The sum, through torch's dispatcher where torch has to see the call."""
+    """Return the sum, through torch's dispatcher where torch has to see the call."""
     traced = traced_outputs(out, x)
     if not traced and (out is not None or not seen_by_torch(x)):
         found: Tensor = _called(x, None, out, out_dtype, chunk, group)["out"]
@@ -270,7 +270,7 @@ def _normed(
     chunk: int | None,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """Both results, likewise."""
+    """Return both results, likewise."""
     given = (x, weight, residual)
     traced = traced_outputs(out, *given)
     if not traced and (out is not None or not seen_by_torch(*given)):

@@ -40,7 +40,7 @@ class Normed(NamedTuple):
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """By the names of a launch's tensors."""
+        """Return the tensors by their names in a launch."""
         there = {} if self.residual is None else {"residual": self.residual}
         return there | {"norm_weight": self.weight}
 
@@ -55,8 +55,8 @@ def check_norm(
     matrix: str = "b",
     like: str = "a",
 ) -> None:
-    """Of a result of that shape and dtype ``out``, with the columns of ``matrix``, where ``like`` has
-    ``dtype``. ShapeError, DtypeError, LayoutError, ArgumentError."""
+    """Check the norm of a result of that shape and dtype ``out``, with the columns of ``matrix``, where
+    ``like`` has ``dtype``. ShapeError, DtypeError, LayoutError, ArgumentError."""
     validate.vector("norm_weight", norm.weight, shape[-1], dtype, matrix=matrix, like=like)
     validate.on_device("norm_weight", norm.weight, device)
     validate.contiguous("norm_weight", norm.weight)
@@ -66,7 +66,7 @@ def check_norm(
 
 
 def norm_signatures(norm: Normed) -> tuple[object, ...]:
-    """All that the checks of a call see of it."""
+    """Return all that the checks of a call see of it."""
     return (tensor_signature(norm.residual), tensor_signature(norm.weight), norm.eps)
 
 
@@ -76,7 +76,7 @@ def as_rows(x: Tensor, dim: int) -> Tensor:
 
 
 def from_rows(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
-    """A packed matrix [rows, N] as the view [.., N] whose rows it holds.
+    """Return a packed matrix [rows, N] as the view [.., N] whose rows it holds.
 
     Args:
         lead: the sizes of the other dimensions, ``dim`` first.
@@ -87,7 +87,8 @@ def from_rows(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
 
 
 def before(plan: LaunchPlan, given: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """The tensors of the launch: ``given`` as matrices; copied, or new ones, where the plan says so."""
+    """Return the tensors of the launch: ``given`` as matrices; copied, or new ones, where the plan
+    says so."""
     launched = {}
     for name, tensor in given.items():
         if name == "b":

@@ -12,7 +12,7 @@ from mkernel.plan.model import AttentionLayout
 
 
 def common_layout(given: Mapping[str, Tensor]) -> AttentionLayout:
-    """How all of them lie. LayoutError: they are neither packed, nor packed with the positions
+    """Return how all of them lie. LayoutError: they are neither packed, nor packed with the positions
     outside of the heads; or not alike."""
     for layout in ("heads", "positions"):
         if all(_lies(each, layout) for each in given.values()):
@@ -27,7 +27,7 @@ def common_layout(given: Mapping[str, Tensor]) -> AttentionLayout:
 
 
 def lying(tensor: Tensor, layout: AttentionLayout) -> Tensor:
-    """The tensor; a copy that lies so where it does not."""
+    """Return the tensor; a copy that lies so where it does not."""
     if _lies(tensor, layout):
         return tensor
     if layout == "heads":

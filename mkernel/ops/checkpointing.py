@@ -26,7 +26,7 @@ _Mode: Any = getattr(checkpoint, "_CachingTorchDispatchMode", None)
 
 
 def save_outputs(op: OpOverload, library: torch.library.Library) -> None:
-    """From now on of this op."""
+    """Save the outputs of this op from now on."""
     if _Mode is not None:
         torch.library.register_torch_dispatch(op._name, _Mode, _traced, lib=library)
 

@@ -41,8 +41,8 @@ class Done(NamedTuple):
 
 
 def tensor_signature(argument: object) -> object:
-    """All that an op's checks see of an argument that should be a tensor: equal signatures pass or
-    fail them alike. Hashable."""
+    """Return all that an op's checks see of an argument that should be a tensor: equal signatures
+    pass or fail them alike. Hashable."""
     if not isinstance(argument, torch.Tensor):
         return type(argument)
     strides = argument.stride() if argument.layout is torch.strided else argument.layout
@@ -50,7 +50,7 @@ def tensor_signature(argument: object) -> object:
 
 
 def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
-    """What ``check`` found of a call with this signature and options, in this world.
+    """Return what ``check`` found of a call with this signature and options, in this world.
 
     Only what passed is remembered: a wrong call is checked, and refused in the same words, each time.
     """
@@ -67,7 +67,7 @@ def engine_for(
     dtype: str | None,
     scales: Scales | None = None,
 ) -> Engine:
-    """What runs a call of these sizes. Unsupported."""
+    """Return what runs a call of these sizes. Unsupported."""
     if not world.backends.companions:
         return world.engine(op)
     return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype, scales))
@@ -85,7 +85,7 @@ def plan_for(
     chunk: int | None = None,
     path: PathChoice | None = None,
 ) -> LaunchPlan:
-    """The plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
+    """Return the plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
 
     ``path``: instead of the setting's. Remembered by the world: checking a call's sizes again would
     cost more than a small message.

@@ -43,13 +43,13 @@ def _keep(ctx: Any, keywords: Any, dim: str) -> None:
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether a, b, bias need gradients. Of a bias that was left out torch says nothing."""
+    """Return whether a, b, bias need gradients. Of a bias that was left out torch says nothing."""
     a, b, *bias = ctx.needs_input_grad
     return a, b, any(bias)
 
 
 def _given(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Those of the arguments that torch was given."""
+    """Return those of the arguments that torch was given."""
     return gradients[: len(ctx.needs_input_grad)]
 
 
@@ -72,7 +72,7 @@ def save_gather(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, out
 
 
 def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = None) -> Any:
-    """Of AllGather+GEMM with one B."""
+    """Compute the gradients of AllGather+GEMM with one B."""
     a, b, *kept = ctx.saved_tensors
     of_a, (of_b,), (of_bias,) = _of_gather(ctx, a, [b], kept, [of_c], of_gathered, *_needs(ctx))
     return _given(ctx, of_a, of_b, of_bias)
@@ -104,7 +104,7 @@ def save_gather_many(
 
 
 def gather_many_backward(ctx: Any, of_c: Sequence[Tensor | None], of_gathered: Any) -> Any:
-    """Of AllGather+GEMM with several B."""
+    """Compute the gradients of AllGather+GEMM with several B."""
     a, *rest = ctx.saved_tensors
     b, kept = rest[: ctx.count], rest[ctx.count :]
     needs_a, needs_b, needs_bias = ctx.needs_input_grad
@@ -165,7 +165,7 @@ def save_scatter(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, ou
 
 
 def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
-    """Of GEMM+ReduceScatter: dC is gathered once for all gradients."""
+    """Compute the gradients of GEMM+ReduceScatter: dC is gathered once for all gradients."""
     a, b = ctx.saved_tensors
     dim, options = ctx.dim, ctx.options
     needs_a, needs_b, needs_bias = _needs(ctx)
@@ -188,7 +188,7 @@ def save_reduce(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, out
 
 
 def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
-    """Of GEMM+AllReduce: nothing travels."""
+    """Compute the gradients of GEMM+AllReduce: nothing travels."""
     a, b = ctx.saved_tensors
     needs_a, needs_b, needs_bias = _needs(ctx)
     of_c = of_c.to(a.dtype)
@@ -210,7 +210,7 @@ def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, outpu
 
 
 def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
-    """Of GEMM+AllReduce with a norm: nothing travels."""
+    """Compute the gradients of GEMM+AllReduce with a norm: nothing travels."""
     a, b, weight, new = ctx.saved_tensors
     of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new)
     of_c = of_row.to(a.dtype)
@@ -253,7 +253,8 @@ def save_sum(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output
 
 
 def sum_backward(ctx: Any, of_sum: Tensor) -> Any:
-    """Of AllReduce: nothing travels, since each rank's terms count in the sum that all ranks have."""
+    """Compute the gradients of AllReduce: nothing travels, since each rank's terms count in the sum
+    that all ranks have."""
     return of_sum.to(ctx.dtype)
 
 
@@ -269,7 +270,7 @@ def save_normed_sum(
 
 
 def normed_sum_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
-    """Of AllReduce with a norm: nothing travels."""
+    """Compute the gradients of AllReduce with a norm: nothing travels."""
     weight, new = ctx.saved_tensors
     of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new)
     needs_x, needs_weight, needs_residual = (*ctx.needs_input_grad, False)[:3]

@@ -12,8 +12,8 @@ from mkernel.world.engine import Engine
 
 
 def checked(cu_seqlens: object, sequence: int, device: str) -> Tensor:
-    """The boundaries of a call's documents, contiguous. Values that lie on a device are not looked at,
-    since the host would have to wait for it.
+    """Return the boundaries of a call's documents, contiguous. Values that lie on a device are not
+    looked at, since the host would have to wait for it.
 
     Raises:
         ShapeError, DtypeError, ArgumentError: what is wrong with ``cu_seqlens``.

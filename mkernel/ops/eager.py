@@ -42,7 +42,7 @@ class EagerOp:
             self._function = _function(name, registered.default._schema, kernel, save, backward)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """What ``torch.ops.mkernel.NAME`` gives."""
+        """Return what ``torch.ops.mkernel.NAME`` gives."""
         if torch.compiler.is_compiling() or not just_computing():
             return self._registered(*inputs, **keywords)
         records = False
@@ -65,8 +65,8 @@ def _function(
     save: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> type[Function]:
-    """What records a call. ``save`` and ``backward`` find what :func:`torch.library.register_autograd`
-    would show them."""
+    """Return what records a call. ``save`` and ``backward`` find what
+    :func:`torch.library.register_autograd` would show them."""
     by_position = [each for each in schema.arguments if not each.kwarg_only]
     rest = [each.default_value for each in by_position]
     defaults = {each.name: each.default_value for each in schema.arguments if each.kwarg_only}

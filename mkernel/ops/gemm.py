@@ -79,12 +79,12 @@ class GemmOp:
 
     @property
     def dim(self) -> str | None:
-        """The argument that names the dimension of activations along which ranks share rows."""
+        """Return the argument that names the dimension of activations along which ranks share rows."""
         return "gather_dim" if self.gathers else "scatter_dim" if self.scatters else None
 
     @property
     def arguments(self) -> str:
-        """What the schema of the registered op begins with."""
+        """Return what the schema of the registered op begins with."""
         dim = "" if self.dim is None else f"int {self.dim}=0, "
         options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, str group"
         return f"Tensor a, Tensor b, Tensor? bias=None, *, {options}"
@@ -206,7 +206,7 @@ class GemmOp:
         signature: bytes | None = None,
         **execution: Unpack[Execution],
     ) -> Done:
-        """One call in a group's world. Outputs: ``out``, and ``gathered`` if asked; with a norm
+        """Run one call in a group's world. Outputs: ``out``, and ``gathered`` if asked; with a norm
         ``residual_out``; with scales ``gathered_scale`` beside ``gathered``, as a launch has it.
 
         Args:
@@ -304,7 +304,7 @@ class GemmOp:
         chunk: int | None,
         group: Group,
     ) -> Tensor:
-        """The output of one call, through torch's dispatcher where torch has to see it."""
+        """Return the output of one call, through torch's dispatcher where torch has to see it."""
         found: Any = None
         if not torch.compiler.is_compiling():
             if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
@@ -339,8 +339,8 @@ class GemmOp:
         group: Group,
         scaled: Scaled | None = None,
     ) -> Any:
-        """The output of a call like one before, started without Python. Else the signature under which
-        such calls may be known from the next on; or None."""
+        """Return the output of a call like one before, started without Python. Else the signature
+        under which such calls may be known from the next on; or None."""
         known = current(group).known
         if known is None or dim:
             return None
@@ -374,7 +374,7 @@ class GemmOp:
         return result
 
     def local(self, a: Any, b: Any, bias: Any, dim: int, group: Group) -> tuple[Any, Any, Any]:
-        """The arguments on this rank; a DTensor's part where it is sharded as the op takes it.
+        """Return the arguments on this rank; a DTensor's part where it is sharded as the op takes it.
         ArgumentError."""
         return (
             local("a", a, dim if self.gathers else -1, group),
@@ -432,13 +432,13 @@ class GemmOp:
         return flops.gather if self.gathers else flops.own_rows
 
     def dim_of(self, options: dict[str, int]) -> int:
-        """What a registered op was told; torch leaves out what is the default."""
+        """Return what a registered op was told; torch leaves out what is the default."""
         return options.get(self.dim or "", 0)
 
     def fake(
         self, a: Tensor, b: Tensor, dim: int, out_dtype: torch.dtype | None, ranks: int
     ) -> Tensor:
-        """An output without data, of a call on tensors that may be without."""
+        """Return an output without data, of a call on tensors that may be without."""
         validate.activation("a", a)
         validate.matrix("b", b)
         if a.shape[-1] != b.shape[0]:
@@ -449,7 +449,7 @@ class GemmOp:
         return made.movedim(0, dim) if dim else made
 
     def fake_gathered(self, a: Tensor, dim: int, ranks: int) -> Tensor:
-        """The gathered A, likewise."""
+        """Return the gathered A, likewise."""
         dim = validate.dimension(self.dim or "dim", dim, a)
         made = a.new_empty((*_whole(a, dim, ranks), a.shape[-1]))
         return made.movedim(0, dim) if dim else made
@@ -468,7 +468,7 @@ def traced_outputs(out: Tensor | None, *inputs: Tensor | None) -> bool:
 
 
 def copied_to(name: str, out: Tensor, result: Tensor, dim: int) -> Tensor:
-    """A caller's output with a result in it. ShapeError, DtypeError, LayoutError."""
+    """Return a caller's output with a result in it. ShapeError, DtypeError, LayoutError."""
     validate.output(name, out, tuple(result.shape), result.dtype, dim)
     return out.copy_(result)
 
@@ -481,7 +481,8 @@ def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
 def _outputs(
     world: World, known: Checked, a: Tensor, out: Tensor | None, gathered: bool | Tensor
 ) -> dict[str, Tensor]:
-    """What a call writes to: the caller's, or new ones. ``gathered``: False where it is not wanted."""
+    """Return what a call writes to: the caller's, or new ones. ``gathered``: False where it is not
+    wanted."""
     plan = known.plan
     if out is None:
         rows = world.output(plan, (prod(known.lead), plan.gemm.n), a, known.dtype)
@@ -527,7 +528,7 @@ def _check_apart(
 
 
 def _dtype_of(a: Tensor, b: Tensor, capabilities: AcceleratorCapabilities) -> DtypeName:
-    """Of operands without scales. DtypeError."""
+    """Return the dtype of operands without scales. DtypeError."""
     if a.dtype == torch.float8_e4m3fn:
         legal = "one of " + ", ".join(capabilities.dtypes)
         raise DtypeError("a.dtype", a.dtype, legal, why="e4m3 operands need a_scale and b_scale")
@@ -537,7 +538,7 @@ def _dtype_of(a: Tensor, b: Tensor, capabilities: AcceleratorCapabilities) -> Dt
 
 
 def result_dtype(a: Tensor) -> torch.dtype:
-    """Of a result whose dtype the caller leaves open."""
+    """Return the dtype of a result whose dtype the caller leaves open."""
     return validate.DTYPES[RESULTS[0]] if a.dtype == torch.float8_e4m3fn else a.dtype
 
 
@@ -551,8 +552,8 @@ def _gathered_scale(plan: LaunchPlan, device: torch.device) -> Tensor:
 
 
 def _readable(b: Tensor, step: int, capabilities: AcceleratorCapabilities) -> Stored:
-    """How b lies, or will lie when it has been copied into a layout that the backend reads. What is
-    e4m3 and not column-major stays as it is, to be refused."""
+    """Return how b lies, or will lie when it has been copied into a layout that the backend reads.
+    What is e4m3 and not column-major stays as it is, to be refused."""
     found = stored(b.shape, b.stride(), step)
     if b.dtype == torch.float8_e4m3fn:
         by_columns = rows_of(b.shape[::-1], b.stride()[::-1], step)

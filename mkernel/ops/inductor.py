@@ -24,8 +24,8 @@ _waiting: list[tuple[OpOverload, Any]] = []
 
 
 def keeps_order() -> bool:
-    """Whether Inductor has something to note an order in. That of torch 2.6 has not: ranks would call
-    ops in different ones."""
+    """Return whether Inductor has something to note an order in. That of torch 2.6 has not: ranks
+    would call ops in different ones."""
     from torch._inductor.graph import GraphLowering
 
     return "additional_star_deps" in GraphLowering.__init__.__code__.co_names
@@ -41,7 +41,7 @@ def require_order() -> None:
 
 
 def keep_order(op: OpOverload, effect: Any) -> None:
-    """From now on of this op too, among those of the same effect."""
+    """Keep the order of this op's calls too from now on, among those of the same effect."""
     _waiting.append((op, effect))
 
 

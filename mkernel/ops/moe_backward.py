@@ -150,7 +150,8 @@ def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
 
 
 def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:
-    """Of [gate, up], with s = sigmoid(gate): dout up s (1 + gate (1 - s)), and dout gate s."""
+    """Return the gradients of [gate, up], with s = sigmoid(gate): dout up s (1 + gate (1 - s)), and
+    dout gate s."""
     sums = torch.promote_types(product.dtype, torch.float32)
     of_outputs = of_outputs.to(sums)
     # Torch 2.6, tracing, cannot tell whether the second of two chunks has columns.

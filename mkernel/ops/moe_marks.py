@@ -18,17 +18,17 @@ _marked: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDicti
 
 
 def mark(world: World) -> int:
-    """The world's."""
+    """Return the world's mark."""
     return zlib.crc32(world.name.encode()) & 0x7FFFFFFF
 
 
 def remember(routing: Tensor, world: World) -> None:
-    """What a dispatch of that world has just made."""
+    """Return what a dispatch of that world has just made."""
     _marked[routing.untyped_storage()] = _version(routing), mark(world)
 
 
 def is_foreign(routing: Tensor, world: World) -> bool:
-    """Whether another world made these words; False also where only the device knows."""
+    """Return whether another world made these words; False also where only the device knows."""
     if routing.device.type == "cpu":
         return int(routing[-1]) != mark(world)
     version, made_by = _marked.get(routing.untyped_storage(), (-1, 0))

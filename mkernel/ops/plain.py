@@ -26,7 +26,7 @@ _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 
 def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call, each as a plain tensor. What is no tensor passes as it is.
+    """Return the arguments of a call, each as a plain tensor. What is no tensor passes as it is.
 
     A result of a functional collective that is still under way (``AsyncCollectiveTensor``) is awaited.
 
@@ -52,8 +52,8 @@ _TRANSFORM = "a transform of torch.func (grad, vmap, jvp, functionalize, ...)"
 
 
 def seen_by_torch(*values: Any) -> bool:
-    """Whether torch has to see the call of a registered op: it records a graph for gradients, or it
-    traces, or a mode of it stands in for the data.
+    """Return whether torch has to see the call of a registered op: it records a graph for gradients, or
+    it traces, or a mode of it stands in for the data.
 
     Raises:
         Unsupported: a transform of torch.func differentiates, for which no op is registered.
@@ -76,7 +76,7 @@ def refuse_transform(op: str) -> NoReturn:
 
 
 def just_computing() -> bool:
-    """Whether no mode, trace, transform or forward-mode derivative of torch is active."""
+    """Return whether no mode, trace, transform or forward-mode derivative of torch is active."""
     return (
         not (dispatch_modes() or function_modes() or tracing())
         and transforms() is None
@@ -85,7 +85,7 @@ def just_computing() -> bool:
 
 
 def _usual(values: tuple[Any, ...]) -> bool:
-    """Whether none of the arguments needs a closer look."""
+    """Return whether none of the arguments needs a closer look."""
     try:
         for value in values:
             if value is None or value is False or value is True:
@@ -185,7 +185,7 @@ _is_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda value
 
 
 def _has_own_behaviour(kind: type[Tensor]) -> bool:
-    """Whether a subclass changes what torch does with its tensors. ``nn.Parameter`` does not."""
+    """Return whether a subclass changes what torch does with its tensors. ``nn.Parameter`` does not."""
     return (
         getattr_static(kind, "__torch_function__") not in _USUAL_FUNCTIONS
         or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__

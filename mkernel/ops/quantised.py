@@ -55,8 +55,8 @@ def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **give
 def results_of(
     normed: Tensor, new: Tensor, residual: Tensor | None, quantise: str | None
 ) -> Tensor | tuple[Tensor, ...]:
-    """What an op returns of normalised rows: in e4m3 with their scales where it quantises, and beside
-    a residual the new one."""
+    """Return what an op returns of normalised rows: in e4m3 with their scales where it quantises,
+    and beside a residual the new one."""
     rows = (normed,) if quantise is None else quantised_rows(normed)
     found = rows if residual is None else (*rows, new)
     return found if len(found) > 1 else normed

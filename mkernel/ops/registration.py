@@ -89,7 +89,7 @@ def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def group_name(group: Group) -> str:
-    """The name by which registered ops know the world of a group. NotInitialized."""
+    """Return the name by which registered ops know the world of a group. NotInitialized."""
     if torch.compiler.is_compiling():
         inductor.teach(load=True)
     return current(group).name

@@ -44,8 +44,8 @@ def call(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """The gradients of :func:`mkernel.ring_attention` with their plan and record. Outputs: ``grad_q``,
-    ``grad_k``, ``grad_v``.
+    """Return the gradients of :func:`mkernel.ring_attention` with their plan and record. Outputs:
+    ``grad_q``, ``grad_k``, ``grad_v``.
 
     Args:
         grad_out: of ``out``. grad_lse: of ``lse``; None: it has none. out, lse: as the call returned

@@ -36,8 +36,8 @@ def scaled_result(
     chunk: int | None,
     group: Group,
 ) -> Tensor:
-    """The output of one call, through torch's dispatcher where torch has to see it. ArgumentError: a
-    tensor that requires grad; and what :meth:`GemmOp.call` raises."""
+    """Return the output of one call, through torch's dispatcher where torch has to see it.
+    ArgumentError: a tensor that requires grad; and what :meth:`GemmOp.call` raises."""
     found: Any = None
     if not torch.compiler.is_compiling():
         if profiling.wanted():

@@ -24,7 +24,7 @@ class Scaled(NamedTuple):
 
 
 def scaled(a_scale: Tensor | None, b_scale: Tensor | None, use_fast_accum: bool) -> Scaled | None:
-    """Both scales of a call, or none. ArgumentError: one without the other."""
+    """Return both scales of a call, or none. ArgumentError: one without the other."""
     if a_scale is None and b_scale is None:
         if use_fast_accum:
             raise ArgumentError("use_fast_accum", True, "False, without a_scale and b_scale")
@@ -36,8 +36,8 @@ def scaled(a_scale: Tensor | None, b_scale: Tensor | None, use_fast_accum: bool)
 
 
 def check_scaled(a: Tensor, b: Tensor, given: Scaled, device: str) -> Scales:
-    """How a call is scaled: by the shapes of its scales, each [.., its columns] beside a [.., K].
-    DtypeError, ShapeError, ArgumentError."""
+    """Return how a call is scaled: by the shapes of its scales, each [.., its columns] beside a [..,
+    K]. DtypeError, ShapeError, ArgumentError."""
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype != torch.float8_e4m3fn:
             raise DtypeError(f"{name}.dtype", operand.dtype, "torch.float8_e4m3fn, beside scales")
@@ -75,7 +75,8 @@ def _mode(a: Tensor, b: Tensor, given: Scaled) -> ScaleMode:
 
 
 def scale_strides(given: Scaled, dim: int) -> dict[str, Strides]:
-    """How scales lie in memory: those of A by rows, ``dim`` outermost, those of B by columns, as B."""
+    """Return how scales lie in memory: those of A by rows, ``dim`` outermost, those of B by columns,
+    as B."""
     of_a = given.a.numel() == 1 or given.a.movedim(dim, 0).is_contiguous()
     of_b = given.b.numel() == 1 or given.b.t().is_contiguous()
     return {
@@ -113,10 +114,10 @@ def check_alike(a: Tensor, b: Sequence[Tensor], given: Sequence[Scaled], device:
 
 
 def as_matrix(scale: Tensor) -> Tensor:
-    """One of two dimensions, whatever the shape of a single one is."""
+    """Return the scale in two dimensions, whatever the shape of a single one is."""
     return scale.view(1, 1) if scale.dim() != 2 and scale.numel() == 1 else scale
 
 
 def scale_of_rows(gathered: Tensor, rows: int) -> Tensor:
-    """Those of gathered rows, where each rank's may be one for all of its own."""
+    """Return the scales of gathered rows, where each rank's may be one for all of its own."""
     return gathered.repeat_interleave(rows // len(gathered), 0)

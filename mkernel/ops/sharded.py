@@ -66,7 +66,7 @@ def local(name: str, value: Any, dim: int | None, group: Group) -> Any:
 
 
 def _is_of_group(mesh: DeviceMesh, group: Group) -> bool:
-    """Whether a mesh of one dimension has the ranks of a group's world."""
+    """Return whether a mesh of one dimension has the ranks of a group's world."""
     world = current(group)
     if mesh.size() != world.size or mesh.get_local_rank() != world.rank:
         return False

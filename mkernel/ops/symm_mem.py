@@ -281,7 +281,7 @@ def _no_result_scale(name: str, *given: Tensor | None) -> None:
 
 
 def _result_dtype(name: str, *given: torch.dtype | None) -> torch.dtype:
-    """That of all results. ArgumentError."""
+    """Return the dtype of all results. ArgumentError."""
     first = given[0]
     if first is None or any(each != first for each in given):
         found = ", ".join(map(str, given))
@@ -290,8 +290,8 @@ def _result_dtype(name: str, *given: torch.dtype | None) -> torch.dtype:
 
 
 def dtype_of_sum(world: World, dtype: torch.dtype) -> torch.dtype | None:
-    """In which dtype a world should give a sum for a mean: float32 holds sums that ``dtype`` cannot,
-    and the mean is rounded once. None: in ``dtype`` itself, where the world gives no other."""
+    """Return in which dtype a world should give a sum for a mean: float32 holds sums that ``dtype``
+    cannot, and the mean is rounded once. None: in ``dtype`` itself, where the world gives no other."""
     pairs = world.accelerator.capabilities().dtype_pairs()
     given = {validate.DTYPES[out] for name, out in pairs if validate.DTYPES[name] == dtype}
     return torch.float32 if dtype.itemsize < 4 and torch.float32 in given else None

@@ -22,14 +22,14 @@ DTYPES: dict[DtypeName, torch.dtype] = {name: dtype for dtype, name in _NAMES.it
 
 
 def describe(tensor: object) -> str:
-    """What should be a tensor in an error message."""
+    """Describe what should be a tensor in an error message."""
     if not isinstance(tensor, torch.Tensor):
         return type(tensor).__name__
     return f"Tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, strides={tensor.stride()})"
 
 
 def matrix(name: str, value: object) -> torch.Tensor:
-    """A 2-D tensor without empty dimensions. TypeError-like DtypeError, ShapeError."""
+    """Require a 2-D tensor without empty dimensions. TypeError-like DtypeError, ShapeError."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(name, describe(value), "a torch.Tensor")
     if value.dim() != 2:
@@ -40,7 +40,8 @@ def matrix(name: str, value: object) -> torch.Tensor:
 
 
 def activation(name: str, value: object) -> torch.Tensor:
-    """A tensor [.., K] of at least two dimensions, none of them empty. DtypeError, ShapeError."""
+    """Require a tensor [.., K] of at least two dimensions, none of them empty. DtypeError,
+    ShapeError."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(name, describe(value), "a torch.Tensor")
     if value.dim() < 2:
@@ -51,7 +52,8 @@ def activation(name: str, value: object) -> torch.Tensor:
 
 
 def dimension(name: str, value: object, tensor: torch.Tensor) -> int:
-    """A dimension of an activation [.., K] but its last, counted from the first. ArgumentError."""
+    """Return a dimension of an activation [.., K] but its last, counted from the first.
+    ArgumentError."""
     most = tensor.dim() - 2
     if isinstance(value, int) and not isinstance(value, bool):
         found = value + tensor.dim() if value < 0 else value
@@ -71,7 +73,8 @@ def vector(
     matrix: str = "b",
     like: str = "a",
 ) -> torch.Tensor:
-    """One element for each column of ``matrix``, in the dtype of ``like``. DtypeError, ShapeError."""
+    """Require one element for each column of ``matrix``, in the dtype of ``like``. DtypeError,
+    ShapeError."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(name, describe(value), "a torch.Tensor")
     if tuple(value.shape) != (size,):
@@ -82,7 +85,7 @@ def vector(
 
 
 def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> DtypeName:
-    """The plan's name of a dtype that the backend takes. DtypeError."""
+    """Return the plan's name of a dtype that the backend takes. DtypeError."""
     found = _NAMES.get(dtype)
     if found is None or found not in legal:
         raise DtypeError(name, dtype, "one of " + ", ".join(legal))
@@ -119,7 +122,7 @@ def contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def row_major(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix whose rows are contiguous and packed. LayoutError."""
+    """Require a matrix whose rows are contiguous and packed. LayoutError."""
     if not tensor.is_contiguous():
         raise LayoutError(
             name, describe(tensor), "a contiguous row-major matrix", why="call .contiguous()"
@@ -143,7 +146,7 @@ def expert_layout(
 def output(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0
 ) -> torch.Tensor:
-    """A caller's output tensor: contiguous, or with ``dim`` outermost in memory. ShapeError,
+    """Require a caller's output tensor: contiguous, or with ``dim`` outermost in memory. ShapeError,
     DtypeError, LayoutError."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(name, describe(tensor), f"shape {shape}")
@@ -172,7 +175,7 @@ def apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first element to behind its last."""
+    """Return the addresses from a tensor's first element to behind its last."""
     begin, last = tensor.data_ptr(), 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride

@@ -31,7 +31,7 @@ def zigzag_positions(sequence: int, world_size: int, rank: int) -> Tensor:
 
 
 def zigzag_split(x: Tensor, world_size: int, rank: int, *, dim: int = 1) -> Tensor:
-    """The part of x that ``rank`` holds of a causally split sequence: x with S / W instead of S
+    """Return the part of x that ``rank`` holds of a causally split sequence: x with S / W instead of S
     positions in ``dim``, a copy; :func:`zigzag_positions` says which.
 
     Gradients flow to the rank's positions of x. ``dim``: of the positions, default that of [B, S, ...].
@@ -43,7 +43,7 @@ def zigzag_split(x: Tensor, world_size: int, rank: int, *, dim: int = 1) -> Tens
 
 
 def zigzag_merge(parts: Sequence[Tensor], *, dim: int = 1) -> Tensor:
-    """The whole sequence, a copy, of the ``parts`` of all ranks, in their order: what
+    """Return the whole sequence, a copy, of the ``parts`` of all ranks, in their order: what
     :func:`zigzag_split` has split. It does not communicate; gather the parts first.
 
     Raises:

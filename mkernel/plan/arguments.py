@@ -46,8 +46,8 @@ def check_world(
 
 
 def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple[Exchange, ...]:
-    """Those to choose from; the default first. Where nodes or their ranks are one all are the same, and
-    it is direct. ArgumentError."""
+    """Return those to choose from; the default first. Where nodes or their ranks are one all are the
+    same, and it is direct. ArgumentError."""
     if wanted not in ("auto", *_EXCHANGES):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(_EXCHANGES)}")
     if 1 in (nodes, ranks_per_node):
@@ -62,7 +62,7 @@ def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple
 
 
 def way_home(op: str, sizes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Returns | None]:
-    """The sizes and options of an op's shape, and the wish ``returns`` that came with those of
+    """Return the sizes and options of an op's shape, and the wish ``returns`` that came with those of
     GEMM+combine: how results come home. ArgumentError."""
     if canonical(op) != "moe_gemm_combine" or "returns" not in sizes:
         return sizes, None
@@ -73,15 +73,16 @@ def way_home(op: str, sizes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Retu
 
 
 def path_of(op: str, setting: PathChoice) -> PathChoice:
-    """The path that calls of an op are asked to take where a setting names one: it is of GEMM ops,
-    since others have one path."""
+    """Return the path that calls of an op are asked to take where a setting names one: it is of GEMM
+    ops, since others have one path."""
     return setting if forward(op) in _GEMMS else "auto"
 
 
 def has_library_path(
     path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> bool:
-    """Whether the op has one in that world. ArgumentError; Unsupported: it is asked for in vain."""
+    """Return whether the op has one in that world. ArgumentError; Unsupported: it is asked for in
+    vain."""
     if path not in _PATHS:
         raise ArgumentError("path", repr(path), f"one of: {', '.join(_PATHS)}")
     found = op in capabilities.library_ops and nodes == 1
@@ -97,7 +98,8 @@ def has_library_path(
 def check_dtype(
     argument: str, value: str, claimed: tuple[DtypeName, ...], accelerator: str
 ) -> DtypeName:
-    """The value, or a dtype of torch, as a dtype of those that the backend claims. DtypeError."""
+    """Return the value, or a dtype of torch, as a dtype of those that the backend claims.
+    DtypeError."""
     value = str(value).removeprefix("torch.")
     value = E4M3 if value == "float8_e4m3" else value
     if value not in _DTYPES:
@@ -115,7 +117,7 @@ def check_dtype(
 def check_layout(
     value: str, op: OpName, capabilities: AcceleratorCapabilities, accelerator: str
 ) -> Layout:
-    """The value as a layout of B that the backend claims. LayoutError, ArgumentError."""
+    """Return the value as a layout of B that the backend claims. LayoutError, ArgumentError."""
     if value not in _LAYOUTS:
         raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(_LAYOUTS)}")
     if value != "row" and forward(op) in _WITHOUT_B:

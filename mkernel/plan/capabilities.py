@@ -116,8 +116,8 @@ class AcceleratorCapabilities(Model):
         return hash((self.ops, self.compute_cores, self.comm_cores))
 
     def misfit(self, device: Accelerator) -> str | None:
-        """Why calls cannot run on a device, as what the backend "is" or "has"; None: they can, as far
-        as one can tell. An emulated device is the backend's own."""
+        """Return why calls cannot run on a device, as what the backend "is" or "has"; None: they
+        can, as far as one can tell. An emulated device is the backend's own."""
         if device.emulated:
             return None
         if self.simulated:
@@ -130,12 +130,12 @@ class AcceleratorCapabilities(Model):
         return None
 
     def takes_pitched(self, op: str) -> tuple[Literal["a", "b"], ...]:
-        """The ``pitched`` operands of a GEMM op."""
+        """Return the ``pitched`` operands of a GEMM op."""
         shards = self.packed_shards and op == "all_gather_gemm"
         return tuple(name for name in self.pitched if not (shards and name == "a"))
 
     def with_cores(self, cores: int | None) -> Self:
-        """The same on chips of so many cores. None: they are not known."""
+        """Return the same on chips of so many cores. None: they are not known."""
         if cores is None or self.compute_cores == cores >= self.comm_cores:
             return self
         cores = min(cores, self.most_cores or cores)
@@ -143,30 +143,31 @@ class AcceleratorCapabilities(Model):
         return self.model_copy(update=fewer)
 
     def group_carries(self, op: str, nodes: int) -> bool:
-        """Whether the process group carries the bytes of an op's calls in such a world, as far as this
-        does not depend on the machine."""
+        """Return whether the process group carries the bytes of an op's calls in such a world, as
+        far as this does not depend on the machine."""
         return self.process_group and (nodes > 1 or op not in self.put_ops)
 
     @property
     def between_nodes(self) -> bool:
-        """Whether calls have a way to ranks of other nodes: puts of a NIC, or a process group."""
+        """Return whether calls have a way to ranks of other nodes: puts of a NIC, or a process
+        group."""
         return self.process_group or "nic" in self.transfer_paths
 
     @property
     def stages(self) -> bool:
-        """Whether what kernels send to other nodes may rest in host memory."""
+        """Return whether what kernels send to other nodes may rest in host memory."""
         return "staged" in self.transfer_paths
 
     def provides(self, op: str, nodes: int) -> bool:
-        """Whether it has the op in a world of so many nodes."""
+        """Return whether it has the op in a world of so many nodes."""
         return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
 
     def ways_home(self, nodes: int) -> tuple[Returns, ...]:
-        """How results of MoE GEMM+combine may come home in a world of so many nodes."""
+        """Return how results of MoE GEMM+combine may come home in a world of so many nodes."""
         return self.far_returns if nodes > 1 else get_args(Returns)
 
     def takes_attention(self, op: str, shape: AttentionShape, world: int) -> bool:
-        """Whether it takes such sizes, where these are legal at all."""
+        """Return whether it takes such sizes, where these are legal at all."""
         return (
             (not self.head_dims or shape.head_dim in self.head_dims)
             and shape.sequence % self.sequence_step(shape, world) == 0
@@ -179,13 +180,13 @@ class AcceleratorCapabilities(Model):
         return world * (2 if shape.causal else 1) * self.positions
 
     def too_many(self, ranks: int) -> str | None:
-        """Why a world cannot have so many ranks, as what the backend "runs"; None: it can."""
+        """Return why a world cannot have so many ranks, as what the backend "runs"; None: it can."""
         if self.most_ranks is None or ranks <= self.most_ranks:
             return None
         return f"runs worlds of at most {self.most_ranks} ranks, not of {ranks}"
 
     def dtype_pairs(self) -> tuple[tuple[DtypeName, DtypeName], ...]:
-        """Every claimed (dtype of the inputs, dtype of the output)."""
+        """Return every claimed (dtype of the inputs, dtype of the output)."""
         return tuple(
             (dtype, out)
             for dtype in self.dtypes

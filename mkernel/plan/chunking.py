@@ -54,7 +54,7 @@ def cut(
 
 
 def tiling(dtype: DtypeName, tile: GemmTile = USUAL_TILE) -> Tiling:
-    """A backend's output tile in elements of ``dtype``."""
+    """Return a backend's output tile in elements of ``dtype``."""
     return Tiling(
         tile_m=tile.rows,
         tile_n=tile.columns,

@@ -34,8 +34,8 @@ def choose(
     name: Callable[[_Option], str] = str,
     by: str = "",
 ) -> tuple[_Option, tuple[Alternative, ...]]:
-    """The first option, the default, or the fastest one where that gains enough; and all of them.
-    ``by``: how the costs were found, where not by the closed forms."""
+    """Return the first option, the default, or the fastest one where that gains enough; and all of
+    them. ``by``: how the costs were found, where not by the closed forms."""
     if len(options) == 1:
         return options[0], ()
     times = [cost(option) for option in options]

@@ -9,7 +9,7 @@ from mkernel.errors import ArgumentError
 
 
 def checked_boundaries(values: Sequence[int], sequence: int) -> Sequence[int]:
-    """The boundaries [N + 1] of N documents in a sequence: document i is positions values[i] to
+    """Return the boundaries [N + 1] of N documents in a sequence: document i is positions values[i] to
     values[i + 1] - 1; it may be empty.
 
     ArgumentError: they do not begin with 0, or end with the sequence's length, or one is smaller than

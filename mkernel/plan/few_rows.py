@@ -38,9 +38,9 @@ class Cut(NamedTuple):
 
 
 def cut(n: int, k: int, itemsize: int, cores: int, few: FewRowsConstants) -> Cut:
-    """The fastest for weights [k, n] of ``itemsize`` bytes an element on ``cores`` cores; the fewest
-    parts of several as fast. Weights come no faster than memory gives them, and than the block with
-    most steps draws its own."""
+    """Return the fastest for weights [k, n] of ``itemsize`` bytes an element on ``cores`` cores; the
+    fewest parts of several as fast. Weights come no faster than memory gives them, and than the
+    block with most steps draws its own."""
     tiles, steps = _up(n, COLUMNS), _up(k * itemsize, DEPTH_BYTES)
 
     def cut_into(splits: int) -> Cut:

@@ -63,7 +63,7 @@ class CallMessages:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The own node, then others: single ones first, then runs that grow up to a limit."""
+        """Return the own node, then others: single ones first, then runs that grow up to a limit."""
         nodes, sites = self.plan.nodes, len(self.plan.placement.sites)
         pairs = (sites * self.plan.ranks_per_node) ** 2
         most = max(4, self.detail // pairs)  # steps that the detail allows
@@ -107,7 +107,7 @@ class CallMessages:
         return {one.ends: subflows(one, table, placement) for one in table.classes}
 
     def _blocks(self, at: SimulatedRank, turn: int | None) -> Link:
-        """The blocks that send to the local rank ``turn`` before; None: to other nodes."""
+        """Return the blocks that send to the local rank ``turn`` before; None: to other nodes."""
         seat = self.plan.placement.sites[at.site].seats[at.local]
         if self.pipeline.blocks_in_turn:
             return Link(at.site, f"{seat.accelerator} blocks")
@@ -115,13 +115,13 @@ class CallMessages:
         return Link(at.site, f"{seat.accelerator} blocks to {where}")
 
     def ranks(self) -> Iterator[SimulatedRank]:
-        """The simulated ranks."""
+        """Yield the simulated ranks."""
         for site in range(len(self.plan.placement.sites)):
             for local in range(self.plan.ranks_per_node):
                 yield SimulatedRank(site, local)
 
     def name(self, place: OrderPlace) -> str:
-        """What timelines call the message."""
+        """Return what timelines call the message."""
         step = self.steps[place.step]
         last = f" to +{step.first + step.size - 1}" if step.size > 1 else ""
         return f"node +{step.first}{last}, local rank +{place.turn}, part {place.piece}"
@@ -132,7 +132,7 @@ class CallMessages:
         return max(1, min(-(-self.chunks // step.size), self.detail // (4 * pairs)))
 
     def weights(self, step: Step, src: int, dst: int) -> tuple[float, float]:
-        """How many nodes of site ``dst`` a node of ``src`` sends to in the step, and how many of
+        """Return how many nodes of site ``dst`` a node of ``src`` sends to in the step, and how many of
         ``src`` one of ``dst`` receives from."""
         sites, nodes = self.plan.placement.sites, self.plan.nodes
         if step.first == 0:
@@ -146,17 +146,17 @@ class CallMessages:
         return share * (sites[dst].count - same), share * (sites[src].count - same)
 
     def turns(self) -> Iterator[tuple[int, Step, int]]:
-        """Where others' bytes are in the order of consumption: number and step of nodes, and the local
-        rank counted from the own one."""
+        """Yield where others' bytes are in the order of consumption: number and step of nodes, and
+        the local rank counted from the own one."""
         every = self.pipeline.order.steps(len(self.steps))
         return ((number, self.steps[number], turn) for number, turn in every if number or turn)
 
     def exchanges(
         self, way: int
     ) -> Iterator[tuple[OrderPlace, SimulatedRank, SimulatedRank, tuple[float, float]]]:
-        """Every message that direct exchange takes, in the order in which ranks send: its place, both
-        ends, and its weights. ``way``: -1 to the ranks that consume a rank's rows, 1 to those whose
-        rows it consumes."""
+        """Yield every message that direct exchange takes, in the order in which ranks send: its
+        place, both ends, and its weights. ``way``: -1 to the ranks that consume a rank's rows, 1 to
+        those whose rows it consumes."""
         each = self.plan.ranks_per_node
         for number, step, turn in self.turns():
             pieces = self.pieces(step)
@@ -179,8 +179,8 @@ class CallMessages:
         *,
         within: bool = False,
     ) -> Message:
-        """A new message: on either side, the piece's part of ``weight`` times ``payload`` bytes, and
-        its chunks' signals. ``within``: inside the node, whatever the step."""
+        """Return a new message: on either side, the piece's part of ``weight`` times ``payload``
+        bytes, and its chunks' signals. ``within``: inside the node, whatever the step."""
         within = within or place.step == 0
         ends = Ends(src.site, src.local, dst.site, dst.local, within)
         payload /= place.pieces
@@ -203,7 +203,7 @@ class CallMessages:
         return message
 
     def join(self, messages: Iterable[Message], ready_us: float) -> Message:
-        """The moment at which all of these have arrived, not before ``ready_us``."""
+        """Return the moment at which all of these have arrived, not before ``ready_us``."""
         moment = Message("all are there", (), 0.0, ready_us)
         for message in messages:
             moment.after(message)

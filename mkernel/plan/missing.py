@@ -36,7 +36,7 @@ def of_world(
     world: NodeKinds,
     ranks_per_node: int,
 ) -> tuple[str, ...]:
-    """Why no world of this accelerator can be made of these nodes.
+    """Return why no world of this accelerator can be made of these nodes.
 
     Args:
         accelerator, capabilities: the backend's name, and its claims on such devices.
@@ -64,7 +64,7 @@ def of_world(
 def of_op(
     op: str, accelerator: str, capabilities: AcceleratorCapabilities, nodes: int
 ) -> tuple[str, ...]:
-    """Why an op that the backend has cannot be called in a world of so many nodes."""
+    """Return why an op that the backend has cannot be called in a world of so many nodes."""
     if op not in capabilities.ops or capabilities.provides(op, nodes):
         return ()
     return (f"accelerator {accelerator!r} runs {op} on one node, not on {nodes}",)
@@ -76,8 +76,8 @@ def of_routes(
     accelerator: str,
     capabilities: AcceleratorCapabilities,
 ) -> tuple[str, ...]:
-    """Which ways between ranks the backend does not take: relays, and host memory. One pair stands for
-    all of its kind."""
+    """Return which ways between ranks the backend does not take: relays, and host memory. One pair
+    stands for all of its kind."""
     found: dict[str, str] = {}
     for one in table.classes:
         for what, sentence in _untaken(one, placement, accelerator, capabilities):
@@ -123,7 +123,7 @@ def _untaken(
 
 
 def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
-    """The first nodes of a class of pairs."""
+    """Return the first nodes of a class of pairs."""
     src = placement.sites[route.src_site].nodes[0][0]
     if route.within:
         return src, src
@@ -134,8 +134,8 @@ def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
 def of_exchange(
     exchange: Exchange, op: str, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> tuple[str, ...]:
-    """Whether ranks of different nodes exchange as the backend does not: every one does so directly. Of
-    an op that it has on one node only, :func:`of_op` says that."""
+    """Return whether ranks of different nodes exchange as the backend does not: every one does so
+    directly. Of an op that it has on one node only, :func:`of_op` says that."""
     if exchange == "direct" or op in (*capabilities.hierarchical_ops, *capabilities.one_node_ops):
         return ()
     return (f"accelerator {accelerator!r} does not run the exchange {exchange!r} of {op!r}",)
@@ -144,8 +144,8 @@ def of_exchange(
 def of_returns(
     returns: Returns | None, accelerator: str, capabilities: AcceleratorCapabilities, nodes: int
 ) -> tuple[str, ...]:
-    """Whether results of experts would come home as they do not in a world of so many nodes. None:
-    there is no wish."""
+    """Return whether results of experts would come home as they do not in a world of so many nodes.
+    None: there is no wish."""
     ways = capabilities.ways_home(nodes)
     if returns is None or returns in ways:
         return ()

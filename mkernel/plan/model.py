@@ -52,7 +52,8 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 def sums_of(dtype: DtypeName, out_dtype: DtypeName) -> DtypeName:
-    """In which products of such operands accumulate, and results of ranks and slots are added."""
+    """Return the dtype in which products of such operands accumulate, and results of ranks and
+    slots are added."""
     return "float64" if "float64" in (dtype, out_dtype) else "float32"
 
 
@@ -110,7 +111,7 @@ class MoeShape(Model):
 
     @property
     def columns(self) -> int:
-        """Of a weight."""
+        """Return the columns of a weight."""
         return self.features if self.activation is None else 2 * self.features
 
 
@@ -248,26 +249,26 @@ class CommonPart(Model):
 
     @property
     def gemm(self) -> GemmShape:
-        """The shape of a GEMM op. TypeError for another op's plan."""
+        """Return the shape of a GEMM op. TypeError for another op's plan."""
         if not isinstance(self.shape, GemmShape):
             raise TypeError(f"a plan of {self.op} has no GEMM shape")
         return self.shape
 
     @property
     def summed(self) -> SumShape:
-        """The shape of a plain sum. TypeError for another op's plan."""
+        """Return the shape of a plain sum. TypeError for another op's plan."""
         if not isinstance(self.shape, SumShape):
             raise TypeError(f"a plan of {self.op} sums no rows that are there")
         return self.shape
 
     @property
     def launched(self) -> int:
-        """Which of ``products`` the launch computes; 0 where there is one."""
+        """Return which of ``products`` the launch computes; 0 where there is one."""
         return self.products.index(self.gemm.n) if self.products else 0
 
     def order(self, runs: Runs) -> ConsumptionOrder:
-        """The order in which ranks consume the others' rows. ArgumentError: it is another one's by
-        another name, as all are in one node or where a node has one rank."""
+        """Return the order in which ranks consume the others' rows. ArgumentError: it is another
+        one's by another name, as all are in one node or where a node has one rank."""
         if runs != "node" and 1 in (self.nodes, self.ranks_per_node):
             raise ArgumentError(
                 "plan.schedule.order",
@@ -288,7 +289,7 @@ class CommonPart(Model):
         return sums_of(self.dtype, self.out_dtype)
 
     def route(self, src: int, dst: int) -> Route:
-        """The route of the ordered pair. KeyError if ``src == dst`` or out of range."""
+        """Return the route of the ordered pair. KeyError if ``src == dst`` or out of range."""
         return self.routes.route(self.placement, src, dst)
 
     @model_validator(mode="after")
@@ -324,8 +325,8 @@ class LaunchPlan(CommonPart):
     )
 
     def part(self, of: type[_Schedule]) -> _Schedule:
-        """The backend's own decisions. TypeError where they are not of this class: the plan was made
-        without its backend, or for another one."""
+        """Return the backend's own decisions. TypeError where they are not of this class: the plan
+        was made without its backend, or for another one."""
         if not isinstance(self.schedule, of):
             raise TypeError(
                 f"a plan of op {self.op} on {self.accelerator}, path {self.path!r}, has the schedule "

@@ -54,18 +54,18 @@ READS_OF: dict[str, OpName] = dict.fromkeys(
 
 
 def forward(op: str) -> str:
-    """The op whose gradients this one computes; an op that computes none itself."""
+    """Return the op whose gradients this one computes; an op that computes none itself."""
     return _FORWARD.get(cast(OpName, op), op)
 
 
 def named() -> str:
-    """All ops with their aliases, for messages."""
+    """Return all ops with their aliases, for messages."""
     short = {full: alias for alias, full in ALIASES.items()}
     return ", ".join(f"{op} ({short[op]})" if op in short else op for op in (*OPS, *COMPANIONS))
 
 
 def canonical(name: str) -> OpName:
-    """The op's canonical name, from it or an alias; ``-`` counts as ``_``, case does not matter.
+    """Return the op's canonical name, from it or an alias; ``-`` counts as ``_``, case does not matter.
 
     Raises:
         UnknownOp: no op of that name; the message lists all and suggests the closest.

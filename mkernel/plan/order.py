@@ -34,7 +34,7 @@ class ConsumptionOrder:
         return self._rotated(rank, 1)
 
     def consumers(self, rank: int) -> tuple[int, ...]:
-        """The rank that consumes ``rank``'s rows at each step."""
+        """Return the rank that consumes ``rank``'s rows at each step."""
         return self._rotated(rank, -1)
 
     def _rotated(self, rank: int, way: int) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ def few_rows(
     world: int,
     constants: MachineConstants | None,
 ) -> FewRowsConstants | None:
-    """Those of the kernel for few rows, if that is what the fused path of one node runs."""
+    """Return the constants of the kernel for few rows, if that is what the fused path of one node
+    runs."""
     found = None if constants is None else constants.few_rows
     if found is None or op not in found.ops:
         return None
@@ -64,7 +65,7 @@ def few_scaled_rows(
     scales: Scales,
     constants: MachineConstants | None,
 ) -> FewRowsConstants | None:
-    """The same of e4m3 operands, which that kernel adds with few bits and scales once a sum."""
+    """Return the same of e4m3 operands, which that kernel adds with few bits and scales once a sum."""
     found = few_rows(op, shape, out_dtype, world, constants)
     takes = found is not None and found.float8 and scales.use_fast_accum and scales.mode != "block"
     return found if takes else None
@@ -83,8 +84,8 @@ def fusable(
     world: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Whether the fused path may be taken where there is another. Of few rows it sends the same partial
-    results as the library path."""
+    """Return whether the fused path may be taken where there is another. Of few rows it sends the
+    same partial results as the library path."""
     if few_rows(op, shape, dtype, world, constants) is not None:
         return True
     sums = op != "all_gather_gemm" and world > 1 and dtype != "float32"
@@ -100,21 +101,21 @@ def fuses_scaled(
     modes: Collection[ScaleMode],
     constants: MachineConstants | None = None,
 ) -> bool:
-    """The same of e4m3 operands. ``modes``: of scales that the backend's kernels take, which round
-    results to 16 bits, where products are added with as many bits as ``scales`` asks for."""
+    """Return the same of e4m3 operands. ``modes``: of scales that the backend's kernels take, which
+    round results to 16 bits, where products are added with as many bits as ``scales`` asks for."""
     taken = scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
     few = few_scaled_rows(op, shape, out_dtype, world, scales, constants)
     return taken and (few is not None or fusable(op, shape, out_dtype, world))
 
 
 def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
-    """The dtype in which the library path sends partial results and adds them up."""
+    """Return the dtype in which the library path sends partial results and adds them up."""
     return "float32" if shape.m * shape.n <= FLOAT32_PARTIALS else dtype
 
 
 def partials_of_experts(elements: int, out_dtype: DtypeName, sums: DtypeName) -> DtypeName:
-    """The dtype in which results of experts come home where the caller names none: that of ``out``; of
-    small results that of sums, which costs no more than a message does."""
+    """Return the dtype in which results of experts come home where the caller names none: that of
+    ``out``; of small results that of sums, which costs no more than a message does."""
     return out_dtype if elements >= LEAST_FUSED_SUMS else sums
 
 
@@ -127,7 +128,8 @@ def predict(
     cores: int,
     constants: MachineConstants,
 ) -> tuple[Prediction, Prediction] | None:
-    """A call on one node on the fused path and on the library path. None: constants of one lack.
+    """Predict a call on one node on the fused path and on the library path. None: constants of one
+    lack.
 
     T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency +
     what a rank sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s,
@@ -191,8 +193,9 @@ def fused(
     path: PathConstants,
     constants: MachineConstants,
 ) -> tuple[Times, Product]:
-    """One kernel that overlaps, as :func:`predict` says; sums travel as results are. Of the products
-    that the path offers the one by which the call is the fastest, and the call's times with it."""
+    """Predict one kernel that overlaps, as :func:`predict` says; sums travel as results are. Of the
+    products that the path offers the one by which the call is the fastest, and the call's times with
+    it."""
     comm = _exchanges_us(op, shape, dtype, out_dtype, out_dtype, world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
@@ -220,9 +223,9 @@ def of_few_rows(
     cores: int,
     few: FewRowsConstants,
 ) -> Times:
-    """The kernel for few rows. T_c: that of :func:`cut`. T_m, once, behind it: latency + what is sent /
-    rate, or what a block adds up / rate: its part of the rows of a tile for its cluster, and those
-    that it keeps for each peer."""
+    """Predict the kernel for few rows. T_c: that of :func:`cut`. T_m, once, behind it: latency + what
+    is sent / rate, or what a block adds up / rate: its part of the rows of a tile for its cluster,
+    and those that it keeps for each peer."""
     how = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few)
     compute = how.total_us(few)
     if world == 1:
@@ -308,8 +311,8 @@ def _exchanges_us(
 
 
 def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:
-    """Whether the two exchanges of an all-reduce go by mail. ``part``, ``sums``: bytes that a rank
-    sends to each peer, to be added up and as sums."""
+    """Return whether the two exchanges of an all-reduce go by mail. ``part``, ``sums``: bytes that a
+    rank sends to each peer, to be added up and as sums."""
     if world == 1:
         return False
     by_flags = _by_flags_us((part, sums), world, path)
@@ -317,7 +320,8 @@ def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> 
 
 
 def _twice_by_mail_us(part: float, sums: float, world: int, path: PathConstants) -> float:
-    """Both exchanges; infinite where they are too many bytes, or there is no such way."""
+    """Return the time of both exchanges; infinite where they are too many bytes, or there is no
+    such way."""
     mail, sent = path.mail_twice, (world - 1) * (part + sums)
     if mail is None or not mail.takes(math.ceil(sent)):
         return math.inf
@@ -325,7 +329,7 @@ def _twice_by_mail_us(part: float, sums: float, world: int, path: PathConstants)
 
 
 def _by_flags_us(sent: Collection[float], world: int, path: PathConstants) -> float:
-    """One exchange after another, of so many bytes to each peer."""
+    """Return the time of one exchange after another, of so many bytes to each peer."""
     waited = sum(
         transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us) for nbytes in sent
     )

@@ -76,7 +76,7 @@ def explain(
     exchange: str = "auto",
     schedule: Scheduler = by_rows,
 ) -> Planned:
-    """The plan of one op in one world, and what else was considered; cached by its inputs. Where
+    """Return the plan of one op in one world, and what else was considered; cached by its inputs. Where
     something is missing to launch it (:mod:`mkernel.plan.missing`), what the world would do.
 
     Args:
@@ -173,8 +173,8 @@ def common_part(
     nic: str | None,
     verbs: str | None,
 ) -> CommonPart:
-    """What all plans of a plan's op, shape, dtypes, layout and path share in this world. Raises what
-    :func:`explain` does where this world has none; its arguments are those."""
+    """Return what all plans of a plan's op, shape, dtypes, layout and path share in this world.
+    Raises what :func:`explain` does where this world has none; its arguments are those."""
     sizes = plan.shape.model_dump(exclude={"kind"})
     asked, _ = _checked(
         plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
@@ -291,7 +291,7 @@ def _planned(
     choice: _Choice,
     schedule: Scheduler,
 ) -> Planned:
-    """The plan of checked inputs: the part that all backends share, then the backend's."""
+    """Return the plan of checked inputs: the part that all backends share, then the backend's."""
     claims = choice.claims
     links, lacks = _links(asked.op, where, accelerator, claims)
     constants = where.constants
@@ -347,7 +347,7 @@ def _planned(
 
 
 def _alone(measured: Mapping[PathName, Prediction]) -> dict[PathName, Prediction]:
-    """The times of the library path where it is the only one for a call of this size."""
+    """Return the times of the library path where it is the only one for a call of this size."""
     return {
         path: times.model_copy(update={"fused_us": None, "library_us": None})
         for path, times in measured.items()
@@ -375,8 +375,9 @@ def _other(
     world: int,
     constants: MachineConstants | None,
 ) -> PathName | None:
-    """The path that may still be sooner than this one, once the backend has scheduled it: fused, of
-    e4m3 operands; else the library's, which a backend may run in ways that are not predicted here."""
+    """Return the path that may still be sooner than this one, once the backend has scheduled it:
+    fused, of e4m3 operands; else the library's, which a backend may run in ways that are not
+    predicted here."""
     if choice.path != "auto":
         return None
     if _fuses_scaled(choice, asked, world, constants):
@@ -385,7 +386,7 @@ def _other(
 
 
 def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
-    """Whether both are known, and one is sooner."""
+    """Return whether both are known, and one is sooner."""
     return one is not None and other is not None and one.pipelined_us < other.pipelined_us
 
 
@@ -393,7 +394,7 @@ def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
 def _links(
     op: OpName, where: WorldMap, accelerator: str, claims: AcceleratorCapabilities
 ) -> tuple[SharedLinks, tuple[str, ...]]:
-    """The links of an op's routes, and what is missing before anything goes over them."""
+    """Return the links of an op's routes, and what is missing before anything goes over them."""
     group = claims.group_carries(op, where.nodes) or (
         claims.process_group and any(one.kind != "p2p" for one in where.links.table.classes)
     )
@@ -441,7 +442,7 @@ def _norm_step(around: Around, claims: AcceleratorCapabilities) -> NormStep | No
 
 
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:
-    """Both paths, where the backend has two and their times are known."""
+    """Return both paths, where the backend has two and their times are known."""
     if times is None or times.fused_us is None or times.library_us is None:
         return ()
     both: dict[PathName, float] = {"fused": times.fused_us, "library": times.library_us}
@@ -454,7 +455,7 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
 def _fuses_scaled(
     choice: _Choice, asked: _Asked, world: int, constants: MachineConstants | None
 ) -> bool:
-    """Whether e4m3 operands have the fused path beside a library's."""
+    """Return whether e4m3 operands have the fused path beside a library's."""
     scales, shape = asked.around.scales, asked.shape
     if scales is None or not choice.library or not isinstance(shape, GemmShape):
         return False
@@ -469,7 +470,7 @@ def _predicted(
     world: int,
     constants: MachineConstants | None,
 ) -> tuple[PathName, Mapping[PathName, Prediction]]:
-    """The path, and the times of both where they are known. A tie goes to the fused one."""
+    """Return the path, and the times of both where they are known. A tie goes to the fused one."""
     op, shape, dtype = asked.op, asked.shape, asked.dtype
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):

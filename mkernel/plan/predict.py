@@ -35,7 +35,7 @@ from mkernel.topology.shared_links import SharedLinks
 def predict(
     plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
-    """The prediction of any op: schedule-aware where tiles are planned, else the closed form.
+    """Return the prediction of any op: schedule-aware where tiles are planned, else the closed form.
     ``plan``: what all backends share of it; ``links``: those of its routes."""
     if plan.op == "all_gather_gemm" and pipeline.chunking is not None:
         return all_gather_gemm(plan, links, pipeline, constants)

@@ -42,5 +42,5 @@ class Recent(dict[K, V | None]):
         super().__setitem__(key, value)
 
     def kept(self) -> int:
-        """How many values there are."""
+        """Return how many values there are."""
         return len(self) + len(self._before)

@@ -60,8 +60,8 @@ def plan(
     brief: bool = False,
     verbose: bool = False,
 ) -> RenderableType:
-    """What was decided, one decision a line; of a what-if, what is missing to launch it. Times are
-    predictions and say so.
+    """Return what was decided, one decision a line; of a what-if, what is missing to launch it. Times
+    are predictions and say so.
 
     Args:
         notes: what was left out, and why.
@@ -119,7 +119,7 @@ def _routes(made: CommonPart, pairs: Mapping[RouteKind, int]) -> str:
 
 
 def _around(made: CommonPart) -> str:
-    """What the op does before and after the launch."""
+    """Return what the op does before and after the launch."""
     before = [name for name in made.copies if name not in ("out", "gathered")]
     after = [name for name in made.copies if name not in before]
     steps = [f"copies {' and '.join(before)}"] if before else []
@@ -151,7 +151,8 @@ def _predicted(times: Prediction | None) -> str:
 
 
 def alternatives(considered: Sequence[Alternative]) -> RenderableType:
-    """Why the plan is as it is: each decision's options with the time that the call would take."""
+    """Return why the plan is as it is: each decision's options with the time that the call would
+    take."""
     if not considered:
         return Text("nothing to choose between: every decision was given or has one option")
     table = Sheet(
@@ -173,7 +174,7 @@ MOST_LINKS = 6
 
 
 def simulation(found: Simulation) -> RenderableType:
-    """The simulated call: its times, and its busiest links."""
+    """Return the simulated call: its times, and its busiest links."""
     rows = {
         "simulated": f"{duration(found.time_us)}, predicted; at least {duration(found.floor_us)} on "
         f"these links and cores ({found.exchange} exchange; constants: {found.constants})",
@@ -209,8 +210,8 @@ def _path(made: CommonPart) -> str:
 
 
 def _schedule(part: Schedule | None, *, unused: bool) -> str:
-    """The backend's part, each field under the name that it has in the plan; ``unused``: also what the
-    plan makes no use of, whose value is 0, no or none."""
+    """Return the backend's part, each field under the name that it has in the plan; ``unused``: also
+    what the plan makes no use of, whose value is 0, no or none."""
     if part is None:
         return "none yet"
     fields = [f"{name} {_word(value)}" for name, value in _leaves(part) if value or unused]
@@ -233,7 +234,8 @@ def _leaves(part: BaseModel) -> Iterator[tuple[str, object]]:
 
 
 def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
-    """How puts lie on ports and queue pairs: ``2 rails x 4 queue pairs a peer; puts in turn, …``."""
+    """Return how puts lie on ports and queue pairs: ``2 rails x 4 queue pairs a peer; puts in turn,
+    …``."""
     rails = sorted({len(one.rails) for one in routes.classes if one.rails})
     each = f"{' or '.join(map(str, rails))} rails" if rails != [1] else "1 rail"
     pairs = f"{nics.queue_pairs} queue pair{'s' if nics.queue_pairs > 1 else ''}"
@@ -284,7 +286,8 @@ def _node_lines(node: Node) -> list[str]:
 
 
 def accelerator_name(device: Accelerator) -> str:
-    """What it is, where its name does not say it also of which kind, and that it is simulated."""
+    """Return what it is, where its name does not say it also of which kind, and that it is
+    simulated."""
     name = product(device)
     known = name.lower()
     said = [device.kind] if device.kind not in known else []
@@ -306,7 +309,7 @@ def _where(device: Accelerator | Nic) -> str:
 
 
 def _grouped(devices: Sequence[_Device], describe: Callable[[_Device], str]) -> list[str]:
-    """One line for all devices of the same description."""
+    """Return one line for all devices of the same description."""
     groups: dict[str, list[str]] = {}
     for device in devices:
         groups.setdefault(describe(device), []).append(device.id)

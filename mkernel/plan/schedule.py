@@ -21,7 +21,7 @@ class Schedule(Model):
 
     @property
     def copy_engines(self) -> bool:
-        """Whether copy engines, not kernels, write to the memory of peers."""
+        """Return whether copy engines, not kernels, write to the memory of peers."""
         return False
 
     @property
@@ -37,8 +37,8 @@ class Schedule(Model):
 
     @property
     def partials(self) -> str:
-        """The dtype in which partial results of a GEMM op travel: that of ``sums``, of ``results``, or
-        one by name."""
+        """Return the dtype in which partial results of a GEMM op travel: that of ``sums``, of
+        ``results``, or one by name."""
         return "sums"
 
     _of_kind: ClassVar[dict[str, type[Schedule]]] = {}
@@ -51,7 +51,8 @@ class Schedule(Model):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """A schedule, of its own class, from what JSON gave. ValueError: nobody knows its kind."""
+        """Return a schedule, of its own class, from what JSON gave. ValueError: nobody knows its
+        kind."""
         if not isinstance(value, dict):
             return value
         found = Schedule._of_kind.get(str(value.get("kind")))

@@ -75,7 +75,7 @@ AllGather+GEMM of this size computes as long as it communicates on 2 x 2 simulat
 
 
 def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str, int]:
-    """The op's sizes: those given, else the defaults. ArgumentError: a size of another op."""
+    """Return the op's sizes: those given, else the defaults. ArgumentError: a size of another op."""
     names = size_names(op)
     for name, value in given.items():
         if value is not None and value is not False and name not in names:
@@ -91,7 +91,7 @@ _NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_d
 
 @cache
 def size_names(op: str) -> tuple[str, ...]:
-    """The sizes that an op's plan takes, by name."""
+    """Return the sizes that an op's plan takes, by name."""
     return tuple(name for name in SHAPES[forward(op)].model_fields if name not in _NO_SIZES)
 
 
@@ -103,7 +103,7 @@ def shape_of(
     out_dtype: DtypeName,
     capabilities: AcceleratorCapabilities,
 ) -> Shape:
-    """The checked shape of an op. ArgumentError, ShapeError: name, value, what is legal."""
+    """Return the checked shape of an op. ArgumentError, ShapeError: name, value, what is legal."""
     names, fields = size_names(op), SHAPES[forward(op)].model_fields
     for name, value in sizes.items():
         if name not in fields or name == "kind":
@@ -156,9 +156,10 @@ def takes(
     dtype: str | None,
     scales: Scales | None = None,
 ) -> bool:
-    """Whether a backend that has the op takes calls of these sizes, as far as backends differ in it: in
-    attention, in scales, and in the dtype of products and sums. Calls of experts all go to one backend,
-    since they read each other's handles. True of sizes that none takes: whoever plans them says why.
+    """Return whether a backend that has the op takes calls of these sizes, as far as backends differ in
+    it: in attention, in scales, and in the dtype of products and sums. Calls of experts all go to one
+    backend, since they read each other's handles. True of sizes that none takes: whoever plans them
+    says why.
 
     ``dtype``: None where it is not known yet."""
     if scales is not None:
@@ -176,7 +177,7 @@ def takes(
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """The legal neighbours of a value that must be a positive multiple of ``step``, in words."""
+    """Return the legal neighbours of a value that must be a positive multiple of ``step``, in words."""
     below = value // step * step
     above = below + step
     return f"{below} or {above}" if below else f"{above}"

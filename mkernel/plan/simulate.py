@@ -86,7 +86,7 @@ def simulate(
     *,
     detail: int = MESSAGES,
 ) -> Simulation:
-    """The simulated call of a plan with such a pipeline, in about ``detail`` messages."""
+    """Return the simulated call of a plan with such a pipeline, in about ``detail`` messages."""
     return trace(plan, pipeline, constants, detail=detail, keep=False).result
 
 
@@ -167,7 +167,8 @@ def _uses(made: CallMessages, busy: Sequence[float], end_us: float) -> tuple[Lin
 def _sums(
     made: CallMessages, at: SimulatedRank, arrivals: Arrivals, computed_us: float
 ) -> list[Message]:
-    """The moments at which parts of a rank's sums are complete; its own terms are computed last."""
+    """Return the moments at which parts of a rank's sums are complete; its own terms are computed
+    last."""
     parts: list[list[Message]] = [[] for _ in range(_PARTS)]
     for (dst, place), messages in arrivals.items():
         if dst == at:
@@ -223,7 +224,7 @@ class _Device:
         return ends
 
     def _kernel_us(self, share: float) -> float:
-        """How long a kernel takes that computes this share of all tiles."""
+        """Return how long a kernel takes that computes this share of all tiles."""
         tiles = math.ceil(share * self._grid[0] - 1e-9) * self._grid[1]
         return -(-tiles // self.cores) * self.tile_us
 
@@ -237,7 +238,7 @@ class _Device:
         ]
 
     def without_waiting(self, made: CallMessages) -> dict[OrderPlace, float]:
-        """When the pieces for other ranks are computed; the own one comes last."""
+        """Return when the pieces for other ranks are computed; the own one comes last."""
         places = self._places(made)
         steps = [*((share, 0.0) for _, share in places), (1 / self._world, 0.0)]
         ends = self._ends(steps, own=len(places))

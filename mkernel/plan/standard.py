@@ -114,8 +114,8 @@ def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cut: Any) -> Pi
 
 
 def _fewer_rows(plan: CommonPart, ways: tuple[Returns, ...]) -> Returns:
-    """Which of these ways results come home where nothing predicts it: by rank where that is less than
-    half as much."""
+    """Return which of these ways results come home where nothing predicts it: by rank where that is
+    less than half as much."""
     if len(ways) == 1:
         return ways[0]
     by_slot, by_rank = (
@@ -189,7 +189,8 @@ def _decided(
 
 
 def _more_blocks(found: Pipeline, cores: int) -> list[Pipeline]:
-    """The same with twice and four times the blocks for communication, as far as there are cores."""
+    """Return the same with twice and four times the blocks for communication, as far as there are
+    cores."""
     more = [factor * found.comm_blocks for factor in (2, 4)]
     return [replace(found, comm_blocks=count) for count in more if count <= cores]
 

@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
 
 def rows_of(sizes: Sequence[int], strides: Sequence[int], step: int) -> Strides:
-    """How [..., width] lies in memory as a matrix of rows, whose last dimension is the width.
+    """Return how [..., width] lies in memory as a matrix of rows, whose last dimension is the width.
 
     Args:
         sizes, strides: of a tensor, as torch counts them, with at least one element.
@@ -52,7 +52,7 @@ def rows_of(sizes: Sequence[int], strides: Sequence[int], step: int) -> Strides:
 
 
 def stored(sizes: Sequence[int], strides: Sequence[int], step: int) -> Stored:
-    """How a matrix lies in memory: by rows, or by columns where it does not lie so by rows."""
+    """Return how a matrix lies in memory: by rows, or by columns where it does not lie so by rows."""
     by_rows = rows_of(sizes, strides, step)
     by_columns = rows_of(sizes[::-1], strides[::-1], step)
     if by_rows == "packed" or (by_rows == "pitched" and by_columns != "packed"):
@@ -63,7 +63,7 @@ def stored(sizes: Sequence[int], strides: Sequence[int], step: int) -> Stored:
 
 
 def copied(strides: Mapping[str, Strides], pitched: Collection[str]) -> tuple[Copied, ...]:
-    """The tensors of a call between which and the launch the op puts a copy. ArgumentError.
+    """Return the tensors of a call between which and the launch the op puts a copy. ArgumentError.
 
     Args:
         strides: by name; of those that are missing: packed.

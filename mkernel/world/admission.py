@@ -89,7 +89,7 @@ class _Planned(NamedTuple):
 
 
 def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
-    """The tensors of a rank's call, and of the call that computes its gradients."""
+    """Return the tensors of a rank's call, and of the call that computes its gradients."""
     shape, world = plan.shape, plan.world_size
     given, result = (plan.dtype,), (plan.out_dtype,)
     if isinstance(shape, GemmShape):
@@ -169,7 +169,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
 
 
 def _of_norm(plan: LaunchPlan, out: _Planned, vector: tuple[str, ...]) -> dict[str, _Planned]:
-    """What a launch that normalises takes and gives beside ``out``."""
+    """Return what a launch that normalises takes and gives beside ``out``."""
     norm = plan.norm
     if norm is None or norm.step != "launch":
         return {}

@@ -30,7 +30,7 @@ class Told(NamedTuple):
     places: Mapping[str, Place]
 
     def decisions(self) -> dict[str, Any]:
-        """All that must be the same on every rank, as JSON."""
+        """Return all that must be the same on every rank, as JSON."""
         told = self.plan.decisions()
         told["symmetric"] = {
             name: {"buffer": buffer, "offset": offset}
@@ -104,7 +104,7 @@ class Agreement:
         self._lately[key] = call
 
     def _keys(self, key: str, check: Callable[[set[int]], None]) -> dict[int, str]:
-        """Every rank's key of the call."""
+        """Return every rank's key of the call."""
         if self._board is None:
             told: dict[int, str] = self._exchange.gather("plan", key, check)
             return told
@@ -115,8 +115,8 @@ class Agreement:
         return {rank: digest.hex() for rank, digest in digests.items()}
 
     def _differs(self, rank: int, keys: Mapping[int, str], call: Told) -> PlanMismatch:
-        """What all ranks raise where this rank's key is another than that of rank 0. They are all here,
-        and each says what it was about to do."""
+        """Return what all ranks raise where this rank's key is another than that of rank 0. They are
+        all here, and each says what it was about to do."""
         own = keys[self._exchange.rank]
         self._said = own
         self._exchange.publish(f"plans/{own}/{self._exchange.rank}", call.decisions())
@@ -124,8 +124,8 @@ class Agreement:
         return _mismatch((0, rank), keys[0], keys[rank], texts[0], texts[rank])
 
     def _refused(self, rank: int, keys: tuple[str, str], call: Told) -> PlanMismatch:
-        """What this rank raises where another is past its agreement on another call: told to it, so
-        that its waits end."""
+        """Return what this rank raises where another is past its agreement on another call: told to
+        it, so that its waits end."""
         known = self._lately[keys[1]]
         theirs = None if known is None else known.decisions()
         error = _mismatch((self._exchange.rank, rank), *keys, call.decisions(), theirs)
@@ -142,7 +142,8 @@ def _mismatch(
 
 
 def _key(plan: LaunchPlan, places: Mapping[str, Place]) -> str:
-    """What all ranks must share of a call: the plan, and where its symmetric tensors lie. 64 digits."""
+    """Return what all ranks must share of a call: the plan, and where its symmetric tensors lie. 64
+    digits."""
     if not places:
         return plan.digest()
     text = plan.digest() + "".join(

@@ -48,7 +48,7 @@ class Board:
         self._turn = 0
 
     def gather(self, digest: bytes, check: Check) -> dict[int, bytes]:
-        """The digests (32 bytes) of all ranks, each time anew. Collective. Timeout, PeerFailure.
+        """Return the digests (32 bytes) of all ranks, each time anew. Collective. Timeout, PeerFailure.
 
         Args:
             check: called with the ranks that are still missing; raises to end the wait.

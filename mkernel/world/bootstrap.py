@@ -115,7 +115,8 @@ class Bootstrap:
         return self._open(key, self._request(lambda store: store.compare_set(key, "", sealed)))
 
     def peek(self, key: str) -> Any | None:
-        """The value of ``key`` or None where it is not set. Does not wait. PeerFailure, Untrusted."""
+        """Return the value of ``key`` or None where it is not set. Does not wait. PeerFailure,
+        Untrusted."""
         sealed = self._request(lambda store: store.get(key) if store.check([key]) else None)
         return None if sealed is None else self._open(key, sealed)
 
@@ -156,7 +157,7 @@ def wait_for(
     late: str,
     rest: Callable[[float], object] = time.sleep,
 ) -> dict[_Name, _Value]:
-    """What ``look`` finds of each of the ranks (or other names), once it has found all.
+    """Return what ``look`` finds of each of the ranks (or other names), once it has found all.
 
     Args:
         look: what of the missing ones is there. rest: called between looks with seconds to pause.
@@ -188,7 +189,7 @@ def wait_for(
 
 
 def late_error(late: str, missing: Iterable[_Name], timeout_s: float) -> Timeout:
-    """What ends a wait for these. ``late``: as :func:`wait_for` has it."""
+    """Return what ends a wait for these. ``late``: as :func:`wait_for` has it."""
     return Timeout(
         f"{late.format(missing=sorted(missing))} within {timeout_s:g} s; look at what they do "
         "instead, or raise MKERNEL_TIMEOUT_S"

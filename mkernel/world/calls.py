@@ -197,7 +197,7 @@ class Calls:
     def _allocation(
         self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """What makes outputs of such calls."""
+        """Return what makes outputs of such calls."""
         out = tensors["out"]
         return self._backends_allocation(plan, tuple(out.shape), out.dtype) or allocation(out)
 
@@ -211,9 +211,9 @@ class Calls:
     def output(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A plan's ``out``, row-major and without contents, on the device of ``like``. That of a plan's
-        first call is torch's: a backend has no memory for it yet, and would keep what it takes in its
-        place."""
+        """Return a plan's ``out``, row-major and without contents, on the device of ``like``. That
+        of a plan's first call is torch's: a backend has no memory for it yet, and would keep what it
+        takes in its place."""
         found = self._backends_allocation(plan, shape, dtype)
         if found is None:
             return torch.empty(shape, dtype=dtype, device=like.device)

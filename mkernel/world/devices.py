@@ -28,8 +28,8 @@ class Chosen:
 
 
 def chosen() -> Chosen | None:
-    """The current device, where the process has used any, else that of LOCAL_RANK; None: there is
-    neither. To be asked before backends look at devices: to look may be to use one."""
+    """Return the current device, where the process has used any, else that of LOCAL_RANK; None:
+    there is neither. To be asked before backends look at devices: to look may be to use one."""
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()

@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def claims(self) -> AcceleratorCapabilities:
-        """What the backend claims."""
+        """Return what the backend claims."""
         return self.accelerator.capabilities()
 
     def open(self, exchange: Exchange, failure: FailureMonitor, regions: Iterator[int]) -> None:

@@ -38,8 +38,8 @@ class Started(NamedTuple):
 
 
 def started(environment: Mapping[str, str] = os.environ) -> Started:
-    """How this process was started. Variables of torchrun come before those of SLURM: torchrun may run
-    in a SLURM job. ArgumentError names the variable that is wrong."""
+    """Return how this process was started. Variables of torchrun come before those of SLURM:
+    torchrun may run in a SLURM job. ArgumentError names the variable that is wrong."""
     if "SLURM_STEP_NODELIST" in environment and not {"RANK", "WORLD_SIZE"} & set(environment):
         return _by_srun(environment)
     size = _integer(environment, "WORLD_SIZE", 1)
@@ -55,8 +55,8 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
 
 
 def rendezvous(job: Started, deadline: JoinDeadline) -> tuple[Store, Store]:
-    """Two clients of the job's store: requests of one client wait for each other, and the watchdog must
-    not. Waits for the other ranks.
+    """Return two clients of the job's store: requests of one client wait for each other, and the
+    watchdog must not. Waits for the other ranks.
 
     Raises:
         ArgumentError: the environment does not say where it is. PeerFailure: there is none. Timeout: a
@@ -112,7 +112,8 @@ def _shown(url: str) -> str:
 
 
 def _by_srun(environment: Mapping[str, str]) -> Started:
-    """A task of a job step. (A batch script is no task of one, and has no SLURM_STEP_NODELIST.)"""
+    """Describe a task of a job step. (A batch script is no task of one, and has no
+    SLURM_STEP_NODELIST.)"""
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     size, rank = _integer(environment, total, 1), _integer(environment, "SLURM_PROCID", 0)
     _check_rank("SLURM_PROCID", rank, total, size)
@@ -125,7 +126,8 @@ def _by_srun(environment: Mapping[str, str]) -> Started:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a node list as SLURM writes it: ``gpu[03-07,12]-ib,login`` → ``gpu03-ib``."""
+    """Return the first host of a node list as SLURM writes it: ``gpu[03-07,12]-ib,login`` →
+    ``gpu03-ib``."""
     found = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", nodes.strip())
     if found is None:
         raise ArgumentError(
@@ -173,5 +175,5 @@ def _check_rank(name: str, rank: int, total: str, size: int) -> None:
 
 
 def restarts() -> str:
-    """How often torchrun has started this job's processes anew."""
+    """Return how often torchrun has started this job's processes anew."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

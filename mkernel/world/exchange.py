@@ -29,7 +29,7 @@ class Exchange:
         self._bootstrap.publish(key, value)
 
     def peek(self, key: str) -> Any | None:
-        """The value of ``key`` or None where it is not set. Does not wait. Untrusted."""
+        """Return the value of ``key`` or None where it is not set. Does not wait. Untrusted."""
         return self._bootstrap.peek(key)
 
     def collect(
@@ -39,8 +39,8 @@ class Exchange:
         check: Check | None = None,
         late: str = LATE,
     ) -> dict[int, Any]:
-        """The values of ``key/<rank>``, of all ranks by default. Timeout (which breaks the world),
-        PeerFailure.
+        """Return the values of ``key/<rank>``, of all ranks by default. Timeout (which breaks the
+        world), PeerFailure.
 
         Args:
             check: by default ends the wait where the world is broken or one of the ranks has left.
@@ -56,7 +56,7 @@ class Exchange:
     def gather(
         self, topic: str, value: Any, check: Check | None = None, late: str = LATE
     ) -> dict[int, Any]:
-        """What every rank says of a topic, each time anew. Collective. Timeout, PeerFailure.
+        """Return what every rank says of a topic, each time anew. Collective. Timeout, PeerFailure.
 
         What this rank said two times before is deleted from the store first: every rank has come past
         it. After the last answer nothing is asked of the store, whose host may be gone by then.

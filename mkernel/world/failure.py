@@ -112,7 +112,7 @@ class FailureMonitor:
         self._watchdog.start()
 
     def guard(self, pad: int) -> None:
-        """From now on abort the signal pad at this address too when the world breaks."""
+        """Abort from now on the signal pad at this address too when the world breaks."""
         self._pads.append(pad)
         if self.notice is not None:  # an alarm rang before there was a pad to write it to
             self.take(self.notice)
@@ -233,7 +233,7 @@ class FailureMonitor:
             raise self._failed(first) from error
 
     def _recorded(self) -> _Record | None:
-        """What this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
+        """Return what this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
         for pad in self._pads:
             if _transport.pad_aborted(pad):
                 return _transport.pad_outcome(pad)
@@ -253,7 +253,7 @@ class FailureMonitor:
         return None
 
     def _attribute(self, code: _transport.AbortCode, who: _transport.Diagnosis) -> WorldError:
-        """The one error that every rank of a broken world raises."""
+        """Return the one error that every rank of a broken world raises."""
         if not self._noticed.wait(_ATTRIBUTION_S):
             self.tell(self._local_error(code, who))
         notice = self.notice
@@ -262,7 +262,7 @@ class FailureMonitor:
         return self._failed(notice)
 
     def _failed(self, notice: Notice) -> WorldError:
-        """The notice's error, which says where the failure is kept."""
+        """Return the notice's error, which says where the failure is kept."""
         self.raised = True
         kept = self._keep()
         return replace(notice, message=notice.message.removesuffix(kept) + kept).error()
@@ -326,14 +326,16 @@ class FailureMonitor:
         return Timeout(f"the NIC did not complete its puts within {self.timeout_s:g} s")
 
     def _call_of(self, op: int) -> int:
-        """The number of a call of which a diagnosis has the low 32 bits: the latest with these."""
+        """Return the number of a call of which a diagnosis has the low 32 bits: the latest with
+        these."""
         latest = self.call[0]
         found = latest - ((latest - op) & 0xFFFFFFFF)
         return found if found > 0 else op
 
     def who_is_behind(self) -> str:
-        """The first rank that has not reached this call, in words, and the other world that keeps it
-        busy; empty where there is none. The rank that is waited for may itself wait for another."""
+        """Return the first rank that has not reached this call, in words, and the other world that
+        keeps it busy; empty where there is none. The rank that is waited for may itself wait for
+        another."""
         call = self.call[0]
         for rank in range(self.size):
             with contextlib.suppress(MkernelError):

@@ -44,11 +44,11 @@ class GroupStore(Store):
         self._bootstrap.publish(_name(key), base64.b64encode(raw).decode())
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is there. Timeout, Untrusted, what ``check`` raises."""
+        """Return the value of a key, once it is there. Timeout, Untrusted, what ``check`` raises."""
         return base64.b64decode(self._collect([key], self._timeout_s)[key])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there. Untrusted."""
+        """Return whether all keys are there. Untrusted."""
         return all(self._bootstrap.peek(_name(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -91,12 +91,12 @@ class GroupStore(Store):
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long ``get`` and ``wait`` wait by default."""
+        """Return how long ``get`` and ``wait`` wait by default."""
         self._timeout_s = timeout.total_seconds()
 
     @property
     def timeout(self) -> timedelta:
-        """How long ``get`` and ``wait`` wait by default."""
+        """Return how long ``get`` and ``wait`` wait by default."""
         return timedelta(seconds=self._timeout_s)
 
     def clone(self) -> GroupStore:
@@ -109,8 +109,8 @@ class GroupStore(Store):
 
 
 def innermost(store: Store) -> Store:
-    """The store in which others put their prefixes. Where it is written in Python torch does not keep
-    it alive: who uses it does."""
+    """Return the store in which others put their prefixes. Where it is written in Python torch does
+    not keep it alive: who uses it does."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

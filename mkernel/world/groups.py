@@ -21,7 +21,7 @@ name, or itself. None: the default world."""
 
 
 def process_group(group: object) -> ProcessGroup:
-    """The process group that a world is to be made of.
+    """Return the process group that a world is to be made of.
 
     Raises:
         ArgumentError: it is neither a ProcessGroup nor a DeviceMesh of one dimension, or this rank is
@@ -53,13 +53,13 @@ def process_group(group: object) -> ProcessGroup:
 
 
 def global_ranks(group: ProcessGroup) -> list[int]:
-    """The ranks of a group in torch's default one, by rank in the group."""
+    """Return the ranks of a group in torch's default one, by rank in the group."""
     return list(torch.distributed.get_process_group_ranks(group))
 
 
 def stores(group: ProcessGroup) -> tuple[Store, Store]:
-    """Two clients of the group's store, neither of which anybody else uses: requests of one client wait
-    for each other, and torch lets some block."""
+    """Return two clients of the group's store, neither of which anybody else uses: requests of one
+    client wait for each other, and torch lets some block."""
     own: Any = torch.distributed.distributed_c10d._get_process_group_store(group)
     return _client(own, group), _client(own, group)
 

@@ -33,7 +33,7 @@ def world_key(
     one_host: bool | None,
     settings: Settings,
 ) -> bytes:
-    """The key that seals all messages of a world. Collective.
+    """Return the key that seals all messages of a world. Collective.
 
     It is derived from the job's secret and a nonce of every rank, so that no message of another world
     can be replayed in this one, even where several jobs share a secret.
@@ -124,8 +124,8 @@ class _Meeting:
 
 
 def _on_one_host(store: Store, rank: int, size: int, meeting: _Meeting) -> bool:
-    """Whether all ranks say that they run on this host. Nobody signs that yet: a stranger could make
-    them take the wrong way to a secret, on which they then find none."""
+    """Return whether all ranks say that they run on this host. Nobody signs that yet: a stranger
+    could make them take the wrong way to a secret, on which they then find none."""
     greetings = Bootstrap(store)
     greetings.publish(f"greeting/{rank}", host_identity())
     found = meeting.collect(greetings, "greeting", range(size))
@@ -167,7 +167,7 @@ def _job_secret(
 
 
 def _make(store: Store, size: int, undo: contextlib.ExitStack) -> bytes:
-    """A new secret, on offer to this user's processes on this host until ``undo`` closes."""
+    """Return a new secret, on offer to this user's processes on this host until ``undo`` closes."""
     secret = secrets.token_bytes(_SECRET_BYTES)
     if size > 1:
         memory = os.memfd_create("mkernel-secret", os.MFD_CLOEXEC)

@@ -26,7 +26,7 @@ def meet(
 
 
 def nodes(hosts: Sequence[tuple[str, int]], names: Sequence[int]) -> int:
-    """The number of nodes of a group whose ranks are on these hosts.
+    """Return the number of nodes of a group whose ranks are on these hosts.
 
     Args:
         names: what to call the ranks in messages.

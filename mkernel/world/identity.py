@@ -47,5 +47,5 @@ class Backends:
 
     @property
     def accelerators(self) -> tuple[str, ...]:
-        """All of them, in order."""
+        """Return all accelerators, in order."""
         return (self.accelerator, *self.companions)

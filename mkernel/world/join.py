@@ -86,7 +86,7 @@ class Membership:
 
     @property
     def engine(self) -> Engine:
-        """The one that the world was made with."""
+        """Return the engine that the world was made with."""
         return self.engines[self._backends.accelerator]
 
     def join(self) -> None:
@@ -105,7 +105,7 @@ class Membership:
 
     @cached_property
     def group_store(self) -> GroupStore:
-        """The store through which a process group of these ranks may exchange addresses."""
+        """Return the store through which a process group of these ranks may exchange addresses."""
         return group_store(self._failure)
 
     def _open(self) -> None:
@@ -201,7 +201,7 @@ class Membership:
     # ---- meeting -------------------------------------------------------------------------------
 
     def _meet(self) -> dict[int, Peer]:
-        """All ranks, once each has said who it is and the same as this one about the world."""
+        """Return all ranks, once each has said who it is and the same as this one about the world."""
         world = {
             "mkernel": __version__,
             "nodes": self._me.nodes,
@@ -312,7 +312,8 @@ class Membership:
 
 
 def _version_in(hello: Any) -> str | None:
-    """Which version of mkernel wrote a hello; None: it does not say, or nobody of ours wrote it."""
+    """Return which version of mkernel wrote a hello; None: it does not say, or nobody of ours wrote
+    it."""
     world = hello.get("world") if isinstance(hello, dict) else None
     version = world.get("mkernel") if isinstance(world, dict) else None
     return version if isinstance(version, str) else None

@@ -41,7 +41,8 @@ class JoinDeadline:
         return time.monotonic() > self._until + _LATER_S
 
     def late(self, what: str) -> Timeout:
-        """The error of a join that did not end in time. ``what``: it still waits for, in words."""
+        """Return the error of a join that did not end in time. ``what``: it still waits for, in
+        words."""
         return Timeout(
             f"{what} within {self._limit_s:g} s, which a rank has to join a world "
             "(MKERNEL_JOIN_TIMEOUT_S raises the limit)"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def known_calls(
     calls: object, failure: object, running: deque[Launch], turns: Turns, pad: int
 ) -> KnownCalls | None:
-    """What starts one world's calls without Python. None: this torch, or this build, has no way.
+    """Return what starts one world's calls without Python. None: this torch, or this build, has no way.
 
     Args:
         calls, failure: the world's Calls and FailureMonitor, whose state it reads and moves on.

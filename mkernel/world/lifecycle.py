@@ -124,7 +124,7 @@ class _Wanted(NamedTuple):
 
 
 def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | None) -> World:
-    """The world of all ranks that a launcher started."""
+    """Return the world of all ranks that a launcher started."""
     job = environment.started()
     nodes = settings.nodes if wanted.nodes is None else wanted.nodes
     identity = _identity(job, nodes, wanted.ranks_per_node)
@@ -148,7 +148,7 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
 
 
 def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World:
-    """The world of a process group's ranks."""
+    """Return the world of a process group's ranks."""
     name, rank, size = group.group_name, group.rank(), group.size()
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
@@ -174,12 +174,12 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
 
 
 def _of_join(settings: Settings, deadline: JoinDeadline) -> Settings:
-    """The settings, with no longer waits than the join has time for."""
+    """Return the settings, with no longer waits than the join has time for."""
     return settings.model_copy(update={"timeout_s": deadline.wait_s(settings.timeout_s)})
 
 
 def _part(settings: Settings) -> int:
-    """The emulated node that this rank is on, where the hosts of its job are split."""
+    """Return the emulated node that this rank is on, where the hosts of its job are split."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     nodes = settings.nodes
     job = worlds.default
@@ -243,7 +243,7 @@ def _join(
 
 
 def _prefix(name: str) -> str:
-    """Of the keys of the next world of that group, which no world had before."""
+    """Return the prefix of the keys of the next world of that group, which no world had before."""
     generations[name] += 1
     return f"mkernel/{environment.restarts()}/{generations[name]}"
 
@@ -305,8 +305,8 @@ def synchronize(group: Group = None) -> None:
 
 
 def stats(group: Group = None) -> Statistics:
-    """What this rank's calls of a world came to so far: calls by op, bytes sent by way, new shapes,
-    waits of the host, commands that the NIC could not take at once, errors. Not collective.
+    """Return what this rank's calls of a world came to so far: calls by op, bytes sent by way, new
+    shapes, waits of the host, commands that the NIC could not take at once, errors. Not collective.
 
     Args:
         group: names the world; None: the default one.
@@ -318,7 +318,7 @@ def stats(group: Group = None) -> Statistics:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torch.Tensor:
-    """A row-major tensor in symmetric memory of a world's accelerator; its contents are zero.
+    """Return a row-major tensor in symmetric memory of a world's accelerator; its contents are zero.
 
     Collective: every rank, with the same shape and dtype, in the same order. Ops that take such a
     tensor (``out`` of :func:`mkernel.gemm_all_reduce`, ``gathered`` of
@@ -340,10 +340,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
 
 
 def graph_pool(group: Group = None) -> tuple[int, int] | None:
-    """A new pool of a CUDA graph's memory, for ``torch.cuda.graph(graph, pool=mkernel.graph_pool())``:
-    outputs that ops of a world allocate while the graph is captured then lie where peers put their
-    results straight into them, as those of eager calls do. By torch's own pool they are copied there
-    at the end of each call. The result is the same. Not collective.
+    """Return a new pool of a CUDA graph's memory, for ``torch.cuda.graph(graph,
+    pool=mkernel.graph_pool())``: outputs that ops of a world allocate while the graph is captured then
+    lie where peers put their results straight into them, as those of eager calls do. By torch's own
+    pool they are copied there at the end of each call. The result is the same. Not collective.
 
     Graphs may share one as they may share ``torch.cuda.graph_pool_handle()``. All that is captured
     takes memory of it, and where it is full, ordinary memory. ``MKERNEL_HOPPER_OUTPUTS`` says how large
@@ -363,7 +363,7 @@ def graph_pool(group: Group = None) -> tuple[int, int] | None:
 
 
 def current(group: Group = None) -> World:
-    """The world of a group of this process's; None: the default one.
+    """Return the world of a group of this process's; None: the default one.
 
     Raises:
         NotInitialized: there is none. ArgumentError: ``group`` cannot name one.
@@ -378,7 +378,7 @@ def current(group: Group = None) -> World:
 
 
 def is_initialized(group: Group = None) -> bool:
-    """Whether this process is in a world of a group; None: in a default one."""
+    """Return whether this process is in a world of a group; None: in a default one."""
     try:
         current(group)
     except NotInitialized:

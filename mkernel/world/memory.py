@@ -50,12 +50,12 @@ class Arena:
     buffer: SymmetricBuffer
 
     def holds(self, areas: Sequence[int]) -> bool:
-        """Whether a plan that needs these has room."""
+        """Return whether a plan that needs these has room."""
         return len(areas) <= len(self.sizes) and all(map(int.__le__, areas, self.sizes))
 
     def larger(self, areas: Sequence[int]) -> Arena:
-        """One that also holds these. It is at least twice as large, so that all that earlier plans keep
-        is no more than the newest."""
+        """Return one that also holds these. It is at least twice as large, so that all that earlier
+        plans keep is no more than the newest."""
         pairs = itertools.zip_longest(self.sizes, areas, fillvalue=0)
         sizes = [max(need, 2 * size if need > size else size) for size, need in pairs]
         least, total = 2 * sum(self.sizes), sum(sizes)
@@ -74,7 +74,7 @@ class PlanMemory:
 
     @property
     def region(self) -> int:
-        """What NICs read and write."""
+        """Return what NICs read and write."""
         if self.staging is not None:
             return self.staging.region
         return self.arena.buffer.region if self.arena else 0
@@ -176,7 +176,8 @@ class SymmetricHeap:
         prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
         source: symmetric.Source | None = None,
     ) -> SymmetricBuffer:
-        """A buffer until the end of the world, from the accelerator or another source. Collective."""
+        """Return a buffer until the end of the world, from the accelerator or another source.
+        Collective."""
         region = next(self._regions)
         unreached = self.staged and source is None
         try:
@@ -222,7 +223,7 @@ class SymmetricHeap:
         self._plans.forgets = known.forget
 
     def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-        """By name, where those tensors lie that are in a buffer of ``empty``."""
+        """Return by name where those tensors lie that are in a buffer of ``empty``."""
         found = {}
         for name, tensor in tensors.items() if self._users else ():
             start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
@@ -245,14 +246,14 @@ class SymmetricHeap:
     # ---- what plans share ----------------------------------------------------------------------
 
     def has_outputs(self, plan: LaunchPlan) -> bool:
-        """Whether the backend has memory for outputs of a plan's calls. Not before the first of them.
-        Any thread: this is no use of the plan, whose order is the same on every rank."""
+        """Return whether the backend has memory for outputs of a plan's calls. Not before the first
+        of them. Any thread: this is no use of the plan, whose order is the same on every rank."""
         memory = self._plans.get(plan.digest())
         return memory is not None and memory.outputs
 
     def of_plan(self, plan: LaunchPlan) -> PlanMemory:
-        """What a plan's calls use. Collective where it needs more memory than any plan before; all
-        ranks agree on the plan first."""
+        """Return what a plan's calls use. Collective where it needs more memory than any plan
+        before; all ranks agree on the plan first."""
         digest = plan.digest()
         return self._plans[digest] or self._adopt(plan, digest)
 
@@ -285,7 +286,7 @@ class SymmetricHeap:
         return self._arena
 
     def _add_outputs(self, nbytes: int) -> None:
-        """One more range, where it is needed and every rank has memory for it: calls do without."""
+        """Add one more range, where it is needed and every rank has memory for it: calls do without."""
         enough = self._outputs is not None and self._outputs.nbytes >= nbytes
         if enough or not self._takes_outputs:
             return

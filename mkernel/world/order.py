@@ -58,20 +58,21 @@ class DeviceOrder:
         self.last: dict[bool, Queued] = {}
 
     def join(self, turns: Turns) -> None:
-        """A world begins. What other worlds have queued is over when this returns: while a world is
-        alone nobody notes where it queues its calls."""
+        """Record that a world begins. What other worlds have queued is over when this returns: while
+        a world is alone nobody notes where it queues its calls."""
         with self.lock:
             self._drain(list(self.turns))
             self.last.clear()
             self.turns.add(turns)
 
     def leave(self, turns: Turns) -> None:
-        """A world has ended."""
+        """Record that a world has ended."""
         with self.lock:
             self.turns.discard(turns)
 
     def follow(self, world: str) -> None:
-        """What is queued on the current stream from now on comes after the last call of other worlds.
+        """Make what is queued on the current stream from now on come after the last call of other
+        worlds.
 
         A call that is being captured comes after those of the same capture; replays of graphs are
         ordered by their streams alone.
@@ -118,7 +119,7 @@ class DeviceOrder:
                 each.drain()
 
     def queued(self, world: str) -> None:
-        """A call has been queued on the current stream."""
+        """Record that a call has been queued on the current stream."""
         if len(self.turns) < 2:
             return
         module = torch.get_device_module(self._device)
@@ -128,14 +129,15 @@ class DeviceOrder:
 
 
 def capturing(module: Any) -> bool:
-    """Whether the current stream is captured, of a device whose functions are torch's ``module``."""
+    """Return whether the current stream is captured, of a device whose functions are torch's
+    ``module``."""
     asked = getattr(module, "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 
 @cache
 def order_of(device: str) -> DeviceOrder:
-    """The order of this process's calls on the devices that torch calls ``device``."""
+    """Return the order of this process's calls on the devices that torch calls ``device``."""
     return DeviceOrder(device)
 
 
@@ -190,11 +192,11 @@ class Turns:
         self.order.lock.release()
 
     def join(self) -> None:
-        """The world begins to make calls."""
+        """Record that the world begins to make calls."""
         self.order.join(self)
 
     def leave(self) -> None:
-        """The world makes no call any more."""
+        """Record that the world makes no call any more."""
         self.order.leave(self)
         self.drain = _nothing  # which refers to the world
 
@@ -207,7 +209,8 @@ class Turns:
         self.order.queued(self.world)
 
     def elsewhere(self) -> str:
-        """The other world that this process is calling or making; empty: there is none. Any thread."""
+        """Return the other world that this process is calling or making; empty: there is none. Any
+        thread."""
         busy = (*self.order.under_way[-1:], *_being_made[-1:])
         return next((world for world in busy if world != self.world), "")
 

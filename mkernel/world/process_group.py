@@ -40,7 +40,7 @@ class _Groups:
         self._in_use: set[ProcessGroup] = set()
 
     def made_default(self) -> bool:
-        """Whether torch's default group is one that a world made."""
+        """Return whether torch's default group is one that a world made."""
         return self._default is not None and _default_group() is self._default
 
     def make(
@@ -53,7 +53,7 @@ class _Groups:
         options: Any,
         name: str,
     ) -> ProcessGroup:
-        """A group named ``name``, or torch's default one where there is none. Collective."""
+        """Return a group named ``name``, or torch's default one where there is none. Collective."""
         with self._lock:
             before = _default_group()
             if before is None:
@@ -109,7 +109,7 @@ def _beside(
     options: Any,
     name: str,
 ) -> ProcessGroup:
-    """A group that only its own ranks have to know of.
+    """Return a group that only its own ranks have to know of.
 
     Torch's ``new_group`` counts groups to name them, and splits communicators of the default group, so
     that *all* ranks have to call it alike. Without a default group it does neither.
@@ -135,7 +135,7 @@ _groups = _Groups()
 
 
 def has_users_default() -> bool:
-    """Whether the program itself has initialized torch.distributed."""
+    """Return whether the program itself has initialized torch.distributed."""
     return (
         distributed.is_available() and distributed.is_initialized() and not _groups.made_default()
     )
@@ -153,7 +153,8 @@ def open_group(
     one_host: bool,
     undo: contextlib.ExitStack,
 ) -> ProcessGroup:
-    """A group of a world's ranks. Backends that ask for one leave all traffic to it, between nodes too.
+    """Return a group of a world's ranks. Backends that ask for one leave all traffic to it, between
+    nodes too.
 
     Args:
         store: carries the addresses that the ranks exchange, under keys with ``prefix``.
@@ -214,7 +215,7 @@ def _loopback() -> Iterator[None]:
 
 
 def group_store(failure: FailureMonitor) -> GroupStore:
-    """The store through which process groups of a world's ranks exchange addresses."""
+    """Return the store through which process groups of a world's ranks exchange addresses."""
 
     def check() -> None:
         if failure.notice is not None:

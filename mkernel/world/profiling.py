@@ -24,7 +24,8 @@ _inside = threading.local()
 
 
 def wanted() -> bool:
-    """Whether a call that begins now shall be named: somebody looks, and no range is open for it."""
+    """Return whether a call that begins now shall be named: somebody looks, and no range is open for
+    it."""
     looks = profiler._is_profiler_enabled or nvtx is not None
     return looks and not getattr(_inside, "named", False)
 

@@ -80,7 +80,8 @@ class Registry:
         return self.default
 
     def all(self) -> list[World]:
-        """The newest first: ranks that share several make them in one order, and so end them in one."""
+        """Return the worlds, the newest first: ranks that share several make them in one
+        order, and so end them in one."""
         with self._lock:
             return list(reversed(self._worlds.values()))
 

@@ -56,11 +56,11 @@ class CallKind:
 
     @property
     def calls(self) -> int:
-        """How often they were made."""
+        """Return how often they were made."""
         return int.from_bytes(self.counter, sys.byteorder)
 
     def count(self) -> None:
-        """One more."""
+        """Count one more."""
         self.counter[:] = (self.calls + 1).to_bytes(8, sys.byteorder)
 
 
@@ -83,7 +83,7 @@ class CallCounters:
         self.errors = 0
 
     def of(self, key: str, plan: LaunchPlan) -> CallKind:
-        """The kind of calls with an agreement key."""
+        """Return the kind of calls with an agreement key."""
         found = self._kinds.get(key)
         if found is None:
             if len(self._kinds) >= _MOST:

@@ -101,7 +101,7 @@ def allocate(
 
 
 def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes: int) -> str:
-    """The key of host or device memory."""
+    """Return the key of host or device memory."""
     try:
         dmabuf = memory.dmabuf()
     except OSError:

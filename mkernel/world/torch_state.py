@@ -21,8 +21,9 @@ tracing = torch._C._is_tracing
 
 
 def native_functions(device: str) -> dict[str, Any] | None:
-    """What native code asks of torch (``backends/runtime/known/torch_view.cpp``), for calls on tensors
-    of a type of device. None: this torch lets nobody read tensors from native code (before 2.10)."""
+    """Return what native code asks of torch (``backends/runtime/known/torch_view.cpp``), for calls
+    on tensors of a type of device. None: this torch lets nobody read tensors from native code
+    (before 2.10)."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
         return None

@@ -73,7 +73,7 @@ class Notice:
 
     @classmethod
     def from_error(cls, rank: int, error: BaseException) -> Notice:
-        """The notice that tells the other ranks of an error raised on ``rank``."""
+        """Return the notice that tells the other ranks of an error raised on ``rank``."""
         if isinstance(error, Timeout):
             details = {} if error.diagnosis is None else {"diagnosis": vars(error.diagnosis)}
             return cls("Timeout", rank, str(error), details)
@@ -90,7 +90,7 @@ class Notice:
         return cls("PeerFailure", rank, text, {})
 
     def error(self) -> WorldError:
-        """The exception that every rank raises."""
+        """Return the exception that every rank raises."""
         if self.kind == "Timeout":
             found = self.details.get("diagnosis")
             return Timeout(self.message, Diagnosis(**found) if found else None)
@@ -242,8 +242,8 @@ class Watchdog:
         return set(self._left)
 
     def busy_with(self, rank: int, call: int) -> str:
-        """The other world that kept a rank busy, as it last said, before it came to this call of ours;
-        empty: it said none."""
+        """Return the other world that kept a rank busy, as it last said, before it came to this call
+        of ours; empty: it said none."""
         number, world = self._elsewhere.get(rank, (call, ""))
         return world if number < call else ""
 
@@ -274,7 +274,7 @@ class Watchdog:
             self._say_left()
 
     def _watch(self) -> Notice | None:
-        """The world's first notice; None once it is to stop."""
+        """Return the world's first notice; None once it is to stop."""
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
         for fd in self._pidfds:

@@ -137,14 +137,14 @@ class World:
 
     @property
     def accelerator(self) -> AcceleratorBackend:
-        """The backend that this world was made with; no other world uses this instance."""
+        """Return the backend that this world was made with; no other world uses this instance."""
         return self._membership.engine.accelerator
 
     def engine(
         self, op: str, takes: Callable[[AcceleratorCapabilities], bool] | None = None
     ) -> Engine:
-        """What runs an op's calls: the first of the world's accelerators that provides it; for ops that
-        read what another op's call left, the one of that. Unsupported.
+        """Return what runs an op's calls: the first of the world's accelerators that provides it; for
+        ops that read what another op's call left, the one of that. Unsupported.
 
         ``takes``: of those the first that takes the call; None: they all take the same calls.
         """
@@ -158,23 +158,24 @@ class World:
 
     @property
     def topology(self) -> Topology:
-        """The machines of all ranks; the same model on every rank."""
+        """Return the machines of all ranks; the same model on every rank."""
         return self._membership.topology
 
     @property
     def map(self) -> WorldMap:
-        """Where its ranks are and how bytes go between them: what plans of its first accelerator are
-        made with."""
+        """Return where its ranks are and how bytes go between them: what plans of its first
+        accelerator are made with."""
         return self._membership.engine.map
 
     @property
     def nic(self) -> NicSession | None:
-        """The NIC session to other nodes; None in a world of one node."""
+        """Return the NIC session to other nodes; None in a world of one node."""
         return self._membership.session
 
     @property
     def group_store(self) -> GroupStore:
-        """The store through which a process group of this world's ranks may exchange addresses."""
+        """Return the store through which a process group of this world's ranks may exchange
+        addresses."""
         return self._membership.group_store
 
     def seal(self, purpose: str) -> Seal:
@@ -235,8 +236,8 @@ class World:
     def output(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A plan's ``out``, row-major and without contents, on the device of ``like``: where peers may
-        write it, if the accelerator has such memory for it."""
+        """Return a plan's ``out``, row-major and without contents, on the device of ``like``: where
+        peers may write it, if the accelerator has such memory for it."""
         if plan.accelerator in self.backends.companions:
             return torch.empty(shape, dtype=dtype, device=like.device)
         return self._calls.output(plan, shape, like, dtype)
@@ -251,7 +252,7 @@ class World:
         self._calls.synchronize()
 
     def statistics(self) -> Statistics:
-        """What this rank's calls came to so far. Not collective."""
+        """Return what this rank's calls came to so far. Not collective."""
         calls: Counter[str] = Counter()
         sent_bytes: Counter[Way] = Counter()
         companions = [one for one, _ in self._companions.values()]
@@ -320,7 +321,7 @@ class World:
     # ---- its accelerators ----------------------------------------------------------------------
 
     def _companion(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> Calls:
-        """The calls of a companion, which the first of them opens. Collective then."""
+        """Return the calls of a companion, which the first of them opens. Collective then."""
         name = plan.accelerator
         if name in self._companions:
             return self._companions[name][0]
@@ -358,7 +359,8 @@ class World:
         return Turns(device, name, limit_s, self._drain, failure.tell)
 
     def _elsewhere(self) -> str:
-        """The other world that this process is calling or making; empty: there is none. Any thread."""
+        """Return the other world that this process is calling or making; empty: there is none. Any
+        thread."""
         busy = self._turns.elsewhere()
         return "" if busy in {turns.world for _, turns in self._companions.values()} else busy
 
