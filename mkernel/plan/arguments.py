@@ -1,4 +1,4 @@
-"""Arguments of a plan that are not sizes: checked against what the backend claims."""
+"""Checks of a plan's arguments other than sizes against what the backend claims."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MAX_RANKS = 131072
 """The largest world that is planned."""
 
 _NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", *COMPANIONS)
-"""Ops of which every pair of ranks exchanges rows of its own: no message of theirs serves a node."""
+"""Ops that exchange separate rows between every pair of ranks, so no message serves a whole
+node."""
 
 
 _GEMMS: tuple[str, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -34,10 +35,11 @@ _LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 def check_world(
     nodes: int, ranks_per_node: int, names: tuple[str, str] = ("nodes", "ranks_per_node")
 ) -> None:
-    """ArgumentError where no world has so many: up to 16,384 nodes of 256 ranks, 131,072 in all.
+    """Raise ArgumentError unless the world has at most 16,384 nodes of 256 ranks, 131,072 ranks in
+    all.
 
     Args:
-        names: of the two arguments in messages.
+        names: what messages call the two arguments.
     """
     check_integer(ArgumentError, names[0], nodes, MAX_NODES)
     check_integer(
@@ -46,8 +48,9 @@ def check_world(
 
 
 def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple[Exchange, ...]:
-    """Return those to choose from; the default first. Where nodes or their ranks are one all are the
-    same, and it is direct. ArgumentError."""
+    """Check the wish and return the exchanges to choose from, the default first. With one node
+    or one rank a node all exchanges are the same, and the result is ``direct``. Raises
+    ArgumentError."""
     if wanted not in ("auto", *_EXCHANGES):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(_EXCHANGES)}")
     if 1 in (nodes, ranks_per_node):
@@ -62,8 +65,8 @@ def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple
 
 
 def way_home(op: str, sizes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Returns | None]:
-    """Return the sizes and options of an op's shape, and the wish ``returns`` that came with those of
-    GEMM+combine: how results come home. ArgumentError."""
+    """Split the wish ``returns`` off the sizes and options of GEMM+combine: how results come home.
+    Returns the other sizes and options, and the wish or None. Raises ArgumentError."""
     if canonical(op) != "moe_gemm_combine" or "returns" not in sizes:
         return sizes, None
     wanted = sizes["returns"]
@@ -73,16 +76,16 @@ def way_home(op: str, sizes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Retu
 
 
 def path_of(op: str, setting: PathChoice) -> PathChoice:
-    """Return the path that calls of an op are asked to take where a setting names one: it is of GEMM
-    ops, since others have one path."""
+    """Return the path that calls of an op request, given the setting. The setting concerns GEMM ops
+    only, since the other ops have one path; they get ``auto``."""
     return setting if forward(op) in _GEMMS else "auto"
 
 
 def has_library_path(
     path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> bool:
-    """Return whether the op has one in that world. ArgumentError; Unsupported: it is asked for in
-    vain."""
+    """Return whether the op has a library path in that world. Raises ArgumentError for an unknown
+    path, and Unsupported if ``path`` asks for a library path that does not exist."""
     if path not in _PATHS:
         raise ArgumentError("path", repr(path), f"one of: {', '.join(_PATHS)}")
     found = op in capabilities.library_ops and nodes == 1
@@ -98,8 +101,8 @@ def has_library_path(
 def check_dtype(
     argument: str, value: str, claimed: tuple[DtypeName, ...], accelerator: str
 ) -> DtypeName:
-    """Return the value, or a dtype of torch, as a dtype of those that the backend claims.
-    DtypeError."""
+    """Check a dtype, given by name or as a dtype of torch, and return its name. Raises DtypeError
+    unless the backend claims it."""
     value = str(value).removeprefix("torch.")
     value = E4M3 if value == "float8_e4m3" else value
     if value not in _DTYPES:
@@ -117,7 +120,8 @@ def check_dtype(
 def check_layout(
     value: str, op: OpName, capabilities: AcceleratorCapabilities, accelerator: str
 ) -> Layout:
-    """Return the value as a layout of B that the backend claims. LayoutError, ArgumentError."""
+    """Check the layout of B and return it. Raises LayoutError if the backend does not claim it,
+    ArgumentError if it is unknown or the op has no B."""
     if value not in _LAYOUTS:
         raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(_LAYOUTS)}")
     if value != "row" and forward(op) in _WITHOUT_B:

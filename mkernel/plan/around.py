@@ -1,4 +1,4 @@
-"""What an op does on its own rank before and after a launch."""
+"""Steps that an op does on its own rank before and after a launch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 
 _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 NORMALISES: tuple[OpName, ...] = ("gemm_all_reduce", "all_reduce")
-"""Ops whose results are sums over ranks that every rank gets, whole rows of them."""
+"""Ops that give every rank whole rows of a sum over ranks, which can be normalised."""
 
 
 class Norm(NamedTuple):
-    """Of the rows of a sum over ranks: whether a residual is added before, and what is added to the
-    mean of squares."""
+    """The normalisation of the rows of a sum over ranks: ``residual`` says whether a residual is
+    added before it, and ``eps`` is added to the mean of squares."""
 
     residual: bool
     eps: float
 
 
 class Around(NamedTuple):
-    """What :class:`mkernel.plan.model.CommonPart` is made of.
+    """The steps around a launch, from which :class:`mkernel.plan.model.CommonPart` is made.
 
     Attributes:
         copies: tensors that the op copies: operands before, results after the launch.
-        bias: whether there is one.
-        norm: of the results of ops that have them all; None: there is none.
+        bias: whether a bias is added.
+        norm: the normalisation, for ops that give every rank whole rows; None: there is none.
         products: columns of each B where AllGather+GEMM is given several; the most of these are N.
-        scales: of e4m3 operands; None: the operands are others.
+        scales: scales of e4m3 operands; None: the operands have another dtype.
     """
 
     copies: tuple[Copied, ...] = ()
@@ -44,10 +44,10 @@ NOTHING = Around()
 
 
 def check_around(op: OpName, around: Around, columns: int | None) -> None:
-    """ArgumentError for what an op does not do.
+    """Raise ArgumentError for steps that an op does not do.
 
     Args:
-        columns: of the product that is launched.
+        columns: columns of the product that is launched.
     """
     _check_norm(op, around.norm)
     if op not in _GEMMS:

@@ -1,4 +1,4 @@
-"""What an accelerator backend claims."""
+"""The capabilities that an accelerator backend claims."""
 
 from __future__ import annotations
 
@@ -14,40 +14,44 @@ from mkernel.topology.sources.chips import architecture, described
 
 
 class AcceleratorCapabilities(Model):
-    """What an accelerator backend claims; the conformance kit holds it to exactly this."""
+    """The capabilities that an accelerator backend claims; the conformance kit holds it to exactly
+    this."""
 
     ops: tuple[str, ...]
     dtypes: tuple[DtypeName, ...]
     out_dtypes: tuple[DtypeName, ...]
     mixed_dtypes: bool = True
-    """Whether the output's dtype may differ from the inputs'."""
+    """Says that the output's dtype may differ from the inputs'."""
     rounded_partials: bool = False
-    """Whether a sum over ranks may add results of single ranks that were rounded to the output's
+    """Says that a sum over ranks may add results of single ranks that were rounded to the output's
     dtype, each once; else everything is float32 until the end."""
     b_layouts: tuple[Literal["row", "column"], ...]
     pitched: tuple[Literal["a", "b"], ...] = ()
-    """Operands of GEMM ops that it takes with any distance, a multiple of ``alignment_bytes``, between
-    rows (columns, of a column-major b). Other tensors whose elements are not packed are copied."""
+    """Operands of GEMM ops that the backend takes with any distance, a multiple of
+    ``alignment_bytes``, between rows (columns, if b is column-major). Other tensors whose elements
+    are not packed are copied."""
     packed_shards: bool = False
-    """Whether the ``a`` of AllGather+GEMM, which travels as it lies, is no such operand."""
+    """Says that AllGather+GEMM does not take a pitched ``a``, which travels as it lies."""
     adds_bias: bool = False
-    """Whether launches of GEMM ops add a bias before they round results. Else the op adds it to rounded
-    ones, and rounds again."""
+    """Says that launches of GEMM ops add a bias before they round results. Else the op adds it to
+    rounded results, and rounds again."""
     adds_norm: bool = False
-    """Whether launches of GEMM+AllReduce and AllReduce add a residual and normalise rows. Else the op
-    does both, on rounded sums."""
+    """Says that launches of GEMM+AllReduce and AllReduce add a residual and normalise rows. Else
+    the op does both, on rounded sums."""
     scale_modes: tuple[ScaleMode, ...] = ()
-    """Scales with which GEMM ops take e4m3 operands, of which B is column-major; empty: they take none.
-    Such results are those of ``out_dtypes`` that :data:`mkernel.plan.scales.RESULTS` has."""
+    """Scale modes with which GEMM ops take e4m3 operands, whose B is column-major; empty: they take
+    none. Results of such products have the dtypes in ``out_dtypes`` that
+    :data:`mkernel.plan.scales.RESULTS` lists."""
     fused_scale_modes: tuple[ScaleMode, ...] = ()
-    """Those of them that its own kernels take beside a library, where products may be added with fewer
-    bits (``use_fast_accum``) and worlds are of one node."""
+    """Scale modes that the backend's own kernels take beside a library, if products may be added
+    with fewer bits (``use_fast_accum``) and the world has one node."""
     fused_float32_scale_modes: tuple[ScaleMode, ...] = ()
-    """The same where products are added in float32."""
+    """The same as ``fused_scale_modes``, if products are added in float32."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
-    """``p2p``: kernels write to peers of the node. ``nic``: they also push puts to ranks of other
-    nodes. ``staged``: these rest in host memory where NICs do not reach the device's."""
+    """Paths of transfers. ``p2p``: kernels write to peers of the node. ``nic``: they also push puts
+    to ranks of other nodes. ``staged``: these rest in host memory where NICs do not reach the
+    device's."""
     peer_access: bool
     multicast: bool = False
     simulated: bool = False
@@ -56,20 +60,20 @@ class AcceleratorCapabilities(Model):
     """Blocks that plans may give to each kernel, where the described machine does not say how many
     cores its chips have."""
     most_cores: int | None = None
-    """The most of a chip's that they take, whatever it has; None: all."""
+    """The largest number of a chip's cores that kernels use, however many it has; None: all."""
     chunk_invariant: bool = True
-    """Whether results are bit-identical for every chunk size."""
+    """Says that results are bit-identical for every chunk size."""
     sums_in_rank_order: bool = True
-    """States whether what ranks add to a sum is added in rank order, in float32; if not, it is
-    added in another order, which is fixed too."""
+    """Says that the terms of ranks are added in rank order, in float32; if not, they are added in
+    another order, which is fixed too."""
     most_ranks: int | None = None
-    """Of a world; None: any number."""
+    """The largest world in ranks; None: any number."""
     stream_ordered: bool = False
-    """Whether a call is only queued on the device when the op returns, as torch's own ops are. What
-    breaks then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
+    """Says that a call is only queued on the device when the op returns, as torch's own ops are. A
+    failure then surfaces at the next call, at ``mkernel.synchronize()`` or at ``finalize()``."""
     settles_puts: bool = False
-    """Whether a call ends only when NICs are done with what it put, also where they keep no order. Else
-    the host waits for such a NIC after each call."""
+    """Says that a call ends only when NICs have completed its puts, even if they keep no order.
+    Else the host waits for such a NIC after each call."""
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
@@ -80,44 +84,44 @@ class AcceleratorCapabilities(Model):
     one_node_ops: tuple[str, ...] = ()
     """Ops that run in worlds of one node only."""
     far_returns: tuple[Returns, ...] = ("slots", "ranks")
-    """How results of MoE GEMM+combine may come home in worlds of several nodes."""
+    """The ways in which results of MoE GEMM+combine may come home in worlds of several nodes."""
     head_dims: tuple[int, ...] = ()
-    """Of attention; empty: any that is aligned."""
+    """Head dimensions that attention takes; empty: any that is aligned."""
     positions: int = 1
-    """What a rank holds of a sequence, each half of it where attention is causal, is a multiple of so
+    """A rank's part of a sequence, or each half of it if attention is causal, is a multiple of so
     many positions."""
     attention_layouts: tuple[AttentionLayout, ...] = ("heads",)
     activations: tuple[Activation, ...] = ()
-    """That dispatch+GEMM applies to its float32 sums, before it rounds them."""
+    """Activations that dispatch+GEMM applies to its float32 sums, before it rounds them."""
     documents: tuple[str, ...] = ()
     """Ops of attention that take sequences of several packed documents."""
     routing_of_ids: bool = False
-    """Whether the routing words of its MoE handles begin with the ids of all ranks' tokens and end with
-    the rows of the outputs. Backends with it read each other's handles: an op that reads one may run on
-    another backend than the dispatch."""
+    """Says that the routing words of its MoE handles begin with the ids of all ranks' tokens and
+    end with the rows of the outputs. Such backends read each other's handles: an op that reads one
+    may run on another backend than the dispatch."""
     kinds: tuple[KindName, ...] = ()
-    """Kinds of devices that it runs on; empty: any."""
+    """Kinds of devices that the backend runs on; empty: any."""
     architectures: tuple[str, ...] = ()
-    """Chips that its kernels run on; empty: any of these kinds."""
+    """Chips that the backend's kernels run on; empty: any of these kinds."""
     constants: MachineConstants | None = None
-    """Of its machine, from a data file that the backend brings. None: nothing is predicted of plans,
-    unless the user gives a file (``MKERNEL_CONSTANTS``)."""
+    """Constants of its machine, from a data file that the backend brings. None: no times of plans
+    are predicted, unless the user gives a file (``MKERNEL_CONSTANTS``)."""
     process_group: bool = False
-    """Whether calls need a torch.distributed group (``Call.group``), which carries all bytes between
-    ranks, in a node too, but those of ``put_ops``; no NIC session is opened."""
+    """Says that calls need a torch.distributed group (``Call.group``), which carries all bytes
+    between ranks, also within a node, except those of ``put_ops``; no NIC session is opened."""
     put_ops: tuple[str, ...] = ()
-    """With a process group: ops that do without it in a world of one node, where every rank's device
+    """Ops that do not need the process group in a world of one node in which every rank's device
     reaches every other's memory: their messages are puts of the backend's own (``p2p``)."""
     carrier: str = "torch.distributed"
-    """What the process group is, in words, for plans and reports."""
+    """The process group in words, for plans and reports."""
 
     def __hash__(self) -> int:
         # Plans are looked up by it: what tells most claims apart is enough.
         return hash((self.ops, self.compute_cores, self.comm_cores))
 
     def misfit(self, device: Accelerator) -> str | None:
-        """Return why calls cannot run on a device, as what the backend "is" or "has"; None: they
-        can, as far as one can tell. An emulated device is the backend's own."""
+        """Return why calls cannot run on a device, as what the backend "is" or "has"; None if
+        nothing known speaks against it. An emulated device is the backend's own."""
         if device.emulated:
             return None
         if self.simulated:
@@ -130,12 +134,13 @@ class AcceleratorCapabilities(Model):
         return None
 
     def takes_pitched(self, op: str) -> tuple[Literal["a", "b"], ...]:
-        """Return the ``pitched`` operands of a GEMM op."""
+        """Return the operands of a GEMM op that may be pitched."""
         shards = self.packed_shards and op == "all_gather_gemm"
         return tuple(name for name in self.pitched if not (shards and name == "a"))
 
     def with_cores(self, cores: int | None) -> Self:
-        """Return the same on chips of so many cores. None: they are not known."""
+        """Return these capabilities limited to chips of so many cores. None: the number is not
+        known."""
         if cores is None or self.compute_cores == cores >= self.comm_cores:
             return self
         cores = min(cores, self.most_cores or cores)
@@ -149,7 +154,7 @@ class AcceleratorCapabilities(Model):
 
     @property
     def between_nodes(self) -> bool:
-        """Return whether calls have a way to ranks of other nodes: puts of a NIC, or a process
+        """Return whether calls can reach ranks of other nodes, by puts of a NIC or by a process
         group."""
         return self.process_group or "nic" in self.transfer_paths
 
@@ -159,7 +164,7 @@ class AcceleratorCapabilities(Model):
         return "staged" in self.transfer_paths
 
     def provides(self, op: str, nodes: int) -> bool:
-        """Return whether it has the op in a world of so many nodes."""
+        """Return whether the backend has the op in a world of so many nodes."""
         return op in self.ops and (nodes == 1 or op not in self.one_node_ops)
 
     def ways_home(self, nodes: int) -> tuple[Returns, ...]:
@@ -167,7 +172,7 @@ class AcceleratorCapabilities(Model):
         return self.far_returns if nodes > 1 else get_args(Returns)
 
     def takes_attention(self, op: str, shape: AttentionShape, world: int) -> bool:
-        """Return whether it takes such sizes, where these are legal at all."""
+        """Return whether the backend takes an attention shape that is legal at all."""
         return (
             (not self.head_dims or shape.head_dim in self.head_dims)
             and shape.sequence % self.sequence_step(shape, world) == 0
@@ -176,7 +181,7 @@ class AcceleratorCapabilities(Model):
         )
 
     def sequence_step(self, shape: AttentionShape, world: int) -> int:
-        """Sequences of all ranks are a multiple of so many positions."""
+        """Return the number of positions of which the sequence of all ranks must be a multiple."""
         return world * (2 if shape.causal else 1) * self.positions
 
     def too_many(self, ranks: int) -> str | None:

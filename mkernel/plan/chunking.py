@@ -1,4 +1,4 @@
-"""How what a rank communicates is cut into tiles and chunks."""
+"""Rules that cut what a rank communicates into tiles and chunks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Tiling
 MAX_CHUNKS = 128
 """Chunks a source that the default aims to stay within: each chunk costs a signal."""
 MIN_TILES, MAX_TILES = 4, 64
-"""Default tiles a chunk: in steps of 4, so that a chunk is a whole number of 256 KiB."""
+"""The least and the most tiles a chunk by default: in steps of 4, so that a chunk is a whole number
+of 256 KiB."""
 
 
 def chunking(
     rows: int, k: int, dtype: DtypeName, chunk: int | None = None, tile: GemmTile = USUAL_TILE
 ) -> Chunking:
-    """Chunking of one rank's A [rows, k], in pieces of ``tile``: usually 128 rows by 512 bytes of K
-    (64 KiB).
+    """Cut one rank's A [rows, k] into pieces of ``tile``, usually 128 rows by 512 bytes of K (64
+    KiB), and these into chunks.
 
     A chunk is 4 tiles; where that gives
     more than 128 chunks it is ceil(tiles / 128) rounded up to a multiple of 4, at most 64 tiles
@@ -42,8 +43,8 @@ def cut(
     chunk: int | None = None,
     tile: GemmTile = USUAL_TILE,
 ) -> Chunking:
-    """Chunking of a GEMM op on ``world`` ranks: of A where it is gathered; of the output tiles that
-    a rank owns where partial results are reduced, by the same rule."""
+    """Cut what a GEMM op on ``world`` ranks communicates: A if it is gathered; if partial results
+    are reduced, the output tiles that a rank owns, by the same rule."""
     if op == "all_gather_gemm":
         return chunking(shape.m // world, shape.k, dtype, chunk, tile)
     rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
@@ -85,7 +86,7 @@ def others(
     dtype: DtypeName,
     tile: GemmTile = USUAL_TILE,
 ) -> list[Chunking]:
-    """Chunkings with more or fewer tiles a chunk than the default."""
+    """Return the chunkings with more or fewer tiles a chunk than the default."""
     made = {default.chunks_per_rank: default}
     tiles = MIN_TILES
     while tiles <= MAX_TILES:
@@ -96,7 +97,8 @@ def others(
 
 
 def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
-    """Rows (positions, tokens) a chunk for backends that cut by rows; at most one rank's rows.
+    """Return the rows (positions, tokens) of a chunk for backends that cut by rows; at most one
+    rank's rows.
 
     By default a rank's rows make ``chunks`` chunks; 1 where nothing overlaps and chunks only cost.
     """
@@ -105,7 +107,7 @@ def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
 
 
 def rows_of_a_rank(shape: Shape, world: int) -> int:
-    """Rows (positions, tokens) that each rank has."""
+    """Return the number of rows (positions, tokens) that each rank has."""
     if isinstance(shape, GemmShape | SumShape):
         return -(-shape.m // world)
     if isinstance(shape, AttentionShape):
@@ -114,7 +116,8 @@ def rows_of_a_rank(shape: Shape, world: int) -> int:
 
 
 def other_row_chunks(shape: Shape, world: int, default: int, chunks: int) -> list[int]:
-    """Rows a chunk of 1, 2, 4, ... chunks a rank, up to four times ``chunks``; without the default."""
+    """Return the rows a chunk that make 1, 2, 4, ... chunks a rank, up to four times ``chunks``;
+    without the default."""
     counts = (1 << power for power in range((4 * chunks).bit_length()))
     found = dict.fromkeys(row_chunk(shape, world, None, count) for count in counts)
     return [rows for rows in found if rows != default]
@@ -124,7 +127,8 @@ BLOCKS_PER_DESTINATION = 4
 
 
 def comm_blocks(nodes: int, ranks_per_node: int, cores: int) -> int:
-    """Blocks of the communication kernel: 4 a destination, all other nodes together being one.
+    """Return the number of blocks of the communication kernel: 4 a destination; all other nodes
+    together are one destination.
 
     More do not help: they start every chunk at once and share one link, so that all of them arrive
     late, while few bring the first chunks early.

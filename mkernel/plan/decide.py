@@ -1,4 +1,4 @@
-"""One decision of a plan: the default, and what is predicted to beat it."""
+"""Makes one decision of a plan: the default, or what is predicted to beat it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pydantic import Field
 from mkernel.topology.model import Model
 
 GAIN = 0.03
-"""How much faster than the default something must be predicted to be: less is within the model's
-error, and plans should not change with the last digit of a constant."""
+"""An option must be predicted to be faster than the default by this share: less is within the
+model's error, and plans should not change with the last digit of a constant."""
 
 _Option = TypeVar("_Option")
 
 
 class Alternative(Model):
-    """A way that a plan could have gone. ``predicted_us``: the call's time that way, everything else
-    as decided; None where the model has no time for it."""
+    """An option that a plan could have taken. ``predicted_us`` is the call's time with it, if
+    everything else stays as decided; None if the model has no time for it."""
 
     decision: str
     option: str
@@ -34,8 +34,9 @@ def choose(
     name: Callable[[_Option], str] = str,
     by: str = "",
 ) -> tuple[_Option, tuple[Alternative, ...]]:
-    """Return the first option, the default, or the fastest one where that gains enough; and all of
-    them. ``by``: how the costs were found, where not by the closed forms."""
+    """Choose the fastest option if it gains enough over the first one, the default; else choose the
+    default. Returns the choice and all options as alternatives. ``by`` says how the costs were
+    found, if not by the closed forms."""
     if len(options) == 1:
         return options[0], ()
     times = [cost(option) for option in options]

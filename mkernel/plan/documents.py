@@ -1,4 +1,4 @@
-"""Documents that are packed into one sequence: where each begins."""
+"""Documents that are packed into one sequence, and the positions at which they begin."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mkernel.errors import ArgumentError
 
 
 def checked_boundaries(values: Sequence[int], sequence: int) -> Sequence[int]:
-    """Return the boundaries [N + 1] of N documents in a sequence: document i is positions values[i] to
-    values[i + 1] - 1; it may be empty.
+    """Check and return the boundaries [N + 1] of N documents in a sequence: document i is positions
+    values[i] to values[i + 1] - 1; it may be empty.
 
-    ArgumentError: they do not begin with 0, or end with the sequence's length, or one is smaller than
-    the one before.
+    Raises ArgumentError if they do not begin with 0, or end with the sequence's length, or one is
+    smaller than the one before.
     """
     ordered = all(first <= second for first, second in pairwise(values))
     if len(values) < 2 or values[0] != 0 or values[-1] != sequence or not ordered:

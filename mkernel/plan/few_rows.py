@@ -1,11 +1,11 @@
-"""How the kernel for few rows cuts a product, and how long it draws weights: one decision, which
-the schedule follows and the prediction knows.
+"""The kernel for few rows: cuts a product and predicts how long drawing weights takes. It is one
+decision, which the schedule follows and the prediction knows.
 
 A tile is ``COLUMNS`` columns; the blocks of a cluster share one, each with its part of K. A cluster
 that has several tiles exchanges the sums of one before it draws weights of the next, since sums lie
-where the weights were: what an exchange takes is then paid again for each further wave of tiles. So K
-is cut into parts that keep all cores busy in one wave where that is possible, and into fewer where more
-parts would want a second wave.
+where the weights were: what an exchange takes is then paid again for each further wave of tiles. So
+K is cut into parts that keep all cores busy in one wave where that is possible, and into fewer
+where more parts would want a second wave.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from mkernel.topology.cost import FewRowsConstants, transfer_us
 
 COLUMNS = 128
 DEPTH_BYTES = 128
-"""Columns of a tile, and of K in a step of it; as in hopper/kernels/few_rows.cuh."""
+"""The columns of a tile, and the bytes of K in a step of it; as in hopper/kernels/few_rows.cuh."""
 MOST_SPLITS = 8
-"""Parts of K, at most: blocks of a cluster."""
+"""The most parts of K: blocks of a cluster."""
 PARTS = 8
-"""Of a device (GPCs), at most: a cluster is within one, and each has an even number of cores."""
+"""The most parts (GPCs) of a device: a cluster is within one, and each has an even number of
+cores."""
 
 
 class Cut(NamedTuple):
@@ -30,17 +31,17 @@ class Cut(NamedTuple):
     clusters: int
     waves: int
     weights_us: float
-    """Until the last weights have come, in all waves."""
+    """The time until the last weights have come, in all waves."""
 
     def total_us(self, few: FewRowsConstants) -> float:
-        """Weights, and the exchanges between waves."""
+        """Return the time of the weights and of the exchanges between waves."""
         return self.weights_us + (self.waves - 1) * few.wave_us
 
 
 def cut(n: int, k: int, itemsize: int, cores: int, few: FewRowsConstants) -> Cut:
-    """Return the fastest for weights [k, n] of ``itemsize`` bytes an element on ``cores`` cores; the
-    fewest parts of several as fast. Weights come no faster than memory gives them, and than the
-    block with most steps draws its own."""
+    """Return the fastest cut for weights [k, n] of ``itemsize`` bytes an element on ``cores``
+    cores; of several that are as fast, the one of fewest parts. Weights come no faster than memory
+    delivers them, and no faster than the block with most steps draws its own."""
     tiles, steps = _up(n, COLUMNS), _up(k * itemsize, DEPTH_BYTES)
 
     def cut_into(splits: int) -> Cut:
@@ -55,8 +56,8 @@ def cut(n: int, k: int, itemsize: int, cores: int, few: FewRowsConstants) -> Cut
 
 
 def places(cores: int, blocks: int) -> int:
-    """Clusters of so many blocks that find a place at once on any such device. Which parts of it have
-    fewer cores differs from device to device."""
+    """Return the number of clusters of so many blocks that fit at once on any such device. Devices
+    differ in which of their parts have fewer cores."""
     unused = 2 * ((blocks - 1) // 2)
     return max(1, (cores - PARTS * unused) // blocks)
 

@@ -23,11 +23,12 @@ from mkernel.topology.routes import Ends
 from mkernel.topology.shared_links import Link, Subflow, capacities, subflows
 
 MESSAGES = 4_000
-"""About how many messages a simulation may have: what it costs, against how fine it is."""
+"""The approximate limit of messages in a simulation: it weighs the cost against the detail."""
 
 
 class Step(NamedTuple):
-    """Nodes at distances ``first`` to ``first + size - 1`` in the order; 0 is the own node."""
+    """A run of nodes at distances ``first`` to ``first + size - 1`` in the order; 0 is the own
+    node."""
 
     first: int
     size: int
@@ -41,8 +42,8 @@ class SimulatedRank(NamedTuple):
 
 
 class OrderPlace(NamedTuple):
-    """Where a message's bytes are in the order of its receiver: the node's step, the source's local
-    rank counted from the own one, and the piece of ``pieces``."""
+    """The place of a message's bytes in the order of its receiver: the node's step, the source's
+    local rank counted from the own one, and the piece of ``pieces``."""
 
     step: int
     turn: int
@@ -52,7 +53,8 @@ class OrderPlace(NamedTuple):
 
 @dataclass
 class CallMessages:
-    """Messages of a call, between ranks that stand for all. ``chunks``: of each rank's bytes."""
+    """The messages of a call, between ranks that stand for all. Each rank's bytes make ``chunks``
+    chunks."""
 
     plan: CommonPart
     pipeline: Pipeline
@@ -81,13 +83,14 @@ class CallMessages:
 
     @cached_property
     def links(self) -> dict[Link, int]:
-        """Number of every link."""
+        """Number the links."""
         return {link: number for number, link in enumerate(self.rates)}
 
     @cached_property
     def rates(self) -> dict[Link, float]:
-        """GB/s of every link. A rank's communication blocks are dealt out evenly to destinations, all
-        other nodes being one, or take all messages in turn; those of a destination count as a link."""
+        """Return the GB/s of every link. A rank's communication blocks are shared out evenly among
+        destinations, all other nodes being one, or take all messages in turn; the blocks of a
+        destination count as a link."""
         found = capacities(list(self._subflows.values()))
         rate = self._blocks_each * self.constants.comm_block_gbs
         rate = max(rate, self.constants.copy_engine_gbs or 0.0)
@@ -107,7 +110,8 @@ class CallMessages:
         return {one.ends: subflows(one, table, placement) for one in table.classes}
 
     def _blocks(self, at: SimulatedRank, turn: int | None) -> Link:
-        """Return the blocks that send to the local rank ``turn`` before; None: to other nodes."""
+        """Name the link that stands for the blocks that send to the local rank ``turn`` before this
+        one; None: to other nodes."""
         seat = self.plan.placement.sites[at.site].seats[at.local]
         if self.pipeline.blocks_in_turn:
             return Link(at.site, f"{seat.accelerator} blocks")
@@ -121,13 +125,14 @@ class CallMessages:
                 yield SimulatedRank(site, local)
 
     def name(self, place: OrderPlace) -> str:
-        """Return what timelines call the message."""
+        """Return the name that timelines give the message."""
         step = self.steps[place.step]
         last = f" to +{step.first + step.size - 1}" if step.size > 1 else ""
         return f"node +{step.first}{last}, local rank +{place.turn}, part {place.piece}"
 
     def pieces(self, step: Step) -> int:
-        """Into how many messages a step's bytes are cut: chunks, or as many as the detail allows."""
+        """Return the number of messages into which a step's bytes are cut: chunks, or as many as
+        the detail allows."""
         pairs = (len(self.plan.placement.sites) * self.plan.ranks_per_node) ** 2
         return max(1, min(-(-self.chunks // step.size), self.detail // (4 * pairs)))
 
@@ -146,8 +151,8 @@ class CallMessages:
         return share * (sites[dst].count - same), share * (sites[src].count - same)
 
     def turns(self) -> Iterator[tuple[int, Step, int]]:
-        """Yield where others' bytes are in the order of consumption: number and step of nodes, and
-        the local rank counted from the own one."""
+        """Yield the places of others' bytes in the order of consumption: number and step of nodes,
+        and the local rank counted from the own one."""
         every = self.pipeline.order.steps(len(self.steps))
         return ((number, self.steps[number], turn) for number, turn in every if number or turn)
 
@@ -179,8 +184,9 @@ class CallMessages:
         *,
         within: bool = False,
     ) -> Message:
-        """Return a new message: on either side, the piece's part of ``weight`` times ``payload``
-        bytes, and its chunks' signals. ``within``: inside the node, whatever the step."""
+        """Add a message and return it: on either side it has the piece's part of ``weight`` times
+        ``payload`` bytes, and its chunks' signals. ``within`` keeps it inside the node, whatever
+        the step."""
         within = within or place.step == 0
         ends = Ends(src.site, src.local, dst.site, dst.local, within)
         payload /= place.pieces
@@ -203,7 +209,8 @@ class CallMessages:
         return message
 
     def join(self, messages: Iterable[Message], ready_us: float) -> Message:
-        """Return the moment at which all of these have arrived, not before ``ready_us``."""
+        """Add a moment at which all of these messages have arrived, not before ``ready_us``, and
+        return it."""
         moment = Message("all are there", (), 0.0, ready_us)
         for message in messages:
             moment.after(message)
@@ -221,10 +228,12 @@ def gather(
     exchange: Exchange,
     after: Mapping[SimulatedRank, Sequence[Message]],
 ) -> Arrivals:
-    """Every rank sends the same ``payload`` bytes to all others, in the order in which they consume.
+    """Make every rank send the same ``payload`` bytes to all others, in the order in which they
+    consume.
 
-    ``after``: by rank, parts of its bytes in order, each there when that message has arrived; without
-    an entry all is there from the start. Hierarchical: the receiver hands them on to its neighbours.
+    ``after`` maps a rank to the parts of its bytes in order: each part is there when that message
+    has arrived. Without an entry all bytes are there from the start. If the exchange is
+    hierarchical, the receiver forwards them to its neighbours.
     """
     arrivals: Arrivals = defaultdict(list)
     for place, src, dst, weight in made.exchanges(-1):
@@ -249,9 +258,10 @@ def gather(
 def scatter(
     made: CallMessages, payload: float, exchange: Exchange, done_us: Mapping[OrderPlace, float]
 ) -> Arrivals:
-    """Every rank sends each other ``payload`` bytes of partial results, when they are computed.
+    """Make every rank send each other ``payload`` bytes of partial results, when they are computed.
 
-    Hierarchical: to the neighbour of the owner's local rank, which adds all of its node's up.
+    If the exchange is hierarchical, they go to the neighbour of the owner's local rank, which adds
+    up all those of its node.
     """
     arrivals: Arrivals = defaultdict(list)
     sums: dict[tuple[SimulatedRank, int, int, int], Message] = {}

@@ -1,7 +1,7 @@
 """Sentences that say what is missing before a call can be launched, and the what-if made of them.
 
-By these functions ``mkernel plan`` tells a what-if from a plan, :class:`mkernel.World` refuses worlds,
-and the ops refuse calls, so that they cannot drift apart.
+``mkernel plan`` uses these functions to distinguish a what-if from a plan, :class:`mkernel.World`
+refuses worlds, and the ops refuse calls, so that they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mkernel.topology.routes import RouteClass, RouteTable
 
 
 class WhatIf(CommonPart):
-    """A prediction of a call that cannot be launched on a machine: it has chips that the backend has no
-    kernels for, nodes between which it has no path, an exchange or ways that it does not take.
+    """A prediction of a call that cannot be launched on a machine: it has chips without kernels of
+    the backend, nodes between which the backend has no path, or an exchange or ways that it does
+    not take.
 
     The functions that make plans make it too, with the same predictions. It is no plan: it has no
     schedule and no digest, no launch reads it, and ops refuse it with the sentences of ``missing``.
@@ -64,7 +65,8 @@ def of_world(
 def of_op(
     op: str, accelerator: str, capabilities: AcceleratorCapabilities, nodes: int
 ) -> tuple[str, ...]:
-    """Return why an op that the backend has cannot be called in a world of so many nodes."""
+    """Return why the op cannot be called in a world of so many nodes, though the backend has it;
+    empty if it can."""
     if op not in capabilities.ops or capabilities.provides(op, nodes):
         return ()
     return (f"accelerator {accelerator!r} runs {op} on one node, not on {nodes}",)
@@ -76,8 +78,8 @@ def of_routes(
     accelerator: str,
     capabilities: AcceleratorCapabilities,
 ) -> tuple[str, ...]:
-    """Return which ways between ranks the backend does not take: relays, and host memory. One pair
-    stands for all of its kind."""
+    """Return a sentence for each way between ranks that the backend does not take: relays, and host
+    memory. One pair stands for all of its kind."""
     found: dict[str, str] = {}
     for one in table.classes:
         for what, sentence in _untaken(one, placement, accelerator, capabilities):
@@ -123,7 +125,7 @@ def _untaken(
 
 
 def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
-    """Return the first nodes of a class of pairs."""
+    """Return the first nodes, source and destination, of a class of pairs."""
     src = placement.sites[route.src_site].nodes[0][0]
     if route.within:
         return src, src
@@ -134,8 +136,9 @@ def _nodes(route: RouteClass, placement: WorldPlacement) -> tuple[int, int]:
 def of_exchange(
     exchange: Exchange, op: str, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> tuple[str, ...]:
-    """Return whether ranks of different nodes exchange as the backend does not: every one does so
-    directly. Of an op that it has on one node only, :func:`of_op` says that."""
+    """Return a sentence if ranks of different nodes exchange in a way that the backend does not
+    run. Every backend runs the direct exchange. :func:`of_op` reports an op that it has on one node
+    only."""
     if exchange == "direct" or op in (*capabilities.hierarchical_ops, *capabilities.one_node_ops):
         return ()
     return (f"accelerator {accelerator!r} does not run the exchange {exchange!r} of {op!r}",)
@@ -144,8 +147,8 @@ def of_exchange(
 def of_returns(
     returns: Returns | None, accelerator: str, capabilities: AcceleratorCapabilities, nodes: int
 ) -> tuple[str, ...]:
-    """Return whether results of experts would come home as they do not in a world of so many nodes.
-    None: there is no wish."""
+    """Return a sentence if results of experts should come home in a way that the backend does not
+    have in a world of so many nodes. None: there is no wish."""
     ways = capabilities.ways_home(nodes)
     if returns is None or returns in ways:
         return ()

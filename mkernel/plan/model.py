@@ -26,22 +26,23 @@ from mkernel.topology.shared_links import egress_gbs
 
 DtypeName = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
 E4M3: DtypeName = "float8_e4m3fn"
-"""Of operands of GEMM ops that come with scales (:mod:`mkernel.plan.scales`), and of nothing else."""
+"""The dtype of operands of GEMM ops that come with scales (:mod:`mkernel.plan.scales`), and of
+nothing else."""
 ScaleMode = Literal["tensor", "row", "block"]
-"""Of e4m3 operands: one scale each; one for each row of A and each column of B; one for each 128 of a
-row of A and each 128 x 128 of B."""
+"""The modes of scales of e4m3 operands. ``tensor``: one scale each. ``row``: one for each row of A
+and each column of B. ``block``: one for each 128 of a row of A and each 128 x 128 of B."""
 _Schedule = TypeVar("_Schedule", bound=Schedule)
 PathName = Literal["fused", "library"]
-"""How a GEMM op runs: one kernel that communicates while it computes; or a library's product and a
-collective of the backend's own, one after the other."""
+"""The path of a GEMM op: one kernel that communicates while it computes; or a library's product and
+a collective of the backend's own, one after the other."""
 PathChoice = Literal["auto", "fused", "library"]
 AttentionLayout = Literal["heads", "positions"]
-"""How q, k and v lie in memory: packed as [B, H, S, D], or as [B, S, H, D]."""
+"""The layout of q, k and v in memory: packed as [B, H, S, D], or as [B, S, H, D]."""
 Copied = Literal["a", "b", "bias", "out", "gathered", "a_scale", "b_scale"]
-"""A tensor of a GEMM op between which and the launch a copy may stand."""
+"""A tensor of a GEMM op that may be copied before or after the launch."""
 BiasStep = Literal["launch", "after"]
-"""Who adds a bias, or a residual and normalises: the launch, before it rounds results; or the op to
-these, after the launch."""
+"""The step that adds a bias, or adds a residual and normalises: the launch, before it rounds
+results; or the op, after the launch, on rounded results."""
 DTYPE_BYTES: dict[str, int] = {
     "float8_e4m3fn": 1,
     "float16": 2,
@@ -74,8 +75,9 @@ OpName = Literal[
 
 
 class GemmShape(Model):
-    """C [m, n] = A [m, k] @ B [k, n]. AllGather+GEMM: ``m`` counts all ranks' rows, ``n`` is one
-    rank's columns of B. GEMM+ReduceScatter and GEMM+AllReduce: ``k`` is one rank's share of K."""
+    """Sizes of C [m, n] = A [m, k] @ B [k, n]. AllGather+GEMM: ``m`` counts all ranks' rows, ``n``
+    is one rank's columns of B. GEMM+ReduceScatter and GEMM+AllReduce: ``k`` is one rank's share of
+    K."""
 
     kind: Literal["gemm"] = "gemm"
     m: int = Field(ge=1)
@@ -84,7 +86,7 @@ class GemmShape(Model):
 
 
 class SumShape(Model):
-    """Rows [m, n] on each rank, whose sum over ranks each rank gets whole."""
+    """Sizes of the rows [m, n] on each rank; every rank gets the whole sum over ranks."""
 
     kind: Literal["sum"] = "sum"
     m: int = Field(ge=1)
@@ -92,13 +94,14 @@ class SumShape(Model):
 
 
 Activation = Literal["silu_and_mul"]
-"""What a product of [gate, up] becomes: silu(gate) * up, which has half its columns."""
+"""The function of a product of [gate, up]: silu(gate) * up, which has half its columns."""
 
 
 class MoeShape(Model):
-    """``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts`` (all ranks together),
-    each with a weight [hidden, columns]; results have ``features``. ``capacity``: rows that a rank has
-    for those of all its experts; None: as many as there are."""
+    """Sizes of a dispatch: ``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts``
+    (all ranks together), each with a weight [hidden, columns]; results have ``features``.
+    ``capacity`` is the number of rows that a rank has for all its experts; None: as many as there
+    are."""
 
     kind: Literal["moe"] = "moe"
     tokens: int = Field(ge=1)
@@ -111,12 +114,13 @@ class MoeShape(Model):
 
     @property
     def columns(self) -> int:
-        """Return the columns of a weight."""
+        """Return the number of columns of an expert's weight."""
         return self.features if self.activation is None else 2 * self.features
 
 
 class CombineShape(Model):
-    """Results [rows, features] of experts go home to ``tokens`` on each rank."""
+    """Sizes of a combine: results [rows, features] of experts go home to ``tokens`` on each
+    rank."""
 
     kind: Literal["combine"] = "combine"
     tokens: int = Field(ge=1)
@@ -126,8 +130,9 @@ class CombineShape(Model):
 
 
 class GemmCombineShape(Model):
-    """Rows [rows, features] of experts, each times its expert's weight [features, hidden], go home to
-    ``tokens`` on each rank. ``partial_dtype``: of what travels home."""
+    """Sizes of GEMM+combine: rows [rows, features] of experts, each times its expert's weight
+    [features, hidden], go home to ``tokens`` on each rank. ``partial_dtype`` is the dtype of what
+    travels home."""
 
     kind: Literal["gemm_combine"] = "gemm_combine"
     tokens: int = Field(ge=1)
@@ -139,9 +144,10 @@ class GemmCombineShape(Model):
 
 
 class AttentionShape(Model):
-    """q [batch, heads, sequence / W, head_dim], k and v with ``kv_heads``; ``sequence`` counts all
-    ranks' positions. ``layout``: of the memory of all three, and of the result. ``documents``: several
-    are packed into the sequence; each call says where they begin (its tensor ``cu_seqlens``)."""
+    """Sizes of q [batch, heads, sequence / W, head_dim], k and v with ``kv_heads``; ``sequence``
+    counts all ranks' positions. ``layout`` is that of all three in memory, and of the result.
+    ``documents``: several are packed into the sequence; each call says where they begin (its tensor
+    ``cu_seqlens``)."""
 
     kind: Literal["attention"] = "attention"
     batch: int = Field(ge=1)
@@ -175,8 +181,8 @@ class Prediction(Model):
 
 
 class NormStep(Model):
-    """RMSNorm of the rows of a sum that every rank gets, perhaps with a residual added to it before
-    (``backends/contracts/norm.py``)."""
+    """The RMSNorm of the rows of a sum that every rank gets, perhaps with a residual added to it
+    before (``backends/contracts/norm.py``)."""
 
     step: BiasStep
     residual: bool
@@ -184,8 +190,8 @@ class NormStep(Model):
 
 
 class Scales(Model):
-    """How the e4m3 operands of a GEMM op are scaled. ``use_fast_accum``: their products may be added
-    with fewer bits than float32 has, where the device is faster so, as in ``torch._scaled_mm``; not by
+    """The scales of the e4m3 operands of a GEMM op. ``use_fast_accum``: their products may be added
+    with fewer bits than float32 has, if the device is faster so, as in ``torch._scaled_mm``; not by
     blocks."""
 
     mode: ScaleMode
@@ -193,7 +199,8 @@ class Scales(Model):
 
 
 class CommonPart(Model):
-    """What plans of all backends share: one op, one shape, one world. The same on every rank."""
+    """The part that plans of all backends share: one op, one shape, one world. It is the same on
+    every rank."""
 
     schema_version: Annotated[Literal[1], SchemaVersion] = 1
     op: OpName
@@ -244,31 +251,33 @@ class CommonPart(Model):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: nodes * ranks_per_node."""
+        """Return the number of ranks: nodes * ranks_per_node."""
         return self.nodes * self.ranks_per_node
 
     @property
     def gemm(self) -> GemmShape:
-        """Return the shape of a GEMM op. TypeError for another op's plan."""
+        """Return the shape of a GEMM op. Raises TypeError for another op's plan."""
         if not isinstance(self.shape, GemmShape):
             raise TypeError(f"a plan of {self.op} has no GEMM shape")
         return self.shape
 
     @property
     def summed(self) -> SumShape:
-        """Return the shape of a plain sum. TypeError for another op's plan."""
+        """Return the shape of a plain sum. Raises TypeError for another op's plan."""
         if not isinstance(self.shape, SumShape):
             raise TypeError(f"a plan of {self.op} sums no rows that are there")
         return self.shape
 
     @property
     def launched(self) -> int:
-        """Return which of ``products`` the launch computes; 0 where there is one."""
+        """Return the index in ``products`` of the one that the launch computes; 0 if there is only
+        one product."""
         return self.products.index(self.gemm.n) if self.products else 0
 
     def order(self, runs: Runs) -> ConsumptionOrder:
-        """Return the order in which ranks consume the others' rows. ArgumentError: it is another
-        one's by another name, as all are in one node or where a node has one rank."""
+        """Return the order in which ranks consume the others' rows. Raises ArgumentError if
+        ``runs`` only renames the order ``node``, as in a world of one node or of one rank a
+        node."""
         if runs != "node" and 1 in (self.nodes, self.ranks_per_node):
             raise ArgumentError(
                 "plan.schedule.order",
@@ -280,16 +289,17 @@ class CommonPart(Model):
     @property
     def egress_gbs(self) -> float | None:
         """Return the GB/s at which a rank sends to all others of its node together, by the routes;
-        None: it has none."""
+        None if it has no neighbours."""
         return egress_gbs(self.routes, self.placement)
 
     @property
     def sums(self) -> DtypeName:
-        """:func:`sums_of` its dtypes."""
+        """Return the dtype of sums: :func:`sums_of` the plan's dtypes."""
         return sums_of(self.dtype, self.out_dtype)
 
     def route(self, src: int, dst: int) -> Route:
-        """Return the route of the ordered pair. KeyError if ``src == dst`` or out of range."""
+        """Return the route of the ordered pair. Raises KeyError if ``src == dst`` or a rank is out
+        of range."""
         return self.routes.route(self.placement, src, dst)
 
     @model_validator(mode="after")
@@ -316,7 +326,7 @@ _OF_A_RANK = {"prediction", "copies"}
 
 class LaunchPlan(CommonPart):
     """All decisions of a call: what all backends share, and ``schedule``, what the launches of this
-    plan's backend do. Nothing in it is executed by nobody: that is a
+    plan's backend do. Every field is executed; a prediction that nothing executes is a
     :class:`mkernel.plan.missing.WhatIf`."""
 
     schedule: AnySchedule | None = Field(
@@ -325,8 +335,9 @@ class LaunchPlan(CommonPart):
     )
 
     def part(self, of: type[_Schedule]) -> _Schedule:
-        """Return the backend's own decisions. TypeError where they are not of this class: the plan
-        was made without its backend, or for another one."""
+        """Check the class of the backend's own decisions and return them. Raises TypeError if they
+        are not of this class: the plan was made without its backend, or for another one. Raises
+        ArgumentError if their ``kind`` is not that of the class."""
         if not isinstance(self.schedule, of):
             raise TypeError(
                 f"a plan of op {self.op} on {self.accelerator}, path {self.path!r}, has the schedule "
@@ -338,12 +349,12 @@ class LaunchPlan(CommonPart):
         return self.schedule
 
     def digest(self) -> str:
-        """SHA-256 (hex); equal exactly when all :meth:`decisions` are."""
+        """Return the SHA-256 (hex), which is equal exactly when all :meth:`decisions` are."""
         return self._digest
 
     def decisions(self) -> dict[str, Any]:
-        """Everything that ranks must share, as JSON: the plan without its prediction and its copies,
-        which peers do not see."""
+        """Return everything that ranks must share, as JSON: the plan without its prediction and its
+        copies, which peers do not see."""
         return self.model_dump(mode="json", exclude=_OF_A_RANK)
 
     @cached_property
@@ -366,7 +377,8 @@ class LaunchPlan(CommonPart):
 
 
 def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Dotted path and both values of the first field (model order) in which two dumps differ."""
+    """Return the dotted path and both values of the first field (model order) in which two dumps
+    differ; None if they are equal."""
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(k for k in right if k not in left)]:
             where = f"{path}.{key}" if path else str(key)

@@ -1,5 +1,5 @@
-"""The ops' names: the canonical ones, the short aliases users know from elsewhere, and the ops that
-are launched only for these."""
+"""The ops' names: the canonical ones, the short aliases users know from elsewhere, and the
+companions that are launched only after an op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ OPS: tuple[OpName, ...] = (
     "ring_attention",
 )
 COMPANIONS: tuple[OpName, ...] = ("moe_combine", "moe_gemm_combine")
-"""Planned and launched like ops, but only after one: they take a dispatch's handle."""
+"""Companions are planned and launched like ops, but only after one: they take a dispatch's
+handle."""
 
 
 BACKWARD: dict[OpName, OpName] = {
@@ -35,8 +36,8 @@ BACKWARD: dict[OpName, OpName] = {
     "moe_gemm_combine": "moe_gemm_combine_backward",
     "ring_attention": "ring_attention_backward",
 }
-"""Ops that compute another's gradients, with its sizes; the GEMM ops are each other's. Autograd calls
-them."""
+"""Ops that compute another's gradients, with its sizes; the GEMM ops are each other's. Autograd
+calls them."""
 _FORWARD = {backward: forward for forward, backward in BACKWARD.items()}
 
 
@@ -50,16 +51,17 @@ READS_OF: dict[str, OpName] = dict.fromkeys(
     ),
     "moe_dispatch_gemm",
 )
-"""Ops that read what another op's call left in words of its accelerator's own: they run on the same."""
+"""Ops that read what another op's call left in words of its accelerator's own, so both run on the
+same accelerator."""
 
 
 def forward(op: str) -> str:
-    """Return the op whose gradients this one computes; an op that computes none itself."""
+    """Return the op whose gradients this one computes; the op itself if it computes none."""
     return _FORWARD.get(cast(OpName, op), op)
 
 
 def named() -> str:
-    """Return all ops with their aliases, for messages."""
+    """List all ops with their aliases, for messages."""
     short = {full: alias for alias, full in ALIASES.items()}
     return ", ".join(f"{op} ({short[op]})" if op in short else op for op in (*OPS, *COMPANIONS))
 

@@ -1,4 +1,4 @@
-"""In which order every rank consumes the others' rows."""
+"""The order in which every rank consumes the others' rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Runs = Literal["node", "far", "rail"]
 class ConsumptionOrder:
     """The ranks whose rows each rank consumes, itself first.
 
-    It is a rotation, so that at every step each source is wanted by exactly one rank: rank (n, l) takes
-    (n + i mod ``nodes``, l + j mod ``ranks_per_node``) for i and j from 0 upwards. Sequence of tuples;
-    each is made when it is asked for.
+    It is a rotation, so that at every step each source is wanted by exactly one rank: rank (n, l)
+    takes (n + i mod ``nodes``, l + j mod ``ranks_per_node``) for i and j from 0 upwards. It is a
+    sequence of tuples, each made on access.
 
-    ``runs``: whose rows follow one another. ``node``: those of all ranks of a node, the own one first,
-    then the next node's. ``far``: the same, the own node's last, so that what leaves through NICs is
-    computed early. ``rail``: those of one rank of each node, then of another of each, so that what
-    comes over the scale-up fabric and what comes through NICs takes turns.
+    ``runs``: whose rows follow one another. ``node``: those of all ranks of a node, the own one
+    first, then the next node's. ``far``: the same, the own node's last, so that what leaves through
+    NICs is computed early. ``rail``: those of one rank of each node, then of another of each, so
+    that what comes over the scale-up fabric and what comes through NICs takes turns.
     """
 
     nodes: int
@@ -47,8 +47,8 @@ class ConsumptionOrder:
         )
 
     def steps(self, nodes: int) -> Iterator[tuple[int, int]]:
-        """(distance in nodes, distance in local ranks) in order, (0, 0) first; of ``nodes`` nodes, or
-        of so many groups of them whose first is the own node."""
+        """Yield (distance in nodes, distance in local ranks) in order, (0, 0) first. ``nodes``
+        counts nodes, or groups of them whose first is the own node."""
         locals_ = range(self.ranks_per_node)
         if self.runs == "rail":
             return ((i, j) for j in locals_ for i in range(nodes))

@@ -1,4 +1,4 @@
-"""The fused or the library path: what each is predicted to take, from the machine's constants."""
+"""The fused and the library path: predicts the time of each from the machine's constants."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from mkernel.topology.cost import (
 )
 
 FLOAT32_PARTIALS = 1 << 16
-"""Elements of a result up to which the library path adds float32 partial results. They keep small
-results, whose error scatters, and products that a library cuts along K within the limit of one
-rounding; large ones would only take twice as long to send."""
+"""The most elements of a result for which the library path adds float32 partial results. They keep
+small results, whose error scatters, and products that a library cuts along K within the limit of
+one rounding; large ones would only take twice as long to send."""
 
 
 LEAST_FUSED_SUMS = 1 << 12
-"""Elements of a sum that an owner has, from which on 16-bit partial results, of the fused path or of
+"""The least elements of an owner's sum for which 16-bit partial results, of the fused path or of
 experts, keep the limit of error whatever the data: in fewer the error, 2.4e-3 of 3e-3 in the mean,
 scatters too far."""
 
@@ -46,8 +46,8 @@ def few_rows(
     world: int,
     constants: MachineConstants | None,
 ) -> FewRowsConstants | None:
-    """Return the constants of the kernel for few rows, if that is what the fused path of one node
-    runs."""
+    """Return the constants of the kernel for few rows if the fused path of one node runs it; else
+    None."""
     found = None if constants is None else constants.few_rows
     if found is None or op not in found.ops:
         return None
@@ -65,7 +65,8 @@ def few_scaled_rows(
     scales: Scales,
     constants: MachineConstants | None,
 ) -> FewRowsConstants | None:
-    """Return the same of e4m3 operands, which that kernel adds with few bits and scales once a sum."""
+    """Return the constants of the kernel for few rows if it takes these e4m3 operands; else None.
+    It adds products with few bits and scales once a sum."""
     found = few_rows(op, shape, out_dtype, world, constants)
     takes = found is not None and found.float8 and scales.use_fast_accum and scales.mode != "block"
     return found if takes else None
@@ -84,7 +85,7 @@ def fusable(
     world: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Return whether the fused path may be taken where there is another. Of few rows it sends the
+    """Return whether the fused path may be taken if there is another one. For few rows it sends the
     same partial results as the library path."""
     if few_rows(op, shape, dtype, world, constants) is not None:
         return True
@@ -101,8 +102,9 @@ def fuses_scaled(
     modes: Collection[ScaleMode],
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Return the same of e4m3 operands. ``modes``: of scales that the backend's kernels take, which
-    round results to 16 bits, where products are added with as many bits as ``scales`` asks for."""
+    """Return whether e4m3 operands may take the fused path. ``modes`` lists the scales that the
+    backend's kernels take, which round results to 16 bits, if products are added with as many bits
+    as ``scales`` asks for."""
     taken = scales.mode in modes and DTYPE_BYTES[out_dtype] == 2
     few = few_scaled_rows(op, shape, out_dtype, world, scales, constants)
     return taken and (few is not None or fusable(op, shape, out_dtype, world))
@@ -114,8 +116,8 @@ def partial_dtype(shape: GemmShape, dtype: DtypeName) -> DtypeName:
 
 
 def partials_of_experts(elements: int, out_dtype: DtypeName, sums: DtypeName) -> DtypeName:
-    """Return the dtype in which results of experts come home where the caller names none: that of
-    ``out``; of small results that of sums, which costs no more than a message does."""
+    """Return the dtype in which results of experts come home if the caller names none: that of
+    ``out``; for small results that of sums, which costs no more than a message does."""
     return out_dtype if elements >= LEAST_FUSED_SUMS else sums
 
 
@@ -128,20 +130,20 @@ def predict(
     cores: int,
     constants: MachineConstants,
 ) -> tuple[Prediction, Prediction] | None:
-    """Predict a call on one node on the fused path and on the library path. None: constants of one
-    lack.
+    """Predict a call on one node on the fused path and on the library path. None if constants of
+    one path are missing.
 
     T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency +
     what a rank sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s,
     GEMM+AllReduce the same in each of two exchanges, or (W-1)·M·N·s in one where results are small
-    (``one_shot``), and what a reduce-scatter adds up behind it (``scattered_sums_gbs``), less what a
-    call of few bytes does not wait at its end (``brief``). Of one exchange by ``mail``, its own latency
-    and rate; of two, those of both (``mail_twice``), where that is faster.
+    (``one_shot``), and what a reduce-scatter adds up behind it (``scattered_sums_gbs``), less what
+    a call of few bytes does not wait at its end (``brief``). One exchange by ``mail`` has its own
+    latency and rate; two have those of both (``mail_twice``), where that is faster.
     library = T_c + T_m. fused = max(T_c, T_m + one tile), since the last rows to come, or the first
     partial results to leave, are one tile's work away from the rest; and a measured share of
-    min(T_c, T_m). Of few rows (:func:`few_rows`) the fused path is T_c, which is the time to read the
-    weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one exchange, (W-1)·M·N·s of
-    AllReduce and (W-1)/W of that of ReduceScatter.
+    min(T_c, T_m). For few rows (:func:`few_rows`) the fused path is T_c, which is the time to read
+    the weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one exchange,
+    (W-1)·M·N·s of AllReduce and (W-1)/W of that of ReduceScatter.
     """
     kernel, library = constants.fused, constants.library
     if kernel is None or library is None:
@@ -161,7 +163,7 @@ def predict(
 
 
 class Times(NamedTuple):
-    """In microseconds, without the start of a call."""
+    """Times in microseconds, without the start of a call."""
 
     compute: float
     comm: float
@@ -193,9 +195,9 @@ def fused(
     path: PathConstants,
     constants: MachineConstants,
 ) -> tuple[Times, Product]:
-    """Predict one kernel that overlaps, as :func:`predict` says; sums travel as results are. Of the
-    products that the path offers the one by which the call is the fastest, and the call's times with
-    it."""
+    """Predict one kernel that overlaps, as :func:`predict` says; sums travel in the results' dtype.
+    Returns the call's times with the product, of those that the path offers, that makes the call
+    fastest, and this product."""
     comm = _exchanges_us(op, shape, dtype, out_dtype, out_dtype, world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
@@ -223,9 +225,9 @@ def of_few_rows(
     cores: int,
     few: FewRowsConstants,
 ) -> Times:
-    """Predict the kernel for few rows. T_c: that of :func:`cut`. T_m, once, behind it: latency + what
-    is sent / rate, or what a block adds up / rate: its part of the rows of a tile for its cluster,
-    and those that it keeps for each peer."""
+    """Predict the kernel for few rows. T_c is that of :func:`cut`. T_m follows it once: latency +
+    what is sent / rate, or what a block adds up / rate: its part of the rows of a tile for its
+    cluster, and those that it keeps for each peer."""
     how = cut(shape.n, shape.k, DTYPE_BYTES[dtype], cores, few)
     compute = how.total_us(few)
     if world == 1:
@@ -284,8 +286,8 @@ def _exchanges_us(
     world: int,
     path: PathConstants,
 ) -> float:
-    """Return the microseconds of an op's exchanges. ``partials``, ``results``: dtypes of what is added
-    up, and of the sums."""
+    """Return the microseconds of an op's exchanges. ``partials`` is the dtype of the terms,
+    ``results`` that of the sums."""
     if world == 1:
         return 0.0
     sent = payloads(op, shape, dtype, world, partials=partials, results=results)
@@ -311,8 +313,8 @@ def _exchanges_us(
 
 
 def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:
-    """Return whether the two exchanges of an all-reduce go by mail. ``part``, ``sums``: bytes that a
-    rank sends to each peer, to be added up and as sums."""
+    """Return whether the two exchanges of an all-reduce go by mail. ``part`` and ``sums`` are the
+    bytes that a rank sends to each peer as terms and as sums."""
     if world == 1:
         return False
     by_flags = _by_flags_us((part, sums), world, path)
@@ -320,8 +322,8 @@ def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> 
 
 
 def _twice_by_mail_us(part: float, sums: float, world: int, path: PathConstants) -> float:
-    """Return the time of both exchanges; infinite where they are too many bytes, or there is no
-    such way."""
+    """Return the time of both exchanges by mail; infinite if they have too many bytes, or there is
+    no such way."""
     mail, sent = path.mail_twice, (world - 1) * (part + sums)
     if mail is None or not mail.takes(math.ceil(sent)):
         return math.inf
@@ -329,7 +331,7 @@ def _twice_by_mail_us(part: float, sums: float, world: int, path: PathConstants)
 
 
 def _by_flags_us(sent: Collection[float], world: int, path: PathConstants) -> float:
-    """Return the time of one exchange after another, of so many bytes to each peer."""
+    """Return the time of successive exchanges, given the bytes of each to each peer."""
     waited = sum(
         transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us) for nbytes in sent
     )

@@ -1,6 +1,6 @@
-"""How a call overlaps communication and compute, as the cost model sees it.
+"""The overlap of a call's communication and compute, as the cost model sees it.
 
-A backend's schedule takes from it what its launches do; no launch reads it.
+A backend's schedule derives from it what its launches do; no launch reads it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from mkernel.plan.order import ConsumptionOrder
 from mkernel.topology.model import Model
 
 Exchange = Literal["direct", "hierarchical"]
-"""How ranks of different nodes exchange: each pair by itself; or one message a node, between ranks of
-the same local rank, which their neighbours share over the scale-up fabric."""
+"""The exchange between ranks of different nodes: each pair exchanges by itself; or there is one
+message a node, between ranks of the same local rank, which their neighbours share over the scale-up
+fabric."""
 
 Returns = Literal["slots", "ranks"]
-"""How results of experts come home: each by itself, to be weighted and added there in the order of
-slots; or those of a token on one rank as one sum, weighted and added on that rank in this order, to be
-added at home in the order of ranks."""
+"""The way in which results of experts come home: each by itself, to be weighted and added there in
+the order of slots; or those of a token on one rank as one sum, weighted and added on that rank in
+this order, to be added at home in the order of ranks."""
 
 
 class GemmTile(Model):
@@ -37,8 +38,8 @@ USUAL_TILE = GemmTile()
 
 
 class Tiling(Model):
-    """Tiles of a product, in elements: ``tile_m`` x ``tile_n`` of its results, ``tile_k`` of K at a
-    time; ``step_k`` is the depth of one matrix instruction step."""
+    """The tiles of a product, in elements: ``tile_m`` x ``tile_n`` of its results, ``tile_k`` of K
+    at a time; ``step_k`` is the depth of one matrix instruction step."""
 
     tile_m: int = Field(ge=1)
     tile_n: int = Field(ge=1)
@@ -47,7 +48,7 @@ class Tiling(Model):
 
 
 class Chunking(Tiling):
-    """How what a rank communicates is cut: tiles, and chunks of whole tiles.
+    """The cut of what a rank communicates: tiles, and chunks of whole tiles.
 
     AllGather+GEMM: its rows of A, in tiles of ``tile_m`` x ``tile_k``, K fastest. The ops that
     reduce: the output tiles of ``tile_m`` x ``tile_n`` that it owns, N fastest. Tiles are numbered
@@ -60,18 +61,19 @@ class Chunking(Tiling):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline of a call on one rank: who is consumed when, in which pieces, on how many cores.
+    """The pipeline of a call on one rank: which ranks are consumed when, in which pieces, on how
+    many cores.
 
     Attributes:
-        order: of the ranks whose data is consumed.
+        order: order of the ranks whose data is consumed.
         compute_blocks, comm_blocks: cores of each kernel.
         chunking: tiles and chunks of them; None: chunks are rows.
         rows_per_chunk: rows (positions, tokens) of a chunk; None: chunks are tiles.
-        one_kernel_per_chunk: each chunk is computed by a kernel of its own, in whole waves; else one
-            kernel takes tiles as their data comes.
+        one_kernel_per_chunk: each chunk is computed by a kernel of its own, in whole waves; else
+            one kernel takes tiles as their data comes.
         grouped: what a rank sends to all others leaves as one message a chunk, with one signal.
-        exchange: between nodes.
-        returns: of MoE GEMM+combine.
+        exchange: the exchange between nodes.
+        returns: the way home of results of MoE GEMM+combine.
         whole_tokens: all tokens of a dispatch travel to every rank.
     """
 
@@ -89,11 +91,12 @@ class Pipeline:
     @property
     def blocks_in_turn(self) -> bool:
         """Return whether all communication blocks take all messages in turn, because messages are
-        grouped, or there are more destinations than blocks; else each destination has as many
-        blocks as another."""
+        grouped, or there are more destinations than blocks; else every destination has the same
+        number of blocks."""
         return self.grouped or self.comm_blocks < self.destinations
 
     @property
     def destinations(self) -> int:
-        """To which communication blocks are dealt out: each neighbour, and all other nodes as one."""
+        """Count the destinations among which communication blocks are shared out: each neighbour,
+        and all other nodes as one."""
         return self.order.ranks_per_node - 1 + (self.order.nodes > 1)

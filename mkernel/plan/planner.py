@@ -76,8 +76,9 @@ def explain(
     exchange: str = "auto",
     schedule: Scheduler = by_rows,
 ) -> Planned:
-    """Return the plan of one op in one world, and what else was considered; cached by its inputs. Where
-    something is missing to launch it (:mod:`mkernel.plan.missing`), what the world would do.
+    """Plan one op in one world, and return the plan with what else was considered; cached by its
+    inputs. If something is missing to launch it (:mod:`mkernel.plan.missing`), the result is a
+    what-if: what the world would do.
 
     Args:
         op: canonical name or alias (``ag_gemm``).
@@ -85,11 +86,11 @@ def explain(
             ``n``; or ``tokens``, ``hidden``, ``features``, ``experts``, ``top_k``; or ``batch``,
             ``heads``, ``kv_heads``, ``sequence``, ``head_dim``, ``causal``. And options of a call:
             ``capacity`` of a dispatch; of MoE GEMM+combine ``partial_dtype`` (a dtype's name) and
-            ``returns``, how results come home (:data:`mkernel.plan.pipeline.Returns`); default: as is
-            faster.
-        dtype: of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM ops with
-            ``around.scales`` ``float8_e4m3fn``.
-        out_dtype: of the output. None: that of the inputs; of GEMM ops ``float32`` where the
+            ``returns``, how results come home (:data:`mkernel.plan.pipeline.Returns`); default: as
+            is faster.
+        dtype: dtype of the inputs: ``float16``, ``bfloat16``, ``float32`` or ``float64``; of GEMM
+            ops with ``around.scales`` ``float8_e4m3fn``.
+        out_dtype: dtype of the output. None: that of the inputs; of GEMM ops ``float32`` where the
             backend's results may differ from its inputs, of e4m3 operands ``bfloat16``.
         b_layout: ``row``: B is stored [k, n]; ``column``: [n, k], like an ``nn.Linear`` weight.
         around: what a GEMM op does before and after the launch.
@@ -98,14 +99,15 @@ def explain(
         nic, verbs: NIC backend and verbs provider between nodes. In a world of one node, or where a
             process group carries what crosses nodes, both are dropped from the plan.
         chunk: tiles (or rows, whatever the backend cuts by) a chunk. None: the backend's choice.
-        compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None: the
-            backend's choice, by default all compute cores, and as many for communication as
+        compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None:
+            the backend's choice, by default all compute cores, and as many for communication as
             :func:`mkernel.plan.chunking.comm_blocks` says.
         path: ``library``; ``fused``, where it keeps the limit of error and takes the operands
             (:func:`mkernel.plan.paths.fusable`) and so large a call; ``auto``: the one that is
             predicted to be faster.
-        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the one
-            that is predicted to be faster, of those that the backend runs or, in a what-if, of both.
+        exchange: between nodes, ``direct``, as every backend does; ``hierarchical``; ``auto``: the
+            one that is predicted to be faster, of those that the backend runs or, in a what-if, of
+            both.
         schedule: gives a plan its backend's part
             (:meth:`mkernel.backends.contracts.accelerator.AcceleratorBackend.schedule`).
 
@@ -161,7 +163,8 @@ def _plan_of(considered: Callable[_Given, Planned]) -> Callable[_Given, LaunchPl
 
 
 plan = _plan_of(explain)
-"""Returns the plan alone; takes the same arguments. Unsupported: something is missing to launch it."""
+"""Returns the plan alone; takes the same arguments as :func:`explain`. Raises Unsupported if
+something is missing to launch it."""
 
 
 def common_part(
@@ -173,8 +176,9 @@ def common_part(
     nic: str | None,
     verbs: str | None,
 ) -> CommonPart:
-    """Return what all plans of a plan's op, shape, dtypes, layout and path share in this world.
-    Raises what :func:`explain` does where this world has none; its arguments are those."""
+    """Return what all plans of a plan's op, shape, dtypes, layout and path share in this world. The
+    arguments are those of :func:`explain`; it raises the same errors if this world has no such
+    plan."""
     sizes = plan.shape.model_dump(exclude={"kind"})
     asked, _ = _checked(
         plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
@@ -190,8 +194,8 @@ def _around_of(plan: LaunchPlan) -> Around:
 
 
 class _Asked(NamedTuple):
-    """A call whose arguments were checked; NIC backend and verbs provider between nodes, where they
-    carry anything."""
+    """A call whose arguments were checked. ``nic`` and ``verbs`` are the NIC backend and verbs
+    provider between nodes, if they carry anything."""
 
     op: OpName
     shape: Shape
@@ -217,7 +221,7 @@ def _checked(
     path: str,
     around: Around,
 ) -> tuple[_Asked, bool]:
-    """Also whether there is a library path."""
+    """Check the arguments of a call, and return them with whether there is a library path."""
     name = canonical(op)
     if name not in capabilities.ops:
         raise Unsupported(
@@ -270,8 +274,8 @@ def _checked(
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the backend claims; chunk, cores and path that the caller wants, and whether there is a
-    library path; the exchanges to choose from."""
+    """The backend's claims; the chunk, cores and path that the caller wants; whether there is a
+    library path; and the exchanges to choose from."""
 
     claims: AcceleratorCapabilities
     chunk: int | None
@@ -291,7 +295,7 @@ def _planned(
     choice: _Choice,
     schedule: Scheduler,
 ) -> Planned:
-    """Return the plan of checked inputs: the part that all backends share, then the backend's."""
+    """Plan checked inputs: the part that all backends share, then the backend's."""
     claims = choice.claims
     links, lacks = _links(asked.op, where, accelerator, claims)
     constants = where.constants
@@ -347,7 +351,7 @@ def _planned(
 
 
 def _alone(measured: Mapping[PathName, Prediction]) -> dict[PathName, Prediction]:
-    """Return the times of the library path where it is the only one for a call of this size."""
+    """Return the times of the library path if it is the only one for a call of this size."""
     return {
         path: times.model_copy(update={"fused_us": None, "library_us": None})
         for path, times in measured.items()
@@ -358,7 +362,8 @@ def _alone(measured: Mapping[PathName, Prediction]) -> dict[PathName, Prediction
 def _with_known_rate(
     times: Prediction | None, plan: CommonPart, constants: MachineConstants | None
 ) -> Prediction | None:
-    """Times that say where the rate of a dtype is not known and another one's stands for it."""
+    """Say in the times' constants if the rate of a dtype is unknown and that of float32 stands for
+    it."""
     if times is None or constants is None or constants.knows_rate(plan.dtype):
         return times
     named = (
@@ -375,9 +380,9 @@ def _other(
     world: int,
     constants: MachineConstants | None,
 ) -> PathName | None:
-    """Return the path that may still be sooner than this one, once the backend has scheduled it:
-    fused, of e4m3 operands; else the library's, which a backend may run in ways that are not
-    predicted here."""
+    """Return the other path if it may still be faster once the backend has scheduled it: ``fused``
+    for e4m3 operands; else the library's, which a backend may run in ways that are not predicted
+    here."""
     if choice.path != "auto":
         return None
     if _fuses_scaled(choice, asked, world, constants):
@@ -386,7 +391,7 @@ def _other(
 
 
 def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
-    """Return whether both are known, and one is sooner."""
+    """Return whether both times are known and the first is shorter."""
     return one is not None and other is not None and one.pipelined_us < other.pipelined_us
 
 
@@ -434,7 +439,7 @@ def _common(
 
 
 def _norm_step(around: Around, claims: AcceleratorCapabilities) -> NormStep | None:
-    """The launch normalises where nothing is added behind it."""
+    """Decide who normalises: the launch if nothing is added behind it, else the op."""
     if around.norm is None:
         return None
     launch = claims.adds_norm and (claims.adds_bias or not around.bias)
@@ -442,7 +447,7 @@ def _norm_step(around: Around, claims: AcceleratorCapabilities) -> NormStep | No
 
 
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:
-    """Return both paths, where the backend has two and their times are known."""
+    """Return both paths as alternatives if the backend has two and their times are known."""
     if times is None or times.fused_us is None or times.library_us is None:
         return ()
     both: dict[PathName, float] = {"fused": times.fused_us, "library": times.library_us}
@@ -455,7 +460,7 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
 def _fuses_scaled(
     choice: _Choice, asked: _Asked, world: int, constants: MachineConstants | None
 ) -> bool:
-    """Return whether e4m3 operands have the fused path beside a library's."""
+    """Return whether e4m3 operands may take the fused path beside a library's."""
     scales, shape = asked.around.scales, asked.shape
     if scales is None or not choice.library or not isinstance(shape, GemmShape):
         return False
@@ -470,7 +475,8 @@ def _predicted(
     world: int,
     constants: MachineConstants | None,
 ) -> tuple[PathName, Mapping[PathName, Prediction]]:
-    """Return the path, and the times of both where they are known. A tie goes to the fused one."""
+    """Choose the path, and return it with the times of both if they are known. In a tie the fused
+    one is taken."""
     op, shape, dtype = asked.op, asked.shape, asked.dtype
     wanted: PathName = "library" if choice.path == "library" else "fused"
     if not choice.library or not isinstance(shape, GemmShape):

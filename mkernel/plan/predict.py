@@ -1,4 +1,4 @@
-"""Predicted times of a plan, from the closed-form model. Modelled, never measured."""
+"""Predicted times of a plan, from the closed-form model; they are modelled, never measured."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from mkernel.topology.shared_links import SharedLinks
 def predict(
     plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
-    """Return the prediction of any op: schedule-aware where tiles are planned, else the closed form.
-    ``plan``: what all backends share of it; ``links``: those of its routes."""
+    """Predict any op: schedule-aware if tiles are planned, else by the closed form. ``plan`` is
+    what all backends share of it; ``links`` are those of its routes."""
     if plan.op == "all_gather_gemm" and pipeline.chunking is not None:
         return all_gather_gemm(plan, links, pipeline, constants)
     return closed_form(plan, links, pipeline, constants)
@@ -45,7 +45,8 @@ def predict(
 def closed_form(
     plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
-    """T_c = work / rate, T_m = bytes to every peer over the slowest link; s: bytes an element.
+    """Predict T_c = work / rate and T_m = bytes to every peer over the slowest link; s: bytes an
+    element.
 
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
     GEMM+AllReduce: the same twice; AllReduce: M·N, and these bytes too. MoE: 2·T·k·H·I, and with
@@ -75,9 +76,11 @@ def prediction(
     constants: MachineConstants,
     **paths: float,
 ) -> Prediction:
-    """Times in microseconds without the start of a call, which is part of every call.
+    """Make a prediction from times in microseconds without the start of a call, which is added to
+    each.
 
-    ``paths``: with it, of both paths (``fused_us``, ``library_us``), where there are two.
+    ``paths`` are the times of both paths with the start (``fused_us``, ``library_us``), if there
+    are two.
     """
     return Prediction(
         compute_us=compute,
@@ -94,11 +97,11 @@ _MORE_WORK: dict[str, float] = {
     "moe_dispatch_backward": 2.0,
     "moe_gemm_combine_backward": 2.0,
 }
-"""Than the op whose gradients it computes."""
+"""The factor of work over the op whose gradients it computes."""
 
 
 def work(shape: Shape, world: int) -> float:
-    """Floating-point operations of one rank."""
+    """Return the number of floating-point operations of one rank."""
     if isinstance(shape, GemmShape):
         return 2.0 * shape.m * shape.n * shape.k
     if isinstance(shape, SumShape):  # each rank adds up its share
@@ -115,8 +118,8 @@ def work(shape: Shape, world: int) -> float:
 
 
 class Payloads(NamedTuple):
-    """Bytes that a rank sends to each other rank: what its work reads (``gather``), partial results
-    (``scatter``), and results (``spread``)."""
+    """The bytes that a rank sends to each other rank: what its work reads (``gather``), partial
+    results (``scatter``), and results (``spread``)."""
 
     gather: float = 0.0
     scatter: float = 0.0
@@ -140,7 +143,7 @@ def wanted(experts: int, top_k: int, world: int, routing: Routing = "uniform") -
 
 
 def sent_by(plan: CommonPart, pipeline: Pipeline) -> Payloads:
-    """Return what each ordered pair of ranks exchanges in a pipeline of a plan."""
+    """Return the bytes that each ordered pair of ranks exchanges in a pipeline of a plan."""
     return payloads(
         plan.op, plan.shape, plan.dtype, plan.world_size, pipeline.returns,
         whole_tokens=pipeline.whole_tokens,
@@ -160,17 +163,19 @@ def payloads(
     one_exchange: bool = False,
     routing: Routing = "uniform",
 ) -> Payloads:
-    """Return what each ordered pair of ranks exchanges, without ids and weights of tokens.
+    """Return the bytes that each ordered pair of ranks exchanges, without ids and weights of
+    tokens.
 
-    This is the one place that counts the bytes of a call: predictions, floors, statistics, the bench
-    and the backends take them from here, and ``tests/multiprocess/test_statistics.py`` holds them
-    against the NIC's counters.
+    This is the one place that counts the bytes of a call: predictions, floors, statistics, the
+    bench and the backends take them from here, and ``tests/multiprocess/test_statistics.py`` holds
+    them against the NIC's counters.
 
     Args:
-        partials, results: dtypes in which partial results and their sums travel. None: as ``dtype``.
+        partials, results: dtypes in which partial results and their sums travel. None: the same as
+            ``dtype``.
         whole_tokens: one row of each token travels, whatever its routing.
         one_exchange: as of :class:`mkernel.plan.schedule.Schedule`.
-        routing: of tokens, which decides how many ranks want one.
+        routing: routing of tokens, which decides how many ranks want one.
     """
     size = DTYPE_BYTES[dtype]
     back = DTYPE_BYTES[sums_of(dtype, dtype)] if forward(op) != op else 0  # gradients that go home
@@ -206,7 +211,8 @@ def payloads(
 def all_gather_gemm(
     plan: CommonPart, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> Prediction:
-    """AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest link.
+    """Predict AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest
+    link.
 
     Links: those that :mod:`mkernel.topology.shared_links` names; a NIC's routes share it, each
     direction by itself. The communication blocks that serve one destination share its bytes and
@@ -254,7 +260,7 @@ def all_gather_gemm(
 def messages_us(
     payload: float, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> float:
-    """Microseconds until each rank has sent so many bytes to each other one."""
+    """Return the microseconds until each rank has sent so many bytes to each other one."""
     return max(_link_times(payload, links, pipeline, 1, constants))
 
 
@@ -265,8 +271,9 @@ def _link_times(
     chunks: int,
     constants: MachineConstants,
 ) -> list[float]:
-    """Return the busy time of each link, and of the blocks that serve a rank's destinations
-    (:attr:`Pipeline.destinations`), or all of them in turn. Each message costs a signal a chunk."""
+    """Return the busy time of each link, and of the blocks that serve each of a rank's destinations
+    (:attr:`Pipeline.destinations`), or of all blocks if they take messages in turn. Each message
+    costs a signal a chunk."""
     nodes, each = links.placement.nodes, links.placement.ranks_per_node
     once = pipeline.exchange == "hierarchical"
     near = payload * (nodes if once else 1)

@@ -1,4 +1,4 @@
-"""What is kept of the shapes that a world has met: those of its last calls."""
+"""A cache that keeps the shapes of a world's last calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST = 1024
-"""Shapes that are kept for certain; up to twice as many are."""
+"""The number of shapes that are kept for certain; up to twice as many are."""
 
 
 class Recent(dict[K, V | None]):
-    """The values of the keys used last: of the last ``most`` different ones at least, of twice as
-    many at most. A key that is not kept has the value None.
+    """A map that keeps the values of the keys used last: at least those of the last ``most``
+    different keys, at most those of twice as many. A key that is not kept has the value None.
 
-    Two generations: what is used comes into the younger; when that is full the older goes, and the
-    younger becomes the older. So what is kept is found as fast as in a dict, and what goes depends on
-    the order of uses alone, which is the same on every rank. Until the generations move on, a use of a
-    key changes nothing; ``forgets`` is called when they do.
+    There are two generations: a used key moves to the younger one. When that is full, the older one
+    is dropped and the younger becomes the older. So what is kept is found as fast as in a dict, and
+    what goes depends on the order of uses alone, which is the same on every rank. Until the
+    generations move on, a use of a key changes nothing; ``forgets`` is called when they do.
     """
 
     def __init__(self, most: int = MOST, forgets: Callable[[], None] = lambda: None) -> None:
@@ -42,5 +42,5 @@ class Recent(dict[K, V | None]):
         super().__setitem__(key, value)
 
     def kept(self) -> int:
-        """Return how many values there are."""
+        """Return the number of values that are kept."""
         return len(self) + len(self._before)

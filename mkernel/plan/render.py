@@ -30,9 +30,9 @@ MAX_LINES = 15
 
 
 def topology(world: Topology) -> RenderableType:
-    """Nodes with their CPUs, accelerators and NICs; equal devices share a line.
+    """Draw nodes with their CPUs, accelerators and NICs; equal devices share a line.
 
-    Where not all fits into 15 lines, the first nodes are shown and the rest is counted.
+    If not everything fits into 15 lines, the first nodes are shown and the rest is counted.
     """
     count = len(world.nodes)
     tree = Tree(_line(f"topology · {count} {'node' if count == 1 else 'nodes'}", "bold"))
@@ -60,8 +60,8 @@ def plan(
     brief: bool = False,
     verbose: bool = False,
 ) -> RenderableType:
-    """Return what was decided, one decision a line; of a what-if, what is missing to launch it. Times
-    are predictions and say so.
+    """Show what was decided, one decision a line; for a what-if, also what is missing to launch it.
+    Times are predictions and are marked as such.
 
     Args:
         notes: what was left out, and why.
@@ -108,18 +108,18 @@ _WAYS: Mapping[RouteKind, str] = {
     "relay": "by a neighbour's NIC",
     "host": "by host memory",
 }
-"""Names the ways in which bytes go from one rank to another."""
+"""These phrases name the ways in which bytes go from one rank to another."""
 
 
 def _routes(made: CommonPart, pairs: Mapping[RouteKind, int]) -> str:
-    """Return how many ordered pairs of ranks send to each other in each way."""
+    """Count the ordered pairs of ranks that send to each other in each way, in words."""
     ways = {**_WAYS, "group": f"by {made.carrier or 'a process group'}"}
     said = ", ".join(f"{pairs[kind]} {ways[kind]}" for kind in sorted(pairs))
     return f"pairs of ranks: {said}" if said else "none needed"
 
 
 def _around(made: CommonPart) -> str:
-    """Return what the op does before and after the launch."""
+    """Describe what the op does before and after the launch."""
     before = [name for name in made.copies if name not in ("out", "gathered")]
     after = [name for name in made.copies if name not in before]
     steps = [f"copies {' and '.join(before)}"] if before else []
@@ -151,7 +151,7 @@ def _predicted(times: Prediction | None) -> str:
 
 
 def alternatives(considered: Sequence[Alternative]) -> RenderableType:
-    """Return why the plan is as it is: each decision's options with the time that the call would
+    """Show why the plan is as it is: each decision's options with the time that the call would
     take."""
     if not considered:
         return Text("nothing to choose between: every decision was given or has one option")
@@ -174,7 +174,7 @@ MOST_LINKS = 6
 
 
 def simulation(found: Simulation) -> RenderableType:
-    """Return the simulated call: its times, and its busiest links."""
+    """Show the simulated call: its times, and its busiest links."""
     rows = {
         "simulated": f"{duration(found.time_us)}, predicted; at least {duration(found.floor_us)} on "
         f"these links and cores ({found.exchange} exchange; constants: {found.constants})",
@@ -199,7 +199,7 @@ def _grid(rows: Mapping[str, str]) -> Table:
 
 
 def _path(made: CommonPart) -> str:
-    """``library``, and where there was a choice, both predicted times."""
+    """Return the path, and if there was a choice both predicted times."""
     times = made.prediction
     if times is None or times.fused_us is None or times.library_us is None:
         return made.path
@@ -210,8 +210,8 @@ def _path(made: CommonPart) -> str:
 
 
 def _schedule(part: Schedule | None, *, unused: bool) -> str:
-    """Return the backend's part, each field under the name that it has in the plan; ``unused``: also
-    what the plan makes no use of, whose value is 0, no or none."""
+    """List the fields of the backend's part, each under its name in the plan. ``unused`` also lists
+    those that the plan makes no use of, whose value is 0, no or none."""
     if part is None:
         return "none yet"
     fields = [f"{name} {_word(value)}" for name, value in _leaves(part) if value or unused]
@@ -234,8 +234,8 @@ def _leaves(part: BaseModel) -> Iterator[tuple[str, object]]:
 
 
 def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
-    """Return how puts lie on ports and queue pairs: ``2 rails x 4 queue pairs a peer; puts in turn,
-    …``."""
+    """Describe how puts lie on ports and queue pairs: ``2 rails x 4 queue pairs a peer; puts in
+    turn, …``."""
     rails = sorted({len(one.rails) for one in routes.classes if one.rails})
     each = f"{' or '.join(map(str, rails))} rails" if rails != [1] else "1 rail"
     pairs = f"{nics.queue_pairs} queue pair{'s' if nics.queue_pairs > 1 else ''}"
@@ -244,7 +244,7 @@ def _lanes(nics: NicSchedule, routes: RouteTable) -> str:
 
 
 def sizes(made: CommonPart) -> str:
-    """``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
+    """Return ``M 2048 x N 1024 x K 2048``, or the named sizes of ops that are no GEMM."""
     if isinstance(made.shape, GemmShape):
         return f"M {made.shape.m} x N {made.shape.n} x K {made.shape.k}"
     sizes = made.shape.model_dump(exclude={"kind"}, exclude_none=True)
@@ -252,7 +252,7 @@ def sizes(made: CommonPart) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Names come from devices and files and are no markup."""
+    """Return a line of plain text: names come from devices and files and are no markup."""
     return Text(text, style=style, overflow="fold")
 
 
@@ -286,7 +286,7 @@ def _node_lines(node: Node) -> list[str]:
 
 
 def accelerator_name(device: Accelerator) -> str:
-    """Return what it is, where its name does not say it also of which kind, and that it is
+    """Return the device's name, with its kind unless the name includes it, and a note if it is
     simulated."""
     name = product(device)
     known = name.lower()
@@ -324,5 +324,5 @@ def _shorten(parts: Sequence[str], most: int, what: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """(0, 1, 2, 5) → ``0-2,5``. The numbers must be sorted."""
+    """Format numbers as ranges: (0, 1, 2, 5) → ``0-2,5``. The numbers must be sorted."""
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans(numbers))

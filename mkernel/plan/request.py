@@ -1,4 +1,4 @@
-"""What the planner asks a backend for, and what it gets: the backend's own part of a plan."""
+"""The planner's request to a backend, and the answer: the backend's own part of a plan."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from mkernel.topology.shared_links import SharedLinks
 
 
 class TooLarge(Unsupported):
-    """A call is larger than the backend's path for it can take. The planner takes the op's other path,
-    where there is one."""
+    """A call is larger than the backend's path for it can take. The planner takes the op's other
+    path, if there is one."""
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """All that a backend's schedule may depend on. The same on every rank, without a device.
+    """The inputs of a backend's schedule: it may depend on nothing else. They are the same on every
+    rank, and no device is needed.
 
     Attributes:
         plan: the part that all backends share; its ``prediction`` is None.
         links: what messages occupy on the plan's routes.
-        capabilities: of the backend.
-        constants: of the machine; None: there are none, and every decision is the default.
-        path: that the caller asks for; the plan has the one that it is made for.
+        capabilities: capabilities of the backend.
+        constants: constants of the machine; None: there are none, and every decision is the
+            default.
+        path: path that the caller requests; the plan has the one that it is made for.
         chunk: tiles, or rows, of a chunk that the caller wishes; None: no wish.
         compute_blocks, comm_blocks: cores that the caller gives each kernel, at most what the
             capabilities claim; None: no wish.
         returns: how the caller wishes results of experts to come home; None: no wish.
-        exchanges: to choose from between nodes, the default first. What the backend does not claim
-            (``hierarchical_ops``) is for the prediction only.
-        measured: times of the plan's path by measured constants, which decide instead of the model's.
+        exchanges: exchanges between nodes to choose from, the default first. What the backend does
+            not claim (``hierarchical_ops``) is for the prediction only.
+        measured: times of the plan's path by measured constants, which decide instead of the
+            model's.
     """
 
     plan: CommonPart
@@ -70,5 +73,5 @@ class Scheduled(NamedTuple):
 
 
 Scheduler = Callable[[ScheduleRequest], Scheduled]
-"""A backend's ``schedule``: a pure function. TooLarge: the plan's path cannot take such a call;
-launches take whatever is scheduled, as far as there is memory."""
+"""A backend's ``schedule``, which is a pure function. It raises TooLarge if the plan's path cannot
+take such a call; launches take whatever is scheduled, as far as there is memory."""

@@ -1,4 +1,4 @@
-"""Scales of e4m3 operands: how many there are, and with what a plan has them.
+"""Scales of e4m3 operands: their numbers, and the checks with which a plan has them.
 
 With a of [M, K] and b of [K, N] in float8_e4m3fn, and float32 scales,
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
 
 BLOCK = 128
-"""Elements of a row of A, rows and columns of B, that share a scale by blocks."""
+"""The number of elements of a row of A, and of rows and columns of B, that share a scale by
+blocks."""
 RESULTS: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 """Dtypes of results of e4m3 operands, the default first."""
 
@@ -32,7 +33,7 @@ RESULTS: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 def scale_sizes(
     mode: ScaleMode, rows: int, n: int, k: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of the scales of an A of so many rows, and of B."""
+    """Return the shapes of the scales of an A of so many rows, and of B."""
     if mode == "tensor":
         return (1, 1), (1, 1)
     if mode == "row":
@@ -48,7 +49,7 @@ def check_scales(
     claims: AcceleratorCapabilities,
     accelerator: str,
 ) -> None:
-    """Of a GEMM op's arguments.
+    """Check the scales of a GEMM op against its dtypes, its layout and the backend's claims.
 
     Raises:
         DtypeError: operands without scales that need some, or the other way round; scales that the
@@ -88,6 +89,6 @@ def check_scales(
 
 
 def check_blocks(scales: Scales | None, k: int) -> None:
-    """ShapeError where blocks of scales do not cover K."""
+    """Raise ShapeError if blocks of scales do not cover K."""
     if scales is not None and scales.mode == "block" and k % BLOCK:
         raise ShapeError("k", k, f"a multiple of {BLOCK}, with scales by blocks")

@@ -1,4 +1,5 @@
-"""How a call's time grows with the world: plans and simulations of 1, 2, 4, … nodes, and a picture."""
+"""The growth of a call's time with the world: plans and simulations of 1, 2, 4, … nodes, and a
+picture."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from mkernel.user_files import save_picture
 
 
 class Point(Model):
-    """One size of the world, simulated. Times in microseconds."""
+    """One simulated size of the world. Times are in microseconds."""
 
     nodes: int = Field(ge=1)
     ranks: int = Field(ge=1)
@@ -31,7 +32,7 @@ def points(
     constants: MachineConstants,
     most: int,
 ) -> Iterator[Point]:
-    """Simulates worlds of 1, 2, 4, … and ``most`` nodes. ``made`` plans for a number of nodes."""
+    """Simulate worlds of 1, 2, 4, … and ``most`` nodes. ``made`` plans for a number of nodes."""
     nodes = 1
     while nodes <= most:
         plan, _, pipeline = made(nodes)
@@ -49,7 +50,8 @@ def points(
 
 
 def write(found: list[Point], title: str, path: Path) -> None:
-    """Draw it: .svg, .png or .pdf. ImportError: matplotlib is missing (extra ``bench``)."""
+    """Draw the points to a .svg, .png or .pdf file. Raises ImportError if matplotlib is missing
+    (extra ``bench``)."""
     import matplotlib
 
     matplotlib.use("Agg")

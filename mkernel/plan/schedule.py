@@ -10,8 +10,8 @@ from mkernel.topology.model import Model
 
 
 class Schedule(Model):
-    """What a backend's launches of one plan do that no other backend knows of: tile sizes, who moves
-    the bytes, in which pieces.
+    """The decisions of a backend's launches of one plan that no other backend knows: tile sizes,
+    who moves the bytes, in which pieces.
 
     A subclass gives ``kind`` a default of its own, such as ``"mine.gemm"``. JSON is read as the
     class of its kind, once the module of that class has been imported.
@@ -51,8 +51,8 @@ class Schedule(Model):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a schedule, of its own class, from what JSON gave. ValueError: nobody knows its
-        kind."""
+        """Read a schedule, as its own class, from what JSON gave. Raises ValueError if no loaded
+        backend has its kind."""
         if not isinstance(value, dict):
             return value
         found = Schedule._of_kind.get(str(value.get("kind")))

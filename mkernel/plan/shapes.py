@@ -1,4 +1,4 @@
-"""What sizes each op takes, and which of them are legal in a world on a backend."""
+"""The sizes that each op takes, and checks of which are legal in a world on a backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
 
 MAX_DIMENSION = 2**31 - 1
-"""Kernels index rows and columns with 32-bit signed integers."""
+"""The largest size: kernels index rows and columns with 32-bit signed integers."""
 
 SHAPES: dict[
     str,
@@ -70,12 +70,13 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = {
     },
     "ring_attention": {"batch": 1, "heads": 8, "kv_heads": 2, "sequence": 1536, "head_dim": 64},
 }
-"""Holds the sizes that the command line runs by default, which take seconds on a laptop. An
+"""The sizes that the command line runs by default, which take seconds on a laptop. An
 AllGather+GEMM of this size computes as long as it communicates on 2 x 2 simulated A3."""
 
 
 def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str, int]:
-    """Return the op's sizes: those given, else the defaults. ArgumentError: a size of another op."""
+    """Fill in the op's default sizes for those not given. Raises ArgumentError for a size of
+    another op."""
     names = size_names(op)
     for name, value in given.items():
         if value is not None and value is not False and name not in names:
@@ -91,7 +92,7 @@ _NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_d
 
 @cache
 def size_names(op: str) -> tuple[str, ...]:
-    """Return the sizes that an op's plan takes, by name."""
+    """Return the names of the sizes that an op's plan takes."""
     return tuple(name for name in SHAPES[forward(op)].model_fields if name not in _NO_SIZES)
 
 
@@ -103,7 +104,8 @@ def shape_of(
     out_dtype: DtypeName,
     capabilities: AcceleratorCapabilities,
 ) -> Shape:
-    """Return the checked shape of an op. ArgumentError, ShapeError: name, value, what is legal."""
+    """Check an op's sizes and return its shape. ArgumentError and ShapeError give the name, the
+    value and what is legal."""
     names, fields = size_names(op), SHAPES[forward(op)].model_fields
     for name, value in sizes.items():
         if name not in fields or name == "kind":
@@ -156,12 +158,12 @@ def takes(
     dtype: str | None,
     scales: Scales | None = None,
 ) -> bool:
-    """Return whether a backend that has the op takes calls of these sizes, as far as backends differ in
-    it: in attention, in scales, and in the dtype of products and sums. Calls of experts all go to one
-    backend, since they read each other's handles. True of sizes that none takes: whoever plans them
-    says why.
+    """Return whether a backend that has the op takes calls of these sizes, as far as backends
+    differ in it: in attention, in scales, and in the dtype of products and sums. Calls of experts
+    all go to one backend, since they read each other's handles. True for sizes that no backend
+    takes: planning them raises the reason.
 
-    ``dtype``: None where it is not known yet."""
+    ``dtype`` is None if it is not known yet."""
     if scales is not None:
         return scales.mode in capabilities.scale_modes
     kind = SHAPES[forward(op)]
@@ -177,14 +179,15 @@ def takes(
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """Return the legal neighbours of a value that must be a positive multiple of ``step``, in words."""
+    """Name the legal neighbours of a value that must be a positive multiple of ``step``, in
+    words."""
     below = value // step * step
     above = below + step
     return f"{below} or {above}" if below else f"{above}"
 
 
 def check_integer(error: type[ArgumentError], argument: str, value: object, most: int) -> None:
-    """Raise ``error`` where a value is no integer from 1 to ``most``."""
+    """Raise ``error`` unless a value is an integer from 1 to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise error(argument, repr(value), f"an integer from 1 to {most}")
 

@@ -1,4 +1,5 @@
-"""What a plan's call is predicted to take, by simulating its messages and tiles. Never measured.
+"""A simulation of a plan's messages and tiles, which predicts what its call takes. Nothing is
+measured.
 
 Messages queue for links (:mod:`mkernel.topology.link_queues`), tiles come in whole waves
 (:mod:`.waves`) and chunks cost signals; so contention, order and the size of chunks show, which the
@@ -36,11 +37,11 @@ _PARTS = 8
 """Parts of an owner's sums that AllReduce sends on as soon as they are complete."""
 _PLAIN_TILE = (128, 256)
 _TILES_A_CORE = 16
-"""What ops other than GEMMs are taken to have: their work is cut finely and evenly."""
+"""The tiles that ops other than GEMMs are taken to have: their work is cut finely and evenly."""
 
 
 class LinkUse(Model):
-    """How busy a link was on each node of a site, in one call."""
+    """The use of a link on each node of a site, in one call."""
 
     nodes: int = Field(ge=1, description="nodes that have this link, all as busy")
     site: int = Field(ge=0)
@@ -70,8 +71,8 @@ class Simulation(Model):
 
 
 class Traced(NamedTuple):
-    """A simulation and its timeline: what each link did by link, and each simulated rank's steps as
-    (name, start, end)."""
+    """A simulation and its timeline: the busy spans of each link, and each simulated rank's steps
+    as (name, start, end)."""
 
     result: Simulation
     call: CallMessages
@@ -86,7 +87,7 @@ def simulate(
     *,
     detail: int = MESSAGES,
 ) -> Simulation:
-    """Return the simulated call of a plan with such a pipeline, in about ``detail`` messages."""
+    """Simulate the call of a plan with such a pipeline, in about ``detail`` messages."""
     return trace(plan, pipeline, constants, detail=detail, keep=False).result
 
 
@@ -98,7 +99,7 @@ def trace(
     detail: int = MESSAGES,
     keep: bool = True,
 ) -> Traced:
-    """Does what :func:`simulate` does, and keeps the timeline where ``keep``."""
+    """Simulate like :func:`simulate`, and keep the timeline if ``keep``."""
     exchange = pipeline.exchange
     made = CallMessages(plan, pipeline, constants, _chunks(plan, pipeline), detail)
     sent = sent_by(plan, pipeline)
@@ -139,7 +140,7 @@ def trace(
 
 
 def _floors(messages: Sequence[Message], busy: Sequence[float]) -> list[float]:
-    """Each link's time, and the least latency behind it."""
+    """Return the time of each busy link plus the least latency behind it; [0.0] if none is busy."""
     latency = [float("inf")] * len(busy)
     for message in messages:
         for subflow in message.subflows:
@@ -167,8 +168,8 @@ def _uses(made: CallMessages, busy: Sequence[float], end_us: float) -> tuple[Lin
 def _sums(
     made: CallMessages, at: SimulatedRank, arrivals: Arrivals, computed_us: float
 ) -> list[Message]:
-    """Return the moments at which parts of a rank's sums are complete; its own terms are computed
-    last."""
+    """Add the moments at which parts of a rank's sums are complete, and return them; its own terms
+    are computed last."""
     parts: list[list[Message]] = [[] for _ in range(_PARTS)]
     for (dst, place), messages in arrivals.items():
         if dst == at:
@@ -177,7 +178,7 @@ def _sums(
 
 
 def _chunks(plan: CommonPart, pipeline: Pipeline) -> int:
-    """Into how many chunks one rank's bytes for another are cut."""
+    """Return the number of chunks into which one rank's bytes for another are cut."""
     if pipeline.chunking is not None:
         return pipeline.chunking.chunks_per_rank
     if pipeline.rows_per_chunk is None:
@@ -188,7 +189,7 @@ def _chunks(plan: CommonPart, pipeline: Pipeline) -> int:
 class _Device:
     """The compute of one rank: equal tiles that take the predicted time together, and their order.
 
-    One kernel takes tile by tile; or, where the ``chunks`` of each other rank's rows are kernels of
+    One kernel takes tile by tile; or, if the ``chunks`` of each other rank's rows are kernels of
     their own, a kernel starts after the one before it and ends with its last wave.
     """
 
@@ -213,7 +214,8 @@ class _Device:
         self._chunks = chunks if pipeline.one_kernel_per_chunk else None
 
     def _ends(self, steps: Sequence[tuple[float, float]], own: int) -> list[float]:
-        """``own``: which of the steps is the rank's own rows, never cut."""
+        """Return when each step ends. ``own`` is the index of the rank's own rows, which are never
+        cut."""
         if self._chunks is None:
             return list(ends_us(steps, tiles=self.tiles, tile_us=self.tile_us, cores=self.cores))
         ends, end_us = [], 0.0
@@ -224,12 +226,12 @@ class _Device:
         return ends
 
     def _kernel_us(self, share: float) -> float:
-        """Return how long a kernel takes that computes this share of all tiles."""
+        """Return the time of a kernel that computes this share of all tiles."""
         tiles = math.ceil(share * self._grid[0] - 1e-9) * self._grid[1]
         return -(-tiles // self.cores) * self.tile_us
 
     def _places(self, made: CallMessages) -> list[tuple[OrderPlace, float]]:
-        """Pieces of other ranks in order, each with its share of a rank's work."""
+        """List the pieces of other ranks in order, each with its share of a rank's work."""
         return [
             (OrderPlace(number, turn, piece, pieces), step.size / self._world / pieces)
             for number, step, turn in made.turns()
@@ -238,7 +240,8 @@ class _Device:
         ]
 
     def without_waiting(self, made: CallMessages) -> dict[OrderPlace, float]:
-        """Return when the pieces for other ranks are computed; the own one comes last."""
+        """Return when each piece for other ranks is computed, if nothing waits; the own one comes
+        last."""
         places = self._places(made)
         steps = [*((share, 0.0) for _, share in places), (1 / self._world, 0.0)]
         ends = self._ends(steps, own=len(places))
@@ -253,7 +256,7 @@ class _Device:
         done_us: Mapping[OrderPlace, float],
         comm_us: float,
     ) -> list[tuple[str, float, float]]:
-        """(name, start, end) of what a rank computes, in order."""
+        """Return the (name, start, end) of each step that a rank computes, in order."""
         places = self._places(made)
         names = [made.name(place) for place, _ in places]
         if done_us:
@@ -277,13 +280,13 @@ class _Device:
 def ends_us(
     steps: Iterable[tuple[float, float]], *, tiles: int, tile_us: float, cores: int
 ) -> Iterator[float]:
-    """Yield when each step's tiles are done. A persistent kernel computes them: tile t runs on core
-    t mod ``cores``, after that core's tile before it.
+    """Yield the time at which each step's tiles are done. A persistent kernel computes them: tile t
+    runs on core t mod ``cores``, after that core's previous tile.
 
     Args:
-        steps: (share of all tiles, microsecond from which on its data is there), in order; the shares
-            add up to 1. A tile that two steps share belongs to the later one.
-        tiles, tile_us: of the device in all, and the time of one.
+        steps: (share of all tiles, microsecond from which on its data is there), in order; the
+            shares add up to 1. A tile that two steps share belongs to the later one.
+        tiles, tile_us: tiles of the device in all, and the time of one.
     """
     free: deque[tuple[float, int]] = deque([(0.0, cores)])  # cores in turn, and from when on
     share = ready_us = end_us = 0.0

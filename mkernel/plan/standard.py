@@ -25,12 +25,14 @@ from mkernel.topology.cost import MachineConstants
 
 _ROW_CHUNKS = 4
 _DETAIL = 1000
-"""About how many messages a simulation has: enough to compare, and as long for any world."""
+"""The approximate number of messages in a simulation: enough to compare, and as long for any
+world."""
 
 
 class RowSchedule(Schedule):
-    """Each rank's rows (positions, tokens) travel in chunks of ``rows_per_chunk``; ``order``: in which
-    the others' rows are consumed (:class:`mkernel.plan.order.ConsumptionOrder`)."""
+    """A schedule by rows: each rank's rows (positions, tokens) travel in chunks of
+    ``rows_per_chunk``. ``order`` is the order in which the others' rows are consumed
+    (:class:`mkernel.plan.order.ConsumptionOrder`)."""
 
     kind: Literal["rows"] = "rows"
     rows_per_chunk: int = Field(ge=1)
@@ -38,7 +40,8 @@ class RowSchedule(Schedule):
 
 
 class TileSchedule(Schedule):
-    """What each rank sends travels in chunks of whole tiles; ``order``: as in :class:`RowSchedule`."""
+    """A schedule by tiles: each rank's data travels in chunks of whole tiles; ``order`` is as in
+    :class:`RowSchedule`."""
 
     kind: Literal["tiles"] = "tiles"
     chunking: Chunking
@@ -53,11 +56,12 @@ def by_rows(
     one_kernel_per_chunk: bool = False,
     grouped: bool = False,
 ) -> Scheduled:
-    """Chunks of rows, and a :class:`RowSchedule`.
+    """Decide chunks of rows, order and cores, and make a :class:`RowSchedule`.
 
     Args:
-        chunks: that a rank's rows make by default; a better number is looked for unless it is 1.
-        orders: of sources that launches can follow, the default first.
+        chunks: number that a rank's rows make by default; a better number is looked for unless it
+            is 1.
+        orders: orders of sources that launches can follow, the default first.
         one_kernel_per_chunk: each chunk is computed by a kernel of its own.
         grouped: messages to all peers leave as one, chunk by chunk.
     """
@@ -83,7 +87,7 @@ def by_rows(
 def by_tiles(
     request: ScheduleRequest, *, tile: GemmTile = USUAL_TILE, orders: tuple[Runs, ...] = ("node",)
 ) -> Scheduled:
-    """Chunks of tiles of a GEMM op, and a :class:`TileSchedule`.
+    """Decide chunks of tiles of a GEMM op, order and cores, and make a :class:`TileSchedule`.
 
     Args:
         tile: the output tile of the kernels.
@@ -114,8 +118,8 @@ def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cut: Any) -> Pi
 
 
 def _fewer_rows(plan: CommonPart, ways: tuple[Returns, ...]) -> Returns:
-    """Return which of these ways results come home where nothing predicts it: by rank where that is
-    less than half as much."""
+    """Choose how results come home if nothing predicts it: by rank if that is less than half as
+    much."""
     if len(ways) == 1:
         return ways[0]
     by_slot, by_rank = (
@@ -132,10 +136,10 @@ def _decided(
     rows: Sequence[int],
     orders: tuple[Runs, ...],
 ) -> tuple[Pipeline, Prediction | None, tuple[Alternative, ...]]:
-    """Decisions are made one after another, each with the defaults of those that follow: exchange,
-    how results of experts come home, chunks of tiles, communication blocks; then, by simulation, rows a
-    chunk and order. Times that were
-    measured are of the default chunks and order, which stand then, and where there are no constants."""
+    """Decide one thing after another, each with the defaults of those that follow: exchange, how
+    results of experts come home, chunks of tiles, communication blocks; then, by simulation, rows a
+    chunk and order. Measured times are of the default chunks and order, which stand then, and also
+    if there are no constants."""
     plan, constants = request.plan, request.constants
     if request.measured is not None or constants is None:
         return usual, request.measured, ()
@@ -144,7 +148,8 @@ def _decided(
         return predict.predict(plan, request.links, option, constants).pipelined_us
 
     def sequential_us(option: Pipeline, constants: MachineConstants = constants) -> float:
-        """Results come home after the products; by rank, weights travel first."""
+        """Return the call's time if results come home after the products; by rank, weights travel
+        first."""
         times = predict.predict(plan, request.links, option, constants)
         return times.sequential_us + (constants.signal_us if option.returns == "ranks" else 0.0)
 
@@ -189,8 +194,8 @@ def _decided(
 
 
 def _more_blocks(found: Pipeline, cores: int) -> list[Pipeline]:
-    """Return the same with twice and four times the blocks for communication, as far as there are
-    cores."""
+    """Return the same pipeline with twice and four times the blocks for communication, as far as
+    there are cores."""
     more = [factor * found.comm_blocks for factor in (2, 4)]
     return [replace(found, comm_blocks=count) for count in more if count <= cores]
 
@@ -202,14 +207,16 @@ def _tuned(
     orders: Sequence[Runs],
     constants: MachineConstants,
 ) -> tuple[Pipeline, tuple[Alternative, ...]]:
-    """Return the pipeline with its order and rows a chunk decided, and all options with their simulated
-    times. Closed forms cannot tell these options apart.
+    """Decide the order and the rows a chunk by simulation; return the pipeline, and all options
+    with their simulated times. Closed forms cannot tell these options apart.
 
     Args:
-        timed: the plan so far, with its predicted times. usual: every other decision of it stands.
-        rows: a chunk may have, the default first, which stands where nothing gains; empty where chunks
-            are not made of rows.
-        orders: of sources, the default first. Where nodes or their ranks are one they are all the same.
+        timed: the plan so far, with its predicted times. usual: its pipeline, whose other decisions
+            stand.
+        rows: rows that a chunk may have, the default first, which stands where nothing gains; empty
+            where chunks are not made of rows.
+        orders: orders of sources, the default first. Where nodes or their ranks are one they are
+            all the same.
     """
 
     def time_us(option: Pipeline) -> float:

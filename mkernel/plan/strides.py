@@ -1,4 +1,4 @@
-"""How matrices lie in memory: packed, with a pitch, or neither; and which of them an op copies."""
+"""The storage of matrices: packed, with a pitch, or neither; and which of them an op copies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _COPIED: tuple[Copied, ...] = get_args(Copied)
 
 Layout = Literal["row", "column"]
 Strides = Literal["packed", "pitched", "scattered"]
-"""Of a matrix, seen in its major order: no gaps; a gap behind every row, after which the next one is
-aligned again; neither."""
+"""The gaps of a matrix, seen in its major order. ``packed``: none. ``pitched``: one behind every
+row, after which the next row is aligned again. ``scattered``: neither."""
 _STRIDES: tuple[Strides, ...] = get_args(Strides)
 
 
@@ -25,10 +25,11 @@ class Stored(NamedTuple):
 
 
 def rows_of(sizes: Sequence[int], strides: Sequence[int], step: int) -> Strides:
-    """Return how [..., width] lies in memory as a matrix of rows, whose last dimension is the width.
+    """Classify how [..., width] lies in memory as a matrix of rows, whose last dimension is the
+    width.
 
     Args:
-        sizes, strides: of a tensor, as torch counts them, with at least one element.
+        sizes, strides: those of a tensor with at least one element, as torch counts them.
         step: elements by which aligned rows begin.
     """
     width = sizes[-1]
@@ -52,7 +53,8 @@ def rows_of(sizes: Sequence[int], strides: Sequence[int], step: int) -> Strides:
 
 
 def stored(sizes: Sequence[int], strides: Sequence[int], step: int) -> Stored:
-    """Return how a matrix lies in memory: by rows, or by columns where it does not lie so by rows."""
+    """Classify how a matrix lies in memory: by rows, or by columns if it does not lie so by
+    rows."""
     by_rows = rows_of(sizes, strides, step)
     by_columns = rows_of(sizes[::-1], strides[::-1], step)
     if by_rows == "packed" or (by_rows == "pitched" and by_columns != "packed"):
@@ -63,11 +65,12 @@ def stored(sizes: Sequence[int], strides: Sequence[int], step: int) -> Stored:
 
 
 def copied(strides: Mapping[str, Strides], pitched: Collection[str]) -> tuple[Copied, ...]:
-    """Return the tensors of a call between which and the launch the op puts a copy. ArgumentError.
+    """Return the tensors of a call that the op copies before or after the launch. Raises
+    ArgumentError.
 
     Args:
-        strides: by name; of those that are missing: packed.
-        pitched: operands that the backend takes so.
+        strides: strides by name; a missing tensor is packed.
+        pitched: operands that the backend takes with a pitch.
     """
     for name, found in strides.items():
         if name not in _COPIED or found not in _STRIDES:
