@@ -26,17 +26,17 @@ from mkernel.settings import load as load_settings
 T = TypeVar("T")
 
 OPS = tuple(SHAPES)
-"""Every op there is, the combine included."""
+"""Every op, the combines included."""
 
 WORLD_TIMEOUT_S = 20.0
-"""Deadline of the waits inside worlds, once they are there, where the subject has no other."""
+"""The deadline of waits inside worlds, once they are there, if the subject has no other."""
 
 START_TIMEOUT_S = 120.0
-"""Deadline of the waits while a world is made: how long a busy machine takes to start processes says
-nothing of a backend."""
+"""The deadline of waits while a world is made: the time that a busy machine takes to start
+processes says nothing of a backend."""
 
 _MOST_RANKS = 16
-"""Limits the largest world that is tried, where a backend does not claim how many ranks it runs."""
+"""The largest world that is tried if a backend does not claim how many ranks it runs."""
 _MOST_PROCESSES = 32
 """The most ranks that the kit starts on one machine, whatever a backend claims."""
 
@@ -46,8 +46,8 @@ hangs cannot stop the kit."""
 
 
 def bounded(timeout_s: float, port: int | None, fn: Callable[..., T], *args: Any) -> T:
-    """Run ``fn(*args)`` in this rank's world, whose waits get ``timeout_s`` from now on. ``port``: of
-    the store where ranks agree to stop at the first find; None: they do not stop."""
+    """Run ``fn(*args)`` in this rank's world, whose waits get ``timeout_s`` from now on. ``port``
+    is that of the store where ranks agree to stop at the first find; None: they do not stop."""
     give_up_after(timeout_s)
     with ExitStack() as during:
         during.enter_context(process_timeout(timeout_s + _BUSY_S))
@@ -61,11 +61,11 @@ class AcceleratorSubject:
     """The backend under test and how thoroughly it is tested.
 
     Attributes:
-        name: of the backend, as in the registry. quick: fewer shapes, worlds and repeats.
-        seed: of the random draws; a failure's text names the case, so that it can be repeated.
+        name: name of the backend, as in the registry. quick: fewer shapes, worlds and repeats.
+        seed: seed of the random draws; a failure's text names the case, so that it can be repeated.
         first_find: whether the cases behind the first that is wrong are left out, of each world.
-        timeout_s: deadline of the waits inside worlds, once they are there. What a failure must be told
-            within is half of it.
+        timeout_s: deadline of the waits inside worlds, once they are there. What a failure must be
+            told within is half of it.
     """
 
     name: str
@@ -91,29 +91,31 @@ class AcceleratorSubject:
     # ---- claims ------------------------------------------------------------------------------
 
     def claimed(self, *ops: str) -> tuple[str, ...]:
-        """Return which of the ops it claims, in order. CheckSkipped: none."""
+        """Select the claimed ops among these, in order. Raises CheckSkipped if none is claimed."""
         found = tuple(op for op in ops or OPS if op in self.capabilities.ops)
         if not found:
             raise CheckSkipped(f"not claimed: {', '.join(ops or OPS)}")
         return found
 
     def claimed_in(self, world: tuple[int, int], *ops: str) -> tuple[str, ...]:
-        """Return the claimed ops that it has in a world of (nodes, ranks per node). CheckSkipped:
-        none."""
+        """Select the claimed ops that the backend has in a world of (nodes, ranks per node). Raises
+        CheckSkipped if there is none."""
         found = tuple(op for op in self.claimed(*ops) if self.capabilities.provides(op, world[0]))
         if not found:
             raise CheckSkipped(f"not claimed on {world[0]} nodes: {', '.join(ops or OPS)}")
         return found
 
     def dtype(self) -> DtypeName:
-        """Return the dtype that most checks use: the narrowest that is claimed."""
+        """Return the dtype that most checks use: the first claimed of float16, bfloat16, float32
+        and float64. Raises CheckFailed if none is claimed."""
         for name in ("float16", "bfloat16", "float32", "float64"):
             if name in self.capabilities.dtypes:
                 return name
         raise CheckFailed("claims no dtype of inputs")
 
     def out_dtype(self, given: DtypeName) -> DtypeName:
-        """Return the output dtype that most checks use with inputs of ``given``: the widest claimed."""
+        """Return the output dtype that most checks use with inputs of ``given``: the first claimed
+        of float32, float16, bfloat16 and float64. Raises CheckFailed if none is claimed."""
         claimed = [out for dtype, out in self.capabilities.dtype_pairs() if dtype == given]
         for name in ("float32", "float16", "bfloat16", "float64"):
             if name in claimed:
@@ -121,7 +123,7 @@ class AcceleratorSubject:
         raise CheckFailed("claims no dtype of outputs")
 
     def step(self, *dtypes: DtypeName) -> int:
-        """Return the number of elements of which sizes of aligned rows are multiples."""
+        """Return the number of elements of which the sizes of aligned rows must be multiples."""
         if not dtypes:
             dtypes = (self.dtype(), self.out_dtype(self.dtype()))
         size = min(DTYPE_BYTES[dtype] for dtype in dtypes)
@@ -135,8 +137,8 @@ class AcceleratorSubject:
 
     @cached_property
     def between_nodes(self) -> bool:
-        """Return whether it claims a path between nodes with these settings, for which the default NIC
-        is usable here."""
+        """Return whether the backend claims a path between nodes with these settings, and the
+        default NIC for it is usable here."""
         if self.capabilities.process_group:
             return True
         settings = load_settings()
@@ -151,23 +153,24 @@ class AcceleratorSubject:
 
     @cached_property
     def room(self) -> int | None:
-        """Return how many ranks this machine's devices take, one each or as the setting
+        """Return the number of ranks that this machine's devices take, one each or as the setting
         ``ranks_per_device`` says. None: any number, because devices are emulated (simulators, the
         CPU)."""
         devices = [one for one in self.backend.probe() if not one.emulated]
         return len(devices) * load_settings().ranks_per_device or None
 
     def worlds(self, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Return which of the worlds (nodes, ranks per node) can be tested here; the largest if all of
-        them have more ranks than the machine has devices. CheckSkipped: none."""
+        """Select the worlds (nodes, ranks per node) that can be tested here; the largest if all of
+        them have more ranks than the machine has devices. Raises CheckSkipped if there is none."""
         found = tuple(world for world in wanted if world[0] == 1 or self.between_nodes)
         if not found:
             raise CheckSkipped("no path between nodes is claimed and usable here")
         return tuple(world for world in found if self._fits(world)) or (self.largest(),)
 
     def largest(self) -> tuple[int, int]:
-        """Return the world that most checks use: two nodes of two ranks where there is a path between
-        nodes, else three ranks; the first of these, or two ranks, that the machine has devices for."""
+        """Choose the world that most checks use: two nodes of two ranks if there is a path between
+        nodes, else three ranks; the first of these, or two ranks, for which the machine has
+        devices. Raises CheckSkipped if it has one device."""
         wanted = ((2, 2), (1, 3), (1, 2)) if self.between_nodes else ((1, 3), (1, 2))
         for world in wanted:
             if self._fits(world):
@@ -175,8 +178,8 @@ class AcceleratorSubject:
         raise CheckSkipped(f"needs 2 devices of accelerator {self.name!r}; this machine has 1")
 
     def crowd(self) -> tuple[int, int]:
-        """Return one node of as many ranks as the backend claims to run, or of 16. CheckSkipped: this
-        machine has no devices for more than other checks use."""
+        """Choose one node of as many ranks as the backend claims to run, or of 16. Raises
+        CheckSkipped if this machine has no devices for more ranks than other checks use."""
         claimed = min(self.capabilities.most_ranks or _MOST_RANKS, _MOST_PROCESSES)
         ranks = claimed if self.room is None else min(claimed, self.room)
         if ranks <= self.largest()[0] * self.largest()[1]:
@@ -192,9 +195,9 @@ class AcceleratorSubject:
         return few and self.capabilities.too_many(ranks) is None
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
-        """Return two ranks of one node, and the largest; if quick, the latter alone, which has both
-        kinds of paths where there are two. Where devices are too few for that, also two nodes of one
-        rank, if there is a path between nodes."""
+        """Choose two ranks of one node, and the largest world; if quick, the latter alone, which
+        has both kinds of paths if there are two. If devices are too few for that, add two nodes of
+        one rank, provided that there is a path between nodes."""
         found = [self.largest()] if self.quick else [(1, 2), self.largest()]
         if self.between_nodes and self.largest()[0] == 1:
             found.append((2, 1))
@@ -210,8 +213,8 @@ class AcceleratorSubject:
         timeout_s: float | None = None,
         on_report: Callable[[int, Any], None] = lambda rank, payload: None,
     ) -> list[T]:
-        """Run ``fn(*args)`` on every rank of a world of the backend; the ranks' results. ``timeout_s``:
-        of each wait in it, once it is there, instead of the subject's."""
+        """Run ``fn(*args)`` on every rank of a world of the backend, and return the ranks' results.
+        ``timeout_s`` replaces the subject's limit of each wait in the world, once it is there."""
         with meeting_place() if self.first_find else nullcontext() as port:
             return launch(
                 bounded,
@@ -227,7 +230,8 @@ class AcceleratorSubject:
             )
 
     def judge(self, fn: Callable[..., Sequence[str]], *args: Any, world: tuple[int, int]) -> None:
-        """Run a function that returns what it found wrong. CheckFailed: it found something."""
+        """Run a function that returns what it found wrong. Raises CheckFailed if it found
+        anything."""
         blame([found for each in self.launch(fn, *args, world=world) for found in each])
 
 

@@ -1,4 +1,4 @@
-"""Checks, their results, and how a list of them is run."""
+"""Checks, their results, and the functions that run them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Check:
 
 
 class Result(Model):
-    """The outcome of one check. ``raised``: the type of error that ended it, if it did not come to a
-    judgement of its own."""
+    """The outcome of one check. ``raised`` is the type of the error that ended it, if it did not
+    come to a judgement of its own."""
 
     name: str
     promise: str
@@ -42,7 +42,8 @@ class Result(Model):
 
 
 class Report(Model):
-    """The outcome of a backend. ``subject``: its kind and name, and the provider of a NIC."""
+    """The outcome of a backend's checks. ``subject`` is its kind and name, and the provider of a
+    NIC."""
 
     subject: str
     results: tuple[Result, ...]
@@ -55,7 +56,7 @@ class Report(Model):
 
     @property
     def seconds(self) -> float:
-        """Return the time of all checks."""
+        """Return the time of all checks, in seconds."""
         return sum(result.seconds for result in self.results)
 
 
@@ -90,7 +91,7 @@ def run_checks(
     checks: Iterable[Check],
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
-    """Run checks one after another."""
+    """Run checks one after another, and report on each as soon as it ends."""
     results = []
     for check in checks:
         result = run_check(check, subject)

@@ -24,7 +24,7 @@ from mkernel.plan.ops import COMPANIONS
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 MOE = ("moe_dispatch_gemm", *COMPANIONS)
 WITHOUT_B = ("all_reduce", "moe_combine", "ring_attention")
-"""Ops whose operands have one layout."""
+"""Ops whose operands have only one layout."""
 
 _CLASSES = (
     ("all_gather_gemm",),
@@ -48,7 +48,8 @@ def typical(
     chunk: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Case:
-    """Return a small case of an op with several chunks and a partial tile; ``sizes`` replaces some."""
+    """Make a small case of an op with several chunks and a partial tile; ``sizes`` replaces some of
+    its sizes."""
     given = dtype or subject.dtype()
     result = out_dtype or subject.out_dtype(given)
     step = subject.step(given, result)
@@ -83,7 +84,8 @@ def typical(
 
 
 def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
-    """Return a small case of every op that is claimed in a world; if quick, of one op of each class."""
+    """Make a small case of every op that is claimed in a world; if quick, of one op of each
+    class."""
     claimed = subject.claimed_in(world)
     of_class = [[op for op in each if op in claimed] for each in _CLASSES]
     chosen = [ops[0] for ops in of_class if ops] if subject.quick else claimed
@@ -91,7 +93,7 @@ def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case
 
 
 def _small(subject: AcceleratorSubject, op: str, world_size: int) -> Case:
-    """Return a case of two rows, tokens or positions a rank."""
+    """Make a case of two rows, tokens or positions a rank."""
     step, rows = subject.step(), 2 * world_size
     sizes: dict[str, int]
     if op in GEMMS:
@@ -106,7 +108,8 @@ def _small(subject: AcceleratorSubject, op: str, world_size: int) -> Case:
 
 
 def attended(subject: AcceleratorSubject, sizes: _Sizes, world_size: int) -> dict[str, Any]:
-    """Return sizes of attention that the backend takes: the next sequence and width, or the widest."""
+    """Adapt sizes of attention to what the backend takes: the next sequence and width, or the
+    widest."""
     claims, width = subject.capabilities, sizes["head_dim"]
     widths = sorted(claims.head_dims)
     wider = [one for one in widths if one >= width] or widths[-1:] or [width]
@@ -118,13 +121,13 @@ def attended(subject: AcceleratorSubject, sizes: _Sizes, world_size: int) -> dic
 
 
 def typical_of_each(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
-    """Return the typical case of every op that is claimed."""
+    """Make the typical case of every op that is claimed."""
     return [typical(subject, op, world[0] * world[1]) for op in subject.claimed_in(world)]
 
 
 def wider(subject: AcceleratorSubject, case: Case, steps: int = 1) -> Case:
-    """Return the case with ``steps`` more steps of columns. Attention of which only some widths are
-    claimed gets more sequences instead."""
+    """Widen the case by ``steps`` more steps of columns. If attention claims only some widths, its
+    case gets more sequences instead."""
     few = case.op == "ring_attention" and subject.capabilities.head_dims
     names: dict[str, str] = {
         "ring_attention": "batch" if few else "head_dim",
@@ -155,7 +158,7 @@ def in_turn(cases: Iterable[Case]) -> list[Case]:
 
 
 def with_tensors(case: Case, **tensors: torch.Tensor) -> Case:
-    """Return the case with whole tensors of these values, in its dtype."""
+    """Give the case whole tensors of these values, in its dtype."""
     kind = getattr(torch, case.dtype)
     return case.with_(options={"tensors": {name: each.to(kind) for name, each in tensors.items()}})
 

@@ -19,7 +19,7 @@ class Kit:
     checks: tuple[Check, ...]
 
     def only(self, names: Sequence[str]) -> Kit:
-        """Return the kit with the named checks alone. ArgumentError: no such check."""
+        """Reduce the kit to the named checks. Raises ArgumentError if there is no such check."""
         known = {check.name: check for check in self.checks}
         for name in names:
             if name not in known:
@@ -39,7 +39,7 @@ def kit_for(
     quick: bool = False,
     seed: int = 0,
 ) -> Kit:
-    """Return the kit of one backend, named by exactly one of ``accelerator`` and ``nic``.
+    """Make the kit of one backend, named by exactly one of ``accelerator`` and ``nic``.
 
     Raises:
         ArgumentError: none or both are named, or ``verbs`` beside an accelerator.
@@ -66,7 +66,7 @@ def kit_for(
 
 
 def listed(accelerator: str | None, nic: str | None) -> dict[str, tuple[Check, ...]]:
-    """Return checks by kind of backend: of the kind that is named, or of both if none is."""
+    """List checks by kind of backend: those of the kind that is named, or of both if none is."""
     from mkernel.conformance.accelerator import accelerator_checks
     from mkernel.conformance.nic import nic_checks
 

@@ -1,4 +1,4 @@
-"""Checks of what a NIC does with bytes and signals.
+"""Checks of the bytes and signals that a NIC delivers.
 
 Payloads are windows of random bytes that all ranks share, so that a put needs no copy at its source
 and the receiver knows what to expect. Before a put may start, its target is poisoned: every byte
@@ -35,11 +35,11 @@ from mkernel.harness.outcome import CheckFailed, CheckSkipped
 
 _GUARD = 4096
 _STEPWISE: dict[str, Any] = {"queue_depth": 4, "fifo_slots": 4}
-"""Settings by which a large put takes many steps, so that what overtakes it can be seen."""
+"""Settings with which a large put takes many steps, so that what overtakes it can be seen."""
 _STRIPED: dict[str, Any] = {"qps": 4, "stripe_bytes": 1000, "receive_depth": 64}
-"""Settings by which a put is spread over queue pairs, which keep no order among them."""
+"""Settings with which a put is spread over queue pairs, which keep no order among them."""
 _GROUPED: dict[str, Any] = {"qps": 2, "stripe_bytes": 1}
-"""Settings by which the smallest put is counted at the receiver."""
+"""Settings with which the smallest put is counted at the receiver."""
 _KIB = 1 << 10
 _MIB = 1 << 20
 
@@ -52,7 +52,7 @@ def _source(me: Rank, port: Port, nbytes: int) -> Pattern:
 
 
 class Landing:
-    """A piece of memory that puts go to: what it must hold in the end, guards included."""
+    """A piece of memory that puts go to, with what it must hold in the end, guards included."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory
@@ -77,7 +77,8 @@ _CREDIT = 64
 
 
 class _Stream:
-    """The puts from one rank into one slot of another, one at a time; both ends know them."""
+    """A stream of puts from one rank into one slot of another, one at a time; both ends know
+    them."""
 
     def __init__(self, seed: int, source: int, target: int, slot: int) -> None:
         self._random = random.Random(f"{seed}/{source}/{target}/{slot}")
@@ -96,7 +97,7 @@ class _Stream:
         self.place = self._random.randint(0, _SLOT - self.nbytes)
 
     def target_at(self) -> int:
-        """Return the offset in region 0 of the receiver."""
+        """Return the offset of the put in region 0 of the receiver."""
         return 2 * _SLOT + self.signal * _SLOT + self.place
 
 
@@ -147,7 +148,7 @@ def _grant(port: Port, pattern: Pattern, stream: _Stream) -> None:
 
 
 def _take(port: Port, pattern: Pattern, stream: _Stream, puts: int) -> None:
-    """The signal of the stream's next put was seen: all of it must be here, now."""
+    """Check the stream's next put, whose signal was seen: all of it must be here, now."""
     at = stream.target_at()
     require_equal(
         port.memory.bytes[at : at + stream.nbytes],
@@ -274,7 +275,7 @@ def _in_flight(me: Rank, puts: int, settings: dict[str, Any]) -> None:
     span = puts * _CELL
 
     def piece(index: int) -> tuple[int, int]:
-        """Return the window and size of a put."""
+        """Return the window and size of the put with this index."""
         return index * 7919 % (source - 256), 1 + index * 31 % 256
 
     with me.open(source + me.size * span, **settings) as port:
@@ -344,7 +345,8 @@ class Producer:
         self._wake_fd: int = device.wake_fd
 
     def push(self, command: Sequence[int], timeout_s: float) -> None:
-        """Push a command: local, remote, bytes, peer, region, signal, value. CheckFailed when full."""
+        """Push a command: local, remote, bytes, peer, region, signal, value. Raises CheckFailed if
+        the FIFO stays full."""
         ticket = self._head.value
         late = deadline(timeout_s)
         while ticket - self._tail.value >= self.capacity:
@@ -456,7 +458,7 @@ def _counter_wrap(me: Rank, many: int, settings: dict[str, Any]) -> None:
 
 
 def counter_wrap(subject: NicSubject) -> None:
-    """Counters are started just below 2^8 … 2^63 and near 2^64; then more puts than 16 bits hold,
+    """Start counters just below 2^8 … 2^63 and near 2^64; then send more puts than 16 bits hold,
     whole and in parts, whose numbers wrap around too."""
     many = subject.scale(70_000, 5000)
     for settings in ({}, _GROUPED):

@@ -1,8 +1,8 @@
-"""The check of what a session makes of faults of its device, which the software device can have.
+"""The check of a session's reaction to faults of its device, which the software device can have.
 
 Each case is a world of three in the same three processes: rank 0's device has the fault, everybody
-puts to everybody. A rank that finds its session failed closes it, as a broken world does, so that the
-others lose a peer. Then the same processes make a new world, which must work.
+puts to everybody. A rank that finds its session failed closes it, as a broken world does, so that
+the others lose a peer. Then the same processes make a new world, which must work.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _KIB = 1 << 10
 _NBYTES = 8 * _KIB
 _PUTS = 200
 _LOST = frozenset({"RETRY_EXC_ERR", "RESP_TIMEOUT_ERR"})
-"""Statuses of a peer that does not answer: of RC, and of SRD."""
+"""The statuses of a peer that does not answer: of RC, and of SRD."""
 _GONE = _LOST | {"REM_INV_RD_REQ_ERR", "REM_OP_ERR"}
-"""The same, or of one that answers without a queue pair or a handle any more (SRD)."""
+"""The statuses of a lost peer, and of one that answers without a queue pair or a handle any more
+(SRD)."""
 _BROKEN = frozenset({"QP_FATAL", "WR_FLUSH_ERR"})
 _IMPATIENT = {"qp_timeout": 12, "retry_count": 3}
-"""About 70 ms until a silent peer is an error."""
+"""Settings with which a silent peer is an error after about 70 ms."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Case:
     """A fault of rank 0's device (``MKERNEL_SOFTVERBS_FAULTS``) and what it must come to.
 
     Attributes:
-        fault: what and when. statuses: of rank 0's error, one of these; none: it sees none.
+        fault: the fault and when it comes. statuses: rank 0's error has one of these; none: it sees
+            no error.
         heals: nobody sees an error, and nothing is lost.
     """
 
@@ -64,12 +66,13 @@ CASES = (
     Case("cq-overflow@50", frozenset({"CQ_ERR"})),
 )
 _REGISTRATION_S = 3.0
-"""After the device was opened: until then, region 0 is registered, on a busy machine too."""
+"""The fault comes so many seconds after the device was opened: until then, region 0 is registered,
+on a busy machine too."""
 
 
 @contextlib.contextmanager
 def _world(me: Rank, fault: str, patient: bool) -> Iterator[Port]:
-    """A session of every rank; rank 0's device has the fault."""
+    """Open a session on every rank; rank 0's device has the fault."""
     values = {} if patient else {"MKERNEL_SOFTVERBS_SRD_TIMEOUT_MS": "70"}
     if me.rank == 0:
         values["MKERNEL_SOFTVERBS_FAULTS"] = fault
@@ -81,7 +84,8 @@ def _world(me: Rank, fault: str, patient: bool) -> Iterator[Port]:
 
 
 def _put_all(me: Rank, port: Port) -> None:
-    """Put to every peer in turn, about as long as the faults that come by time need. NicError."""
+    """Put to every peer in turn, about as long as the faults that come by time need. Raises
+    NicError."""
     for step in range(_PUTS):
         _put_to_each(me, port)
         if step % 4 == 0:
@@ -138,7 +142,7 @@ def _heals(me: Rank, case: Case) -> None:
 
 
 def _registration_fails(me: Rank) -> None:
-    """Once, and the session goes on as if it had not been asked."""
+    """Refuse one registration; the session must then go on as if it had not been requested."""
     fault = f"registration@{_REGISTRATION_S * 1e3:.0f}ms"
     with _world(me, fault, patient=True) as port:
         time.sleep(_REGISTRATION_S + 0.1)  # the device was opened before: it counts from then
@@ -169,8 +173,8 @@ def _all(me: Rank) -> None:
 
 
 def device_faults(subject: NicSubject) -> None:
-    """Plant every kind of fault, by count and by time; the right error comes everywhere, then a new
-    world."""
+    """Plant every kind of fault, by count and by time; the right error must come everywhere, and
+    then a new world must work."""
     if subject.verbs != "soft":
         raise CheckSkipped("only the software device has faults to order")
     subject.run(_all, 3)

@@ -1,4 +1,4 @@
-"""Checks of how a NIC session lives, fails and ends."""
+"""Checks of a NIC session's life, its failures and its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mkernel.topology.model import Nic
 
 _KIB = 1 << 10
 OTHERS_S = 30.0
-"""How long other processes may have files of their own that nobody has mapped."""
+"""The time for which other processes may have files of their own that nobody has mapped."""
 _NO_PORT = "mkernel-nonexistent"
 _NOWHERE = "/nonexistent/libmkernel-conformance.so"
 
@@ -50,7 +50,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def close_in_time(session: NicSession, what: str) -> None:
-    """Close a session. CheckFailed: it took longer than the contract gives."""
+    """Close a session. Raises CheckFailed if it took longer than the contract allows."""
     with within(CLOSE_S, f"close {what}"):
         session.close()
 
@@ -87,7 +87,7 @@ def capabilities(subject: NicSubject) -> None:
 
 
 def _opens_not(backend: NicBackend, nic: Nic, verbs: str) -> None:
-    """``open`` of what is not there raises BackendUnavailable."""
+    """Require that ``open`` of a missing NIC or provider raises BackendUnavailable."""
     settings = NicSettings()
     schedule = nic_schedule(backend.use(settings), several_rails=False)
     try:
@@ -100,7 +100,7 @@ def _opens_not(backend: NicBackend, nic: Nic, verbs: str) -> None:
 
 
 def _status(backend: NicBackend, verbs: str) -> None:
-    """``status`` and ``probe``, of this provider and of one that is not there."""
+    """Check ``status`` and ``probe``, of this provider and of one that is not there."""
     status = backend.status(verbs)
     require(isinstance(status, Status) and status.usable, f"status({verbs!r}) is {status}")
     found = backend.probe(verbs)
@@ -123,7 +123,7 @@ def _status(backend: NicBackend, verbs: str) -> None:
 
 
 def _regions(me: Rank, count: int) -> None:
-    """Regions of odd sizes come into being while puts run; each is put to at once."""
+    """Register regions of odd sizes while puts run, and put to each at once."""
     cell, source = 8 * _KIB, 16 * _KIB
     with me.open(source + count * cell) as port:
         pattern = Pattern(me.subject.seed, source)
@@ -169,7 +169,7 @@ _REGION = 64 * _KIB
 
 
 def _outside(me: Rank, case: str, put: Sequence[int]) -> None:
-    """One put that is not allowed, in memory that goes on beyond both ends of the region."""
+    """Make one put that is not allowed, in memory that goes on beyond both ends of the region."""
     with me.open(_REGION + 2 * _GUARD) as port:
         port.memory.bytes[:] = 0x11 * (me.rank + 1)
         me.share(port, 1, port.memory.address + _GUARD, _REGION)
@@ -185,7 +185,7 @@ def _outside(me: Rank, case: str, put: Sequence[int]) -> None:
 
 
 def _expect_error(port: Port, case: str, put: Sequence[int]) -> None:
-    """The put is refused, or fails the session with everything that goes with it."""
+    """Require that the put is refused, or fails the session with everything that goes with it."""
     try:
         port.session.put(*put)
     except (ArgumentError, NicError):
@@ -216,14 +216,15 @@ _OUTSIDE = {
 
 
 def registration(subject: NicSubject) -> None:
-    """Register regions while puts run; what lies outside of them is out of reach."""
+    """Register regions while puts run; memory outside of them must be out of reach."""
     subject.run(_regions, 2, subject.scale(200, 40))
     for case, put in _OUTSIDE.items():
         subject.run(_outside, 2, case, put)
 
 
 def _churn(me: Rank, rounds: int) -> None:
-    """One region after another under few numbers, beside puts in region 0 that never stop."""
+    """Register one region after another under few numbers, beside puts in region 0 that never
+    stop."""
     base, span = 64 * _KIB, 8 * _KIB
     with me.open(base + 8 * span) as port:
         (peer,) = me.peers
@@ -313,7 +314,7 @@ def _put_until_it_fails(port: Port, victim: int, nbytes: int) -> None:
 
 
 def killed_peer(subject: NicSubject) -> None:
-    """Kill a peer: every rank that puts to it has a NicError in time."""
+    """Kill a peer: every rank that puts to it must get a NicError in time."""
     settings = (100_000, 64) if not subject.quick else (100_000,)
     for nbytes in settings:
         subject.run(_killed_peer, 3, nbytes, dies=(2,))
@@ -349,7 +350,7 @@ def close(subject: NicSubject) -> None:
 
 
 def left_behind() -> dict[str, int]:
-    """Return what this process holds that a closed session must not."""
+    """Count what this process holds that a closed session must not."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "file descriptors": len(os.listdir("/proc/self/fd")),
@@ -360,7 +361,7 @@ def left_behind() -> dict[str, int]:
 
 
 def shared_files() -> set[str]:
-    """Return names in /dev/shm, without those that another process alone has mapped."""
+    """List the names in /dev/shm, without those that only another process has mapped."""
     names = set(os.listdir("/dev/shm"))
     if not names:
         return names
@@ -413,7 +414,7 @@ def _reopen(me: Rank, turns: int) -> None:
 
 
 def reopen(subject: NicSubject) -> None:
-    """Open one session after another in one process; they leave nothing behind."""
+    """Open one session after another in one process; they must leave nothing behind."""
     subject.run(_reopen, 2, subject.scale(12, 4))
 
 

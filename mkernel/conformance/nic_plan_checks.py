@@ -20,12 +20,13 @@ _PLANS: tuple[dict[str, Any], ...] = (
 _SMALL = 500
 _TURNS = 6
 _UNEVEN = 64
-"""Bytes a lane by which the pieces of a striped put may differ from equal ones."""
+"""The number of bytes a lane by which the pieces of a striped put may differ from equal ones."""
 
 
 def follows_plan(subject: NicSubject) -> None:
-    """Check that puts go over the plan's queue pairs, by turns and by stripes, as the lanes' counters
-    tell; a plan that the session cannot follow is refused, as is a peer that follows another one."""
+    """Check that puts go over the plan's queue pairs, by turns and by stripes, as the lanes'
+    counters show; a plan that the session cannot follow must be refused, as must a peer that
+    follows another one."""
     for settings in _PLANS:
         subject.run(_follows, 3, settings)
     _too_many_queue_pairs(subject)
@@ -60,8 +61,8 @@ def _put(port: Port, peer: int, nbytes: int, count: int) -> None:
 def _compare(
     port: Port, lanes: RankLanes, peer: int, expected: list[tuple[int, int]], uneven: int
 ) -> None:
-    """CheckFailed where a lane has fewer messages or (``uneven`` bytes up or down) another amount of
-    data than expected, or lies on another port than the plan's."""
+    """Raise CheckFailed if a lane has fewer messages than expected, or another amount of data (by
+    more than ``uneven`` bytes), or lies on another port than the plan's."""
     found: list[LaneStatistics] = [
         lane for lane in port.session.statistics().lanes if lane.peer == peer
     ]
@@ -99,7 +100,7 @@ def _too_many_queue_pairs(subject: NicSubject) -> None:
 
 
 def _two_plans(me: Rank) -> None:
-    """Rank 1 stripes elsewhere than rank 0: neither connects to the other."""
+    """Have rank 1 stripe in another way than rank 0: neither may connect to the other."""
     settings = {"qps": 2, "stripe_bytes": 1000 + me.rank}
     if me.subject.lanes(0, **settings).schedule.stripe_bytes is None:
         return  # it has one queue pair to a peer, and so one plan

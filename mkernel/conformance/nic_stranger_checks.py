@@ -1,7 +1,7 @@
-"""These checks require that a process outside a job reaches none of its ranks.
+"""Checks that a process outside a job reaches none of its ranks.
 
-A stranger is a process with the same backend, and with texts of another job in which some of this job's
-stand: he knows where a rank is, and the keys of its memory, and lacks the key of its session.
+A stranger is a process with the same backend, and with texts of another job in which some of this
+job's stand: it knows where a rank is, and the keys of its memory, and lacks the key of its session.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from mkernel.harness.outcome import CheckFailed
 
 _BYTES = 4096
 _SHORTEST_KEY = 16
-"""Characters of a text that may hold both a place and a key."""
+"""The least number of characters of a text that may hold both a place and a key."""
 _PATIENCE_S = 0.3
-"""Limits each step of a stranger, whose session may await peers that never come."""
+"""The limit of each step of a stranger, whose session may await peers that never come."""
 
 
 def _forged(told: str, others: str) -> Iterator[str]:
-    """Texts between a session's and another's: of what differs, one thing is the session's own."""
+    """Yield texts between a session's and another's: of all that differs, one thing is the
+    session's own."""
     try:
         mine, theirs = json.loads(told), json.loads(others)
     except ValueError:
@@ -43,7 +44,7 @@ def _forged(told: str, others: str) -> Iterator[str]:
 
 
 def _spliced(mine: Any, theirs: Any) -> Iterator[str]:
-    """A text's first half, and another's second."""
+    """Join the first half of one text to the second half of another, if they may hold a key."""
     if isinstance(mine, str) and isinstance(theirs, str) and len(mine) >= _SHORTEST_KEY:
         yield mine[: len(mine) // 2] + theirs[len(mine) // 2 :]
 
@@ -63,7 +64,7 @@ def _at(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _with(tree: Any, path: tuple[Any, ...], leaf: Any) -> Any:
-    """The same tree with another leaf."""
+    """Return the same tree with another leaf."""
     if not path:
         return leaf
     copied = dict(tree) if isinstance(tree, dict) else list(tree)
@@ -72,7 +73,8 @@ def _with(tree: Any, path: tuple[Any, ...], leaf: Any) -> Any:
 
 
 def _attempt(step: Callable[..., Any], *given: Any) -> None:
-    """A step of a stranger, which may be refused; one that does not end in time is left to itself."""
+    """Make a step of a stranger, which may be refused; a step that does not end in time is left
+    running."""
 
     def run() -> None:
         with suppress(Exception):
@@ -84,7 +86,8 @@ def _attempt(step: Callable[..., Any], *given: Any) -> None:
 
 
 def _stranger(me: Rank) -> None:
-    """Rank 2: in rank 0's place, wherever rank 1 can be reached with less than its own text."""
+    """Act as rank 2, a stranger that takes rank 0's place wherever rank 1 can be reached with less
+    than its own text."""
     told = me.exchange()[1]
     with_other = me.subject.session(1)
     ports: list[Port] = []
@@ -111,7 +114,7 @@ def _stranger(me: Rank) -> None:
 
 
 def _member(me: Rank) -> None:
-    """Ranks 0 and 1: a job that goes on as if there were no stranger."""
+    """Act as rank 0 or 1 of a job that goes on as if there were no stranger."""
     peer = 1 - me.rank
     session = me.subject.session(me.rank)
     port = Port(me.rank, session, _BYTES, me.subject.timeout_s)

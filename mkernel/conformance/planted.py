@@ -16,11 +16,12 @@ from mkernel.tabular import Column, Sheet
 
 @dataclass(frozen=True)
 class Row:
-    """One check on one fault: whether it failed as it must, how long it took, what it said.
+    """The result of one check on one fault: whether it failed as it must, the time it took, and its
+    message.
 
-    ``caught`` is None where the fault cannot be planted here, as ``message`` explains. An error that
-    came up instead of a judgement catches nothing: a fault that only crashes would pass for one that is
-    found. But :class:`Unsupported` is how a claim that is not kept shows.
+    ``caught`` is None if the fault cannot be planted here, as ``message`` explains. An error that
+    came up instead of a judgement catches nothing: a fault that only crashes would pass for one
+    that is found. But a claim that is not kept shows as :class:`Unsupported`.
     """
 
     check: str
@@ -32,8 +33,8 @@ class Row:
 
 
 def faults(nic: str | None = None) -> Mapping[str, tuple[str, ...]]:
-    """Map faulty backends to the checks that must fail on them: of accelerators, or of the NIC backend
-    ``nic``. ArgumentError: no faults are planted in that NIC backend."""
+    """Map faulty backends to the checks that must fail on them: accelerators, or variants of the
+    NIC backend ``nic``. Raises ArgumentError if no faults are planted in that NIC backend."""
     if nic is not None:
         from mkernel.conformance.nic_faults import FAULTS as NIC_FAULTS
 
@@ -72,7 +73,8 @@ def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: in
 
 
 def wanted(nic: str | None, only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return :func:`faults` with the checks ``only`` alone; if there are none, all of them."""
+    """Reduce :func:`faults` to the checks ``only``, and to faults that have one of these; if
+    ``only`` is empty, return all of them."""
     chosen = {
         fault: [check for check in checks if not only or check in only]
         for fault, checks in faults(nic).items()
@@ -114,6 +116,6 @@ def table(rows: Sequence[Row]) -> Sheet:
 
 
 def passed(rows: Sequence[Row]) -> bool:
-    """Return whether some fault was planted, and each that was is caught."""
+    """Return whether some fault was planted, and every one that was planted is caught."""
     outcomes = {row.caught for row in rows}
     return True in outcomes and False not in outcomes

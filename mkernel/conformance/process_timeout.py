@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import IO
 
 _GRACE_S = 0.5
-"""How much later a process may end, so that not every report starts a timer, which is a thread and
-takes a millisecond."""
+"""A process may end later by this time, so that not every report starts a timer, which is a thread
+and takes a millisecond."""
 
 
 @dataclass
@@ -44,7 +44,8 @@ def process_timeout(seconds: float) -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Start the limit anew, because the process begins something new. No-op without a limit."""
+    """Start the limit anew, because the process begins something new. Without a limit it does
+    nothing."""
     if _armed and time.monotonic() >= _armed[-1].at + _GRACE_S:
         last = _armed[-1]
         last.at = time.monotonic()

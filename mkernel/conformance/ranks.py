@@ -1,4 +1,5 @@
-"""The part of ranks in the accelerator checks: call a case with fresh inputs, judge what came.
+"""The accelerator checks' part in rank processes: calls a case with fresh inputs, and judges the
+results.
 
 Everything here runs in rank processes and reports what it found wrong as sentences.
 """
@@ -28,17 +29,18 @@ _ROUNDING: dict[str, float] = {
     "float16": 2.0**-10,
     "bfloat16": 2.0**-7,
 }
-"""Two roundings of an element, relative."""
+"""The relative size of two roundings of an element."""
 _DESCRIPTORS = 14
-"""Counts the descriptors that a store and a rank's connection to it open."""
+"""The number of descriptors that a store and a rank's connection to it open."""
 _SLACK = {"ring_attention": 2e-2}
 _SLACK_ELSEWHERE = 2e-3
-"""What one element may be off beyond rounding, relative to the output's root mean square. A wrong
-element is off by about 1; a relative Frobenius error alone would let one in a million pass."""
+"""The error that one element may have beyond rounding, relative to the output's root mean
+square. A wrong element is off by about 1; a relative Frobenius error alone would let one in a
+million pass."""
 
 
 def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
-    """Sleep a little, another time on every rank and in every iteration."""
+    """Sleep a little, for a different time on every rank and in every iteration."""
     rank = mkernel.world().rank
     time.sleep(random.Random(f"{case.seed} {iteration} {rank}").uniform(0, most_s))
 
@@ -57,11 +59,12 @@ _first_finds: list[FirstFind] = []
 
 
 class FirstFind:
-    """A store through which ranks tell each other that one has found something wrong, so that all leave
-    the other cases out. While it is entered, :func:`each_case` does so.
+    """A store through which ranks report to each other that one has found something wrong, so that
+    all leave the other cases out. While it is entered, :func:`each_case` does so.
 
     Args:
-        port: of the store where they meet. timeout_s: how long a rank waits for what another says.
+        port: port of the store where they meet. timeout_s: limit of a rank's wait for another's
+            report.
     """
 
     def __init__(self, port: int, timeout_s: float) -> None:
@@ -85,8 +88,8 @@ class FirstFind:
 
 
 def give_up_after(timeout_s: float) -> None:
-    """Give waits of this rank's world another deadline than its making had, so that a short one says
-    nothing of how long a busy machine takes to start processes."""
+    """Set another deadline for waits of this rank's world than its making had: the time that a busy
+    machine takes to start processes then says nothing of a short deadline."""
     mkernel.world().set_timeout(timeout_s)
 
 
@@ -118,7 +121,7 @@ def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class Judge:
     """Calls one case again and again on this rank and judges every result.
 
-    It remembers the truths of earlier calls, so that it can tell stale results by name.
+    It remembers the truths of earlier calls, so that it can name stale results.
     """
 
     def __init__(self, case: Case) -> None:
@@ -127,23 +130,23 @@ class Judge:
         self._older: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def inputs(self, iteration: int) -> dict[str, torch.Tensor]:
-        """Return this rank's fresh inputs, and report progress."""
+        """Make this rank's fresh inputs, and report progress."""
         report_progress()
         world = mkernel.world()
         return moved(self.case.inputs(world.rank, world.size, iteration))
 
     def truth(self, iteration: int) -> dict[str, torch.Tensor]:
-        """Return what this rank must get, in float64."""
+        """Compute what this rank must get, in float64."""
         world = mkernel.world()
         return self.case.reference(world.rank, world.size, iteration)
 
     def __call__(self, iteration: int, view: View = "pipelined") -> list[str]:
-        """Call once with fresh inputs; return what is wrong with the results."""
+        """Call once with fresh inputs, and return what is wrong with the results."""
         return self.problems(self.case.run(self.inputs(iteration), view=view), iteration)
 
     def problems(self, outcome: Outcome, iteration: int) -> list[str]:
-        """Return what is wrong with the results of a finished call, as they are now: what comes later
-        is too late."""
+        """Judge the results of a finished call as they are now, since what comes later is too late;
+        return what is wrong."""
         world = mkernel.world()
         now = {name: tensor.to("cpu", copy=True) for name, tensor in outcome.outputs.items()}
         found, truth, partials = [], self.truth(iteration), {}
@@ -221,8 +224,8 @@ def _differs(
     partials: torch.Tensor | None,
     ties: torch.Tensor | None,
 ) -> str:
-    """Say why an output is not accepted, or nothing. ``partials``: where each of those that were added
-    may have been rounded, the sum of their sizes. ``ties``: as ``Case.near_ties`` says."""
+    """Say why an output is not accepted, or nothing. ``partials`` is the sum of the sizes of the
+    terms that were added, if each may have been rounded. ``ties`` is as ``Case.near_ties`` says."""
     if limit is None:
         return compare_exact(got, wanted).why
     found = compare(got, wanted)
@@ -248,8 +251,8 @@ def _differs(
 def each_case(
     look: Callable[..., Iterable[str]], cases: Sequence[Case], *arguments: Any
 ) -> list[str]:
-    """Return what ``look(case, *arguments)`` finds wrong on this rank, one case after another. While a
-    :class:`FirstFind` is entered, stop after the first case that is wrong on any rank."""
+    """Collect what ``look(case, *arguments)`` finds wrong on this rank, one case after another.
+    While a :class:`FirstFind` is entered, stop after the first case that is wrong on any rank."""
     wrong: list[str] = []
     for case in cases:
         report_progress()
@@ -260,7 +263,7 @@ def each_case(
 
 
 def judge_calls(case: Case, calls: int, view: View = "pipelined") -> Iterator[str]:
-    """Call a case some times with fresh inputs; yield what was wrong."""
+    """Call a case ``calls`` times with fresh inputs, and yield what was wrong."""
     judge = Judge(case)
     for iteration in range(calls):
         yield from judge(iteration, view)

@@ -1,4 +1,4 @@
-"""A report as a table, as JUnit XML, as JSON."""
+"""Reports as a table, as JUnit XML and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 600
 
 
 def summary(report: Report) -> str:
-    """Return one line: the verdict, counts and time."""
+    """Summarise a report in one line: the verdict, counts and time."""
     outcomes = [result.outcome for result in report.results]
     counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
     verdict = "PASSED" if report.passed else "FAILED"
@@ -54,7 +54,7 @@ def _words(result: Result) -> Text:
 
 
 def junit(report: Report) -> str:
-    """Return JUnit XML: one suite, a test case for every check."""
+    """Render a report as JUnit XML: one suite, a test case for every check."""
     outcomes = [result.outcome for result in report.results]
     root = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(
@@ -87,7 +87,7 @@ def junit(report: Report) -> str:
 
 
 def as_json(report: Report) -> str:
-    """Return the report as one JSON object, with its verdict."""
+    """Render a report as one JSON object, with its verdict."""
     whole = {"passed": report.passed, "seconds": report.seconds, **report.model_dump(mode="json")}
     import json
 
@@ -95,7 +95,7 @@ def as_json(report: Report) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report file. InputFileError: it cannot be written."""
+    """Write a report file. Raises InputFileError if it cannot be written."""
     try:
         write_file(path, text)
     except OSError as error:
@@ -103,5 +103,5 @@ def write(path: Path, text: str) -> None:
 
 
 def _xml(text: str) -> str:
-    """Without the characters that XML 1.0 does not allow."""
+    """Replace the characters that XML 1.0 does not allow."""
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,5 +1,5 @@
-"""Ring attention: causality, grouped queries, scale, log-sum-exp, large scores, packed documents; in
-every layout that is claimed."""
+"""Checks of ring attention: causality, grouped queries, scale, log-sum-exp, large scores and packed
+documents, in every layout that is claimed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mkernel.harness.outcome import CheckSkipped
 _OP = "ring_attention"
 
 DRAWN = 216
-"""Shapes that a thorough run draws; a quick one a sixth."""
+"""The number of shapes that a thorough run draws; a quick one draws a sixth."""
 
 
 def _judge(subject: AcceleratorSubject, variants: list[dict[str, int]]) -> None:
@@ -42,23 +42,23 @@ def _judge(subject: AcceleratorSubject, variants: list[dict[str, int]]) -> None:
 
 
 def _worlds(subject: AcceleratorSubject, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Those of the worlds in which the op is claimed; of one node, where it is on no other."""
+    """Select the worlds in which the op is claimed; if there is none, one of one node."""
     found = [each for each in wanted if subject.capabilities.provides(_OP, each[0])]
     return tuple(dict.fromkeys(found)) or subject.worlds((1, 2))
 
 
 def causal(subject: AcceleratorSubject) -> None:
-    """Zigzag splits of short and longer sequences, with chunks that cross the diagonal."""
+    """Split short and longer sequences into zigzag pieces, with chunks that cross the diagonal."""
     _judge(subject, [{"causal": True, "sequence": rows} for rows in (2, 10, 48)])
 
 
 def gqa(subject: AcceleratorSubject) -> None:
-    """1, 2, 3 and 6 heads of keys for 6 of queries."""
+    """Check 1, 2, 3 and 6 heads of keys for 6 of queries."""
     _judge(subject, [{"heads": 6, "kv_heads": kv_heads} for kv_heads in (1, 2, 3, 6)])
 
 
 def lse(subject: AcceleratorSubject) -> None:
-    """Scales other than the default, causal or not; scores of hundreds must not overflow."""
+    """Check scales other than the default, causal or not; scores of hundreds must not overflow."""
     subject.claimed(_OP)
     for world in _worlds(subject, *subject.usual_worlds()):
         size = world[0] * world[1]
@@ -72,7 +72,7 @@ def lse(subject: AcceleratorSubject) -> None:
 
 
 def _large(case: Case) -> Case:
-    """Scores of some hundreds: without subtracting the maximum, exp overflows."""
+    """Give the case scores of some hundreds: without subtracting the maximum, exp overflows."""
     batch, heads, kv, length, width = (
         case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
     )
@@ -91,7 +91,8 @@ _LARGE = 1e4
 
 
 def extreme_scores(subject: AcceleratorSubject) -> None:
-    """Scores around 10,000 of one sign and of both, all alike, and one that towers over the others."""
+    """Check scores around 10,000 of one sign and of both, all alike, and one that towers over the
+    others."""
     subject.claimed(_OP)
     for world in _worlds(subject, *subject.usual_worlds()):
         size = world[0] * world[1]
@@ -108,8 +109,9 @@ _EXTREMES = ("large", "negative", "both signs", "alike", "one")
 
 
 def _extreme(case: Case, kind: str) -> Case:
-    """Queries and keys are whole numbers, so that float32 holds their products, the scores: those of
-    the first column, 100 times 100 or its negative, and those of the others, of some units."""
+    """Give the case queries and keys of whole numbers, so that float32 holds their products, the
+    scores. The first column adds 100 times 100 or its negative to a score, the others add some
+    units."""
     batch, heads, kv, length, width = (
         case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
     )
@@ -137,8 +139,9 @@ def _extreme(case: Case, kind: str) -> Case:
 
 
 def with_nonfinite(case: Case) -> list[Case]:
-    """NaN in a query: of its result alone; in a key: of the results that see it; NaN and infinity in
-    values, which all see: of these columns."""
+    """Make cases with NaN in a query, which only its result shows; with NaN in a key, which the
+    results that see it show; and with NaN and infinity in values, which all results show in these
+    columns."""
     batch, heads, kv, length, width = (
         case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
     )
@@ -162,8 +165,8 @@ def with_nonfinite(case: Case) -> list[Case]:
 
 
 def documents(subject: AcceleratorSubject) -> None:
-    """Documents that begin where pieces do, and one position before and behind; of one position, and
-    empty ones; one alone."""
+    """Check documents that begin at the seams of pieces, and one position before and after them;
+    documents of one position, and empty ones; one document alone."""
     subject.claimed(_OP)
     if not subject.capabilities.documents:
         raise CheckSkipped("not claimed: packed documents")
@@ -190,7 +193,8 @@ def documents(subject: AcceleratorSubject) -> None:
 
 
 def drawn(subject: AcceleratorSubject) -> None:
-    """Shapes, dtypes, layouts, scales, chunks and documents at random; each shape is called twice."""
+    """Draw shapes, dtypes, layouts, scales, chunks and documents at random; each shape is called
+    twice."""
     subject.claimed(_OP)
     for world in _worlds(subject, subject.largest()):
         count = DRAWN // (6 if subject.quick else 1)

@@ -1,4 +1,4 @@
-"""Results are deterministic, bit for bit, as far as is promised."""
+"""Checks that results are deterministic, bit for bit, as far as is promised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mkernel.plan.ops import COMPANIONS
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal in every bit, NaN and signed zeros included."""
+    """Return whether both are equal in every bit, NaN and signed zeros included."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(
@@ -38,7 +38,7 @@ def _results(case: Case, iteration: int) -> dict[str, torch.Tensor]:
 
 
 def determinism(subject: AcceleratorSubject) -> None:
-    """The same call again, ranks apart in another way, another plan's calls in between."""
+    """Repeat the same call, with ranks apart in another way and another plan's calls in between."""
     calls = 4 if subject.quick else 12
     judge_typical(subject, rank_repeats, calls, worlds=[subject.largest()])
 
@@ -64,7 +64,7 @@ def _unequal(
 
 
 def chunk_invariance(subject: AcceleratorSubject) -> None:
-    """The same call cut into other chunks."""
+    """Cut the same call into other chunks."""
     if not subject.capabilities.chunk_invariant:
         raise CheckSkipped("chunk_invariant is not claimed")
     world = subject.largest()
@@ -81,7 +81,7 @@ def rank_chunks(case: Case, chunks: Sequence[int]) -> Iterator[str]:
 
 
 def split_invariance(subject: AcceleratorSubject) -> None:
-    """AllGather+GEMM in every world; the sums in every split of four ranks."""
+    """Run AllGather+GEMM in every world, and the sums in every split of four ranks."""
     if not subject.capabilities.chunk_invariant:
         raise CheckSkipped("chunk_invariant is not claimed")
     found: list[str] = []
@@ -114,7 +114,7 @@ def split_invariance(subject: AcceleratorSubject) -> None:
 
 
 def _given(case: Case, path: str) -> Case:
-    """The case on one path, with whole tensors that do not depend on the world."""
+    """Put the case on one path, with whole tensors that do not depend on the world."""
     m, n, k = whole_mnk(case, 4)
     random = torch.Generator().manual_seed(case.seed)
     a, b = torch.randn(m, k, generator=random), torch.randn(k, n, generator=random)
@@ -123,12 +123,12 @@ def _given(case: Case, path: str) -> Case:
 
 
 def rank_result(case: Case) -> torch.Tensor:
-    """This rank's result."""
+    """Return the result of this rank."""
     return _results(case, 0)["out"]
 
 
 def replicas(subject: AcceleratorSubject) -> None:
-    """Every rank holds the same bits of an all-reduced result."""
+    """Check that every rank holds the same bits of an all-reduced result."""
     ops = subject.claimed("gemm_all_reduce", "all_reduce")
     worlds = subject.worlds((1, 3), *([] if subject.quick else [subject.largest()]))
     found = []
@@ -148,7 +148,7 @@ def replicas(subject: AcceleratorSubject) -> None:
 
 
 def rank_replicas(case: Case, calls: int) -> list[torch.Tensor]:
-    """This rank's copies of some results."""
+    """Return copies of this rank's results of some calls."""
     return [_results(case, iteration)["out"] for iteration in range(calls)]
 
 

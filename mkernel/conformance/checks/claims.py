@@ -1,4 +1,4 @@
-"""What a backend says of itself fits together."""
+"""The check that a backend's statements about itself fit together."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _device(device: str) -> Iterator[str]:
 
 
 def capabilities(subject: AcceleratorSubject) -> None:
-    """Read every claim twice and see that they are legal and agree."""
+    """Read every claim twice, and check that they are legal and agree."""
     backend = subject.backend
     found = [*_status(backend.status()), *_devices(backend.probe()), *_device(backend.device)]
     claims = backend.capabilities()

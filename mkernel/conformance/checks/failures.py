@@ -1,4 +1,4 @@
-"""Worlds that break: every rank hears of it, soon, by the right name."""
+"""Checks of worlds that break: every rank must get the right error, and soon."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from mkernel.launch import report
 from mkernel.plan.ops import COMPANIONS
 
 _ABSENT_S = 1.5
-"""The deadline of those that wait for a rank that stays away."""
+"""The deadline of the ranks that wait for one that stays away."""
 _Told = dict[int, tuple[str, float, str]]
 
 
 def _outcomes(
     subject: AcceleratorSubject, case: Case, world: tuple[int, int], victim: int, action: str
 ) -> _Told:
-    """What every rank but the victim raised: (error type, seconds, message)."""
+    """Break a world, and collect what every rank but the victim raised: (error type, seconds,
+    message)."""
     told: _Told = {}
     # Whatever the launcher raises, the ranks' own words are judged.
     with suppress(MkernelError):
@@ -35,7 +36,7 @@ def _outcomes(
 
 
 def rank_outcome(case: Case, victim: int, action: str) -> None:
-    """Call until the world breaks, and report how."""
+    """Call until the world breaks, and report the error that ended it."""
     world, judge = mkernel.world(), Judge(case)
     judge(0)
     inputs = judge.inputs(1)
@@ -97,12 +98,13 @@ def _broken(subject: AcceleratorSubject, action: str, kind: str) -> None:
 
 
 def killed_rank(subject: AcceleratorSubject) -> None:
-    """A rank is killed; the others raise PeerFailure, long before any time-out."""
+    """Kill a rank; the others must raise PeerFailure, long before any time-out."""
     _broken(subject, "kill", "PeerFailure")
 
 
 def absent_rank(subject: AcceleratorSubject) -> None:
-    """A rank lives but does not call; the others raise Timeout at the deadline and name it."""
+    """Keep a rank alive that does not call; the others must raise Timeout at the deadline and name
+    it."""
     _broken(subject, "absent", "Timeout")
 
 

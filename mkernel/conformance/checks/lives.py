@@ -1,4 +1,4 @@
-"""Worlds that follow one another in one process."""
+"""Checks of worlds that follow one another in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _next_world(last: World, port: int) -> World:
 
 
 def two_worlds(subject: AcceleratorSubject) -> None:
-    """Calls, another world, the same and other calls, and a third."""
+    """Make calls, another world with the same and other calls, and a third."""
     for world in subject.usual_worlds():
         cases = typical_of_each(subject, world)
         with meeting_place() as port:
@@ -69,7 +69,7 @@ def rank_two_worlds(cases: Sequence[Case], port: int) -> list[str]:
 
 
 def after_failure(subject: AcceleratorSubject) -> None:
-    """A rank raises between calls; the others hear of it; then all make a new world."""
+    """Let a rank raise between calls; the others must get an error; then all make a new world."""
     for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
         for op in subject.claimed_in(world)[: 2 if subject.quick else None]:
             case = typical(subject, op, world[0] * world[1])
@@ -78,7 +78,8 @@ def after_failure(subject: AcceleratorSubject) -> None:
 
 
 def rank_after_failure(case: Case, port: int) -> list[str]:
-    """The last rank gives up after one call."""
+    """Call until the last rank, which gives up after one call, has left; then judge calls in a new
+    world."""
     world, judge = mkernel.world(), Judge(case)
     found = judge(0)
     world.barrier()  # else it could end what others still have of this call
@@ -103,8 +104,8 @@ def rank_after_failure(case: Case, port: int) -> list[str]:
 
 
 def leaks(subject: AcceleratorSubject) -> None:
-    """Worlds come and go; descriptors, threads and shared memory do not pile up, also where Python's
-    cyclic collector does not run."""
+    """Make worlds and end them; descriptors, threads and shared memory must not pile up, even if
+    Python's cyclic collector does not run."""
     for world in subject.usual_worlds():
         cases = typical_of_each(subject, world)
         with meeting_place() as port:
@@ -137,14 +138,14 @@ def _held() -> dict[str, int]:
 
 _WORLDS = 5
 _SETTLED = 2
-"""The worlds of which this is the last have made what is made once."""
+"""The number of worlds after which everything that is made only once has been made."""
 _ENDING_S = 5.0
-"""How long a thread that was told to end may take, on a busy machine."""
+"""The longest time that a thread may take to end once it was told to, on a busy machine."""
 _LOOK_S = 0.1
 
 
 def held_at_rest() -> dict[str, int]:
-    """What is held once two looks in a row find the same."""
+    """Count what is held once two looks in a row find the same."""
     held, late = _held(), time.monotonic() + _ENDING_S
     while time.monotonic() < late:
         time.sleep(_LOOK_S)
@@ -155,7 +156,7 @@ def held_at_rest() -> dict[str, int]:
 
 
 def piled_up(before: Mapping[str, int], least: int) -> dict[str, int]:
-    """What stays at least so many more than ``before``, by how many."""
+    """Report what stays at least ``least`` more than ``before``, and by how many."""
     late = time.monotonic() + _ENDING_S
     while True:
         more = {what: count - before[what] for what, count in _held().items()}
@@ -166,7 +167,7 @@ def piled_up(before: Mapping[str, int], least: int) -> dict[str, int]:
 
 
 def rank_leaks(cases: Sequence[Case], port: int) -> list[str]:
-    """What is held after the second world and after the last."""
+    """Compare what is held after the second world with what is held after the last but one."""
     before: dict[str, int] = {}
     found: dict[str, int] = {}
     with without_collector():

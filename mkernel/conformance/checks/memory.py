@@ -1,4 +1,5 @@
-"""Users' tensors: views work, inputs stay as they are, nothing around them is read or written."""
+"""Checks of users' tensors: views work, inputs stay as they are, and nothing around them is read or
+written."""
 
 from __future__ import annotations
 
@@ -39,22 +40,22 @@ class Guarded:
         self._whole, self._guard, self._before = whole, guard, whole.clone()
 
     def guards_intact(self) -> bool:
-        """Nothing was written around the tensor."""
+        """Return whether nothing was written around the tensor."""
         ends = (slice(None, self._guard), slice(-self._guard, None))
         return all(same_bits(self._whole[end], self._before[end]) for end in ends)
 
     def intact(self) -> bool:
-        """Nothing was written at all."""
+        """Return whether nothing was written at all."""
         return same_bits(self._whole, self._before)
 
 
 def inputs(subject: AcceleratorSubject) -> None:
-    """Inputs are slices of larger tensors."""
+    """Pass inputs that are slices of larger tensors; they must not change."""
     _judge(subject, watch_inputs=True)
 
 
 def bounds(subject: AcceleratorSubject) -> None:
-    """Outputs are slices of larger tensors, and sizes leave partial tiles."""
+    """Pass outputs that are slices of larger tensors, with sizes that leave partial tiles."""
     _judge(subject, watch_inputs=False)
 
 
@@ -69,7 +70,8 @@ def _judge(subject: AcceleratorSubject, watch_inputs: bool) -> None:
 
 
 def rank_memory(case: Case, alignment: int, watch_inputs: bool) -> Iterator[str]:
-    """Two calls on guarded tensors; what was changed, and results."""
+    """Make two calls on guarded tensors; yield what was changed, and what is wrong with the
+    results."""
     judge = Judge(case)
     for iteration in range(2):
         plain = judge.inputs(iteration)
@@ -92,7 +94,7 @@ def rank_memory(case: Case, alignment: int, watch_inputs: bool) -> Iterator[str]
 
 
 def input_reuse(subject: AcceleratorSubject) -> None:
-    """Inputs are overwritten as soon as the call has returned; slower ranks must not see it."""
+    """Overwrite inputs as soon as the call has returned; slower ranks must not see it."""
     calls = 3 if subject.quick else 12
     judge_typical(subject, rank_reuses, calls, worlds=subject.usual_worlds())
 

@@ -1,4 +1,5 @@
-"""Mixture of experts: any routing, rows in their documented order, weights applied at home."""
+"""Checks of mixture of experts: any routing, rows in their documented order, weights applied at
+home."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.plan.ops import COMPANIONS
 
 DRAWN = 240
-"""Routings that a thorough run draws, of all ops together; a quick one a sixth."""
+"""The number of routings that a thorough run draws, of all ops together; a quick one draws a
+sixth."""
 
 
 def routing(subject: AcceleratorSubject) -> None:
-    """Every kind of routing with every top-k from 1 to 8."""
+    """Check every kind of routing with every top-k from 1 to 8."""
     ops = subject.claimed(*MOE)
     for world in subject.usual_worlds():
         size = world[0] * world[1]
@@ -43,7 +45,7 @@ def routing(subject: AcceleratorSubject) -> None:
 
 
 def drawn_routings(subject: AcceleratorSubject) -> None:
-    """Routings, sizes, capacities and ways home at random."""
+    """Draw routings, sizes, capacities and ways home at random."""
     ops = subject.claimed(*MOE)
     count = DRAWN // (6 if subject.quick else 1)
     for world in (subject.largest(),):
@@ -52,7 +54,7 @@ def drawn_routings(subject: AcceleratorSubject) -> None:
 
 
 _CALLS = 5
-"""Routings that are drawn of one shape."""
+"""The number of routings that are drawn for one shape."""
 
 
 def _drawn(
@@ -85,7 +87,7 @@ def _drawn(
 
 
 def rank_drawn(case: Case) -> Iterator[str]:
-    """Some routings of a shape; the first of them twice, whose bits must be the same."""
+    """Draw some routings of a shape; repeat the first one, whose bits must be the same."""
     judge = Judge(case)
     first = None
     for iteration in range(_CALLS):
@@ -99,7 +101,7 @@ def rank_drawn(case: Case) -> Iterator[str]:
 
 
 def activations(subject: AcceleratorSubject) -> None:
-    """Every activation, dtype and layout; results of which tiles have a part, too."""
+    """Check every activation, dtype and layout, and results that leave partial tiles."""
     claims = subject.capabilities
     subject.claimed("moe_dispatch_gemm")
     if not claims.activations:
@@ -121,14 +123,15 @@ def activations(subject: AcceleratorSubject) -> None:
 
 
 def expert_order(subject: AcceleratorSubject) -> None:
-    """Rows that carry their number through unit matrices come out by expert, source, token, slot."""
+    """Check that rows that carry their number through unit matrices come out by expert, source,
+    token, slot."""
     subject.claimed("moe_dispatch_gemm")
     for world in subject.usual_worlds():
         subject.judge(rank_expert_order, subject.dtype(), subject.aligned(16), world=world)
 
 
 def rank_expert_order(dtype: str, width: int) -> list[str]:
-    """Each expert adds its own mark: w[e] turns the third number of a row into e + 1."""
+    """Have each expert add its own mark: w[e] turns the third number of a row into e + 1."""
     world = mkernel.world()
     tokens, top_k, each = 17, 2, 3
     experts = each * world.size
@@ -172,7 +175,8 @@ def _named(row: tuple[int, ...]) -> str:
 
 
 def combine_weights(subject: AcceleratorSubject) -> None:
-    """Weights that differ by slot, of both signs, zero among them, change the result as they should."""
+    """Check that weights that differ by slot, of both signs and some zero, change the result as
+    they should."""
     ops = subject.claimed(*COMPANIONS)
     for world in subject.usual_worlds():
         subject.judge(rank_weights, ops, subject.dtype(), subject.aligned(16), world=world)
@@ -181,7 +185,7 @@ def combine_weights(subject: AcceleratorSubject) -> None:
 def _home(
     name: str, sent: mkernel.MoeDispatch, weights: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """The combine of a dispatch's outputs; of an op that multiplies first by unit matrices."""
+    """Combine a dispatch's outputs; GEMM+combine multiplies them by unit matrices first."""
     if name == "moe_combine":
         return op.moe_combine(sent.outputs, sent.handle, weights, **options)
     width = sent.outputs.shape[1]
@@ -191,7 +195,7 @@ def _home(
 
 
 def _ways(name: str) -> Sequence[dict[str, Any]]:
-    """The options of an op that choose how results come home."""
+    """List the options with which an op's results may come home."""
     if name == "moe_combine":
         return ({},)
     world = mkernel.world()
@@ -200,7 +204,8 @@ def _ways(name: str) -> Sequence[dict[str, Any]]:
 
 
 def rank_weights(ops: Sequence[str], dtype: str, width: int) -> list[str]:
-    """Unit matrices: y is the token itself, so out[t] = x[t] times the sum of its weights."""
+    """Pass tokens through unit matrices: y is the token itself, so out[t] = x[t] times the sum of
+    its weights."""
     world = mkernel.world()
     tokens, found = 11, []
     kind, device = getattr(torch, dtype), world.accelerator.device
@@ -226,15 +231,15 @@ def rank_weights(ops: Sequence[str], dtype: str, width: int) -> list[str]:
 
 
 def combine_order(subject: AcceleratorSubject) -> None:
-    """Sums that float32 holds exactly in the documented order, and in no other."""
+    """Make sums that float32 holds exactly in the documented order, and in no other."""
     ops = subject.claimed(*COMPANIONS)
     for world in subject.worlds((1, 2), (1, 3)):
         subject.judge(rank_order_of_sums, ops, subject.dtype(), subject.aligned(16), world=world)
 
 
 def rank_order_of_sums(ops: Sequence[str], dtype: str, width: int) -> list[str]:
-    """2^25 x - 2^25 x + x = x, but in another order the small term is lost in the large ones. Slots go
-    to one rank; or to all in the order of ranks, which then is that of slots too."""
+    """Add 2^25 x - 2^25 x + x = x; in another order the small term is lost in the large ones. Slots
+    go to one rank; or to all in the order of ranks, which then is that of slots too."""
     world, found = mkernel.world(), []
     kind, device, tokens = getattr(torch, dtype), world.accelerator.device, 9
     chance = torch.Generator().manual_seed(world.rank)
@@ -257,8 +262,8 @@ def rank_order_of_sums(ops: Sequence[str], dtype: str, width: int) -> list[str]:
 
 
 def handles(subject: AcceleratorSubject) -> None:
-    """Calls in flight with handles of their own: an older dispatch's handle still brings its own rows
-    home, twice."""
+    """Keep calls in flight with handles of their own: an older dispatch's handle must still bring
+    its own rows home, twice."""
     ops = subject.claimed(*COMPANIONS)
     world = subject.largest()
     case = typical(subject, "moe_dispatch_gemm", world[0] * world[1])

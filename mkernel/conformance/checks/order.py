@@ -1,4 +1,4 @@
-"""Rows come from the rank and the place that they should."""
+"""Checks that rows come from the right rank and the right place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mkernel.harness.outcome import CheckSkipped
 from mkernel.plan.model import DtypeName
 
 _BASE = 100
-"""Row numbers are written in two digits of this base, which every dtype holds exactly."""
+"""The base in which row numbers are written as two digits, which every dtype holds exactly."""
 
 
 def rank_order(subject: AcceleratorSubject) -> None:
-    """Every row carries its number: it must come out in its place."""
+    """Give every row its number; it must come out in its place."""
     for world in subject.worlds((1, 3), *([] if subject.quick else [subject.largest()])):
         cases = [
             _numbered(subject, op, world[0] * world[1]) for op in subject.claimed() if op in GEMMS
@@ -30,7 +30,8 @@ def rank_order(subject: AcceleratorSubject) -> None:
 
 
 def _numbered(subject: AcceleratorSubject, op: str, size: int) -> Case:
-    """A holds row numbers in its first two columns (of the first rank's K), B is a unit matrix."""
+    """Make a case whose A holds row numbers in its first two columns (of the first rank's K), and
+    whose B is a unit matrix."""
     case = typical(subject, op, size, {"n": subject.aligned(8), "k": subject.aligned(8)})
     m, n, k = whole_mnk(case, size)
     rows = torch.arange(m)
@@ -41,7 +42,7 @@ def _numbered(subject: AcceleratorSubject, op: str, size: int) -> Case:
 
 
 def rank_rows(case: Case) -> Iterator[str]:
-    """Decode the row numbers."""
+    """Decode the row numbers, and yield those that are not in their place."""
     got = case.run(Judge(case).inputs(0)).outputs["out"].cpu().double()
     numbers = got[:, 0] + _BASE * got[:, 1]
     first = mkernel.world().rank * len(got) if case.op == "gemm_reduce_scatter" else 0
@@ -56,7 +57,7 @@ def rank_rows(case: Case) -> Iterator[str]:
 
 
 def gathered(subject: AcceleratorSubject) -> None:
-    """The gathered A of AllGather+GEMM is every rank's rows, bit for bit."""
+    """Check that the gathered A of AllGather+GEMM is every rank's rows, bit for bit."""
     subject.claimed("all_gather_gemm")
     for world in subject.usual_worlds():
         case = typical(subject, "all_gather_gemm", world[0] * world[1])
@@ -64,7 +65,7 @@ def gathered(subject: AcceleratorSubject) -> None:
 
 
 def rank_gathered(case: Case) -> list[str]:
-    """Three calls with fresh inputs."""
+    """Make three calls with fresh inputs, and compare the gathered A with the rows of all ranks."""
     world, judge = mkernel.world(), Judge(case)
     found = []
     for iteration in range(3):
@@ -79,7 +80,7 @@ def rank_gathered(case: Case) -> list[str]:
 
 
 def sum_order(subject: AcceleratorSubject) -> None:
-    """Sums over ranks of which every order of three terms has other bits."""
+    """Check sums over ranks in which every order of three terms gives other bits."""
     if not subject.capabilities.sums_in_rank_order:
         raise CheckSkipped("sums_in_rank_order is not claimed")
     ops = subject.claimed("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
@@ -97,13 +98,15 @@ def sum_order(subject: AcceleratorSubject) -> None:
 
 _LARGE = 2.0**15
 _SMALL = 2.0**-12
-"""Multiples of it below 32 are lost beside ``_LARGE`` in float32; all dtypes hold both."""
+"""The unit of small terms. Multiples of it below 32 are lost beside ``_LARGE`` in float32; all
+dtypes hold both."""
 
 
 def _cancelling_between_ranks(
     subject: AcceleratorSubject, op: str, ranks: int, dtype: DtypeName, out_dtype: DtypeName
 ) -> Case:
-    """Each row has a large term on one rank, its negative on another, and small ones on the others."""
+    """Make a case whose rows each have a large term on one rank, its negative on another, and small
+    terms on the others."""
     sizes = {"n": subject.aligned(8), **({} if op == "all_reduce" else {"k": subject.aligned(8)})}
     case = typical(subject, op, ranks, sizes, dtype=dtype, out_dtype=out_dtype)
     m, n = case.sizes["m"], case.sizes["n"]

@@ -1,4 +1,4 @@
-"""Wrong calls are refused with the right error before anything starts."""
+"""Checks that wrong calls are refused with the right error before anything starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Wrong = tuple[str, type[MkernelError], Callable[[], object]]
 
 
 def wrong_calls(subject: AcceleratorSubject) -> None:
-    """Every way to call wrongly that the claims leave, one after another in one world."""
+    """Call wrongly in every way that the claims leave, one after another in one world."""
     world = subject.largest()
     # A combine alone needs a dispatch's handle.
     cases = [case for case in typical_of_each(subject, world) if case.op not in COMPANIONS]
@@ -45,7 +45,7 @@ def wrong_calls(subject: AcceleratorSubject) -> None:
 
 
 def rank_wrong_calls(cases: Sequence[Case], refused: Sequence[Case], claims: Any) -> list[str]:
-    """Make the wrong calls; see what is raised and that no kernel starts; then call rightly."""
+    """Make the wrong calls; check what is raised and that no kernel starts; then call rightly."""
     found = []
     accelerator = mkernel.world().accelerator
     for case in cases:
@@ -96,8 +96,8 @@ class _Overriding(torch.Tensor):
 
 
 def _not_plain(call: Callable[..., object], given: _Inputs) -> Iterator[_Wrong]:
-    """The right call ``call(**given)`` with one tensor that is more or less than memory. A call that
-    takes ``out`` refuses tensors that require grad; others have derivatives."""
+    """Yield the right call ``call(**given)`` with one tensor that is more or less than memory. A
+    call that takes ``out`` refuses tensors that require grad; others have derivatives."""
     for name, tensor in given.items():
         changed = {
             "of a subclass": tensor.as_subclass(_Overriding),
@@ -236,7 +236,8 @@ def _wrong_attention(given: _Inputs) -> Iterator[_Wrong]:
 
 
 def mismatched_call(subject: AcceleratorSubject) -> None:
-    """Ranks in different calls are told so: nothing is computed from a mixture."""
+    """Make ranks call different things: all must get PlanMismatch, and nothing is computed from a
+    mixture."""
     world = (1, 2)
     for op in subject.claimed()[: 1 if subject.quick else None]:
         if op in COMPANIONS:
@@ -261,7 +262,7 @@ def mismatched_call(subject: AcceleratorSubject) -> None:
 
 
 def rank_first_differs(case: Case, other: Case) -> list[str]:
-    """New plans that differ: all refuse, and the world goes on."""
+    """Give ranks new plans that differ: all must refuse, and the world must go on."""
     mine = other if mkernel.world().rank else case
     call = partial(mine.run, Judge(mine).inputs(0))
     found = list(_refused("ranks with different new plans", PlanMismatch, call))
@@ -269,7 +270,7 @@ def rank_first_differs(case: Case, other: Case) -> list[str]:
 
 
 def rank_later_differs(case: Case, other: Case) -> None:
-    """Rank 0 has a new plan, rank 1 one that both know and that starts at once."""
+    """Give rank 0 a new plan, and rank 1 one that both know and that starts at once."""
     world = mkernel.world()
     Judge(case)(0)
     world.barrier()

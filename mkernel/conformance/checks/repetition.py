@@ -1,4 +1,4 @@
-"""One plan called again and again: nothing of an earlier call may show."""
+"""Checks of one plan that is called again and again: nothing of an earlier call may show."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _INPUTS = 3
 
 
 def repeated_calls(subject: AcceleratorSubject) -> None:
-    """Two plans of every op in turn, ranks apart by some milliseconds."""
+    """Call two plans of every op in turn, with ranks apart by some milliseconds."""
     calls = 12 if subject.quick else 40
     subject.judge(rank_alternates, _pairs(subject), calls, world=subject.largest())
 
 
 def _pairs(subject: AcceleratorSubject) -> list[tuple[Case, Case]]:
-    """The typical case of every op, and a wider one."""
+    """Pair the typical case of every op with a wider one."""
     cases = typical_of_each(subject, subject.largest())
     return [(case, wider(subject, case, 3)) for case in cases]
 
 
 def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:
-    """A and B in turn, in runs of two, then all ops mixed, with fresh inputs each time."""
+    """Call A and B in turn, in runs of two, then all ops mixed, with fresh inputs each time."""
     found = []
     for pair in pairs:
         judges = [Judge(case) for case in pair]
@@ -52,8 +52,7 @@ def rank_alternates(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]
 
 
 def long_runs(subject: AcceleratorSubject) -> None:
-    """Small plans for so long that counters, rings and caches of a few hundred come
-    round."""
+    """Call small plans for so long that counters, rings and caches of a few hundred come round."""
     world = subject.worlds((1, 2))[0]
     cases = small_ones(subject, world)
     few = cases[:2] if subject.quick else cases
@@ -61,7 +60,7 @@ def long_runs(subject: AcceleratorSubject) -> None:
 
 
 def rank_runs_long(case: Case) -> Iterator[str]:
-    """Call with a few inputs in turn; judge at intervals, and the last calls all."""
+    """Call with a few inputs in turn; judge at intervals, and judge all of the last calls."""
     judge = Judge(case)
     inputs = [judge.inputs(iteration) for iteration in range(_INPUTS)]
     for number in range(_LONG_RUN):
@@ -73,13 +72,13 @@ def rank_runs_long(case: Case) -> Iterator[str]:
 
 
 def stale_data(subject: AcceleratorSubject) -> None:
-    """No row of a result is what an earlier call should have given there."""
+    """Check that no row of a result is what an earlier call should have given there."""
     calls = 4 if subject.quick else 12
     judge_typical(subject, rank_stale, calls, worlds=subject.usual_worlds())
 
 
 def rank_stale(case: Case, calls: int) -> Iterator[str]:
-    """Judge calls, and look for rows of earlier ones."""
+    """Judge calls, and look for rows of earlier calls."""
     judge = Judge(case)
     for iteration in range(calls):
         outcome = case.run(judge.inputs(iteration))
@@ -88,13 +87,13 @@ def rank_stale(case: Case, calls: int) -> Iterator[str]:
 
 
 def poison(subject: AcceleratorSubject) -> None:
-    """Outputs full of poison, of a number, of infinity, and allocations full of NaN: all is
+    """Fill outputs with poison, a number and infinity, and allocations with NaN: all must be
     overwritten."""
     judge_typical(subject, rank_poison, worlds=subject.usual_worlds())
 
 
 def rank_poison(case: Case) -> Iterator[str]:
-    """Every element of every output is written in every call."""
+    """Check that every element of every output is written in every call."""
     judge = Judge(case)
     for iteration, value in enumerate((None, 77.0, float("inf"))):
         inputs = judge.inputs(iteration)
@@ -122,12 +121,12 @@ def _untouched(
 
 
 def kept_results(subject: AcceleratorSubject) -> None:
-    """A result stays what it is while later calls run."""
+    """Check that a result stays as it is while later calls run."""
     judge_typical(subject, rank_keeps, worlds=[subject.largest()])
 
 
 def rank_keeps(case: Case) -> Iterator[str]:
-    """Keep the first call's results, call again, look at them."""
+    """Keep the first call's results, call again, and compare them with a copy."""
     judge = Judge(case)
     first = case.run(judge.inputs(0))
     copies = {name: tensor.clone() for name, tensor in first.outputs.items()}
@@ -140,7 +139,7 @@ def rank_keeps(case: Case) -> Iterator[str]:
 
 
 def queued_calls(subject: AcceleratorSubject) -> None:
-    """Many calls of two plans, none waited for, then all results."""
+    """Queue many calls of two plans without waiting for any, then judge all results."""
     if not subject.capabilities.stream_ordered:
         raise CheckSkipped("stream_ordered is not claimed")
     calls = 8 if subject.quick else 40
@@ -148,7 +147,7 @@ def queued_calls(subject: AcceleratorSubject) -> None:
 
 
 def rank_queues(pairs: Sequence[tuple[Case, Case]], calls: int) -> list[str]:
-    """The first rank comes late, so that the others' calls pile up."""
+    """Queue calls while the first rank comes late, so that the others' calls pile up."""
     found = []
     for pair in pairs:
         judges = [Judge(case) for case in pair]

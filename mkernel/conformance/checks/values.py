@@ -1,4 +1,5 @@
-"""Results equal the float64 truth: every shape, dtype, layout and world that is claimed."""
+"""Checks that results equal the float64 truth in every shape, dtype, layout and world that is
+claimed."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from mkernel.plan.scales import BLOCK, RESULTS
 
 
 def shapes(subject: AcceleratorSubject) -> None:
-    """A grid of odd shapes and random draws."""
+    """Check a grid of odd shapes and random draws."""
     for world in subject.usual_worlds():
         size = world[0] * world[1]
         count = 4 if subject.quick else 24
@@ -50,7 +51,7 @@ def shapes(subject: AcceleratorSubject) -> None:
 
 
 def dtypes(subject: AcceleratorSubject) -> None:
-    """Every dtype of inputs with every dtype of outputs and every layout."""
+    """Check every dtype of inputs with every dtype of outputs and every layout."""
     claims = subject.capabilities
     cases = [
         typical(subject, op, 2, dtype=dtype, out_dtype=out_dtype, layout=layout)
@@ -72,8 +73,8 @@ def dtypes(subject: AcceleratorSubject) -> None:
 
 
 def operands(subject: AcceleratorSubject) -> None:
-    """Operands that are parts of larger matrices, which the op copies where the backend does not claim
-    to take gaps behind rows; a bias, which the launch adds or the op behind it."""
+    """Check operands that are parts of larger matrices, which the op copies if the backend does not
+    claim to take gaps behind rows; and a bias, which the launch adds, or the op after it."""
     step = subject.step()
     cases = [
         typical(subject, op, 2, layout=layout, options=options)
@@ -85,7 +86,8 @@ def operands(subject: AcceleratorSubject) -> None:
 
 
 def norms(subject: AcceleratorSubject) -> None:
-    """A residual and RMSNorm behind a sum, by the launch where the backend claims it, or the op."""
+    """Check a residual and RMSNorm after a sum, done by the launch if the backend claims it, or by
+    the op."""
     each: list[dict[str, Any]] = [{"norm": "residual"}, {"norm": "alone"}]
     more = {"gemm_all_reduce": {"bias": True}, "all_reduce": {"in_place": True}}
     cases = [
@@ -100,7 +102,8 @@ def norms(subject: AcceleratorSubject) -> None:
 
 
 def scales(subject: AcceleratorSubject) -> None:
-    """e4m3 operands with every kind of scales that is claimed, on every path that takes them."""
+    """Check e4m3 operands with every kind of scales that is claimed, on every path that takes
+    them."""
     claims = subject.capabilities
     ops = subject.claimed(*GEMMS)
     if not claims.scale_modes:
@@ -145,7 +148,7 @@ class _Scaled(NamedTuple):
 def _scaled(
     subject: AcceleratorSubject, op: str, world_size: int, mode: ScaleMode, more: _Scaled
 ) -> Case:
-    """A typical case, of which the scales by blocks have some of K and of N."""
+    """Make a typical case in which scales by blocks have several blocks along K and N."""
     step = lcm(subject.step(E4M3, more.out_dtype), 8)
     n, k = BLOCK + step, (3 * BLOCK if mode == "block" else 2 * BLOCK + step)
     return typical(
@@ -156,7 +159,7 @@ def _scaled(
 
 
 def worlds(subject: AcceleratorSubject) -> None:
-    """Every op in every split of small worlds."""
+    """Check every op in every split of small worlds."""
     wanted = [(1, 1), (1, 3), (2, 1), (1, 4), (2, 2)]
     if not subject.quick:
         wanted += [(1, 2), (3, 1), (3, 2), (4, 1), (1, 8)]
@@ -164,13 +167,15 @@ def worlds(subject: AcceleratorSubject) -> None:
 
 
 def most_ranks(subject: AcceleratorSubject) -> None:
-    """In the largest world that is claimed: what a backend keeps of each rank it keeps of all."""
+    """Check the largest world that is claimed: what a backend keeps of each rank it keeps of
+    all."""
     world = subject.crowd()
     subject.judge(each_case, judge_calls, small_ones(subject, world), 1, world=world)
 
 
 def many_chunks(subject: AcceleratorSubject) -> None:
-    """Chunks of one tile or row, more of them than any ring of buffers should hold."""
+    """Cut calls into chunks of one tile or row, more of them than any ring of buffers should
+    hold."""
     rows, k = (400, 600) if subject.quick else (1500, 2100)
     for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
         size = world[0] * world[1]
@@ -193,7 +198,8 @@ def many_chunks(subject: AcceleratorSubject) -> None:
 
 
 def accumulation(subject: AcceleratorSubject) -> None:
-    """Whole numbers whose large terms cancel: float32 sums are exact, narrower ones lose the rest."""
+    """Add whole numbers whose large terms cancel: float32 sums are exact, narrower ones lose the
+    rest."""
     claims = subject.capabilities
     for world in subject.worlds((1, 2), *([] if subject.quick else [subject.largest()])):
         size = world[0] * world[1]
@@ -225,7 +231,8 @@ def _cancelling(
     out_dtype: DtypeName,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Case:
-    """A = [P, Q, -P], B = [R; S; R]: C = Q S, whole numbers below 128, while P R passes 10,000.
+    """Make A = [P, Q, -P], B = [R; S; R]: C = Q S, whole numbers below 128, while P R passes
+    10,000.
 
     Where the op cuts K, the large terms lie on the first and last ranks; but where what a rank adds
     may be rounded, they cancel on each rank, so that what is rounded are whole numbers below 128.
@@ -251,7 +258,8 @@ def _cancelling(
 
 
 def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
-    """Queries of zeros weigh 1536 positions alike; half of the values are 1, the others 0."""
+    """Make attention whose queries of zeros weigh 1536 positions alike; half of the values are 1,
+    the others 0."""
     case = typical(subject, "ring_attention", 2, {"sequence": 1536}, dtype=dtype)
     batch, heads, kv, length, width = (
         case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
@@ -266,7 +274,8 @@ def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
 
 
 def rank_accumulation(cases: list[Case], homes: list[str], dtypes: tuple[str, ...]) -> list[str]:
-    """Return what is wrong with combines whose large terms cancel, and with GEMMs, to be exact."""
+    """Return what is wrong with combines whose large terms cancel, and with GEMMs, which must be
+    exact."""
     combines = [_cancelling_combine(op, getattr(torch, dtype)) for op in homes for dtype in dtypes]
     return [found for each in combines for found in each] + each_case(_inexact, cases)
 
@@ -284,7 +293,7 @@ def _inexact(case: Case) -> Iterator[str]:
 
 
 def _cancelling_combine(op: str, dtype: torch.dtype) -> Iterator[str]:
-    """4096 x + x - 4096 x = x, for whole numbers x that pass through unit matrices."""
+    """Combine 4096 x + x - 4096 x = x, for whole numbers x that pass through unit matrices."""
     world = mkernel.world()
     width, tokens, experts = 16, 9, 2 * world.size
     if experts < 3:
@@ -317,8 +326,8 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
 
 
 def nonfinite(subject: AcceleratorSubject) -> None:
-    """NaN and infinity come out where ``a @ b``, a sum or torch's attention has them, and nowhere
-    else."""
+    """Check that NaN and infinity come out where ``a @ b``, a sum or torch's attention has them,
+    and nowhere else."""
     subject.claimed(*GEMMS, "all_reduce", "ring_attention")
     world = subject.largest()
     cases = []

@@ -1,4 +1,4 @@
-"""Calls wait for what they need, and for nothing less."""
+"""Checks that calls wait for what they need, and for nothing less."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from mkernel.harness.outcome import CheckSkipped
 from mkernel.launch import report
 
 _LATE_S = 1.0
-"""How long a rank that comes late stays away once all others are in the call."""
+"""The time for which a late rank stays away once all others are in the call."""
 
 
 def waits(subject: AcceleratorSubject) -> None:
-    """One rank calls late: nobody can be done before it has called, and all get the truth."""
+    """Let one rank call late: nobody may be done before it has called, and all must get the
+    truth."""
     found: list[str] = []
     for world in subject.usual_worlds():
         size = world[0] * world[1]
@@ -53,7 +54,8 @@ def waits(subject: AcceleratorSubject) -> None:
 def rank_late(
     cases: Sequence[Case], late: Sequence[int], port: int
 ) -> tuple[list[tuple[float, float]], list[str]]:
-    """When each call was entered and left, on the clock that all processes share; what was wrong.
+    """Record when each call was entered and left, on the clock that all processes share; return
+    these times and what was wrong.
 
     Plans are known before (ranks meet in a plan's first call whatever the backend does).
     """
@@ -82,7 +84,8 @@ def rank_late(
 
 
 def _stay_away(others: TCPStore, number: int, size: int) -> None:
-    """Until all others have returned from a call, which they must not, or have been in it for long."""
+    """Wait until all others have returned from a call, which they must not, or have been in it for
+    long."""
     end = time.monotonic() + WORLD_TIMEOUT_S
     while others.add(f"entered/{number}", 0) < size and time.monotonic() < end:
         time.sleep(0.001)
@@ -92,7 +95,7 @@ def _stay_away(others: TCPStore, number: int, size: int) -> None:
 
 
 def paused_ranks(subject: AcceleratorSubject) -> None:
-    """In every call one rank is stopped for a while, and the others run ahead."""
+    """Stop one rank for a while in every call, so that the others run ahead."""
     world = subject.largest()
     cases = typical_of_each(subject, world)
     with _Wakes(subject.seed) as wakes:
@@ -103,7 +106,8 @@ def paused_ranks(subject: AcceleratorSubject) -> None:
 
 
 def rank_paused(cases: Sequence[Case], calls: int) -> list[str]:
-    """Stop this process where it is its turn, about when the call begins; the kit's wakes it."""
+    """Stop this process when it is its turn, about when the call begins; the kit's process wakes
+    it."""
     world = mkernel.world()
     report(os.getpid())
     found = []
@@ -122,7 +126,7 @@ def rank_paused(cases: Sequence[Case], calls: int) -> list[str]:
 
 
 class _Wakes:
-    """Lets rank processes that have stopped themselves go on, some ten milliseconds later."""
+    """Wakes rank processes that have stopped themselves, some ten milliseconds later."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -131,7 +135,7 @@ class _Wakes:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def add(self, rank: int, process: int) -> None:
-        """A rank has said which process it is."""
+        """Note which process a rank is, as it has reported."""
         self._ranks[process] = os.pidfd_open(process)
 
     def __enter__(self) -> _Wakes:
@@ -155,7 +159,8 @@ class _Wakes:
 
 
 def views(subject: AcceleratorSubject) -> None:
-    """Pipelined and sequential calls give the truth, in any order; compute-only ones return."""
+    """Check that pipelined and sequential calls give the truth, in any order, and that compute-only
+    ones return."""
     if not isinstance(subject.backend, Instrumented):
         raise CheckSkipped("not instrumented: calls run as the product does, and tell no times")
     judge_typical(subject, rank_views, worlds=[subject.largest()])
@@ -167,7 +172,7 @@ _VIEWS: tuple[View, ...] = (
 
 
 def rank_views(case: Case) -> Iterator[str]:
-    """One call in each of the views above."""
+    """Make one call in each of the views above."""
     judge = Judge(case)
     for iteration, view in enumerate(_VIEWS):
         seconds_apart(case, iteration, 0.01)

@@ -1,8 +1,9 @@
-"""Planted faults of the accelerator checks: a table of honest backends with one promise broken each.
+"""Planted faults of the accelerator checks: a table of honest backends with one promise broken
+each.
 
-Each row is an accelerator backend, ``mkernel.conformance.faults:Name`` where a backend's name is asked
-for. A check that no row trips does not count. Most faults wrap ``streams``, which has all ops; those
-that need chunks or a NIC wrap ``ascend``.
+Each row is an accelerator backend, ``mkernel.conformance.faults:Name`` where a backend's name is
+expected. A check that no row trips does not count. Most faults wrap ``streams``, which has all ops;
+those that need chunks or a NIC wrap ``ascend``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _zero_one_element(tensor: torch.Tensor) -> None:
 
 
 def _chunking(ended: Ended) -> Chunking | None:
-    """Return the chunking of a plan that is cut in tiles, else None."""
+    """Return the chunking of a plan that is cut into tiles, else None."""
     return getattr(ended.call.plan.schedule, "chunking", None)
 
 
@@ -105,7 +106,8 @@ def _ignore_gaps(call: Call, b: torch.Tensor) -> torch.Tensor:
 def _norm_again(
     ended: Ended, change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
 ) -> None:
-    """Normalised rows and the new residual become others, of (sum, residual, weight)."""
+    """Change normalised rows and the new residual to what ``change`` makes of (sum, residual,
+    weight)."""
     given = ended.call.tensors
     if "residual" in given:
         new = ended.outputs["residual_out"]
@@ -133,7 +135,7 @@ def _leave_eps_out(ended: Ended) -> None:
 
 
 def _keep_residual(ended: Ended) -> None:
-    """That of the plan's previous call is added again."""
+    """Add the residual of the plan's previous call instead of this one's."""
     key, norm, given = (
         (ended.call.plan.digest(), "residual"),
         ended.call.plan.norm,
@@ -167,7 +169,7 @@ def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _previous_scales(name: str) -> Plant:
-    """The call reads those of the plan's previous one."""
+    """Make the call read the scales of the plan's previous one."""
 
     def changed(self: Altered, call: Call) -> Call:
         if name not in call.tensors:
@@ -215,7 +217,7 @@ def _round_partials(ended: Ended) -> None:
 
 
 def _half_partials_where_wide(ended: Ended) -> None:
-    """A rank's own partial sums of wide results are rounded to float16 on their way."""
+    """Round a rank's own partial sums of wide results to float16 on their way."""
     if "a" in ended.call.tensors and ended.outputs["out"].shape[1] > 1024:
         _round_halves(ended, torch.float16)
 
@@ -235,7 +237,7 @@ def _sum_from_the_last_rank(ended: Ended) -> None:
 
 
 def _take_ranks_modulo_8(ended: Ended) -> None:
-    """Rows of ranks from 8 on are those of the ranks that have their slots."""
+    """Replace rows of ranks from 8 on with those of the ranks that have their slots."""
     parts = ended.outputs["out"].chunk(ended.call.plan.world_size)
     for rank, part in enumerate(parts):
         part.copy_(parts[rank % 8])
@@ -245,7 +247,7 @@ def _take_ranks_modulo_8(ended: Ended) -> None:
 
 
 def _calls(ended: Ended) -> int:
-    """Return how many calls of its plan there were, this one included."""
+    """Count the calls of this call's plan, this one included."""
     key = "calls", ended.call.plan.digest()
     ended.kept[key] = ended.kept.get(key, 0) + 1
     return int(ended.kept[key])
@@ -721,12 +723,12 @@ HONEST: tuple[Row, ...] = (
 # fmt: on
 
 FAULTS = checks_by_name(__name__, TABLE)
-"""Backend's name → checks that must fail on it."""
+"""Maps a backend's name to the checks that must fail on it."""
 _BACKENDS = {row.name: row.backend for row in (*TABLE, *HONEST)}
 
 
 def __getattr__(name: str) -> type[Honest]:
-    """A row's backend, as the registry asks for it."""
+    """Return a row's backend, as the registry requests it."""
     try:
         return _BACKENDS[name]
     except KeyError:

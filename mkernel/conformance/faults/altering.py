@@ -1,4 +1,4 @@
-"""Accelerators that claim something else, or change what calls read or give.
+"""Accelerators that claim something else, or change what calls read or return.
 
 Most faults are planted so: they name what they change, and the rest is honest.
 """
@@ -34,8 +34,8 @@ _GRADIENTS = ("grad_q", "grad_k", "grad_v")
 
 
 def outputs_of(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the call's tensors that a backend writes to. Gradients of attention are made
-    of what it found, which then is an input."""
+    """Return the names of the call's tensors that a backend writes to. Gradients of attention are
+    computed from its results, which then are inputs."""
     names = _GRADIENTS if _GRADIENTS[0] in tensors else _OUTPUTS
     return [name for name in names if name in tensors]
 
@@ -91,7 +91,7 @@ class Ended:
 
     Attributes:
         outputs: tensors that the caller gave. results: what the launch returned (MoE).
-        before: what was in ``outputs`` before the call.
+        before: contents of ``outputs`` before the call.
         kept: what the fault remembers from call to call.
     """
 
@@ -117,7 +117,7 @@ class Ended:
         return list(torch.split(self.results["outputs"], self.results["counts"].tolist()))
 
     def previous(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Every result with that of the plan's previous call, from its second call on."""
+        """Yield every result with that of the plan's previous call, from its second call on."""
         for which, tensor in enumerate(self.all):
             key = self.call.plan.digest(), which
             older, self.kept[key] = self.kept.get(key), tensor.clone()
@@ -136,7 +136,7 @@ class Altered(Honest):
     """The ops whose calls are changed; empty: all."""
 
     kept: ClassVar[dict[Any, Any]]
-    """What a fault remembers in this process, from one world to the next too."""
+    """The memory of a fault in this process, which lasts from one world to the next too."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -158,7 +158,7 @@ class Altered(Honest):
         return Followed(inner, after)
 
     def change(self, call: Call) -> Call:
-        """The call as the wrapped backend gets it."""
+        """Return the call as the wrapped backend gets it."""
         return call
 
     def alter(self, ended: Ended) -> None:
@@ -166,7 +166,7 @@ class Altered(Honest):
 
 
 def claims(change: Callable[[AcceleratorCapabilities], Mapping[str, Any]]) -> Plant:
-    """Change some of the wrapped backend's claims."""
+    """Plant a change of some of the wrapped backend's claims."""
 
     def capabilities(self: Honest) -> AcceleratorCapabilities:
         honest = self.inner.capabilities()
@@ -176,12 +176,12 @@ def claims(change: Callable[[AcceleratorCapabilities], Mapping[str, Any]]) -> Pl
 
 
 def calls(change: Callable[[Call], Call]) -> Plant:
-    """Run another call than the one that was made."""
+    """Plant a change of the call that is run."""
     return {"change": lambda self, call: change(call)}
 
 
 def inputs(*names: str, change: Callable[[Call, torch.Tensor], torch.Tensor]) -> Plant:
-    """Have the call read other tensors in place of those of these names, if it has them."""
+    """Plant a change of the tensors of these names that the call reads, if it has them."""
 
     def changed(call: Call) -> Call:
         found = {name: change(call, call.tensors[name]) for name in names if name in call.tensors}
@@ -191,7 +191,7 @@ def inputs(*names: str, change: Callable[[Call, torch.Tensor], torch.Tensor]) ->
 
 
 def ended(change: Callable[[Ended], Any]) -> Plant:
-    """Act on every call that has ended."""
+    """Plant an action on every call that has ended."""
     return {"alter": lambda self, call: change(call)}
 
 
@@ -202,14 +202,14 @@ def _always(ended: Ended) -> bool:
 def results(
     change: Callable[[torch.Tensor], Any], when: Callable[[Ended], bool] = _always
 ) -> Plant:
-    """Change every result that is not empty, in some calls."""
+    """Plant a change of every result that is not empty, in some calls."""
     return ended(
         lambda call: when(call) and [change(tensor) for tensor in call.all if tensor.numel()]
     )
 
 
 def from_before(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Plant:
-    """Mix into an output what it held before the call."""
+    """Plant a mixture of an output with what it held before the call."""
     return ended(
         lambda call: [change(tensor, call.before[name]) for name, tensor in call.outputs.items()]
     )
@@ -218,5 +218,5 @@ def from_before(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Plant:
 def from_previous(
     change: Callable[[torch.Tensor, torch.Tensor], Any], when: Callable[[Ended], bool] = _always
 ) -> Plant:
-    """Mix the plan's previous results into these, in some calls."""
+    """Plant a mixture of these results with the plan's previous ones, in some calls."""
     return ended(lambda call: [change(*pair) for pair in call.previous() if when(call)])

@@ -1,5 +1,5 @@
-"""What faults of ring attention change: results are corrected by what they would have done wrong with
-the keys of their own rank, which a fault can see."""
+"""Faults of ring attention: they correct results by what would have gone wrong with the keys of
+their own rank, which a fault can see."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mkernel.plan.model import AttentionShape
 
 
 class _Own(NamedTuple):
-    """A call's results in float64, and those of the keys of this rank alone: out [B, Hq, S/W, D] and
-    lse [B, Hq, S/W]; scores [B, Hq, S/W, S/W] of these, and values v [B, Hq, S/W, D]."""
+    """The results of a call in float64, and those of the keys of this rank alone: out [B, Hq, S/W,
+    D] and lse [B, Hq, S/W]; their scores [B, Hq, S/W, S/W], and values v [B, Hq, S/W, D]."""
 
     out: Tensor
     lse: Tensor
@@ -28,7 +28,7 @@ class _Own(NamedTuple):
 
 
 def _own(ended: Ended) -> _Own | None:
-    """None where there is another op, or are packed documents."""
+    """Compute the results of the own keys. None if it is another op, or documents are packed."""
     shape, tensors = ended.call.plan.shape, ended.call.tensors
     if not isinstance(shape, AttentionShape) or shape.documents or "q" not in tensors:
         return None
@@ -49,7 +49,7 @@ def _write(ended: Ended, out: Tensor, lse: Tensor) -> None:
 
 
 def see_one_key_more_at_the_seam(ended: Ended) -> None:
-    """The last query of a rank's first piece sees the first key of its second."""
+    """Let the last query of a rank's first piece see the first key of its second."""
     found = _own(ended)
     half = ended.call.plan.shape.model_dump().get("sequence", 0) // ended.call.plan.world_size // 2
     if found is None or not ended.call.plan.shape.model_dump()["causal"]:
@@ -64,8 +64,8 @@ def see_one_key_more_at_the_seam(ended: Ended) -> None:
 
 
 def _merged(ended: Ended, weight: Callable[[_Own], Tensor]) -> None:
-    """The results of the own keys and of all others are merged by another weight of the own ones,
-    [B, Hq, S/W], between 0 and 1."""
+    """Merge the results of the own keys and of all others by another weight of the own ones, [B,
+    Hq, S/W], between 0 and 1."""
     found = _own(ended)
     if found is None:
         return
@@ -78,12 +78,12 @@ def _merged(ended: Ended, weight: Callable[[_Own], Tensor]) -> None:
 
 
 def merge_without_rescaling(ended: Ended) -> None:
-    """Both count alike."""
+    """Count the results of the own keys and of all others alike."""
     _merged(ended, lambda found: torch.full_like(found.lse, 0.5))
 
 
 def merge_by_narrow_sums(ended: Ended) -> None:
-    """Both log-sum-exps are rounded to halves before they are compared."""
+    """Round both log-sum-exps to halves before they are compared."""
 
     def weight(found: _Own) -> Tensor:
         others = found.lse + torch.log1p(-(found.own_lse - found.lse).exp().clamp(max=1 - 1e-9))
@@ -94,13 +94,13 @@ def merge_by_narrow_sums(ended: Ended) -> None:
 
 
 def next_heads_sums(ended: Ended) -> None:
-    """A head's log-sum-exp is the next one's."""
+    """Give each head the log-sum-exp of the next one."""
     if "lse" in ended.outputs:
         ended.outputs["lse"].copy_(ended.outputs["lse"].roll(-1, 1))
 
 
 def boundaries_off_by_one(call: Call, bounds: Tensor) -> Tensor:
-    """Documents begin one position late, all but the first."""
+    """Begin all documents but the first one position late."""
     later = (bounds + 1).clamp(max=int(bounds[-1]))
     later[0] = 0
     return later

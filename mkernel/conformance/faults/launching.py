@@ -21,7 +21,7 @@ from mkernel.topology.model import Accelerator
 
 
 def _elsewhere(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The same inputs, and other memory for the outputs."""
+    """Return the same inputs, and other memory for the outputs."""
     return {k: torch.empty_like(t) if k in outputs_of(tensors) else t for k, t in tensors.items()}
 
 
@@ -31,7 +31,7 @@ def _finish(launch: Launch) -> None:
 
 
 class _SlotBySlot(Honest):
-    """Every slot is a combine of its own; ``total`` of what these give."""
+    """Runs a combine for every slot; ``total`` adds up their results."""
 
     ops: ClassVar[tuple[str, ...]] = ("moe_combine",)
 
@@ -125,7 +125,7 @@ class _Repeats(Honest):
         self._launched = 0
 
     def next(self, call: Call, **changes: Any) -> Launch:
-        """Return the next call that the wrapped backend gets."""
+        """Launch a call as the next one that the wrapped backend gets."""
         self._launched += 1
         return self.inner.launch(replace(call, epoch=self._launched, **changes))
 

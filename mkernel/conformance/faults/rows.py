@@ -1,7 +1,7 @@
-"""The rows of a table of planted faults.
+"""The rows of tables of planted faults.
 
-Faults are only there to judge the checks: each is an honest backend with one promise broken. A row says
-what is broken, which checks must fail on it, and what is planted to break it.
+Faults are only there to judge the checks: each is an honest backend with one promise broken. A row
+says what is broken, which checks must fail on it, and what is planted to break it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row:
     """A planted fault.
 
     Attributes:
-        name: how the fault is asked for, as ``module:name`` with the table's module.
+        name: the fault's name; backends are named ``module:name`` with the table's module.
         checks: each of them must fail on it. A row that breaks nothing names checks that must pass.
         backend: an honest backend with that promise broken; its docstring says which one.
     """
@@ -36,7 +36,7 @@ class Row:
 def planted(
     base: type[Any], name: str, breaks: str, checks: str, *plants: Plant, **attributes: Any
 ) -> Row:
-    """Return a row whose backend is ``base`` with what is planted, and with other attributes and
+    """Make a row whose backend is ``base`` with what is planted, and with other attributes and
     methods.
 
     ``breaks``: the broken promise, in a sentence. ``checks``: names, separated by spaces.
@@ -48,7 +48,7 @@ def planted(
 
 
 def checks_by_name(module: str, table: Iterable[Row]) -> dict[str, tuple[str, ...]]:
-    """Map the name by which a backend is asked for to its row's checks."""
+    """Map the name of each row's backend in the registry to the row's checks."""
     return {f"{module}:{row.name}": row.checks for row in table}
 
 

@@ -1,7 +1,8 @@
 """Planted faults of the NIC checks: a table of honest backends with one promise broken each.
 
-Each row is a NIC backend, ``mkernel.conformance.nic_faults:Name`` where a backend's name is asked for.
-Rows of :data:`FAULTS` are by the backend that they wrap; a check that no row trips does not count.
+Each row is a NIC backend, ``mkernel.conformance.nic_faults:Name`` where a backend's name is
+expected. Rows of :data:`FAULTS` are grouped by the backend that they wrap; a check that no row
+trips does not count.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from mkernel.topology.lanes import RankLanes
 
 
 def _session(base: type[Any] = Session, **methods: Callable[..., Any]) -> Plant:
-    """Sessions of another class, or with other methods."""
+    """Plant sessions of another class, or with other methods."""
     return {"session": type(base.__name__, (base,), methods)}
 
 
 def _puts(change: Callable[[Put], Iterable[Put]], every: int = 1) -> Plant:
-    """Every put, or every so-many-th of a session, becomes what ``change`` makes of it."""
+    """Plant a change of every put, or of every so-many-th of a session, into what ``change`` makes
+    of it."""
     return _session(change=lambda self, put: [put] if next(self.number) % every else change(put))
 
 
 def _answers(method: str, change: Callable[[Any], Any]) -> Plant:
-    """What the session answers to a method is changed."""
+    """Plant a change of the session's answer to a method."""
     methods = {method: lambda self, *given: change(getattr(self.inner, method)(*given))}
     return {"session": type("Session", (Session,), methods)}
 
 
 def _at_open(act: Callable[[], Any]) -> Plant:
-    """Something happens whenever a session is opened."""
+    """Plant an action whenever a session is opened."""
 
     def start(self: Session, inner: NicSession) -> None:
         Session.__init__(self, inner)
@@ -93,9 +95,9 @@ def _connect_to_any(self: Session, peer: int, address: str) -> None:
 
 _HELD = {"MKERNEL_SOFTVERBS_HOLD_NS": str(HOLD_NS)}
 _RELAXED = {**_HELD, "MKERNEL_SOFTVERBS_RELAXED_ORDERING": "1"}
-"""Relaxed whatever a registration says, as cards can be set up to be."""
+"""Settings that relax order whatever a registration says, as cards can be set up to do."""
 _ONCE = {**_HELD, "MKERNEL_SOFTVERBS_DUPLICATES": "0"}
-"""A second placement would be held far longer."""
+"""Settings without duplicates: a second placement would be held far longer."""
 
 # fmt: off
 _ON_RC: tuple[Row, ...] = (
@@ -232,12 +234,13 @@ HONEST: tuple[Row, ...] = (
 # fmt: on
 
 FAULTS = {"cx7": checks_by_name(__name__, _ON_RC), "efa": checks_by_name(__name__, _ON_SRD)}
-"""Backend → name of a faulty variant of it → checks that must fail on that."""
+"""Maps a backend to names of its faulty variants, and each of these to the checks that must fail on
+it."""
 _BACKENDS = {row.name: row.backend for row in (*_ON_RC, *_ON_SRD, *HONEST)}
 
 
 def __getattr__(name: str) -> type[Opener]:
-    """A row's backend, as the registry asks for it."""
+    """Return a row's backend, as the registry requests it."""
     try:
         return _BACKENDS[name]
     except KeyError:

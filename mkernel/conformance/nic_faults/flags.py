@@ -25,7 +25,7 @@ from mkernel.harness.nic_ranks import SIGNALS, Memory
 _REGION = MAX_REGIONS - 1
 _RANKS = 8
 _OUTGOING = 1 << 16
-"""Flags under way at most: each is sent from a word of its own."""
+"""The most flags under way: each is sent from a word of its own."""
 HOLD_NS = 100_000_000
 
 

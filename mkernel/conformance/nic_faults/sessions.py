@@ -67,7 +67,7 @@ class CompletesAtOnce(Session):
 
 
 class DropsSilently(Session):
-    """What lies outside of a region is neither written nor refused."""
+    """Drops puts that reach outside of a region: they are neither written nor refused."""
 
     def change(self, put: Put) -> Iterable[Put]:
         _, size = self.regions.get(put.region, (0, 0))
@@ -107,7 +107,7 @@ class Reorders(Session):
         self.overtaken = self.held is not None
 
     def release(self) -> Iterable[Put]:
-        """What is held back."""
+        """Return what is held back, and hold it no longer."""
         held, self.held, self.overtaken = self.held, None, False
         return [] if held is None else [held]
 
@@ -132,7 +132,7 @@ class FlushAtOnce(Session):
         return []
 
     def _source(self, put: Put) -> bytes:
-        """The first bytes that a put reads, as they are now."""
+        """Return the first bytes that a put reads, as they are now."""
         address, _ = self.regions[put.region]
         return ctypes.string_at(address + put.local, min(put.nbytes, 64))
 

@@ -37,11 +37,11 @@ class Put(NamedTuple):
     value: int
 
     def alone(self) -> Put:
-        """The put's signal without its data."""
+        """Return the put's signal without its data."""
         return self._replace(local=0, remote=0, nbytes=0)
 
     def part(self, start: int, nbytes: int) -> Put:
-        """Bytes of the put, without its signal."""
+        """Return some bytes of the put, without its signal."""
         return self._replace(
             local=self.local + start,
             remote=self.remote + start,
@@ -53,8 +53,8 @@ class Put(NamedTuple):
 
 @forwards(NicSession)
 class Session(NicSession):
-    """An honest session around another. ``regions``: address and size of those registered. ``lanes``:
-    that it was opened with."""
+    """A session that passes everything on to another. ``regions`` maps registered regions to
+    address and size. ``lanes`` are those that it was opened with."""
 
     lanes: RankLanes
 
@@ -74,7 +74,7 @@ class Session(NicSession):
             self.inner.put(*put)
 
     def change(self, put: Put) -> Iterable[Put]:
-        """None, one or several puts in place of one."""
+        """Return none, one or several puts in place of one."""
         return [put]
 
 
@@ -82,10 +82,10 @@ class Opener(NicBackend):
     """Opens sessions of another backend, and a session of its own around each.
 
     Attributes:
-        around: that backend. session: what is put around its sessions.
-        environment, settings, schedule: changed before a device is opened. mistake: made at the verbs,
-            by a library between the backend and the software device (``softverbs/planted.cpp``), which
-            only a built repository has.
+        around: that backend. session: class of the sessions around its sessions.
+        environment, settings, schedule: changed before a device is opened. mistake: made at the
+            verbs, by a library between the backend and the software device
+            (``softverbs/planted.cpp``), which only a built repository has.
     """
 
     name: ClassVar[str] = "a planted fault"
@@ -99,7 +99,8 @@ class Opener(NicBackend):
     mistake: ClassVar[str] = ""
 
     def status(self, verbs: str) -> Status:
-        """The honest backend's. BackendUnavailable: the fault cannot be planted here."""
+        """Return the status of the honest backend. Raises BackendUnavailable if the fault cannot be
+        planted here."""
         library = self._mistaken()
         if library is not None and not library.is_file():
             raise BackendUnavailable(
@@ -109,7 +110,8 @@ class Opener(NicBackend):
         return self.around().status(verbs)
 
     def _mistaken(self, settings: NicSettings | None = None) -> Path | None:
-        """The library that makes the mistake; None: none is made at the verbs."""
+        """Return the path of the library that makes the mistake; None: no mistake is made at the
+        verbs."""
         if not self.mistake:
             return None
         return Path(library_of(SOFT, settings)).with_name("libmkernel_planted_verbs.so")
@@ -134,10 +136,11 @@ class Opener(NicBackend):
 
 
 class DataLater(Session):
-    """What :meth:`split` holds back of a put travels with the next put on that signal, or a flush.
+    """A session in which what :meth:`split` holds back of a put travels with the next put on that
+    signal, or a flush.
 
-    A sender makes that put when its receiver has seen the signal and said so. Until then the data is
-    not there, however long the receiver takes to look: nothing here is a race.
+    A sender makes that put when its receiver has seen the signal and said so. Until then the data
+    is not there, however long the receiver takes to look: nothing here is a race.
     """
 
     def __init__(self, inner: NicSession) -> None:
@@ -145,7 +148,7 @@ class DataLater(Session):
         self.held: dict[tuple[int, int], Put] = {}
 
     def split(self, put: Put) -> tuple[Put, Put | None]:
-        """What goes at once, and what is held back."""
+        """Split a put into what goes at once and what is held back."""
         return put.alone(), put.part(0, put.nbytes)
 
     def change(self, put: Put) -> Iterable[Put]:
@@ -166,8 +169,8 @@ class DataLater(Session):
 
 
 class Relayed(Session):
-    """Signals are raised in a pad of our own; a thread carries them over to the rank's. Nobody carries
-    the abort word over."""
+    """A session whose signals are raised in a pad of its own; a thread carries them over to the
+    rank's pad. Nothing carries the abort word over."""
 
     def __init__(self, inner: NicSession) -> None:
         super().__init__(inner)
@@ -192,7 +195,7 @@ class Relayed(Session):
                     seen[index] = count
 
     def carry(self, pad: int, index: int, value: int) -> None:
-        """Add to the rank's own counter what came in."""
+        """Add what came in to the rank's own counter."""
         _transport.pad_add(pad, index, value)
 
     def close(self) -> None:
