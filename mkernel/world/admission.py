@@ -1,4 +1,4 @@
-"""What a world refuses to launch: plans of another world, and tensors that a plan is not of."""
+"""Checks by which a world refuses plans of another world, and tensors that a plan is not made for."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mkernel.world.identity import Backends
 def admit_plan(
     plan: LaunchPlan, world: WorldMap, backends: Backends, accelerator: AcceleratorBackend
 ) -> None:
-    """Return where the part of a plan that all backends share is this world's: its ranks, placement,
-    routes, and what carries them; an op, dtypes and sizes that the accelerator claims. What the
-    backend's own part says, its ``workspace`` and ``launch`` follow or refuse.
+    """Check that the part of a plan that all backends share is this world's: its ranks, placement,
+    routes, and what carries them; an op, dtypes and sizes that the accelerator claims. The backend's
+    ``workspace`` and ``launch`` follow or refuse what its own part says.
 
     Raises:
         ArgumentError: a field of the plan, its value, and that of this world.
@@ -56,7 +56,7 @@ def admit_plan(
 def admit_tensors(
     plan: LaunchPlan, tensors: Mapping[str, torch.Tensor], capabilities: AcceleratorCapabilities
 ) -> None:
-    """Return where a call's tensors are those of the plan.
+    """Check that a call's tensors are those of the plan.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a tensor, and what the plan has.
@@ -72,7 +72,7 @@ def admit_tensors(
 
 
 def _refuse(field: str, theirs: Any, ours: Any) -> None:
-    """Name the first part of the field in which they differ."""
+    """Raise ArgumentError, which names the first part of the field in which they differ."""
     dumps = [
         TypeAdapter(Any).dump_python(one, mode="json", warnings=False) for one in (theirs, ours)
     ]
@@ -81,7 +81,7 @@ def _refuse(field: str, theirs: Any, ours: Any) -> None:
 
 
 class _Planned(NamedTuple):
-    """A tensor as planned; ``shape``: None is any size. ``stored``: as the plan's layout of B says."""
+    """A tensor as planned. ``shape``: None is any size. ``stored``: as the plan's layout of B says."""
 
     shape: tuple[int | None, ...]
     dtypes: tuple[str, ...]
@@ -169,7 +169,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
 
 
 def _of_norm(plan: LaunchPlan, out: _Planned, vector: tuple[str, ...]) -> dict[str, _Planned]:
-    """Return what a launch that normalises takes and gives beside ``out``."""
+    """Return the tensors that a launch that normalises takes and gives beside ``out``."""
     norm = plan.norm
     if norm is None or norm.step != "launch":
         return {}

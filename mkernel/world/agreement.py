@@ -1,4 +1,5 @@
-"""What ranks compare before a call that is new to them: its plan, and where its tensors lie."""
+"""The agreement of ranks on a call that is new to them: they compare its plan, and where its tensors
+lie."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from mkernel.world.memory import Place
 Check = Callable[[LaunchPlan, Mapping[str, torch.Tensor]], None]
 
 MOST_TOLD = 256
-"""Calls that a rank keeps, at least, to name the field that differs where a peer is still in one of
-them; of older ones it names the digest."""
+"""The least number of calls that a rank remembers. Where a peer is still in one of them, the error
+names the field that differs; for an older call it names the digest."""
 
 
 class Told(NamedTuple):
@@ -45,8 +46,12 @@ class Agreement:
     def __init__(
         self, exchange: Exchange, failure: FailureMonitor, check: Check, board: Board | None
     ) -> None:
-        """``check`` raises where this world cannot follow a plan, before anybody is told of it.
-        ``board``: of a world of one node; without one ranks compare through the store."""
+        """Begin without any call agreed on.
+
+        Args:
+            check: raises where this world cannot follow a plan, before anybody is told of it.
+            board: of a world of one node; without one ranks compare through the store.
+        """
         self._board = board
         self._check = check
         self._exchange = exchange
@@ -62,7 +67,7 @@ class Agreement:
     def enter(
         self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]
     ) -> int:
-        """Begin the next call, which every rank makes alike; returns its number. PlanMismatch.
+        """Begin the next call, which every rank makes alike, and return its number. PlanMismatch.
 
         Args:
             tensors: of the call.
@@ -104,7 +109,7 @@ class Agreement:
         self._lately[key] = call
 
     def _keys(self, key: str, check: Callable[[set[int]], None]) -> dict[int, str]:
-        """Return every rank's key of the call."""
+        """All-gather the ranks' keys of the call."""
         if self._board is None:
             told: dict[int, str] = self._exchange.gather("plan", key, check)
             return told
@@ -115,8 +120,8 @@ class Agreement:
         return {rank: digest.hex() for rank, digest in digests.items()}
 
     def _differs(self, rank: int, keys: Mapping[int, str], call: Told) -> PlanMismatch:
-        """Return what all ranks raise where this rank's key is another than that of rank 0. They are
-        all here, and each says what it was about to do."""
+        """Return the error that all ranks raise where the key of ``rank`` is another than that of
+        rank 0. All of them are here, and each publishes what it was about to do."""
         own = keys[self._exchange.rank]
         self._said = own
         self._exchange.publish(f"plans/{own}/{self._exchange.rank}", call.decisions())
@@ -124,8 +129,8 @@ class Agreement:
         return _mismatch((0, rank), keys[0], keys[rank], texts[0], texts[rank])
 
     def _refused(self, rank: int, keys: tuple[str, str], call: Told) -> PlanMismatch:
-        """Return what this rank raises where another is past its agreement on another call: told to
-        it, so that its waits end."""
+        """Return the error that this rank raises where ``rank`` has already agreed on another call,
+        and tell the other ranks of it, so that their waits end."""
         known = self._lately[keys[1]]
         theirs = None if known is None else known.decisions()
         error = _mismatch((self._exchange.rank, rank), *keys, call.decisions(), theirs)
@@ -142,8 +147,8 @@ def _mismatch(
 
 
 def _key(plan: LaunchPlan, places: Mapping[str, Place]) -> str:
-    """Return what all ranks must share of a call: the plan, and where its symmetric tensors lie. 64
-    digits."""
+    """Return a digest, 64 hexadecimal digits, of what all ranks must share in a call: the plan, and
+    where its symmetric tensors lie."""
     if not places:
         return plan.digest()
     text = plan.digest() + "".join(

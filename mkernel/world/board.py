@@ -1,5 +1,5 @@
-"""How ranks of one node compare what they are about to do: digests on boards in memory that they share
-(``backends/transport/board.hpp``), in microseconds where a store takes milliseconds."""
+"""Boards on which ranks of one node compare what they are about to do: digests in memory that they
+share (``backends/transport/board.hpp``), in microseconds where a store takes milliseconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mkernel.world.exchange import Check
 from mkernel.world.failure import FailureMonitor
 
 _FIRST_LOOK_S = 0.002
-"""How long a rank looks at the boards alone, before it asks whether the others still live."""
+"""Seconds for which a rank only looks at the boards, before it asks whether the others still live."""
 
 
 def native() -> ModuleType | None:
-    """``_board``; None: native modules of an older build, whose worlds go by the store."""
+    """Import ``_board``; None: native modules of an older build, whose worlds go by the store."""
     try:
         return import_module("mkernel.backends.transport._board")
     except ImportError:
@@ -24,7 +24,7 @@ def native() -> ModuleType | None:
 
 
 def nbytes() -> int:
-    """Bytes of a board, wherever it begins; 0: there is none."""
+    """Return the bytes that a board takes, wherever it begins; 0: there is none."""
     made = native()
     return 0 if made is None else made.BYTES + made.ALIGNMENT
 
@@ -48,7 +48,7 @@ class Board:
         self._turn = 0
 
     def gather(self, digest: bytes, check: Check) -> dict[int, bytes]:
-        """Return the digests (32 bytes) of all ranks, each time anew. Collective. Timeout, PeerFailure.
+        """All-gather the ranks' digests (32 bytes), each time anew. Collective. Timeout, PeerFailure.
 
         Args:
             check: called with the ranks that are still missing; raises to end the wait.

@@ -27,7 +27,7 @@ _POLL_MOST_S = 0.01
 STORES_HOST = 0
 """The rank that is blamed where the store is lost: it hosts it, unless a launcher does."""
 LATE = "ranks {missing} did not reach {key!r}"
-"""What a Timeout says of missing ranks, and of what all were to set."""
+"""The text of a Timeout, with the missing ranks and the key that all were to set."""
 
 
 def _tell_nobody(error: WorldError) -> None:
@@ -56,8 +56,8 @@ class Bootstrap:
         self._lock = threading.Lock()
 
     def shared(self) -> Bootstrap:
-        """Return another one on the same client of the store, which stays open when this one is
-        closed."""
+        """Return another bootstrap on the same client of the store, which stays open when this one
+        is closed."""
         return copy(self)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Bootstrap:
             ) from error
 
     def _request(self, action: Callable[[Store], Any]) -> Any:
-        """NotInitialized: it is closed."""
+        """Run ``action`` on the store. NotInitialized: it is closed. PeerFailure: the store is lost."""
         store = self._store
         if store is None:
             raise NotInitialized("the world of this store has ended; make a new one")
@@ -110,7 +110,7 @@ class Bootstrap:
         self._request(lambda store: store.set(key, sealed))
 
     def publish_first(self, key: str, value: Any) -> Any:
-        """Set ``key`` unless it is set; return what it holds now. PeerFailure, Untrusted."""
+        """Set ``key`` unless it is set, and return what it holds now. PeerFailure, Untrusted."""
         sealed: Any = self._seal(key, value)
         return self._open(key, self._request(lambda store: store.compare_set(key, "", sealed)))
 
@@ -132,7 +132,7 @@ class Bootstrap:
         check: Callable[[set[_Name]], None] = lambda missing: None,
         late: str = LATE,
     ) -> dict[_Name, Any]:
-        """Values of ``key/<rank>`` for all ranks (or other names), waiting for those not there yet.
+        """Wait for the values of ``key/<rank>`` of all ranks (or other names), and return them.
 
         Args:
             check: called with the ranks still missing between polls; raises to end the wait.
@@ -157,10 +157,11 @@ def wait_for(
     late: str,
     rest: Callable[[float], object] = time.sleep,
 ) -> dict[_Name, _Value]:
-    """Return what ``look`` finds of each of the ranks (or other names), once it has found all.
+    """Wait until ``look`` has found all of the ranks (or other names), and return what it found.
 
     Args:
-        look: what of the missing ones is there. rest: called between looks with seconds to pause.
+        look: returns what is there of the missing ones.
+        rest: called between looks with seconds to pause.
         check, late: as :meth:`Bootstrap.collect` has them.
 
     Raises:
@@ -189,7 +190,7 @@ def wait_for(
 
 
 def late_error(late: str, missing: Iterable[_Name], timeout_s: float) -> Timeout:
-    """Return what ends a wait for these. ``late``: as :func:`wait_for` has it."""
+    """Return the error that ends a wait for these. ``late``: as :func:`wait_for` has it."""
     return Timeout(
         f"{late.format(missing=sorted(missing))} within {timeout_s:g} s; look at what they do "
         "instead, or raise MKERNEL_TIMEOUT_S"

@@ -32,8 +32,8 @@ _WAIT_SLICE_S = 0.05
 
 
 class CallRecord(NamedTuple):
-    """A call: outputs whose sizes only the call found out; once it has ended, wall seconds by
-    kernel, and the trace where one was asked for."""
+    """The record of a call: outputs whose sizes only the call found out; once it has ended, wall
+    seconds by kernel, and the trace where one was asked for."""
 
     times: LaunchTimes
     trace: bytes | None
@@ -107,7 +107,7 @@ class Calls:
         wait: bool,
         signature: bytes | None,
     ) -> CallRecord:
-        """:meth:`mkernel.World.run`."""
+        """Run one call, as :meth:`mkernel.World.run` does."""
         if view != "pipelined" and not isinstance(self._accelerator, Instrumented):
             raise Unsupported(
                 f"accelerator {self._accelerator.name!r} runs calls in the view 'pipelined' only, not "
@@ -197,7 +197,7 @@ class Calls:
     def _allocation(
         self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Return what makes outputs of such calls."""
+        """Return the function and arguments that make outputs of such calls."""
         out = tensors["out"]
         return self._backends_allocation(plan, tuple(out.shape), out.dtype) or allocation(out)
 
@@ -211,7 +211,7 @@ class Calls:
     def output(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a plan's ``out``, row-major and without contents, on the device of ``like``. That
+        """Allocate a plan's ``out``, row-major and without contents, on the device of ``like``. That
         of a plan's first call is torch's: a backend has no memory for it yet, and would keep what it
         takes in its place."""
         found = self._backends_allocation(plan, shape, dtype)
@@ -222,7 +222,7 @@ class Calls:
         return made
 
     def synchronize(self) -> None:
-        """Return once every call that this rank has made is over, those of replayed graphs too.
+        """Wait until every call that this rank has made is over, those of replayed graphs too.
 
         Raises:
             WorldError: what broke one of them, the same kind on every rank. Timeout also where the
@@ -251,7 +251,7 @@ class Calls:
         self._failure.raise_recorded()
 
     def _raise_refused(self) -> None:
-        """Raise what a queued call refused, whose rank then goes on."""
+        """Raise the error of a queued call that was refused; this rank then goes on."""
         if self._queues:
             error = self._accelerator.refused()
             if error is not None:
@@ -261,7 +261,7 @@ class Calls:
                     del error  # or it and this frame would hold each other
 
     def drain(self) -> None:
-        """:meth:`synchronize`, for what no error has ended yet."""
+        """Run :meth:`synchronize`, for calls that no error has ended yet."""
         if self._running:
             self.synchronize()
 
@@ -271,7 +271,7 @@ class Calls:
             self._failure.raise_unflushed()
 
     def end(self, error: BaseException | None) -> None:
-        """Return once no rank calls any more; at once where the world is broken.
+        """Wait until no rank calls any more; return at once where the world is broken.
 
         Args:
             error: why this rank stops early, told to the others; None: a normal end.

@@ -18,7 +18,7 @@ class Chosen:
     index: int
 
     def described(self, backend: AcceleratorBackend) -> tuple[str | None, int] | None:
-        """PCI address, where it is known, and index; None: it is none of the backend's devices."""
+        """Return its PCI address, if known, and index; None: it is none of the backend's devices."""
         if backend.device != self.kind:
             return None
         for one in backend.probe():
@@ -29,7 +29,7 @@ class Chosen:
 
 def chosen() -> Chosen | None:
     """Return the current device, where the process has used any, else that of LOCAL_RANK; None:
-    there is neither. To be asked before backends look at devices: to look may be to use one."""
+    there is neither. Call it before backends look at devices, since to look may be to use one."""
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()

@@ -31,7 +31,7 @@ from mkernel.world.memory import SymmetricHeap
 from mkernel.world.process_group import open_group
 
 DRAIN_S = 5.0
-"""How long a rank that stops waits for what still runs on its device."""
+"""Seconds for which a rank that stops waits for what still runs on its device."""
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def claims(self) -> AcceleratorCapabilities:
-        """Return what the backend claims."""
+        """Return the capabilities that the backend claims."""
         return self.accelerator.capabilities()
 
     def open(self, exchange: Exchange, failure: FailureMonitor, regions: Iterator[int]) -> None:
@@ -122,7 +122,7 @@ class Engine:
             )
 
     def close(self) -> bool:
-        """Wait for what runs on the device. False: it still does, and may touch memory."""
+        """Wait for what runs on the device. Return False where it still does, and may touch memory."""
         return not self._opened or self.accelerator.close(DRAIN_S)
 
     def free(self, *, quiet: bool) -> None:

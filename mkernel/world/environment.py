@@ -1,4 +1,4 @@
-"""What the environment says of this process as one rank of a job: torchrun's variables, or SLURM's."""
+"""Reads this process's place in a job from the environment: torchrun's variables, or SLURM's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mkernel.world.bootstrap import STORES_HOST
 from mkernel.world.join_deadline import JoinDeadline
 
 _FIRST_PORT, _PORTS = 15000, 15000
-"""Where a SLURM job's store listens without MASTER_PORT: below the ports that kernels hand out."""
+"""The ports of SLURM jobs' stores without MASTER_PORT: the first and how many, all below those that
+the operating system hands out."""
 _hosted: dict[str, Store] = {}
 """A client of each store that this process hosts, which serves other ranks as long as the client lives:
 they may still read what ended the last world after this rank has left it."""
@@ -38,7 +39,7 @@ class Started(NamedTuple):
 
 
 def started(environment: Mapping[str, str] = os.environ) -> Started:
-    """Return how this process was started. Variables of torchrun come before those of SLURM:
+    """Read how this process was started. Variables of torchrun come before those of SLURM, since
     torchrun may run in a SLURM job. ArgumentError names the variable that is wrong."""
     if "SLURM_STEP_NODELIST" in environment and not {"RANK", "WORLD_SIZE"} & set(environment):
         return _by_srun(environment)
@@ -55,8 +56,8 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
 
 
 def rendezvous(job: Started, deadline: JoinDeadline) -> tuple[Store, Store]:
-    """Return two clients of the job's store: requests of one client wait for each other, and the
-    watchdog must not. Waits for the other ranks.
+    """Wait for the other ranks, and return two clients of the job's store: requests of one client wait
+    for each other, and the watchdog must not.
 
     Raises:
         ArgumentError: the environment does not say where it is. PeerFailure: there is none. Timeout: a
@@ -112,8 +113,8 @@ def _shown(url: str) -> str:
 
 
 def _by_srun(environment: Mapping[str, str]) -> Started:
-    """Describe a task of a job step. (A batch script is no task of one, and has no
-    SLURM_STEP_NODELIST.)"""
+    """Read how a task of a job step was started. A batch script is no task of one, and has no
+    SLURM_STEP_NODELIST."""
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     size, rank = _integer(environment, total, 1), _integer(environment, "SLURM_PROCID", 0)
     _check_rank("SLURM_PROCID", rank, total, size)
@@ -137,8 +138,8 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_per_host(environment: Mapping[str, str], size: int) -> int:
-    """``SLURM_STEP_TASKS_PER_NODE`` is ``2`` on one node, ``2(x3)`` on three, ``2(x3),1`` where the
-    fourth has fewer."""
+    """Return the number of tasks on each host. ``SLURM_STEP_TASKS_PER_NODE`` is ``2`` on one node,
+    ``2(x3)`` on three, ``2(x3),1`` where the fourth has fewer, which is refused."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = environment.get(name, str(size))
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)

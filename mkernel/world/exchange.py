@@ -15,7 +15,7 @@ Check = Callable[[set[int]], None]
 
 
 class Exchange:
-    """What one rank tells the others and learns from them, by key."""
+    """The messages that one rank sends to the others and receives from them, by key."""
 
     def __init__(self, failure: FailureMonitor) -> None:
         self.rank = failure.rank
@@ -39,8 +39,8 @@ class Exchange:
         check: Check | None = None,
         late: str = LATE,
     ) -> dict[int, Any]:
-        """Return the values of ``key/<rank>``, of all ranks by default. Timeout (which breaks the
-        world), PeerFailure.
+        """Wait for the values of ``key/<rank>``, of all ranks by default, and return them. Timeout
+        (which breaks the world), PeerFailure.
 
         Args:
             check: by default ends the wait where the world is broken or one of the ranks has left.
@@ -56,7 +56,7 @@ class Exchange:
     def gather(
         self, topic: str, value: Any, check: Check | None = None, late: str = LATE
     ) -> dict[int, Any]:
-        """Return what every rank says of a topic, each time anew. Collective. Timeout, PeerFailure.
+        """All-gather ``value`` under ``topic``, each time anew. Collective. Timeout, PeerFailure.
 
         What this rank said two times before is deleted from the store first: every rank has come past
         it. After the last answer nothing is asked of the store, whose host may be gone by then.
@@ -73,7 +73,7 @@ class Exchange:
         self._bootstrap.forget(key)
 
     def barrier(self) -> None:
-        """Return once every rank has called it. Timeout, PeerFailure."""
+        """Wait until every rank has called it. Timeout, PeerFailure."""
         self.gather(
             "barrier", True, late="ranks {missing} did not come to a barrier, or to the end"
         )

@@ -1,4 +1,5 @@
-"""How a world breaks: what this rank records as wrong, what the others say, and which error all raise.
+"""The failure of a world: what this rank records as wrong, what the others report, and the error that
+all raise.
 
 The first notice in a world wins. It ends every wait of this rank, on the host and in kernels, and
 every rank raises the error that it describes.
@@ -26,8 +27,8 @@ from mkernel.world.join_deadline import JoinDeadline
 from mkernel.world.watchdog import Notice, Peer, Watchdog
 
 _ATTRIBUTION_S = 1.0
-"""How long a failed rank waits to learn the first cause: a dead peer shows up as a NIC error or a
-time-out too, and the watchdog's word is the better one."""
+"""Seconds for which a failed rank waits to learn the first cause: a dead peer shows up as a NIC error
+or a time-out too, and the watchdog's word is the better one."""
 _NO_CHUNK = 0xFFFFFFFF
 _CODES = {
     "Timeout": _transport.AbortCode.timeout,
@@ -94,7 +95,7 @@ class FailureMonitor:
         self.call: tuple[int, str] = (0, "")
 
     def wait_s(self) -> float:
-        """Return how long a wait on the host may take that begins now."""
+        """Return how long, in seconds, a wait on the host that begins now may take."""
         joining = self.joining
         return self.timeout_s if joining is None else joining.wait_s(self.timeout_s)
 
@@ -112,7 +113,7 @@ class FailureMonitor:
         self._watchdog.start()
 
     def guard(self, pad: int) -> None:
-        """Abort from now on the signal pad at this address too when the world breaks."""
+        """Abort the signal pad at this address too, from now on, when the world breaks."""
         self._pads.append(pad)
         if self.notice is not None:  # an alarm rang before there was a pad to write it to
             self.take(self.notice)
@@ -207,7 +208,7 @@ class FailureMonitor:
             raise self._attribute(*found)
 
     def raise_unflushed(self) -> None:
-        """Raise why puts did not complete: what was recorded, else that the time has passed."""
+        """Raise the reason why puts did not complete: what was recorded, else a time-out."""
         nothing = (_transport.AbortCode.none, _transport.Diagnosis())
         raise self._attribute(*(self._recorded() or nothing))
 
@@ -240,8 +241,8 @@ class FailureMonitor:
         return next(filter(None, (each.failure() for each in self.accelerators)), None)
 
     def _own_notice(self) -> Notice | None:
-        """Return what this rank recorded as wrong before any rank reported an error, or that it joins
-        for too long. Runs on the watchdog's thread."""
+        """Return a notice of what this rank recorded as wrong before any rank reported an error, or of
+        a join that takes too long. Runs on the watchdog's thread."""
         if self.notice is not None:
             return None
         found, joining = self._recorded(), self.joining
@@ -253,7 +254,7 @@ class FailureMonitor:
         return None
 
     def _attribute(self, code: _transport.AbortCode, who: _transport.Diagnosis) -> WorldError:
-        """Return the one error that every rank of a broken world raises."""
+        """Wait for the first cause, tell of this rank's own where none comes, and return its error."""
         if not self._noticed.wait(_ATTRIBUTION_S):
             self.tell(self._local_error(code, who))
         notice = self.notice
@@ -262,14 +263,14 @@ class FailureMonitor:
         return self._failed(notice)
 
     def _failed(self, notice: Notice) -> WorldError:
-        """Return the notice's error, which says where the failure is kept."""
+        """Return the notice's error, whose message says where the failure is kept."""
         self.raised = True
         kept = self._keep()
         return replace(notice, message=notice.message.removesuffix(kept) + kept).error()
 
     def _keep(self) -> str:
-        """Keep a record of the world's first failure, once. Where it is, as the end of a message; what
-        the user wanted is no failure. Any thread."""
+        """Keep a record of the world's first failure, once, and return where it is, as the end of a
+        message. An end that the user wanted is no failure. Any thread."""
         with self._keeping:
             if self._kept is None:
                 self._kept = self._recorded_in_file()
@@ -326,16 +327,15 @@ class FailureMonitor:
         return Timeout(f"the NIC did not complete its puts within {self.timeout_s:g} s")
 
     def _call_of(self, op: int) -> int:
-        """Return the number of a call of which a diagnosis has the low 32 bits: the latest with
-        these."""
+        """Return the full number of a call, of which a diagnosis has the low 32 bits: the latest call
+        with these."""
         latest = self.call[0]
         found = latest - ((latest - op) & 0xFFFFFFFF)
         return found if found > 0 else op
 
     def who_is_behind(self) -> str:
-        """Return the first rank that has not reached this call, in words, and the other world that
-        keeps it busy; empty where there is none. The rank that is waited for may itself wait for
-        another."""
+        """Describe the first rank that has not reached this call, and the other world that keeps it
+        busy; empty where there is none. The rank that is waited for may itself wait for another."""
         call = self.call[0]
         for rank in range(self.size):
             with contextlib.suppress(MkernelError):

@@ -44,7 +44,7 @@ class GroupStore(Store):
         self._bootstrap.publish(_name(key), base64.b64encode(raw).decode())
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is there. Timeout, Untrusted, what ``check`` raises."""
+        """Wait for a key, and return its value. Timeout, Untrusted, what ``check`` raises."""
         return base64.b64decode(self._collect([key], self._timeout_s)[key])
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -52,13 +52,13 @@ class GroupStore(Store):
         return all(self._bootstrap.peek(_name(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are there. Timeout, Untrusted, what ``check`` raises."""
+        """Wait until all keys are there. Timeout, Untrusted, what ``check`` raises."""
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         self._collect(keys, max(limit_s, self._least_s))
 
     @contextlib.contextmanager
     def waiting_at_least(self, seconds: float) -> Iterator[None]:
-        """Inside of it every wait has so much time, also for a caller that asks for less."""
+        """Give every wait inside of it so much time, also where a caller asks for less."""
         self._least_s = seconds
         try:
             yield
@@ -66,7 +66,7 @@ class GroupStore(Store):
             self._least_s = 0.0
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Publish ``desired`` unless the key has a value; returns the value that it has now.
+        """Publish ``desired`` unless the key has a value, and return the value that it has now.
         Unsupported: ``expected`` is not empty. Untrusted."""
         if expected:
             raise Unsupported(f"key {key!r}: only a key without a value can be compared and set")
@@ -91,7 +91,7 @@ class GroupStore(Store):
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Return how long ``get`` and ``wait`` wait by default."""
+        """Set how long ``get`` and ``wait`` wait by default."""
         self._timeout_s = timeout.total_seconds()
 
     @property
@@ -100,17 +100,17 @@ class GroupStore(Store):
         return timedelta(seconds=self._timeout_s)
 
     def clone(self) -> GroupStore:
-        """This store: it is safe to use from several threads."""
+        """Return this store, which is safe to use from several threads."""
         return self
 
     def add(self, key: str, amount: int) -> NoReturn:
-        """Unsupported: the store itself adds, so that the sum cannot be signed."""
+        """Raise Unsupported: the store itself adds, so that the sum cannot be signed."""
         raise Unsupported(f"key {key!r}: a counter of the store cannot be signed")
 
 
 def innermost(store: Store) -> Store:
-    """Return the store in which others put their prefixes. Where it is written in Python torch does
-    not keep it alive: who uses it does."""
+    """Return the store below all prefixes. Torch does not keep a store alive that is written in
+    Python: its user has to."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -1,4 +1,4 @@
-"""What ``group=`` may be, and what a process group of torch says about the world of its ranks."""
+"""The values of ``group=``, and what torch's process group says about the world of its ranks."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def _client(store: Any, group: ProcessGroup) -> Store:
 
 
 def _hashed(group: ProcessGroup) -> str:
-    """Differs between groups of a job, also where torch names groups of other ranks alike."""
+    """Return a hash that differs between groups of a job, also where torch names them alike."""
     ranks = ",".join(map(str, global_ranks(group)))
     return hashlib.sha256(f"{group.group_name}/{ranks}".encode()).hexdigest()[:16]

@@ -1,4 +1,5 @@
-"""How the ranks of a world come to share a key that nobody else has and that no world had before."""
+"""The handshake by which the ranks of a world come to share a key that nobody else has and that no
+world had before."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from mkernel.world.watchdog import host_identity
 _SECRET_BYTES = 32
 _MIN_SECRET_CHARS = 16
 _LABEL = b"mkernel job secret\0"
-"""What a descriptor with a secret begins with, so that no other memory of this user is taken for it."""
+"""The first bytes of a descriptor with a secret: no other memory of this user is taken for it."""
 
 
 def world_key(
@@ -61,9 +62,9 @@ def world_key(
 
 
 class _Meeting:
-    """The ranks of a world all meet, or all give up: what the first of them says, who has heard of all
-    or has waited for too long, counts for all. Else one that came as the others left would wait for
-    them.
+    """The meeting of a world's ranks, who all meet or all give up. The word of the first who has heard
+    of all, or has waited for too long, counts for all: else one that came as the others left would
+    wait for them.
 
     It is signed where the ranks were given a secret. Where they have yet to share one, a stranger who
     reaches the store could make them give up.
@@ -82,7 +83,7 @@ class _Meeting:
         )
 
     def collect(self, greetings: Bootstrap, key: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """As :meth:`Bootstrap.collect`. Timeout: this rank gives up, or another one has."""
+        """Wait as :meth:`Bootstrap.collect` does. Timeout: this rank gives up, or another one has."""
         missing: set[int] = set()
 
         def check(still: set[int]) -> None:
@@ -102,11 +103,11 @@ class _Meeting:
             raise
 
     def look(self) -> None:
-        """Timeout: another rank has given up."""
+        """Raise Timeout where another rank has given up."""
         self._obey(self._said.peek(self._KEY))
 
     def conclude(self) -> None:
-        """This rank has heard of all. Timeout: another one had given up."""
+        """Record that this rank has heard of all. Timeout: another one had given up."""
         self._obey(self._said.publish_first(self._KEY, True))
 
     def _obey(self, said: Any) -> None:
@@ -136,7 +137,7 @@ def _on_one_host(store: Store, rank: int, size: int, meeting: _Meeting) -> bool:
 def _job_secret(
     store: Store, rank: int, size: int, one_host: bool, meeting: _Meeting, settings: Settings
 ) -> Iterator[bytes]:
-    """The job's secret. Rank 0's offer of it stands until the context ends."""
+    """Yield the job's secret. Rank 0's offer of it stands until the context ends."""
     given = settings.job_secret.get_secret_value()
     if given:
         if len(given) < _MIN_SECRET_CHARS:
@@ -167,7 +168,7 @@ def _job_secret(
 
 
 def _make(store: Store, size: int, undo: contextlib.ExitStack) -> bytes:
-    """Return a new secret, on offer to this user's processes on this host until ``undo`` closes."""
+    """Make a secret, on offer to this user's processes on this host until ``undo`` closes."""
     secret = secrets.token_bytes(_SECRET_BYTES)
     if size > 1:
         memory = os.memfd_create("mkernel-secret", os.MFD_CLOEXEC)
@@ -180,8 +181,8 @@ def _make(store: Store, size: int, undo: contextlib.ExitStack) -> bytes:
 
 
 def _fetch(store: Store, rank: int, meeting: _Meeting, timeout_s: float) -> bytes:
-    """Rank 0's secret. A stranger can put another address into the store, but neither answer there as
-    this user nor fetch the secret himself."""
+    """Fetch rank 0's secret. A stranger can put another address into the store, but neither answer
+    there as this user nor fetch the secret himself."""
     address: Any = meeting.collect(Bootstrap(store), "secret", [0])[0]
     try:
         memory = fd_exchange.fetch(address, timeout_s)

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host: they say so, nobody assumes it."""
+"""The hosts of a group's ranks: each rank says which one it is on, and nobody assumes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mkernel.world.watchdog import host_identity
 def meet(
     store: Store, key: bytes, rank: int, size: int, part: int, timeout_s: float
 ) -> list[tuple[str, int]]:
-    """Host of every rank, and the emulated node of that host. Collective. Timeout, Untrusted.
+    """Gather the host of every rank, and the emulated node of it. Collective. Timeout, Untrusted.
 
     Args:
         key: seals the messages. part: this rank's emulated node; 0 where hosts are not split.
@@ -26,7 +26,7 @@ def meet(
 
 
 def nodes(hosts: Sequence[tuple[str, int]], names: Sequence[int]) -> int:
-    """Return the number of nodes of a group whose ranks are on these hosts.
+    """Count the nodes of a group whose ranks are on these hosts.
 
     Args:
         names: what to call the ranks in messages.

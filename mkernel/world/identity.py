@@ -1,4 +1,4 @@
-"""Where a rank stands in its world, and what the world runs on."""
+"""The place of a rank in its world, and the backends that the world runs on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Identity:
-    """Where a rank stands. ``rank`` = ``node * ranks_per_node + local_rank``."""
+    """The place of a rank in its world. ``rank`` = ``node * ranks_per_node + local_rank``."""
 
     rank: int
     nodes: int
@@ -15,22 +15,22 @@ class Identity:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def node(self) -> int:
-        """Index of this rank's node."""
+        """Return the index of this rank's node."""
         return self.rank // self.ranks_per_node
 
     @property
     def local_rank(self) -> int:
-        """Index of this rank in its node."""
+        """Return the index of this rank in its node."""
         return self.rank % self.ranks_per_node
 
     @property
     def node_of(self) -> tuple[int, ...]:
-        """Node of every rank."""
+        """Return the node of every rank."""
         return tuple(rank // self.ranks_per_node for rank in range(self.size))
 
 

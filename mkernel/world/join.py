@@ -1,4 +1,5 @@
-"""How a rank joins its world: the ranks meet, see that they want the same, and open what calls need.
+"""The join of a rank to its world: the ranks meet, see that they want the same, and open what calls
+need.
 
 Bootstrap → topology → accelerator → signal pad → process group or NIC session.
 """
@@ -46,7 +47,7 @@ _SAME_VERSION = (
 
 
 class Membership:
-    """What one rank opens to take part in a world, from ``join`` to ``leave``.
+    """All that one rank opens to take part in a world, from ``join`` to ``leave``.
 
     Attributes:
         topology: the machines; the same on every rank.
@@ -169,11 +170,11 @@ class Membership:
         admit_tensors(plan, tensors, engine.claims)
 
     def planned(self, plan: LaunchPlan) -> None:
-        """Know a plan that was made for this world, and so is of no other."""
+        """Remember a plan that was made for this world, and so is of no other."""
         self._own_plans[id(plan)] = plan
 
     def _join_group(self, engine: Engine, companion: str) -> None:
-        """``companion``: its name; empty: it is none."""
+        """Join an engine's process group. ``companion``: the engine's name; empty: it is none."""
         engine.join_group(
             self.group_store,
             prefix=companion,
@@ -183,7 +184,7 @@ class Membership:
         )
 
     def _check_companion(self, engine: Engine) -> None:
-        """Unsupported where one cannot run beside the world's own accelerator."""
+        """Raise Unsupported where an engine cannot run beside the world's own accelerator."""
         name, own = engine.backends.accelerator, self.engine
         device = engine.accelerator.device
         if device != own.accelerator.device:
@@ -201,7 +202,7 @@ class Membership:
     # ---- meeting -------------------------------------------------------------------------------
 
     def _meet(self) -> dict[int, Peer]:
-        """Return all ranks, once each has said who it is and the same as this one about the world."""
+        """Wait for every rank's hello, check that all are of the same world, and return the ranks."""
         world = {
             "mkernel": __version__,
             "nodes": self._me.nodes,
@@ -256,7 +257,7 @@ class Membership:
                 )
 
     def _gather_topology(self, peers: Mapping[int, Peer]) -> Topology:
-        """Each node's first rank describes the node; every rank assembles the same model."""
+        """Assemble the same model on every rank, of nodes that each node's first rank describes."""
         me = self._me
         if me.local_rank == 0:
             here = [
@@ -312,7 +313,7 @@ class Membership:
 
 
 def _version_in(hello: Any) -> str | None:
-    """Return which version of mkernel wrote a hello; None: it does not say, or nobody of ours wrote
+    """Return the version of mkernel that wrote a hello; None: it names none, or nobody of ours wrote
     it."""
     world = hello.get("world") if isinstance(hello, dict) else None
     version = world.get("mkernel") if isinstance(world, dict) else None
@@ -322,8 +323,8 @@ def _version_in(hello: Any) -> str | None:
 def _check_reach(
     accelerator: AcceleratorBackend, nic: str, claims: NicCapabilities, *, staged: bool
 ) -> None:
-    """BackendUnavailable where the NIC is to read and write memory of the accelerator's devices, and
-    cannot register it."""
+    """Raise BackendUnavailable where the NIC is to read and write memory of the accelerator's devices,
+    and cannot register it."""
     access = None if staged else accelerator.nic_access()
     if access is None or claims.reaches_device(exports_dmabuf=access.usable):
         return

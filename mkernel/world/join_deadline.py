@@ -17,12 +17,12 @@ from mkernel.errors import Timeout
 
 _T = TypeVar("_T")
 _LATER_S = 2.0
-"""Sets how long after the deadline waits are given up that should have ended and reported by
+"""Seconds after the deadline at which waits are given up that should have ended and reported by
 themselves."""
 
 
 class JoinDeadline:
-    """When a rank that joins a world gives up; begins with the object."""
+    """The deadline by which a rank that joins a world gives up; its time begins with the object."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -33,7 +33,7 @@ class JoinDeadline:
         return max(0.0, self._until - time.monotonic())
 
     def wait_s(self, timeout_s: float) -> float:
-        """Return how long a wait of the join may take that has ``timeout_s`` for itself."""
+        """Return how long, in seconds, a wait may take here that has ``timeout_s`` for itself."""
         return min(timeout_s, self.left_s())
 
     def passed(self) -> bool:
@@ -41,15 +41,15 @@ class JoinDeadline:
         return time.monotonic() > self._until + _LATER_S
 
     def late(self, what: str) -> Timeout:
-        """Return the error of a join that did not end in time. ``what``: it still waits for, in
-        words."""
+        """Return the error of a join that did not end in time. ``what``: the clause that begins its
+        message."""
         return Timeout(
             f"{what} within {self._limit_s:g} s, which a rank has to join a world "
             "(MKERNEL_JOIN_TIMEOUT_S raises the limit)"
         )
 
     def within(self, what: str, action: Callable[[], _T]) -> _T:
-        """Return what ``action`` returns on a thread of its own, or raise what it raises.
+        """Run ``action`` on a thread of its own; return what it returns, or raise what it raises.
 
         Raises:
             Timeout: it did not end by the deadline. Its thread is left behind.

@@ -11,7 +11,7 @@ from mkernel.world.order import Queued, Turns
 from mkernel.world.torch_state import native_functions
 
 _INTERFACE = 6
-"""Of the native module that this one is written for."""
+"""The interface of the native module that this one is written for."""
 
 if TYPE_CHECKING:
     from mkernel.backends.runtime._known_calls import KnownCalls
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def known_calls(
     calls: object, failure: object, running: deque[Launch], turns: Turns, pad: int
 ) -> KnownCalls | None:
-    """Return what starts one world's calls without Python. None: this torch, or this build, has no way.
+    """Make what starts one world's calls without Python. None: this torch, or this build, has no way.
 
     Args:
         calls, failure: the world's Calls and FailureMonitor, whose state it reads and moves on.
@@ -60,7 +60,7 @@ def learn(
     allocation: tuple[Any, tuple[Any, ...]],
     counter: bytearray,
 ) -> None:
-    """Start calls of this signature as ``launch`` was from now on.
+    """Let native code start calls of this signature as ``launch`` was started, from now on.
 
     Args:
         key: of the agreement. allocation: (function, arguments) that make an output of such a call.

@@ -26,12 +26,12 @@ from mkernel.world.statistics import Statistics
 from mkernel.world.world import World
 
 STARTED = "mkernel:"
-"""What names of worlds begin with that were made of the ranks that a launcher started."""
+"""The beginning of the names of worlds that were made of the ranks that a launcher started."""
 
 _SILENT = "the ranks of a world did not meet in the store, which may not answer,"
 
 generations: Counter[str] = Counter()
-"""How many worlds this process has made of a group, by its name: each gets a key prefix of its own."""
+"""Counts the worlds that this process has made of a group, by its name: each has its own key prefix."""
 
 
 def init(
@@ -103,7 +103,7 @@ def init(
 
 
 class _Wanted(NamedTuple):
-    """What a caller of :func:`init` asks for, and the device that it uses."""
+    """The wishes of a caller of :func:`init`, and the device that it uses."""
 
     nodes: int | None
     ranks_per_node: int | None
@@ -124,7 +124,7 @@ class _Wanted(NamedTuple):
 
 
 def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | None) -> World:
-    """Return the world of all ranks that a launcher started."""
+    """Make the world of all ranks that a launcher started."""
     job = environment.started()
     nodes = settings.nodes if wanted.nodes is None else wanted.nodes
     identity = _identity(job, nodes, wanted.ranks_per_node)
@@ -148,7 +148,7 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
 
 
 def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World:
-    """Return the world of a process group's ranks."""
+    """Make the world of a process group's ranks."""
     name, rank, size = group.group_name, group.rank(), group.size()
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
@@ -174,7 +174,7 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
 
 
 def _of_join(settings: Settings, deadline: JoinDeadline) -> Settings:
-    """Return the settings, with no longer waits than the join has time for."""
+    """Return the settings with waits that are no longer than the join has time for."""
     return settings.model_copy(update={"timeout_s": deadline.wait_s(settings.timeout_s)})
 
 
@@ -243,7 +243,7 @@ def _join(
 
 
 def _prefix(name: str) -> str:
-    """Return the prefix of the keys of the next world of that group, which no world had before."""
+    """Make the prefix of the keys of the next world of that group, which no world had before."""
     generations[name] += 1
     return f"mkernel/{environment.restarts()}/{generations[name]}"
 
@@ -287,7 +287,7 @@ def _close(ending: list[World], error: BaseException | None) -> None:
 
 
 def synchronize(group: Group = None) -> None:
-    """Return once every call that this rank made in a world is over, with the outputs there, those of
+    """Wait until every call that this rank made in a world is over, with the outputs there, those of
     replayed CUDA graphs too.
 
     Needed with stream-ordered accelerators only, and only to hear of a failure: what torch queues on
@@ -305,7 +305,7 @@ def synchronize(group: Group = None) -> None:
 
 
 def stats(group: Group = None) -> Statistics:
-    """Return what this rank's calls of a world came to so far: calls by op, bytes sent by way, new
+    """Return statistics of this rank's calls of a world so far: calls by op, bytes sent by way, new
     shapes, waits of the host, commands that the NIC could not take at once, errors. Not collective.
 
     Args:
@@ -318,7 +318,7 @@ def stats(group: Group = None) -> Statistics:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torch.Tensor:
-    """Return a row-major tensor in symmetric memory of a world's accelerator; its contents are zero.
+    """Allocate a row-major tensor in symmetric memory of a world's accelerator; its contents are zero.
 
     Collective: every rank, with the same shape and dtype, in the same order. Ops that take such a
     tensor (``out`` of :func:`mkernel.gemm_all_reduce`, ``gathered`` of
@@ -340,9 +340,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
 
 
 def graph_pool(group: Group = None) -> tuple[int, int] | None:
-    """Return a new pool of a CUDA graph's memory, for ``torch.cuda.graph(graph,
+    """Make a pool of a CUDA graph's memory, for ``torch.cuda.graph(graph,
     pool=mkernel.graph_pool())``: outputs that ops of a world allocate while the graph is captured then
-    lie where peers put their results straight into them, as those of eager calls do. By torch's own
+    lie where peers put their results straight into them, as those of eager calls do. With torch's own
     pool they are copied there at the end of each call. The result is the same. Not collective.
 
     Graphs may share one as they may share ``torch.cuda.graph_pool_handle()``. All that is captured
@@ -363,7 +363,7 @@ def graph_pool(group: Group = None) -> tuple[int, int] | None:
 
 
 def current(group: Group = None) -> World:
-    """Return the world of a group of this process's; None: the default one.
+    """Find the world that ``group`` names in this process; None: the default one.
 
     Raises:
         NotInitialized: there is none. ArgumentError: ``group`` cannot name one.

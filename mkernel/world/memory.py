@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mkernel.backends.runtime._known_calls import KnownCalls
 
 Place = tuple[int, int]
-"""Where a tensor lies in symmetric memory: number of the buffer of ``empty``, offset in bytes."""
+"""The place of a tensor in symmetric memory: number of the buffer of ``empty``, offset in bytes."""
 
 _kept_until_exit: list[object] = []
 """Memory of broken worlds whose calls did not end in time, and the backends that they run on."""
@@ -41,7 +41,7 @@ class Arena:
     """Symmetric memory that plans of a world share: areas, one after another."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """Bytes of each area; :meth:`allocated` says where they lie."""
+        """Lay out areas of ``sizes`` bytes; ``offsets`` says where they lie, in bytes."""
         self.sizes = tuple(sizes)
         ends = [*itertools.accumulate(page_up(size) for size in sizes)]
         self.offsets = (0, *ends[:-1])
@@ -50,12 +50,12 @@ class Arena:
     buffer: SymmetricBuffer
 
     def holds(self, areas: Sequence[int]) -> bool:
-        """Return whether a plan that needs these has room."""
+        """Return whether a plan that needs these areas has room."""
         return len(areas) <= len(self.sizes) and all(map(int.__le__, areas, self.sizes))
 
     def larger(self, areas: Sequence[int]) -> Arena:
-        """Return one that also holds these. It is at least twice as large, so that all that earlier
-        plans keep is no more than the newest."""
+        """Return an arena that also holds these areas. It is at least twice as large, so that all that
+        earlier plans keep is no more than the newest."""
         pairs = itertools.zip_longest(self.sizes, areas, fillvalue=0)
         sizes = [max(need, 2 * size if need > size else size) for size, need in pairs]
         least, total = 2 * sum(self.sizes), sum(sizes)
@@ -64,8 +64,8 @@ class Arena:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """What calls of one plan use in one world: arena and staging memory, where it needs them, and
-    same-node peers as kernels see them. ``outputs``: the backend has memory for theirs."""
+    """The memory that calls of one plan use in one world: arena and staging memory, where it needs
+    them, and same-node peers as kernels see them. ``outputs``: the backend has memory for theirs."""
 
     arena: Arena | None
     staging: SymmetricBuffer | None
@@ -74,7 +74,7 @@ class PlanMemory:
 
     @property
     def region(self) -> int:
-        """Return what NICs read and write."""
+        """Return the number of the buffer that NICs read and write; 0: there is none."""
         if self.staging is not None:
             return self.staging.region
         return self.arena.buffer.region if self.arena else 0
@@ -129,7 +129,7 @@ class SymmetricHeap:
         failure: FailureMonitor,
         regions: Iterator[int],
     ) -> None:
-        """``regions``: numbers of the world's buffers, the same on every rank."""
+        """Allocate the pad. ``regions``: numbers of the world's buffers, the same on every rank."""
         self._identity = identity
         self._accelerator = accelerator
         self._exchange = exchange
@@ -176,7 +176,7 @@ class SymmetricHeap:
         prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
         source: symmetric.Source | None = None,
     ) -> SymmetricBuffer:
-        """Return a buffer until the end of the world, from the accelerator or another source.
+        """Allocate a buffer, until the end of the world, from the accelerator or another source.
         Collective."""
         region = next(self._regions)
         unreached = self.staged and source is None
@@ -199,7 +199,7 @@ class SymmetricHeap:
     # ---- the users' tensors --------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """:func:`mkernel.empty` in this world. Collective."""
+        """Allocate a tensor as :func:`mkernel.empty` does, in this world. Collective."""
         try:
             sizes = tuple(map(operator.index, shape))
         except TypeError:
@@ -218,12 +218,12 @@ class SymmetricHeap:
         return made
 
     def watched_by(self, known: KnownCalls) -> None:
-        """Tell ``known`` of users' buffers, and when plans are forgotten. Before there are any."""
+        """Tell ``known`` of users' buffers, and when plans are forgotten. Call before there are any."""
         self._known = known
         self._plans.forgets = known.forget
 
     def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-        """Return by name where those tensors lie that are in a buffer of ``empty``."""
+        """Map the name of each tensor that lies in a buffer of ``empty`` to its place."""
         found = {}
         for name, tensor in tensors.items() if self._users else ():
             start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
@@ -234,7 +234,7 @@ class SymmetricHeap:
         return found
 
     def everywhere(self, place: Place) -> tuple[int, ...]:
-        """Address in this process of each rank's piece of memory at a place; 0: there is none."""
+        """Return the addresses, here, of all ranks' pieces of memory at a place; 0: there is none."""
         number, offset = place
         buffer = self._users[number]
         memories = {self._identity.rank: buffer.local, **buffer.peers}
@@ -246,14 +246,15 @@ class SymmetricHeap:
     # ---- what plans share ----------------------------------------------------------------------
 
     def has_outputs(self, plan: LaunchPlan) -> bool:
-        """Return whether the backend has memory for outputs of a plan's calls. Not before the first
-        of them. Any thread: this is no use of the plan, whose order is the same on every rank."""
+        """Return whether the backend has memory for outputs of a plan's calls, which it has not before
+        the first of them. Any thread: this does not count as a use of the plan, and the order of uses
+        is the same on every rank."""
         memory = self._plans.get(plan.digest())
         return memory is not None and memory.outputs
 
     def of_plan(self, plan: LaunchPlan) -> PlanMemory:
-        """Return what a plan's calls use. Collective where it needs more memory than any plan
-        before; all ranks agree on the plan first."""
+        """Return the memory that a plan's calls use, and allocate what is missing. Collective where
+        that is more than any plan before needed; all ranks agree on the plan first."""
         digest = plan.digest()
         return self._plans[digest] or self._adopt(plan, digest)
 
@@ -286,7 +287,7 @@ class SymmetricHeap:
         return self._arena
 
     def _add_outputs(self, nbytes: int) -> None:
-        """Add one more range, where it is needed and every rank has memory for it: calls do without."""
+        """Add one more range, if needed and if every rank has memory for it: calls can do without."""
         enough = self._outputs is not None and self._outputs.nbytes >= nbytes
         if enough or not self._takes_outputs:
             return

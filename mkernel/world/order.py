@@ -23,7 +23,7 @@ _being_made: list[str] = []
 
 @contextlib.contextmanager
 def making(world: str) -> Iterator[None]:
-    """While it is entered this process makes a world of that name."""
+    """Record that this process makes a world of that name while it is entered."""
     _being_made.append(world)
     try:
         yield
@@ -32,9 +32,9 @@ def making(world: str) -> Iterator[None]:
 
 
 class Queued(NamedTuple):
-    """Where the last call was queued, and of which world. ``event``: behind it; None where it is
-    recorded when it is needed: while capturing, when an event belongs to one capture only, and behind
-    calls that native code queued."""
+    """The stream where the last call was queued, and the world of that call. ``event``: recorded after
+    it; None where it is recorded when it is needed: while capturing, when an event belongs to one
+    capture only, and after calls that native code queued."""
 
     world: str
     stream: Any
@@ -129,8 +129,8 @@ class DeviceOrder:
 
 
 def capturing(module: Any) -> bool:
-    """Return whether the current stream is captured, of a device whose functions are torch's
-    ``module``."""
+    """Return whether the current stream of a device is being captured. ``module``: torch's functions
+    for that device."""
     asked = getattr(module, "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
@@ -201,11 +201,11 @@ class Turns:
         self.drain = _nothing  # which refers to the world
 
     def follow(self) -> None:
-        """:meth:`DeviceOrder.follow`."""
+        """Order what is queued from now on, as :meth:`DeviceOrder.follow` does."""
         self.order.follow(self.world)
 
     def queued(self) -> None:
-        """:meth:`DeviceOrder.queued`."""
+        """Record a queued call, as :meth:`DeviceOrder.queued` does."""
         self.order.queued(self.world)
 
     def elsewhere(self) -> str:

@@ -23,11 +23,12 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.group_store import GroupStore
 
 _DESCRIPTORS = 6
-"""What a group of gloo has open beside a connection to each rank: three that stay, and some more while
-ranks connect. Where none is left its thread that accepts connections would end the process."""
+"""Descriptors that a group of gloo has open beside a connection to each rank: three that stay, and some
+more while ranks connect. Where none is left its thread that accepts connections would end the
+process."""
 _GLOO_CONNECTS = 5
-"""How many times its timeout gloo waits for a rank that is to connect to this one (``waitUntil`` in its
-``transport/tcp/pair.h``): where that rank is dead, all the others do."""
+"""The multiple of its timeout for which gloo waits for a rank that is to connect to this one
+(``waitUntil`` in its ``transport/tcp/pair.h``): where that rank is dead, all the others do."""
 
 
 class _Groups:
@@ -53,7 +54,7 @@ class _Groups:
         options: Any,
         name: str,
     ) -> ProcessGroup:
-        """Return a group named ``name``, or torch's default one where there is none. Collective."""
+        """Make a group named ``name``, or torch's default one where there is none. Collective."""
         with self._lock:
             before = _default_group()
             if before is None:
@@ -89,8 +90,9 @@ class _Groups:
 
 @contextlib.contextmanager
 def _counted_if_made() -> Iterator[None]:
-    """Torch names default groups by a count, and ranks find each other in the store by that name. It
-    also counts a group that failed, where another rank may not have come so far as to count."""
+    """Take back torch's count of a group that failed, inside of it. Torch names default groups by that
+    count, and ranks find each other in the store by the name; where a group failed, another rank may
+    not have come so far as to count it."""
     before = distributed_c10d._world.group_count
     try:
         yield
@@ -109,7 +111,7 @@ def _beside(
     options: Any,
     name: str,
 ) -> ProcessGroup:
-    """Return a group that only its own ranks have to know of.
+    """Make a group that only its own ranks have to know of.
 
     Torch's ``new_group`` counts groups to name them, and splits communicators of the default group, so
     that *all* ranks have to call it alike. Without a default group it does neither.
@@ -153,7 +155,7 @@ def open_group(
     one_host: bool,
     undo: contextlib.ExitStack,
 ) -> ProcessGroup:
-    """Return a group of a world's ranks. Backends that ask for one leave all traffic to it, between
+    """Make a group of a world's ranks. Backends that ask for one leave all traffic to it, between
     nodes too.
 
     Args:
@@ -202,8 +204,8 @@ def _set_timeout(timeout: timedelta, group: ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """Inside of it gloo does not look up the host's name, which needs not resolve. It stays so for the
-    groups that a program makes in a default group of ours; other groups may span hosts."""
+    """Keep gloo from looking up the host's name, which need not resolve, inside of it. It stays so for
+    the groups that a program makes in a default group of ours; other groups may span hosts."""
     chosen = "GLOO_SOCKET_IFNAME" in os.environ
     ours = _default_group() is None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -24,15 +24,15 @@ _inside = threading.local()
 
 
 def wanted() -> bool:
-    """Return whether a call that begins now shall be named: somebody looks, and no range is open for
-    it."""
+    """Return whether a call that begins now shall be named: a profiler looks, and no range is open for
+    the call."""
     looks = profiler._is_profiler_enabled or nvtx is not None
     return looks and not getattr(_inside, "named", False)
 
 
 @contextlib.contextmanager
 def named(op: str) -> Iterator[None]:
-    """A range for one call; parts of the call open none of their own."""
+    """Open a range for one call; parts of the call open none of their own."""
     name = f"mkernel.{op}"
     _inside.named = True
     try:

@@ -29,7 +29,7 @@ class Registry:
 
     @contextlib.contextmanager
     def joining(self, name: str) -> Iterator[None]:
-        """While it is entered no other thread makes a world of that name. AlreadyInitialized."""
+        """Keep other threads from making a world of that name while entered. AlreadyInitialized."""
         with self._lock:
             if name in self._worlds or name in self._joining:
                 raise AlreadyInitialized(
@@ -61,7 +61,7 @@ class Registry:
                 self.default = None
 
     def named(self, name: str) -> World:
-        """NotInitialized: there is no world of that name."""
+        """Return the world of that name. NotInitialized: there is none."""
         found = self._worlds.get(name)
         if found is None:
             raise NotInitialized(
@@ -71,7 +71,7 @@ class Registry:
         return found
 
     def the_default(self) -> World:
-        """NotInitialized: there is none."""
+        """Return the default world. NotInitialized: there is none."""
         if self.default is None:
             raise NotInitialized(
                 "no default world; call mkernel.init() first, run inside mkernel.launch(...), or pass "
@@ -86,8 +86,9 @@ class Registry:
             return list(reversed(self._worlds.values()))
 
     def forked(self) -> None:
-        """In a child process: the worlds are its parent's, whose ranks would take what it does for the
-        parent's. They are kept, since what ends them would reach the parent's memory and threads."""
+        """Begin anew in a child process. The worlds are its parent's, whose ranks would take what the
+        child does for the parent's. They are kept, since what ends them would reach the parent's
+        memory and threads."""
         self._lock = threading.Lock()  # a thread that is not here may have held it
         self._parents += self._worlds.values()
         for world in self._worlds.values():

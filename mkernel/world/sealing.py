@@ -25,12 +25,12 @@ class Seal:
         self._siv = AESSIV(hmac.digest(secret, b"mkernel seal", "sha512"))  # 64 bytes: AES-256
 
     def close(self, name: str, body: bytes) -> bytes:
-        """Return the message ``body``, which is not empty, for the name ``name`` only."""
+        """Seal ``body``, which is not empty, as a message of the name ``name`` only."""
         return self._siv.encrypt(body, [name.encode()])
 
     def open(self, name: str, sealed: bytes) -> bytes:
-        """Return what ``close`` was given. Untrusted: this is not a message of that name, sealed
-        with this secret."""
+        """Open a message, and return the body that ``close`` was given. Untrusted: this is not a
+        message of that name, sealed with this secret."""
         if len(sealed) > _MAX_BYTES:
             raise Untrusted(
                 f"bootstrap message {name!r} has {len(sealed)} bytes; a rank writes at most "

@@ -1,4 +1,4 @@
-"""What a rank's calls of a world came to: counted where it costs a call next to nothing."""
+"""Statistics of a rank's calls of a world, counted where it costs a call next to nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CallCounters:
         self.errors = 0
 
     def of(self, key: str, plan: LaunchPlan) -> CallKind:
-        """Return the kind of calls with an agreement key."""
+        """Return the kind of calls with an agreement key; a new one has counted none yet."""
         found = self._kinds.get(key)
         if found is None:
             if len(self._kinds) >= _MOST:
@@ -93,7 +93,7 @@ class CallCounters:
         return found
 
     def add_to(self, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
-        """Add all that was counted."""
+        """Add all that was counted to these counters."""
         calls.update(self._calls)
         sent_bytes.update(self._sent)
         for kind in list(self._kinds.values()):
@@ -114,7 +114,8 @@ def _add(kind: CallKind, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
 
 
 def sent(plan: LaunchPlan, rank: int) -> dict[Way, int]:
-    """Bytes that a rank sends in one call of a plan, but for what takes the NIC: that counts itself."""
+    """Return the bytes that a rank sends in one call of a plan, by way, but for those of the NIC,
+    which counts them itself."""
     world = plan.world_size
     if world == 1:
         return {}

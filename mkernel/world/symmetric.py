@@ -20,10 +20,10 @@ from mkernel.world.identity import Identity
 
 
 class Source(Protocol):
-    """Where memory comes from: an accelerator backend, or the host's own pages."""
+    """A source of memory: an accelerator backend, or the host's own pages."""
 
     def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Zeroed memory that peers of the node can map."""
+        """Allocate zeroed memory that peers of the node can map."""
 
     def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
         """Map what a same-node peer exported."""
@@ -31,8 +31,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """One rank's view. ``peers``: same-node ranks' memory, mapped here; ``region``: number for NIC
-    puts; ``nbytes`` is the same on every rank."""
+    """One rank's view of a buffer. ``peers``: same-node ranks' memory, mapped here; ``region``: number
+    for NIC puts; ``nbytes`` is the same on every rank."""
 
     region: int
     nbytes: int
@@ -101,7 +101,7 @@ def allocate(
 
 
 def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes: int) -> str:
-    """Return the key of host or device memory."""
+    """Register host or device memory with the NIC, and return its key."""
     try:
         dmabuf = memory.dmabuf()
     except OSError:

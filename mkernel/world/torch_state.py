@@ -1,4 +1,4 @@
-"""What torch is doing around a call, and its functions that a call is started by.
+"""The state of torch around a call, and the functions of torch that start one.
 
 Torch's own names of these are private. Where one is missing calls go another way, slower.
 """
@@ -44,8 +44,8 @@ def native_functions(device: str) -> dict[str, Any] | None:
 
 
 def allocation(like: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """(function, arguments) that make a tensor without contents as ``like``, which is row-major; on the
-    current device, where there are several."""
+    """Return the function and arguments that make a tensor without contents as ``like``, which is
+    row-major; on the current device, where there are several."""
     shape, kind = tuple(like.shape), like.device.type
     # As torch's own compiler allocates: past the dispatcher, in a quarter of the time of torch.empty.
     quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)

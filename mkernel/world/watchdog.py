@@ -39,7 +39,7 @@ _SILENCE_HEARTBEATS = 50
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when pids of one mean the same to the other."""
+    """Return a text that two processes share exactly when pids of one mean the same to the other."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -47,7 +47,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class Notice:
-    """Why a world ended. ``rank``: the one that failed; ``details``: fields of the error type."""
+    """The reason why a world ended. ``rank``: the one that failed; ``details``: fields of the error."""
 
     kind: NoticeKind
     rank: int
@@ -55,12 +55,12 @@ class Notice:
     details: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-safe form."""
+        """Return a JSON-safe form."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Notice:
-        """Inverse of ``to_json``. Untrusted: ``data`` is not what ``to_json`` makes."""
+        """Read what ``to_json`` made. Untrusted: ``data`` is something else."""
         try:
             kind, rank, details = data["kind"], data["rank"], data["details"]
             if kind not in get_args(NoticeKind) or not isinstance(rank, int):
@@ -73,7 +73,7 @@ class Notice:
 
     @classmethod
     def from_error(cls, rank: int, error: BaseException) -> Notice:
-        """Return the notice that tells the other ranks of an error raised on ``rank``."""
+        """Make the notice that tells the other ranks of an error raised on ``rank``."""
         if isinstance(error, Timeout):
             details = {} if error.diagnosis is None else {"diagnosis": vars(error.diagnosis)}
             return cls("Timeout", rank, str(error), details)
@@ -113,7 +113,7 @@ class Peer:
 
     @classmethod
     def from_hello(cls, rank: int, hello: Any) -> Peer:
-        """Untrusted: ``hello`` is not what a rank writes."""
+        """Read a rank's ``hello``. Untrusted: it is not what a rank writes."""
         try:
             peer = cls(rank, hello["host"], hello["pid"])
             if not isinstance(peer.host, str) or not isinstance(hello["world"], dict):
@@ -126,7 +126,7 @@ class Peer:
 
 
 class Watchdog:
-    """Runs until ``stop``. ``on_notice`` is called once, on the watchdog's thread.
+    """The watchdog of one rank, which runs until ``stop``.
 
     Attributes:
         looked: when somebody last began to look for an abort notice and found none, on the clock of
@@ -135,6 +135,7 @@ class Watchdog:
 
     Args:
         bootstrap: a client of its own, so that no other request delays it.
+        on_notice: called once, on the watchdog's thread.
         status: returns what the heartbeat carries (JSON-safe).
         own_failure: returns the notice of a failure that this rank's kernels or NIC have recorded,
             or None. It is told to the others once it has stood for a heartbeat: a dead peer shows
@@ -238,17 +239,17 @@ class Watchdog:
         return time.monotonic() - self.looked > min(self.behind_s, timeout_s)
 
     def left(self) -> set[int]:
-        """Ranks that have left the world on purpose, as far as seen."""
+        """Return the ranks that have left the world on purpose, as far as this one has seen."""
         return set(self._left)
 
     def busy_with(self, rank: int, call: int) -> str:
-        """Return the other world that kept a rank busy, as it last said, before it came to this call
-        of ours; empty: it said none."""
+        """Return the other world that kept a rank busy, by its last report, before it came to this
+        call of ours; empty: it reported none."""
         number, world = self._elsewhere.get(rank, (call, ""))
         return world if number < call else ""
 
     def raise_alarm(self, notice: Notice) -> Notice:
-        """Publish a failure; returns the world's first notice, maybe another's. Any thread."""
+        """Publish a failure, and return the world's first notice, maybe another's. Any thread."""
         try:
             return Notice.from_json(self._bootstrap.publish_first("abort", notice.to_json()))
         except (PeerFailure, Untrusted):
@@ -274,7 +275,7 @@ class Watchdog:
             self._say_left()
 
     def _watch(self) -> Notice | None:
-        """Return the world's first notice; None once it is to stop."""
+        """Watch until a rank fails, and return the world's first notice; None once it is to stop."""
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
         for fd in self._pidfds:

@@ -127,12 +127,12 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This rank, 0 to ``size`` - 1."""
+        """Return this rank, 0 to ``size`` - 1."""
         return self.identity.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks in the world."""
+        """Return the number of ranks in the world."""
         return self.identity.size
 
     @property
@@ -143,10 +143,13 @@ class World:
     def engine(
         self, op: str, takes: Callable[[AcceleratorCapabilities], bool] | None = None
     ) -> Engine:
-        """Return what runs an op's calls: the first of the world's accelerators that provides it; for
-        ops that read what another op's call left, the one of that. Unsupported.
+        """Return the engine that runs an op's calls: that of the first of the world's accelerators
+        that provides the op. An op that reads what another op's call left runs where that one ran.
+        Unsupported.
 
-        ``takes``: of those the first that takes the call; None: they all take the same calls.
+        Args:
+            takes: returns whether an accelerator takes the call: the first of them that does so runs
+                it. None: they all take the same calls.
         """
         nodes, engines = self.identity.nodes, self._membership.engines
         if takes is not None:
@@ -163,8 +166,8 @@ class World:
 
     @property
     def map(self) -> WorldMap:
-        """Return where its ranks are and how bytes go between them: what plans of its first
-        accelerator are made with."""
+        """Return the map with which plans of its first accelerator are made: where its ranks are, and
+        how bytes go between them."""
         return self._membership.engine.map
 
     @property
@@ -179,7 +182,7 @@ class World:
         return self._membership.group_store
 
     def seal(self, purpose: str) -> Seal:
-        """For messages of this world's ranks that take a way of their own."""
+        """Return a seal for messages of this world's ranks that take a way of their own."""
         return Seal(hmac.digest(self._key, purpose.encode(), "sha256"))
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -236,23 +239,23 @@ class World:
     def output(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a plan's ``out``, row-major and without contents, on the device of ``like``: where
+        """Allocate a plan's ``out``, row-major and without contents, on the device of ``like``: where
         peers may write it, if the accelerator has such memory for it."""
         if plan.accelerator in self.backends.companions:
             return torch.empty(shape, dtype=dtype, device=like.device)
         return self._calls.output(plan, shape, like, dtype)
 
     def plan_made(self, plan: LaunchPlan) -> None:
-        """Know a plan that was made with this world's map and backends: calls of it need not be
+        """Remember a plan that was made with this world's map and backends: its calls need not be
         compared with the world again."""
         self._membership.planned(plan)
 
     def synchronize(self) -> None:
-        """Return once every call that this rank has made is over; WorldError says what broke one."""
+        """Wait until every call that this rank has made is over. WorldError: what broke one."""
         self._calls.synchronize()
 
     def statistics(self) -> Statistics:
-        """Return what this rank's calls came to so far. Not collective."""
+        """Sum up this rank's calls so far. Not collective."""
         calls: Counter[str] = Counter()
         sent_bytes: Counter[Way] = Counter()
         companions = [one for one, _ in self._companions.values()]
@@ -273,17 +276,17 @@ class World:
         )
 
     def barrier(self) -> None:
-        """Return once every rank has called it. Timeout, PeerFailure."""
+        """Wait until every rank has called it. Timeout, PeerFailure."""
         with self._turns:
             self._exchange.barrier()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """:func:`mkernel.empty` in this world. Collective."""
+        """Allocate a tensor as :func:`mkernel.empty` does, in this world. Collective."""
         with self._turns:
             return self._membership.engine.heap.empty(shape, dtype)
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """:func:`mkernel.graph_pool` in this world."""
+        """Make a pool as :func:`mkernel.graph_pool` does, in this world."""
         with self._turns:
             return self._membership.engine.accelerator.graph_pool()
 
@@ -321,7 +324,7 @@ class World:
     # ---- its accelerators ----------------------------------------------------------------------
 
     def _companion(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> Calls:
-        """Return the calls of a companion, which the first of them opens. Collective then."""
+        """Return the calls of a companion, and open it at the first of them. Collective then."""
         name = plan.accelerator
         if name in self._companions:
             return self._companions[name][0]
@@ -352,7 +355,7 @@ class World:
         device, failure = self.accelerator.device, self._failure
 
         def limit_s() -> float:
-            """Return how long another world of this process may keep its turn: its calls
+            """Return how long, in seconds, another world of this process may keep its turn: its calls
             end by then."""
             return 2 * failure.timeout_s + DRAIN_S
 
