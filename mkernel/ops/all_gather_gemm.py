@@ -137,7 +137,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     group: Group = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
-    """C [M, N_r] = concat(a over ranks, in rank order) @ b (+ bias), with float32 accumulation.
+    """Compute C [M, N_r] = concat(a over ranks, in rank order) @ b (+ bias), with float32 accumulation.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b.
@@ -243,7 +243,7 @@ def _one(
     save_gathered: bool,
     group: Group,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the product with one b."""
+    """Compute the product with one b, through torch's dispatcher where torch has to see the call."""
     if gathered is None and not (return_gathered or save_gathered):
         return OP.result(
             a, b, bias, gather_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
@@ -295,7 +295,7 @@ def _one_scaled(
     return_gathered: bool,
     group: Group,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the product of e4m3 operands with one b."""
+    """Compute the product of e4m3 operands with one b."""
     if gathered is None and not return_gathered:
         return scaled_result(
             OP, a, b, given, bias, gather_dim,
@@ -346,7 +346,7 @@ def _gathered_fake(
 
 
 def _rows_kernel(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-    """Return A alone, of a call whose product, with as few columns of b as it takes, is thrown away."""
+    """Gather A alone, by a call whose product, with as few columns of b as it takes, is thrown away."""
     return _gathered(a, b, **options)[1]
 
 
@@ -372,7 +372,7 @@ def _several(
     save_gathered: bool,
     group: Group,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return every product, and the gathered A."""
+    """Compute every product, and return them with the gathered A."""
     biases = _one_each("bias", bias, b)
     outs = _one_each("out", out, b)
     parts = [OP.local(a, *each, gather_dim, group) for each in zip(b, biases, strict=True)]
@@ -415,7 +415,7 @@ def _several(
 def _scaled_many(
     a_scale: Tensor | None, b_scale: Any, use_fast_accum: bool, b: Sequence[Tensor]
 ) -> list[Scaled] | None:
-    """Return the scales of each product, or none."""
+    """Return the scales of each product; None: the operands have none."""
     if a_scale is None and b_scale is None:
         scaled(None, None, use_fast_accum)
         return None
@@ -449,7 +449,7 @@ def _call_several(
     gathered: Tensor | None,
     group: Group,
 ) -> tuple[list[Tensor], Tensor]:
-    """One launch, then the products that are left."""
+    """Launch the widest product, then compute the products that are left."""
     world = current(group)
     names = [(f"b[{at}]", f"bias[{at}]", f"out[{at}]") for at in range(len(b))]
     for number, label in enumerate(names):

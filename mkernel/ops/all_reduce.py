@@ -81,7 +81,8 @@ def call(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """:func:`all_reduce` with its plan and record. Outputs: ``out``, with a norm ``residual_out``."""
+    """Run :func:`all_reduce` with its plan and record. Outputs: ``out``, with a norm also
+    ``residual_out``."""
     world = current(group)
     residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
     x, out, residual, weight = plain(_OP, _ARGUMENTS, (x, out, residual, weight))
@@ -195,7 +196,7 @@ def all_reduce(
     chunk: int | None = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the sum over ranks of x, on every rank, the same bits everywhere.
+    """Compute the sum over ranks of x, on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. What ranks
     have is added in float32 (of float64, float64), in rank order (on `hopper` in a fixed order that
@@ -250,7 +251,7 @@ def _summed(
     chunk: int | None,
     group: Group,
 ) -> Tensor:
-    """Return the sum, through torch's dispatcher where torch has to see the call."""
+    """Compute the sum, through torch's dispatcher where torch has to see the call."""
     traced = traced_outputs(out, x)
     if not traced and (out is not None or not seen_by_torch(x)):
         found: Tensor = _called(x, None, out, out_dtype, chunk, group)["out"]
@@ -270,7 +271,7 @@ def _normed(
     chunk: int | None,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """Return both results, likewise."""
+    """Compute the normalised rows and the new residual, likewise."""
     given = (x, weight, residual)
     traced = traced_outputs(out, *given)
     if not traced and (out is not None or not seen_by_torch(*given)):

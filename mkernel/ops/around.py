@@ -1,5 +1,5 @@
-"""What a GEMM op does on its own rank around a launch, as the plan says: operands become matrices of
-rows that the backend takes, results become what the caller asked for.
+"""The steps of a GEMM op on its own rank around a launch, as the plan says: operands become matrices
+of rows that the backend takes, results become what the caller asked for.
 
     a [.., K] ──(copy a)──▶ rows ─▶┐          ┌─▶ rows ──(+ bias)──(copy out)──▶ out [.., N]
     b [K, N] ──(copy b)──────────▶ │  launch  │
@@ -28,11 +28,11 @@ from mkernel.ops.common import tensor_signature
 from mkernel.plan.model import LaunchPlan
 
 EPS = 1e-6
-"""Of a norm, where the caller names none."""
+"""The eps of a norm, where the caller names none."""
 
 
 class Normed(NamedTuple):
-    """What rows of a sum are normalised with, and what is added to them before. Packed."""
+    """The weight and eps of a norm, and the residual that is added to the rows before it. Packed."""
 
     residual: Tensor | None
     weight: Tensor
@@ -66,12 +66,12 @@ def check_norm(
 
 
 def norm_signatures(norm: Normed) -> tuple[object, ...]:
-    """Return all that the checks of a call see of it."""
+    """Return all that the checks of a call see of a norm."""
     return (tensor_signature(norm.residual), tensor_signature(norm.weight), norm.eps)
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:
-    """[.., K] as a matrix [rows, K], ``dim`` outermost; a view where ``x`` lies so, else a copy."""
+    """Reshape [.., K] to [rows, K], ``dim`` outermost; a view where ``x`` lies so, else a copy."""
     return x if x.dim() == 2 and dim == 0 else x.movedim(dim, 0).flatten(0, -2)
 
 
@@ -87,7 +87,7 @@ def from_rows(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
 
 
 def before(plan: LaunchPlan, given: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """Return the tensors of the launch: ``given`` as matrices; copied, or new ones, where the plan
+    """Prepare the tensors of the launch: ``given`` as matrices; copied, or new ones, where the plan
     says so."""
     launched = {}
     for name, tensor in given.items():
@@ -142,7 +142,7 @@ def after(
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = a @ b + bias by a library; matrices with any strides, float32 sums, rounded once."""
+    """Compute out = a @ b + bias by a library; with any strides, float32 sums, rounded once."""
     wide = torch.promote_types(a.dtype, torch.float32)
     direct = a.dtype == out.dtype and (out.dtype != torch.float16 or a.device.type != "cpu")
     if not direct:

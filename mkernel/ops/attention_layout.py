@@ -1,4 +1,4 @@
-"""How tensors of attention [B, H, S/W, D] lie in memory: packed, heads or positions outermost."""
+"""The layouts of attention's tensors [B, H, S/W, D]: packed, heads or positions outermost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mkernel.plan.model import AttentionLayout
 
 
 def common_layout(given: Mapping[str, Tensor]) -> AttentionLayout:
-    """Return how all of them lie. LayoutError: they are neither packed, nor packed with the positions
-    outside of the heads; or not alike."""
+    """Return the layout that all of them have. LayoutError: they are neither packed, nor packed with
+    the positions outside of the heads; or not alike."""
     for layout in ("heads", "positions"):
         if all(_lies(each, layout) for each in given.values()):
             return layout
@@ -27,7 +27,7 @@ def common_layout(given: Mapping[str, Tensor]) -> AttentionLayout:
 
 
 def lying(tensor: Tensor, layout: AttentionLayout) -> Tensor:
-    """Return the tensor; a copy that lies so where it does not."""
+    """Return the tensor where it has that layout, else a copy that has."""
     if _lies(tensor, layout):
         return tensor
     if layout == "heads":

@@ -22,7 +22,7 @@ from mkernel.errors import Unsupported
 from mkernel.ops import inductor
 
 _Mode: Any = getattr(checkpoint, "_CachingTorchDispatchMode", None)
-"""Under which torch traces the forward of such a region; it asks a policy what to save."""
+"""The mode under which torch traces the forward of such a region; it asks a policy what to save."""
 
 
 def save_outputs(op: OpOverload, library: torch.library.Library) -> None:
@@ -32,7 +32,7 @@ def save_outputs(op: OpOverload, library: torch.library.Library) -> None:
 
 
 def require_saving() -> None:
-    """Unsupported: this torch compiles no checkpointed region in which an op communicates."""
+    """Raise Unsupported if this torch compiles no checkpointed region in which an op communicates."""
     if not inductor.keeps_order():  # a torch of that age
         raise Unsupported(
             f"torch {torch.__version__} compiles no checkpointed region in which an op communicates; "
@@ -41,7 +41,7 @@ def require_saving() -> None:
 
 
 def refuse_tagged() -> None:
-    """Unsupported: what is being traced lies in a region that this torch compiles wrongly."""
+    """Raise Unsupported if what is being traced lies in a region that this torch compiles wrongly."""
     if traceback.get_current_meta().get("recompute") is not None:
         require_saving()
 

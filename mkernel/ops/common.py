@@ -1,4 +1,4 @@
-"""What every op does before launching: check a call like no other before it, plan for the world."""
+"""The steps of every op before its launch: check a call like no other before it, plan for the world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Execution(TypedDict, total=False):
-    """How a call is run, beyond what the public ops offer.
+    """Options by which a call is run, beyond what the public ops offer.
 
     ``view``: default the product's. ``trace``: keep an instruction record; default not. ``wait``: to
     the call's end, also with a stream-ordered accelerator, so that the record has times; default not.
@@ -50,7 +50,7 @@ def tensor_signature(argument: object) -> object:
 
 
 def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
-    """Return what ``check`` found of a call with this signature and options, in this world.
+    """Run ``check`` on a call whose signature this world has not passed yet; return what it found.
 
     Only what passed is remembered: a wrong call is checked, and refused in the same words, each time.
     """
@@ -67,7 +67,7 @@ def engine_for(
     dtype: str | None,
     scales: Scales | None = None,
 ) -> Engine:
-    """Return what runs a call of these sizes. Unsupported."""
+    """Return the engine that runs a call of these sizes. Unsupported."""
     if not world.backends.companions:
         return world.engine(op)
     return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype, scales))
@@ -85,10 +85,10 @@ def plan_for(
     chunk: int | None = None,
     path: PathChoice | None = None,
 ) -> LaunchPlan:
-    """Return the plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
+    """Make the plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
 
-    ``path``: instead of the setting's. Remembered by the world: checking a call's sizes again would
-    cost more than a small message.
+    ``path``: instead of the setting's. The world remembers the plan: checking a call's sizes again
+    would cost more than a small message.
     """
     key = (op, *sizes.items(), dtype, out_dtype, b_layout, around, repr(chunk), path)
     found = world.planned[key]

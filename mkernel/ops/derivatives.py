@@ -31,7 +31,7 @@ _FEWEST_COLUMNS = 8
 
 
 def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor:
-    """AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
+    """Compute AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
     some = b[:, :_FEWEST_COLUMNS].contiguous()
     gathered: Tensor = ops.all_gather_rows(a, some, gather_dim=dim, **options)
     return gathered
@@ -43,13 +43,13 @@ def _keep(ctx: Any, keywords: Any, dim: str) -> None:
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool]:
-    """Return whether a, b, bias need gradients. Of a bias that was left out torch says nothing."""
+    """Return whether a, b, bias need gradients. Torch says nothing of a bias that was left out."""
     a, b, *bias = ctx.needs_input_grad
     return a, b, any(bias)
 
 
 def _given(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return those of the arguments that torch was given."""
+    """Return the gradients of those arguments that torch was given."""
     return gradients[: len(ctx.needs_input_grad)]
 
 
@@ -61,7 +61,7 @@ def _of_bias(of_c: Tensor, bias_dtype: torch.dtype) -> Tensor:
 
 
 def save_gather(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps a and b, and the gathered A where the call returned it."""
+    """Keep a and b, and the gathered A where the call returned it."""
     ctx.set_materialize_grads(False)  # zeros for the gathered A would be multiplied and sent
     a, b = inputs[:2]
     _keep(ctx, keyword_only_inputs, "gather_dim")
@@ -79,7 +79,7 @@ def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = 
 
 
 def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps a and b."""
+    """Keep a and b."""
     _keep(ctx, keyword_only_inputs, "gather_dim")
     ctx.save_for_backward(*inputs)
 
@@ -94,7 +94,7 @@ def rows_backward(ctx: Any, of_gathered: Tensor) -> Any:
 def save_gather_many(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
-    """Keeps a and all of b; the gathered A only where the call asks for that."""
+    """Keep a and all of b; the gathered A only where the call asks for that."""
     ctx.set_materialize_grads(False)
     a, b, _ = inputs
     _keep(ctx, keyword_only_inputs, "gather_dim")
@@ -126,7 +126,7 @@ def _of_gather(
     needs_b: bool,
     needs_bias: bool,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Gradients of a, of each b, of each bias."""
+    """Compute the gradients of a, of each b, of each bias."""
     dim, nothing = ctx.dim, [None] * len(b)
     given = [
         (None if each is None else each.to(a.dtype), y) for each, y in zip(of_c, b, strict=True)
@@ -159,7 +159,7 @@ def _of_gather(
 
 
 def save_scatter(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps a and b."""
+    """Keep a and b."""
     _keep(ctx, keyword_only_inputs, "scatter_dim")
     ctx.save_for_backward(*inputs[:2])
 
@@ -183,7 +183,7 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
 
 
 def save_reduce(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps a and b."""
+    """Keep a and b."""
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -201,7 +201,7 @@ def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
 
 
 def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps a, b and the weight, and the new residual, whose rows were normalised."""
+    """Keep a, b and the weight, and the new residual, whose rows were normalised."""
     ctx.set_materialize_grads(False)
     a, b, weight, *given = inputs
     ctx.eps = keyword_only_inputs["eps"]
@@ -229,8 +229,8 @@ def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any
 def _of_norm(
     new: Tensor, weight: Tensor, eps: float, of_out: Tensor | None, of_new: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows that were normalised, unrounded, and of the weight. With x = r / s,
-    s = sqrt(mean(r^2) + eps) and g = dOut * weight, dr = (g - x * mean(g * x)) / s + dNew."""
+    """Compute the gradients of the rows that were normalised, unrounded, and of the weight. With
+    x = r / s, s = sqrt(mean(r^2) + eps), g = dOut * weight: dr = (g - x * mean(g * x)) / s + dNew."""
     row = new.to(torch.promote_types(new.dtype, torch.float32))
     scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     x = row * scale
@@ -248,7 +248,7 @@ def _of_norm(
 
 
 def save_sum(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps the dtype of x."""
+    """Keep the dtype of x."""
     ctx.dtype = inputs[0].dtype
 
 
@@ -261,7 +261,7 @@ def sum_backward(ctx: Any, of_sum: Tensor) -> Any:
 def save_normed_sum(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
-    """Keeps the weight, and the new residual, whose rows were normalised."""
+    """Keep the weight, and the new residual, whose rows were normalised."""
     ctx.set_materialize_grads(False)
     x, weight, *given = inputs
     ctx.dtype, ctx.eps = x.dtype, keyword_only_inputs["eps"]

@@ -1,4 +1,4 @@
-"""What attention is told of documents that are packed into one sequence."""
+"""Checks of documents that are packed into one sequence of attention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mkernel.world.engine import Engine
 
 
 def checked(cu_seqlens: object, sequence: int, device: str) -> Tensor:
-    """Return the boundaries of a call's documents, contiguous. Values that lie on a device are not
-    looked at, since the host would have to wait for it.
+    """Check the boundaries of a call's documents, and return them contiguous. Values that lie on a
+    device are not looked at, since the host would have to wait for it.
 
     Raises:
         ShapeError, DtypeError, ArgumentError: what is wrong with ``cu_seqlens``.
@@ -32,7 +32,7 @@ def checked(cu_seqlens: object, sequence: int, device: str) -> Tensor:
 
 
 def require(engine: Engine, op: str) -> None:
-    """Unsupported where what runs the op takes no packed documents."""
+    """Raise Unsupported where what runs the op takes no packed documents."""
     if op not in engine.claims.documents:
         raise Unsupported(
             f"accelerator {engine.backends.accelerator!r} takes no packed documents (cu_seqlens) in "

@@ -30,7 +30,8 @@ class EagerOp:
         save: Callable[..., Any] | None,
         backward: Callable[..., Any] | None,
     ) -> None:
-        """
+        """Wrap a registered op.
+
         Args:
             registered: of ``torch.ops.mkernel``. Its schema takes no lists of tensors.
             kernel, save, backward: as it was registered with.
@@ -42,7 +43,7 @@ class EagerOp:
             self._function = _function(name, registered.default._schema, kernel, save, backward)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Return what ``torch.ops.mkernel.NAME`` gives."""
+        """Call the op, with the results of ``torch.ops.mkernel.NAME``."""
         if torch.compiler.is_compiling() or not just_computing():
             return self._registered(*inputs, **keywords)
         records = False
@@ -65,7 +66,7 @@ def _function(
     save: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> type[Function]:
-    """Return what records a call. ``save`` and ``backward`` find what
+    """Make the class that records a call for gradients. ``save`` and ``backward`` find what
     :func:`torch.library.register_autograd` would show them."""
     by_position = [each for each in schema.arguments if not each.kwarg_only]
     rest = [each.default_value for each in by_position]

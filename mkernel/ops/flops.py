@@ -19,7 +19,7 @@ Sizes = Sequence[int]
 
 
 def _of(rows: Sizes, b: Sizes) -> int:
-    """Return the operations of a product of [.., K] with ``b`` [K, N], whose rows are those of
+    """Count the operations of a product of [.., K] with ``b`` [K, N], whose rows are those of
     ``rows``."""
     return 2 * prod(rows[:-1]) * b[0] * b[1]
 

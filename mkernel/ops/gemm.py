@@ -1,4 +1,4 @@
-"""What the three GEMM ops share: checks of the arguments, the plan, the call, the registration."""
+"""The common part of the three GEMM ops: checks of arguments, the plan, the call, the registration."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _differ(a: Tensor, b: Tensor) -> ShapeError:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks of a call found.
+    """The findings of the checks of a call.
 
     Attributes:
         plan: of the call. dtype: of the output.
@@ -84,13 +84,13 @@ class GemmOp:
 
     @property
     def arguments(self) -> str:
-        """Return what the schema of the registered op begins with."""
+        """Return the arguments with which the schema of the registered op begins."""
         dim = "" if self.dim is None else f"int {self.dim}=0, "
         options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, str group"
         return f"Tensor a, Tensor b, Tensor? bias=None, *, {options}"
 
     def lead(self, a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
-        """Sizes of an output's dimensions but its last, ``dim`` first. ShapeError."""
+        """Return the sizes of an output's dimensions but its last, ``dim`` first. ShapeError."""
         first, *rest = a.shape[dim : dim + 1] + a.shape[:dim] + a.shape[dim + 1 : -1]
         if self.gathers:
             first = first * ranks
@@ -304,7 +304,7 @@ class GemmOp:
         chunk: int | None,
         group: Group,
     ) -> Tensor:
-        """Return the output of one call, through torch's dispatcher where torch has to see it."""
+        """Run one call, through torch's dispatcher where torch has to see it, and return its output."""
         found: Any = None
         if not torch.compiler.is_compiling():
             if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
@@ -339,8 +339,8 @@ class GemmOp:
         group: Group,
         scaled: Scaled | None = None,
     ) -> Any:
-        """Return the output of a call like one before, started without Python. Else the signature
-        under which such calls may be known from the next on; or None."""
+        """Start a call like one before without Python, and return its output. Else return the
+        signature under which such calls may be known from the next on; or None."""
         known = current(group).known
         if known is None or dim:
             return None
@@ -432,13 +432,13 @@ class GemmOp:
         return flops.gather if self.gathers else flops.own_rows
 
     def dim_of(self, options: dict[str, int]) -> int:
-        """Return what a registered op was told; torch leaves out what is the default."""
+        """Return the dimension that a registered op was given; torch leaves the default out."""
         return options.get(self.dim or "", 0)
 
     def fake(
         self, a: Tensor, b: Tensor, dim: int, out_dtype: torch.dtype | None, ranks: int
     ) -> Tensor:
-        """Return an output without data, of a call on tensors that may be without."""
+        """Make an output without data, of a call on tensors that may be without."""
         validate.activation("a", a)
         validate.matrix("b", b)
         if a.shape[-1] != b.shape[0]:
@@ -449,7 +449,7 @@ class GemmOp:
         return made.movedim(0, dim) if dim else made
 
     def fake_gathered(self, a: Tensor, dim: int, ranks: int) -> Tensor:
-        """Return the gathered A, likewise."""
+        """Make the gathered A, likewise."""
         dim = validate.dimension(self.dim or "dim", dim, a)
         made = a.new_empty((*_whole(a, dim, ranks), a.shape[-1]))
         return made.movedim(0, dim) if dim else made
@@ -468,21 +468,21 @@ def traced_outputs(out: Tensor | None, *inputs: Tensor | None) -> bool:
 
 
 def copied_to(name: str, out: Tensor, result: Tensor, dim: int) -> Tensor:
-    """Return a caller's output with a result in it. ShapeError, DtypeError, LayoutError."""
+    """Copy a result into a caller's output, and return that. ShapeError, DtypeError, LayoutError."""
     validate.output(name, out, tuple(result.shape), result.dtype, dim)
     return out.copy_(result)
 
 
 def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the gathered A's dimensions but its last, ``dim`` first."""
+    """Return the sizes of the gathered A's dimensions but its last, ``dim`` first."""
     return (a.shape[dim] * ranks, *a.shape[:dim], *a.shape[dim + 1 : -1])
 
 
 def _outputs(
     world: World, known: Checked, a: Tensor, out: Tensor | None, gathered: bool | Tensor
 ) -> dict[str, Tensor]:
-    """Return what a call writes to: the caller's, or new ones. ``gathered``: False where it is not
-    wanted."""
+    """Return the outputs that a call writes to: the caller's, or new ones. ``gathered``: False where
+    it is not wanted."""
     plan = known.plan
     if out is None:
         rows = world.output(plan, (prod(known.lead), plan.gemm.n), a, known.dtype)
@@ -507,7 +507,7 @@ def _check_output(
     dim: int,
     device: str,
 ) -> None:
-    """``sizes``: of its dimensions but the last, ``dim`` first."""
+    """Check a caller's output. ``sizes``: of its dimensions but the last, ``dim`` first."""
     shape = (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :], width)
     validate.on_device(name, output, device)
     validate.output(name, output, shape, dtype, dim)
@@ -516,8 +516,8 @@ def _check_output(
 def _check_apart(
     read: dict[str, Any], out: Tensor | None, gathered: bool | Tensor, dim: int, rank: int
 ) -> None:
-    """ArgumentError where outputs of the caller's share memory with inputs or each other; but ``a`` may
-    be this rank's rows of ``gathered``."""
+    """Raise ArgumentError where outputs of the caller's share memory with inputs or each other; but
+    ``a`` may be this rank's rows of ``gathered``."""
     validate.apart({"out": out}, read)
     if isinstance(gathered, Tensor):
         a: Tensor = read["a"]
@@ -528,7 +528,7 @@ def _check_apart(
 
 
 def _dtype_of(a: Tensor, b: Tensor, capabilities: AcceleratorCapabilities) -> DtypeName:
-    """Return the dtype of operands without scales. DtypeError."""
+    """Check operands without scales, and return their dtype. DtypeError."""
     if a.dtype == torch.float8_e4m3fn:
         legal = "one of " + ", ".join(capabilities.dtypes)
         raise DtypeError("a.dtype", a.dtype, legal, why="e4m3 operands need a_scale and b_scale")
@@ -543,7 +543,7 @@ def result_dtype(a: Tensor) -> torch.dtype:
 
 
 def _gathered_scale(plan: LaunchPlan, device: torch.device) -> Tensor:
-    """Memory for the scales of all ranks' rows; one a rank, where they are one for all of its rows."""
+    """Allocate the scales of all ranks' rows; one a rank, where they are one for all of its rows."""
     assert plan.scales is not None
     mode = plan.scales.mode
     rows = plan.world_size if mode == "tensor" else plan.gemm.m
@@ -552,8 +552,8 @@ def _gathered_scale(plan: LaunchPlan, device: torch.device) -> Tensor:
 
 
 def _readable(b: Tensor, step: int, capabilities: AcceleratorCapabilities) -> Stored:
-    """Return how b lies, or will lie when it has been copied into a layout that the backend reads.
-    What is e4m3 and not column-major stays as it is, to be refused."""
+    """Return the layout of b, or the one that it will have when it has been copied into one that the
+    backend reads. What is e4m3 and not column-major stays as it is, to be refused."""
     found = stored(b.shape, b.stride(), step)
     if b.dtype == torch.float8_e4m3fn:
         by_columns = rows_of(b.shape[::-1], b.stride()[::-1], step)

@@ -129,7 +129,7 @@ def gemm_all_reduce(
     chunk: int | None = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the sum over ranks of a @ b (+ bias), on every rank, the same bits everywhere.
+    """Compute the sum over ranks of a @ b (+ bias), on every rank, the same bits everywhere.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b. Products accumulate in float32; partial results are added in
@@ -218,7 +218,7 @@ def _normed(
     chunk: int | None,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """Return both results, through torch's dispatcher where torch has to see the call."""
+    """Compute both results, through torch's dispatcher where torch has to see the call."""
     a, b, bias = OP.local(a, b, bias, 0, group)
     residual, weight = (
         local("residual", residual, None, group),

@@ -34,7 +34,7 @@ def gemm_reduce_scatter(
     chunk: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b (+ bias), on rank r.
+    """Compute rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b (+ bias), on rank r.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options; strides may
     differ, but for the major order of b. Products accumulate in float32; partial results are added in

@@ -24,15 +24,15 @@ _waiting: list[tuple[OpOverload, Any]] = []
 
 
 def keeps_order() -> bool:
-    """Return whether Inductor has something to note an order in. That of torch 2.6 has not: ranks
-    would call ops in different ones."""
+    """Return whether Inductor has something to note an order in. That of torch 2.6 has not, so ranks
+    would call ops in different orders."""
     from torch._inductor.graph import GraphLowering
 
     return "additional_star_deps" in GraphLowering.__init__.__code__.co_names
 
 
 def require_order() -> None:
-    """Unsupported: this Inductor keeps no order."""
+    """Raise Unsupported if this Inductor keeps no order."""
     if not keeps_order():
         raise Unsupported(
             f"the Inductor of torch {torch.__version__} keeps no order between communicating ops; take "
@@ -46,8 +46,8 @@ def keep_order(op: OpOverload, effect: Any) -> None:
 
 
 def teach(*, load: bool = False) -> None:
-    """Before ops are lowered. ``load``: import Inductor, which takes seconds; else, where nobody has
-    imported it, nothing is being lowered."""
+    """Teach Inductor the order of ops, before they are lowered. ``load``: import Inductor, which takes
+    seconds; else, where nobody has imported it, nothing is being lowered."""
     if _waiting and (load or "torch._inductor.lowering" in sys.modules):
         from torch._inductor.lowering import fallback_handler, register_lowering
 
@@ -59,7 +59,8 @@ def teach(*, load: bool = False) -> None:
 
 
 def _refuse_without_order(op: OpOverload) -> None:
-    """Torch 2.6 lowers an op with a token by itself, and would merge calls whose inputs are equal."""
+    """Refuse the op where this Inductor keeps no order. Torch 2.6 lowers an op with a token by itself,
+    and would merge calls whose inputs are equal."""
     from torch._inductor.lowering import lowerings
 
     if keeps_order():

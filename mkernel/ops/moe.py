@@ -36,7 +36,7 @@ _ID_DTYPES = (torch.int32, torch.int64)
 
 
 class MoeHandle(NamedTuple):
-    """What a combine needs of its dispatch, any number of times, in the world of the dispatch.
+    """The handle of a dispatch, which a combine in the same world takes, any number of times.
 
     ``counts`` [E/W] int64: rows of each of this rank's experts. ``routing`` int32: whose rows these
     are, in words of the accelerator's own, whose number depends on T, k, E and W alone.
@@ -70,12 +70,13 @@ def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor, activation: str | Non
 
 
 def _features(w: Tensor, activation: str | None) -> int:
-    """Columns of the outputs."""
+    """Return the number of columns of the outputs."""
     return w.shape[2] if activation is None else w.shape[2] // 2
 
 
 def _routing_words(world: World, places: Tensor, experts: int) -> int:
-    """The accelerator's, and one that names the world. ``places``: any tensor [T, k]."""
+    """Count the words of a routing: the accelerator's, and one that names the world. ``places``: any
+    tensor [T, k]."""
     tokens, top_k = places.shape
     accelerator = world.engine("moe_dispatch_gemm").accelerator
     return accelerator.routing_words(world.size, tokens, top_k, experts) + 1
@@ -94,7 +95,7 @@ def dispatch(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """:func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
+    """Run :func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
     ``handle``."""
     world = current(group)
     x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
@@ -229,7 +230,7 @@ def combine(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """:func:`moe_combine` with its plan and record. Output: ``out``."""
+    """Run :func:`moe_combine` with its plan and record. Output: ``out``."""
     world = current(group)
     capabilities = world.engine("moe_combine").claims
     expect_handle(handle)
@@ -249,7 +250,7 @@ def combine(
 
 
 def expect_handle(handle: object) -> None:
-    """ArgumentError: it is not what a dispatch returned."""
+    """Raise ArgumentError if it is not what a dispatch returned."""
     if not isinstance(handle, MoeHandle):
         raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
 
@@ -257,9 +258,10 @@ def expect_handle(handle: object) -> None:
 def check_routed(
     world: World, name: str, rows: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor
 ) -> int:
-    """Return the number of experts of all ranks, where ``rows``, the argument of that name, has a row
-    for each of a dispatch's outputs, ``counts`` and ``routing`` are that dispatch's handle and of this
-    world, and ``topk_weights`` has a weight for each of its places. Raises as :func:`moe_combine`."""
+    """Check that ``rows``, the argument of that name, has a row for each of a dispatch's outputs, that
+    ``counts`` and ``routing`` are that dispatch's handle and of this world, and that ``topk_weights``
+    has a weight for each of its places; return the number of experts of all ranks. Raises as
+    :func:`moe_combine`."""
     device = world.accelerator.device
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] == 0:
         raise ShapeError(name, validate.describe(rows), "[R, D] with D of at least 1")

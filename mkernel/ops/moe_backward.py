@@ -129,7 +129,7 @@ register(
 
 
 def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps x, w and the routing."""
+    """Keep x, w and the routing."""
     x, topk_ids, w = inputs
     ctx.options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
     ctx.activation = keyword_only_inputs["activation"]
@@ -138,7 +138,7 @@ def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) 
 
 
 def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
-    """dx and dw, in one call. Of an activation the product is made again first."""
+    """Compute dx and dw in one call. With an activation the product is made again first."""
     x, topk_ids, w, routing = ctx.saved_tensors
     if ctx.activation is not None:
         product, *_ = ops.moe_dispatch_gemm(x, topk_ids, w, out_dtype=ctx.out_dtype, **ctx.options)
@@ -150,7 +150,7 @@ def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
 
 
 def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:
-    """Return the gradients of [gate, up], with s = sigmoid(gate): dout up s (1 + gate (1 - s)), and
+    """Compute the gradients of [gate, up], with s = sigmoid(gate): dout up s (1 + gate (1 - s)), and
     dout gate s."""
     sums = torch.promote_types(product.dtype, torch.float32)
     of_outputs = of_outputs.to(sums)
@@ -163,13 +163,13 @@ def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:
 
 
 def save_combine(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps y, the handle and the weights."""
+    """Keep y, the handle and the weights."""
     ctx.group = keyword_only_inputs["group"]
     ctx.save_for_backward(*inputs)
 
 
 def combine_backward(ctx: Any, of_out: Tensor) -> Any:
-    """dy and dweights, in one call."""
+    """Compute dy and dweights in one call."""
     of_y, of_weights = ops.moe_combine_backward(
         of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
     )

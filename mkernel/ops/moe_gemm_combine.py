@@ -94,7 +94,7 @@ def gemm_combine(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """:func:`moe_gemm_combine` with its plan and record. Output: ``out``."""
+    """Run :func:`moe_gemm_combine` with its plan and record. Output: ``out``."""
     world = current(group)
     world.engine(OP)  # else Unsupported
     expect_handle(handle)
@@ -130,7 +130,7 @@ def moe_gemm_combine(
     """Multiply by each expert's second weight and bring the results home:
     out[t] = sum over slots of topk_weights[t, slot] · (h[its row] @ w2[its expert]).
 
-    Collective: every rank of the world calls it with the same shapes, dtypes and options. What
+    Collective: every rank of the world calls it with the same shapes, dtypes and options. It does what
     :func:`moe_combine` does with rows that were multiplied before. Slots without an expert add nothing,
     whatever their weight. Sums are float32, in a fixed order, so the same call gives the same bits;
     what travels is rounded to ``partial_dtype``, and the sum of that to ``out_dtype``.
@@ -228,8 +228,8 @@ def _backward(
     *,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh[r] = weight[p] (dout[t] @ w2[e]^T), dweight[p] = (dout[t] @ w2[e]^T) · h[r], dw2[e] = sum of
-    h[r]^T (weight[p] dout[t]), of row r of place p = (t, slot) with expert e."""
+    """Compute dh[r] = weight[p] (dout[t] @ w2[e]^T), dweight[p] = (dout[t] @ w2[e]^T) · h[r] and
+    dw2[e] = sum of h[r]^T (weight[p] dout[t]), of row r of place p = (t, slot) with expert e."""
     world = current(group)
     names = ("grad_out", "h", "w2", "routing", "topk_weights")
     given = plain(_BACKWARD, names, (grad_out, h, w2, routing, topk_weights))

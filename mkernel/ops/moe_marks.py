@@ -1,4 +1,4 @@
-"""Which world made the words of an MoE handle.
+"""Marks that tell which world made the words of an MoE handle.
 
 The last word is its mark. On a device reading it would wait for everything that is queued, so what a
 dispatch of this process marked is also remembered beside the memory, for as long as that lives.
@@ -23,7 +23,7 @@ def mark(world: World) -> int:
 
 
 def remember(routing: Tensor, world: World) -> None:
-    """Return what a dispatch of that world has just made."""
+    """Remember that a dispatch of that world has just made these words."""
     _marked[routing.untyped_storage()] = _version(routing), mark(world)
 
 

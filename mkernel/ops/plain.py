@@ -1,4 +1,4 @@
-"""Which tensors an op takes: those whose memory a kernel may read and write by its address alone.
+"""The tensors that an op takes: those whose memory a kernel may read and write by its address alone.
 
 Kernels see addresses. What a tensor carries besides its memory (a graph for gradients, a subclass's
 own behaviour, a transform, a mode that stands in for the data) would be lost without a word, or the
@@ -26,7 +26,7 @@ _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 
 def plain(op: str, names: tuple[str, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a call, each as a plain tensor. What is no tensor passes as it is.
+    """Check the arguments of a call, and return each as a plain tensor, or as it is if it is none.
 
     A result of a functional collective that is still under way (``AsyncCollectiveTensor``) is awaited.
 
@@ -70,8 +70,8 @@ def seen_by_torch(*values: Any) -> bool:
 
 
 def refuse_transform(op: str) -> NoReturn:
-    """Unsupported: a transform of torch.func came upon a registered op, for which it knows no rule. It
-    would call the kernel with the values alone, and take derivatives along them for zero."""
+    """Raise Unsupported: a transform of torch.func came upon a registered op, for which it knows no
+    rule. It would call the kernel with the values alone, and take derivatives along them for zero."""
     raise _refused(op, _TRANSFORM, "call the op outside of it")
 
 
@@ -105,7 +105,7 @@ def _usual(values: tuple[Any, ...]) -> bool:
 
 
 def _examined(name: str, value: Tensor) -> Tensor:
-    """``value``, if it is one that an op takes; else what is wrong with it, and what to do."""
+    """Return a ``value`` that an op takes; else raise what is wrong with it, and what to do."""
     kind = type(value)
     if _is_batch(value):
         raise ArgumentError(
@@ -181,7 +181,7 @@ def _has_tangent(value: Tensor) -> bool:
 
 
 _is_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda value: False)
-"""Returns whether a tensor is one that torch differentiates a batch of gradients with."""
+"""Tells whether a tensor is one that torch differentiates a batch of gradients with."""
 
 
 def _has_own_behaviour(kind: type[Tensor]) -> bool:
@@ -210,7 +210,7 @@ def _remedy(value: Tensor) -> str:
 
 
 def _refuse_surroundings(op: str) -> None:
-    """Unsupported where torch is not just computing."""
+    """Raise Unsupported where torch is not just computing."""
     where = None
     if dispatch_modes():
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()

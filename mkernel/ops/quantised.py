@@ -15,7 +15,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in e4m3, and their scales.
+    """Quantise rows to e4m3, and return them with their scales.
 
     Args:
         rows: [.., N], in a floating-point dtype.
@@ -34,8 +34,8 @@ def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **given: object) -> None:
-    """ArgumentError: anything but None or ``row``; without a norm; beside ``out`` or a tensor whose
-    gradient would be lost.
+    """Check ``quantise``. ArgumentError: it is neither None nor ``row``; without a norm; beside
+    ``out``, ``out_dtype`` or a tensor whose gradient would be lost.
 
     Args:
         given: tensors of the call by their names, ``out`` and ``out_dtype`` among them.
@@ -55,7 +55,7 @@ def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **give
 def results_of(
     normed: Tensor, new: Tensor, residual: Tensor | None, quantise: str | None
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return what an op returns of normalised rows: in e4m3 with their scales where it quantises,
+    """Assemble what an op returns of normalised rows: in e4m3 with their scales where it quantises,
     and beside a residual the new one."""
     rows = (normed,) if quantise is None else quantised_rows(normed)
     found = rows if residual is None else (*rows, new)

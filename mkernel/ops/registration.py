@@ -1,5 +1,5 @@
-"""How an op is registered with torch, as ``torch.ops.mkernel.NAME``: schema, kernel, fake kernel and
-derivative.
+"""The registration of an op with torch, as ``torch.ops.mkernel.NAME``: schema, kernel, fake kernel
+and derivative.
 
 An op communicates: whether its outputs are used on a rank or not, it must run there, once, and in the
 order in which the program calls ops, since its peers wait for it. Torch's compilers know such ops as
@@ -78,7 +78,7 @@ def register(
 
 
 def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``fake``; who asks may be Inductor, or trace a checkpointed region."""
+    """Wrap ``fake``, since who asks may be Inductor, or trace a checkpointed region."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
         inductor.teach()

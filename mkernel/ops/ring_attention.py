@@ -40,7 +40,7 @@ def _check_dimensions(name: str, tensor: object) -> None:
 def _check_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[int, int, int, int, int]:
-    """B, Hq, Hkv, S/W, D."""
+    """Check the shapes, and return B, Hq, Hkv, S/W, D. ShapeError."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dimensions(name, tensor)
     batch, heads, rows, width = q.shape
@@ -67,7 +67,7 @@ def call(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """:func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
+    """Run :func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current(group)
     q, k, v, cu_seqlens = plain(_OP, ("q", "k", "v", "cu_seqlens"), (q, k, v, cu_seqlens))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -152,7 +152,7 @@ def ring_attention(
     return_lse: bool = False,
     group: Group = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries over the keys and values of all ranks.
+    """Compute attention of this rank's queries over the keys and values of all ranks.
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. Scores,
     softmax and sums are float32. At most three things are rounded to the dtype: the weights of values,

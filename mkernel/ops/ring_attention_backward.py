@@ -44,7 +44,7 @@ def call(
     group: Group = None,
     **execution: Unpack[Execution],
 ) -> Done:
-    """Return the gradients of :func:`mkernel.ring_attention` with their plan and record. Outputs:
+    """Compute the gradients of :func:`mkernel.ring_attention`, with their plan and record. Outputs:
     ``grad_q``, ``grad_k``, ``grad_v``.
 
     Args:
@@ -135,14 +135,14 @@ register(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keeps all tensors of the call."""
+    """Keep all tensors of the call."""
     ctx.set_materialize_grads(False)
     ctx.options = dict(keyword_only_inputs)
     ctx.save_for_backward(*inputs, *output)
 
 
 def backward(ctx: Any, of_out: Tensor | None, of_lse: Tensor | None) -> Any:
-    """dq, dk, dv in one call; boundaries of documents have no gradient."""
+    """Compute dq, dk, dv in one call; boundaries of documents have no gradient."""
     *inputs, out, lse = ctx.saved_tensors
     if of_out is None:
         of_out = torch.zeros_like(out)

@@ -20,7 +20,7 @@ from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 SCALED_OPTIONS = "ScalarType? out_dtype=None, bool use_fast_accum=False, int? chunk=None, str group"
-"""How the schemas of ops of e4m3 operands end."""
+"""The end of the schemas of ops of e4m3 operands."""
 
 
 def scaled_result(
@@ -36,7 +36,7 @@ def scaled_result(
     chunk: int | None,
     group: Group,
 ) -> Tensor:
-    """Return the output of one call, through torch's dispatcher where torch has to see it.
+    """Run one call, through torch's dispatcher where torch has to see it, and return its output.
     ArgumentError: a tensor that requires grad; and what :meth:`GemmOp.call` raises."""
     found: Any = None
     if not torch.compiler.is_compiling():

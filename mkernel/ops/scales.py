@@ -24,7 +24,7 @@ class Scaled(NamedTuple):
 
 
 def scaled(a_scale: Tensor | None, b_scale: Tensor | None, use_fast_accum: bool) -> Scaled | None:
-    """Return both scales of a call, or none. ArgumentError: one without the other."""
+    """Pair the scales of a call; None: it has none. ArgumentError: one without the other."""
     if a_scale is None and b_scale is None:
         if use_fast_accum:
             raise ArgumentError("use_fast_accum", True, "False, without a_scale and b_scale")
@@ -36,8 +36,8 @@ def scaled(a_scale: Tensor | None, b_scale: Tensor | None, use_fast_accum: bool)
 
 
 def check_scaled(a: Tensor, b: Tensor, given: Scaled, device: str) -> Scales:
-    """Return how a call is scaled: by the shapes of its scales, each [.., its columns] beside a [..,
-    K]. DtypeError, ShapeError, ArgumentError."""
+    """Check a call's operands and scales, and return its scaling, whose mode follows from the shapes
+    of the scales, each [.., its columns] beside a [.., K]. DtypeError, ShapeError, ArgumentError."""
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype != torch.float8_e4m3fn:
             raise DtypeError(f"{name}.dtype", operand.dtype, "torch.float8_e4m3fn, beside scales")
@@ -75,8 +75,8 @@ def _mode(a: Tensor, b: Tensor, given: Scaled) -> ScaleMode:
 
 
 def scale_strides(given: Scaled, dim: int) -> dict[str, Strides]:
-    """Return how scales lie in memory: those of A by rows, ``dim`` outermost, those of B by columns,
-    as B."""
+    """Return whether scales are packed in memory: those of A by rows, ``dim`` outermost, those of B by
+    columns, as B."""
     of_a = given.a.numel() == 1 or given.a.movedim(dim, 0).is_contiguous()
     of_b = given.b.numel() == 1 or given.b.t().is_contiguous()
     return {
@@ -86,7 +86,7 @@ def scale_strides(given: Scaled, dim: int) -> dict[str, Strides]:
 
 
 def refuse_gradients(op: str, where: str = "for e4m3 operands", /, **tensors: object) -> None:
-    """ArgumentError for a tensor whose gradient would be lost: such calls have no backward.
+    """Raise ArgumentError for a tensor whose gradient would be lost: such calls have no backward.
 
     Args:
         where: the calls, in words.
@@ -104,7 +104,7 @@ def refuse_gradients(op: str, where: str = "for e4m3 operands", /, **tensors: ob
 
 
 def check_alike(a: Tensor, b: Sequence[Tensor], given: Sequence[Scaled], device: str) -> None:
-    """ArgumentError where products of one A have scales of several kinds."""
+    """Raise ArgumentError where products of one A have scales of several kinds."""
     modes = [check_scaled(a, *each, device).mode for each in zip(b, given, strict=True)]
     for at, mode in enumerate(modes):
         if mode != modes[0]:
@@ -119,5 +119,5 @@ def as_matrix(scale: Tensor) -> Tensor:
 
 
 def scale_of_rows(gathered: Tensor, rows: int) -> Tensor:
-    """Return the scales of gathered rows, where each rank's may be one for all of its own."""
+    """Return one scale a gathered row, where a rank may have had one for all of its own."""
     return gathered.repeat_interleave(rows // len(gathered), 0)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def local(name: str, value: Any, dim: int | None, group: Group) -> Any:
-    """``value``, or the part of a DTensor that is on this rank.
+    """Return ``value``, or the part of a DTensor that is on this rank.
 
     Args:
         dim: along which the op takes it sharded, as torch counts them; None: it takes it replicated.

@@ -34,7 +34,8 @@ def fused_all_gather_matmul(
     *,
     return_A: bool = True,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """``all_gather(A, gather_dim) @ B`` for each B, as ``torch.ops.symm_mem.fused_all_gather_matmul``.
+    """Compute ``all_gather(A, gather_dim) @ B`` for each B, as
+    ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
     Args:
         A: [..., K], two dimensions at least; this rank's part along ``gather_dim``, as large as any
@@ -73,7 +74,7 @@ def fused_all_gather_matmul(
 def fused_matmul_reduce_scatter(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: Group
 ) -> Tensor:
-    """``reduce_scatter(A @ B, reduce_op, scatter_dim)``, as
+    """Compute ``reduce_scatter(A @ B, reduce_op, scatter_dim)``, as
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
     Sums are taken in float32, in the order of :func:`mkernel.gemm_reduce_scatter`, and rounded once to
@@ -123,7 +124,7 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """``_scaled_mm(all_gather(A, gather_dim), B, A_scale, B_scale)`` for each B, as
+    """Compute ``_scaled_mm(all_gather(A, gather_dim), B, A_scale, B_scale)`` for each B, as
     ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
 
     Args:
@@ -186,8 +187,9 @@ def fused_all_gather_scaled_matmul(
 def _scales_of_gather(
     A: Tensor, A_scale: Tensor, B_scales: Sequence[Tensor], dim: int, group: Group
 ) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`mkernel.all_gather_gemm` takes them: those of A are of this rank's rows. A single one,
-    which is this rank's for the rows of all, belongs to the products of this rank, with B's."""
+    """Return the scales as :func:`mkernel.all_gather_gemm` takes them: those of A are of this rank's
+    rows. A single one, which is this rank's for the rows of all, belongs to the products of this rank,
+    with B's."""
     if A_scale.numel() == 1 and all(each.numel() == 1 for each in B_scales):
         return torch.ones_like(A_scale), [each * A_scale.view(each.shape) for each in B_scales]
     world = current(group)
@@ -211,7 +213,7 @@ def fused_scaled_matmul_reduce_scatter(  # noqa: PLR0917 - torch's own arguments
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """``reduce_scatter(_scaled_mm(A, B, A_scale, B_scale), reduce_op)``, as
+    """Compute ``reduce_scatter(_scaled_mm(A, B, A_scale, B_scale), reduce_op)``, as
     ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``.
 
     Sums as in :func:`fused_matmul_reduce_scatter`.
@@ -281,7 +283,7 @@ def _no_result_scale(name: str, *given: Tensor | None) -> None:
 
 
 def _result_dtype(name: str, *given: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of all results. ArgumentError."""
+    """Check that all results have one dtype, and return it. ArgumentError."""
     first = given[0]
     if first is None or any(each != first for each in given):
         found = ", ".join(map(str, given))
@@ -290,15 +292,15 @@ def _result_dtype(name: str, *given: torch.dtype | None) -> torch.dtype:
 
 
 def dtype_of_sum(world: World, dtype: torch.dtype) -> torch.dtype | None:
-    """Return in which dtype a world should give a sum for a mean: float32 holds sums that ``dtype``
-    cannot, and the mean is rounded once. None: in ``dtype`` itself, where the world gives no other."""
+    """Return the dtype in which a world should give a sum for a mean: float32 holds sums that ``dtype``
+    cannot, and the mean is rounded once. None: ``dtype`` itself, where the world gives no other."""
     pairs = world.accelerator.capabilities().dtype_pairs()
     given = {validate.DTYPES[out] for name, out in pairs if validate.DTYPES[name] == dtype}
     return torch.float32 if dtype.itemsize < 4 and torch.float32 in given else None
 
 
 def _gathered_columns(A: Tensor, B: Tensor, group: Group) -> Tensor:
-    """[..., K] of all ranks' [..., K / W]."""
+    """Gather [..., K] of all ranks' [..., K / W]."""
     columns = A.shape[-1]
     some = B[:columns, :_FEWEST_COLUMNS].detach()
     parts = all_gather_gemm(A.flatten(0, -2), some, return_gathered=True, group=group)[1]
@@ -306,7 +308,7 @@ def _gathered_columns(A: Tensor, B: Tensor, group: Group) -> Tensor:
 
 
 def _dimension(name: str, dim: int, tensor: str, value: Tensor) -> int:
-    """``dim`` counted from the front. ShapeError, ArgumentError."""
+    """Return ``dim`` counted from the front. ShapeError, ArgumentError."""
     if value.dim() < 2:
         raise ShapeError(tensor, tuple(value.shape), "two dimensions or more")
     if not -value.dim() <= dim < value.dim():

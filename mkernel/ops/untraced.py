@@ -1,4 +1,4 @@
-"""What is behind the registered ops runs as it is under ``torch.compile``."""
+"""A mark for functions behind the registered ops, which run as they are under ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def untraced(op: F) -> F:
-    """``op``, at which a compiled function breaks its graph, instead of tracing the planner in it.
+    """Make a compiled function break its graph at ``op``, instead of tracing the planner in it.
 
-    What ``torch.compiler.disable`` does, without the wrapper's time in every call and without the
-    import of ``torch._dynamo``, which takes longer than that of torch. A torch without these hooks
+    It does what ``torch.compiler.disable`` does, without the wrapper's time in every call and without
+    the import of ``torch._dynamo``, which takes longer than that of torch. A torch without these hooks
     traces until it meets what it cannot, and breaks the graph there.
     """
     op.__dict__["_torchdynamo_disable"] = True

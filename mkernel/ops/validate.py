@@ -29,7 +29,7 @@ def describe(tensor: object) -> str:
 
 
 def matrix(name: str, value: object) -> torch.Tensor:
-    """Require a 2-D tensor without empty dimensions. TypeError-like DtypeError, ShapeError."""
+    """Require a 2-D tensor without empty dimensions. DtypeError (where it is no tensor), ShapeError."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(name, describe(value), "a torch.Tensor")
     if value.dim() != 2:
@@ -52,7 +52,7 @@ def activation(name: str, value: object) -> torch.Tensor:
 
 
 def dimension(name: str, value: object, tensor: torch.Tensor) -> int:
-    """Return a dimension of an activation [.., K] but its last, counted from the first.
+    """Require a dimension of an activation [.., K] but its last, and return it counted from the first.
     ArgumentError."""
     most = tensor.dim() - 2
     if isinstance(value, int) and not isinstance(value, bool):
@@ -85,7 +85,7 @@ def vector(
 
 
 def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> DtypeName:
-    """Return the plan's name of a dtype that the backend takes. DtypeError."""
+    """Require a dtype that the backend takes, and return its name in plans. DtypeError."""
     found = _NAMES.get(dtype)
     if found is None or found not in legal:
         raise DtypeError(name, dtype, "one of " + ", ".join(legal))
@@ -93,7 +93,7 @@ def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> D
 
 
 def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
-    """DtypeError where two arguments must not differ in dtype."""
+    """Require the same dtype of two arguments. DtypeError."""
     if tensor.dtype != like.dtype:
         why, kind = "dtypes must not mix", like.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -102,13 +102,13 @@ def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) 
 
 
 def same_columns(name: str, b: torch.Tensor, like: torch.Tensor) -> None:
-    """ShapeError where two matrices cannot follow the same one in a product."""
+    """Require that two matrices can follow the same one in a product. ShapeError."""
     if len(b) != len(like):
         raise ShapeError(name, describe(b), f"[K, N] with K = {len(like)}, as the other b")
 
 
 def on_device(name: str, tensor: torch.Tensor, device: str) -> None:
-    """ArgumentError where a tensor is not in the memory that the accelerator reads."""
+    """Require a tensor in the memory that the accelerator reads. ArgumentError."""
     if tensor.device.type != device:
         raise ArgumentError(
             f"{name}.device", tensor.device, device, why="the accelerator reads this memory only"
@@ -116,7 +116,7 @@ def on_device(name: str, tensor: torch.Tensor, device: str) -> None:
 
 
 def contiguous(name: str, tensor: torch.Tensor) -> None:
-    """LayoutError where elements are not packed in order."""
+    """Require elements that are packed in order. LayoutError."""
     if not tensor.is_contiguous():
         raise LayoutError(name, describe(tensor), "contiguous", why="call .contiguous()")
 
@@ -133,8 +133,8 @@ def row_major(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def expert_layout(
     name: str, tensor: torch.Tensor, capabilities: AcceleratorCapabilities
 ) -> Literal["row", "column"]:
-    """``row`` for packed matrices [experts, K, N], ``column`` for the transposes of packed ones.
-    LayoutError where the backend does not read them."""
+    """Return ``row`` for packed matrices [experts, K, N], ``column`` for the transposes of packed ones.
+    LayoutError: they are neither, or the backend does not read them."""
     found: Literal["row", "column"] = "row" if tensor.is_contiguous() else "column"
     if found == "column" and not tensor.transpose(1, 2).is_contiguous():
         raise LayoutError(name, describe(tensor), "contiguous [E/W, H, I] or [E/W, I, H]")
@@ -156,8 +156,8 @@ def output(
 
 
 def apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    """ArgumentError where an output shares memory with an input or with another output: parts of it are
-    written while others are still read. What is no tensor is passed over."""
+    """Require outputs that share no memory with an input or with another output: parts of them are
+    written while others are still read. What is no tensor is passed over. ArgumentError."""
     spans = {name: _span(each) for name, each in read.items() if isinstance(each, torch.Tensor)}
     for name, output in written.items():
         if not isinstance(output, torch.Tensor):
@@ -175,7 +175,7 @@ def apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses from a tensor's first element to behind its last."""
+    """Return the addresses of a tensor's first element and of the end of its last."""
     begin, last = tensor.data_ptr(), 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride

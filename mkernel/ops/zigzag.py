@@ -14,7 +14,8 @@ from mkernel.errors import ArgumentError, ShapeError
 
 
 def zigzag_positions(sequence: int, world_size: int, rank: int) -> Tensor:
-    """Positions [sequence / W] (int64) that ``rank`` holds of a causally split sequence, in order.
+    """Return the positions [sequence / W] (int64), in order, that ``rank`` holds of a causally split
+    sequence.
 
     ``x[:, :, zigzag_positions(...)]`` is the rank's part of x [B, H, S, D].
 
@@ -43,8 +44,8 @@ def zigzag_split(x: Tensor, world_size: int, rank: int, *, dim: int = 1) -> Tens
 
 
 def zigzag_merge(parts: Sequence[Tensor], *, dim: int = 1) -> Tensor:
-    """Return the whole sequence, a copy, of the ``parts`` of all ranks, in their order: what
-    :func:`zigzag_split` has split. It does not communicate; gather the parts first.
+    """Merge the ``parts`` of all ranks, in their order, into the whole sequence, a copy: it undoes
+    :func:`zigzag_split`. It does not communicate; gather the parts first.
 
     Raises:
         ShapeError: there are no parts, or they are not alike, or have an odd number of positions.
