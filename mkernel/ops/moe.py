@@ -47,9 +47,12 @@ class MoeHandle(NamedTuple):
 
 
 class MoeDispatch(NamedTuple):
-    """``outputs`` [R, I]: rows of this rank's experts, expert by expert; ``counts`` [E/W] int64: rows
-    of each, with sum R; ``handle``: for :func:`moe_combine`. With a capacity ``outputs`` is
-    [capacity, I], and rows from R on are zero."""
+    """The results of a dispatch on one rank.
+
+    ``outputs`` [R, I]: rows of this rank's experts, expert by expert; ``counts`` [E/W] int64: rows of
+    each, with sum R; ``handle``: for :func:`moe_combine`. With a capacity ``outputs`` is [capacity, I],
+    and rows from R on are zero.
+    """
 
     outputs: Tensor
     counts: Tensor

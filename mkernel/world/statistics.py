@@ -56,11 +56,11 @@ class CallKind:
 
     @property
     def calls(self) -> int:
-        """Return how often they were made."""
+        """Return how often calls of this kind were made."""
         return int.from_bytes(self.counter, sys.byteorder)
 
     def count(self) -> None:
-        """Count one more."""
+        """Count one more call of this kind."""
         self.counter[:] = (self.calls + 1).to_bytes(8, sys.byteorder)
 
 
