@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
 WORST = 12
-"""How many rows are listed of those in which a peer is faster."""
+"""The number of rows in which a peer is faster that the page lists."""
 
 HEAD = """# Measured numbers
 

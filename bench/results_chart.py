@@ -227,7 +227,7 @@ def picture() -> str:
 
 
 def main() -> int:
-    """See above."""
+    """Compare the picture, or draw it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:

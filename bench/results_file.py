@@ -28,14 +28,14 @@ from mkernel.schema_version import refusal
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 FORMAT = "mkernel-figures-1"
-"""Of a benchmark here; those of `mkernel bench` and pytest have their own."""
+"""The format of results of scripts here; those of `mkernel bench` and pytest have their own."""
 DIGITS, OTHERS_DIGITS = 5, 6
 DIGITS_OF = {"median_us": 6, "compute_us": 6, "comm_us": 6, "floor_us": 6, "p10_us": 4, "p90_us": 4,
              "error": 3, "limit": 3}  # fmt: skip
 """Significant digits of a summary's figures, and of those of other results."""
 RATIOS = ("tflops", "rho", "eta", "speedup", "to_gemm")
 WIDTH = 240
-"""What fits into so many characters stands on one line of a result."""
+"""The longest line of a result, in characters; values that fit stand on one line."""
 _READ = (
     FORMAT,
     results.FORMAT,

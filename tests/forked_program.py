@@ -19,7 +19,7 @@ from mkernel.launch import host_store, launch
 
 
 class Ended(NamedTuple):
-    """How a program ended: the first exit code that is not 0, and what all ranks printed."""
+    """The end of a program: the first exit code that is not 0, and the output of all ranks."""
 
     code: int
     said: str

@@ -192,9 +192,8 @@ def payloads(
     if isinstance(shape, AttentionShape):
         own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
         return Payloads(gather=2.0 * own * (size + back))
-    once = wanted(
-        shape.experts, shape.top_k, world, routing
-    )  # a token to a rank with experts of it
+    # A token goes once to each rank that has experts of it.
+    once = wanted(shape.experts, shape.top_k, world, routing)
     rows, by_slot = once, shape.top_k / world
     if isinstance(shape, MoeShape):
         width, size = shape.hidden, size + back

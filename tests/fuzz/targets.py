@@ -45,7 +45,7 @@ _WATCHDOG = Watchdog(
 )  # is asked here, and never started
 _FOLDER = tempfile.TemporaryDirectory()
 FILE = Path(_FOLDER.name) / "file"
-"""What targets write for their readers; a process that fuzzes has its own."""
+"""The file that targets write and readers read; each process that fuzzes has its own."""
 
 
 def bootstrap(data: bytes) -> list[str]:

@@ -29,7 +29,7 @@ GUEST = int(os.environ.get("GUEST", "0"))
 MEETING = ("10.99.1.1", 4792)  # of guest 0
 ME, PEER = 0, 1
 BATCHES = 30
-"""Of 100 puts each way, four of them with a group: its numbers, modulo 64, are used again."""
+"""A batch is 100 puts each way, four with a group; group numbers, modulo 64, are used again."""
 MEETS_S = 270.0
 RUNS_S = 280.0
 SUBJECT = NicSubject("cx7", "system", timeout_s=60.0)

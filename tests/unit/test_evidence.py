@@ -129,7 +129,7 @@ def test_the_readme_cites_the_newest_file_of_each_kind() -> None:
 
 @cache
 def ways() -> list[dict[str, Any]]:
-    """What constants were fitted to."""
+    """Return the results that constants were fitted to."""
     files: list[dict[str, Any]] = json.loads((RESULTS / "ways.json").read_text())["figures"][
         "files"
     ]

@@ -306,12 +306,12 @@ def loads(root: Path) -> set[tuple[str, str]]:
 
 
 def runs(root: Path) -> set[tuple[str, str]]:
-    """What modules import at any time, inside functions too."""
+    """Return the imports of modules at any time, inside functions too."""
     return {(each.module, each.imported) for each in imports(root) if not each.types}
 
 
 def types(root: Path) -> set[tuple[str, str]]:
-    """What is imported at the top of modules, for type checkers too."""
+    """Return the imports at the top of modules, for type checkers too."""
     return {(each.module, each.imported) for each in imports(root) if each.now}
 
 

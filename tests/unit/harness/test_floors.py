@@ -29,7 +29,7 @@ def test_a_combine_adds_in_float32() -> None:
 
 @pytest.mark.parametrize(("world", "tokens"), [(2, 64 * 69 / 70), (4, 64 * 55 / 70), (8, 32)])
 def test_a_dispatch_sends_a_token_once_to_a_rank(world: int, tokens: float) -> None:
-    """Of the 70 choices of four of eight experts, 1, 15 and 35 contain none of a rank's experts."""
+    """A token has 70 choices of four in eight experts; 1, 15 or 35 contain none of a rank's."""
     shape = MoeShape(tokens=64, top_k=4, experts=8, hidden=128, features=256)
     link = floors("moe_dispatch_gemm", shape, "float16", world, RATES)[1]
     assert link.amount == pytest.approx(tokens * 128 * 2)
