@@ -37,7 +37,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB << (2 * i) for i in range(10)]  # 4 KiB to 1 GiB
 BLOCKS = {"bulk": (1, 2, 4, 8, 16, 32), "plain": (1, 4, 8, 16, 32, 64)}
 DIRECTIONS = ("put", "get", "local", "to_host", "from_host")
-KEPT_BLOCKS = (8, 16)  # of the bulk and plain engines, for the choice
+KEPT_BLOCKS = (8, 16)  # of the bulk and plain engines, for the choice and in the result
 RATE_BARS = {"put": 0.89, "get": 0.94}
 BATCH_BYTES = 256 * MIB
 MOST_COPIES = 40
@@ -266,7 +266,7 @@ def main() -> int:
             **devices(torch.device("cuda")),
             "link_gbs": link_gbs(),
             "repeat": arguments.repeat,
-            "copies": rows,
+            "copies": [row for row in rows if row["blocks"] in (0, *KEPT_BLOCKS)],
             "bars": checked,
         },
     )

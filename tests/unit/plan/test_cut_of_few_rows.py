@@ -62,7 +62,7 @@ def test_few_columns_are_cut_into_the_most_parts() -> None:
 @pytest.mark.parametrize(("n", "k"), [(10040, 1480), (8896, 392), (5120, 8192)])
 def test_a_second_wave_costs_more_than_fuller_blocks_gain(n: int, k: int) -> None:
     """In two and three waves the first two of these took 17.3 and 30.8 us on two H100, 5 to 6 a further
-    wave more than one of one (bench/results/hopper_random_11_h100_2.json)."""
+    wave more than one of one (hopper_random_11_h100_2 of ways.json)."""
     assert made(n, k).waves == 1
     free = shipped().model_copy(update={"wave_us": 0.0, "block_gbs": 25.0})
     assert cut(n, k, 2, CORES, free).waves > 1
