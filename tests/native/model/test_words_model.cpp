@@ -1,5 +1,5 @@
-// Words, the waits for them and the ends of calls in every interleaving: who sees a word sees the data, no
-// wake-up is lost, and no call's data is overwritten while somebody still reads it.
+// Words and the waits for them in every interleaving: who sees a word sees the data, no wake-up is lost, and
+// no call's data is overwritten while somebody still reads it. The ends of calls are in test_call_end_model.cpp.
 #include <array>
 
 #include "backends/transport/republish.hpp"
@@ -113,73 +113,6 @@ class Republish : public Padded {
     transport::SetWord copy_;
     std::uint32_t abort_ = 0;
     int data_ = 0;
-};
-
-// How a call ends, and what is wrong with it.
-enum class End {
-    handshake,       // every rank hears that every other is done
-    brief,           // nobody waits; memory of even and of odd calls
-    not_waited_for,  // as handshake, but who has told its peers goes on
-    one_memory,      // as brief, with the same memory in every call
-    told_too_early,  // as handshake, told before what the call brought was read
-};
-
-// Ranks that exchange data in several calls (device/call.cuh): each writes into every peer's memory, says
-// so by a set word, waits for all of its own, and reads.
-template <int kRanks>
-class Calls : public model::Scenario {
-  public:
-    Calls(End end, std::uint64_t calls) : end_(end), calls_(calls) {
-        for (Rank& each : ranks_) {
-            for (int peer = 0; peer < kRanks; ++peer) {
-                model::name(&each.arrived[peer], "arrived");
-                model::name(&each.finished[peer], "finished");
-            }
-        }
-    }
-
-    std::vector<std::function<void()>> threads() override {
-        std::vector<std::function<void()>> all;
-        for (int rank = 0; rank < kRanks; ++rank) {
-            all.emplace_back([this, rank] {
-                for (std::uint64_t epoch = 1; epoch <= calls_; ++epoch) call(rank, epoch);
-            });
-        }
-        return all;
-    }
-
-  private:
-    struct Rank {
-        std::array<transport::SetWord, kRanks> arrived, finished;
-        int inbox[kRanks][2]{};  // plain, by writer and by parity of the call
-    };
-
-    void call(int rank, std::uint64_t epoch) {
-        const bool twice = end_ == End::brief;
-        const std::size_t half = twice ? epoch & 1 : 0;
-        const auto peers = [&](const auto& visit) {
-            for (int step = 1; step < kRanks; ++step) visit((rank + step) % kRanks);
-        };
-        const auto told = [&](std::array<transport::SetWord, kRanks> Rank::*words) {
-            peers([&](int peer) { (ranks_[peer].*words)[rank].set(epoch); });
-        };
-        const auto heard = [&](std::array<transport::SetWord, kRanks> Rank::*words) {
-            peers([&](int peer) {
-                while (!(ranks_[rank].*words)[peer].reached(epoch)) transport::yield();
-            });
-        };
-        peers([&](int peer) { model::writes(&ranks_[peer].inbox[rank][half]); });
-        told(&Rank::arrived);
-        if (end_ == End::told_too_early) told(&Rank::finished);
-        heard(&Rank::arrived);
-        peers([&](int peer) { model::reads(&ranks_[rank].inbox[peer][half]); });
-        if (end_ == End::handshake || end_ == End::not_waited_for) told(&Rank::finished);
-        if (end_ == End::handshake || end_ == End::told_too_early) heard(&Rank::finished);
-    }
-
-    End end_;
-    std::uint64_t calls_;
-    std::array<Rank, kRanks> ranks_{};
 };
 
 // Ranks that send each other mail in several calls (hopper's device/mailbox.cuh): a word that is not zero has
@@ -411,16 +344,6 @@ TEST(orders_of_a_wait) {
     CHECK(surprises.empty());
 }
 
-TEST(a_call_ends) {
-    CHECK(right("2 ranks, handshake", scenario<Calls<2>>(End::handshake, 3u)));
-    CHECK(right("3 ranks, handshake", scenario<Calls<3>>(End::handshake, 2u), late()));
-    CHECK(right("2 ranks, brief", scenario<Calls<2>>(End::brief, 5u)));
-    CHECK(right("3 ranks, brief", scenario<Calls<3>>(End::brief, 3u), late()));
-    CHECK(!right("told, not waited for", scenario<Calls<2>>(End::not_waited_for, 3u)));
-    CHECK(!right("brief, one memory", scenario<Calls<2>>(End::one_memory, 3u)));
-    CHECK(!right("told too early", scenario<Calls<2>>(End::told_too_early, 3u)));
-}
-
 TEST(mail_of_several_calls) {
     CHECK(right("2 ranks", scenario<Mail<2>>(2u, 5u)));
     CHECK(right("3 ranks", scenario<Mail<3>>(2u, 3u), late()));
@@ -444,11 +367,8 @@ TEST(additions_of_several_calls) {
 }
 
 TEST(orders_of_calls) {
-    const auto surprises = model::orders_count({{scenario<Calls<2>>(End::handshake, 3u), {}},
-                                                {scenario<Calls<2>>(End::brief, 5u), {}},
-                                                {scenario<Mail<2>>(2u, 5u), {}},
-                                                {scenario<Added>(true), {}}},
-                                               {});
+    const auto surprises =
+        model::orders_count({{scenario<Mail<2>>(2u, 5u), {}}, {scenario<Added>(true), {}}}, {});
     CHECK(surprises.empty());
 }
 
