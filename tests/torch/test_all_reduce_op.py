@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import checked, close, on_ranks, operand
+from ranks import close, on_ranks, operand
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 import mkernel
-from mkernel.cases.base import TOLERANCE
 from mkernel.errors import (
     ArgumentError,
     PlanMismatch,
-    Unsupported,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -34,66 +32,6 @@ def given(dtype: torch.dtype, lead: tuple[int, ...] = (M,)) -> dict[str, Tensor]
         "residual": operand("residual", 0, *lead, N, dtype=dtype),
         "norm_weight": operand("weight", 0, N, dtype=dtype),
     }
-
-
-def limit(dtype: torch.dtype) -> float:
-    return TOLERANCE[str(dtype).removeprefix("torch.")]
-
-
-def summed(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
-    rank, parts = mkernel.world().rank, terms(dtype, lead)
-    truth = sum((each.double() for each in parts), torch.zeros(()))
-    x, kept = parts[rank], parts[rank].clone()
-    found = mkernel.all_reduce(x)
-    assert found.dtype == dtype
-    close(found, truth, limit(dtype))
-    assert torch.equal(x, kept), "an input was written"
-    held = torch.full_like(x, float("nan"))
-    assert mkernel.all_reduce(x, out=held) is held
-    assert torch.equal(held, found)
-    apart = torch.stack([x, x], -1)[..., 0]
-    assert not apart.is_contiguous()
-    assert torch.equal(mkernel.all_reduce(apart), found)
-    wide = mkernel.all_reduce(x, out_dtype=torch.float64)
-    assert wide.dtype == torch.float64
-    close(wide, truth, 1e-12)
-    assert mkernel.all_reduce(x, out=x) is x
-    assert torch.equal(x, found)
-
-
-@pytest.mark.parametrize("lead", [(M,), (1,), (2, 3)], ids=["matrix", "row", "activation"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_sum(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
-    on_ranks(summed, dtype, lead, ranks=RANKS)
-
-
-def normed(dtype: torch.dtype, lead: tuple[int, ...], residual: bool, in_place: bool) -> None:
-    rank, parts, alike = mkernel.world().rank, terms(dtype, lead), given(dtype, lead)
-    total = sum((each.double() for each in parts), torch.zeros(()))
-    if residual:
-        total = total + alike["residual"].double()
-    else:
-        del alike["residual"]
-    before = {name: value.clone() for name, value in alike.items()}
-    for _ in range(2):
-        x = parts[rank].clone()
-        found = mkernel.all_reduce(x, eps=EPS, out=x if in_place else None, **alike)  # type: ignore[call-overload]
-        out, new = found if residual else (found, None)
-        assert not in_place or out is x
-        close(out, rms_norm(total, (N,), alike["norm_weight"].double(), EPS), limit(dtype))
-        if residual:
-            close(new, total, limit(dtype))
-    assert all(torch.equal(alike[name], before[name]) for name in alike), "an input was written"
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize("lead", [(M,), (2, 3)], ids=["matrix", "activation"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_norm_behind_it(
-    dtype: torch.dtype, lead: tuple[int, ...], residual: bool, in_place: bool
-) -> None:
-    on_ranks(normed, dtype, lead, residual, in_place, ranks=RANKS)
 
 
 def gradients(compile: bool, lead: tuple[int, ...]) -> None:
@@ -160,19 +98,6 @@ def test_it_compiles() -> None:
     on_ranks(compiled, ranks=RANKS)
 
 
-def registered() -> list[dict[str, str]]:
-    alike, x = given(torch.float32), terms(torch.float32)[mkernel.world().rank]
-    arguments = (x, alike["norm_weight"], alike["residual"])
-    return [
-        checked(torch.ops.mkernel.all_reduce, (x,)),
-        checked(torch.ops.mkernel.all_reduce_norm, arguments, eps=EPS),
-    ]
-
-
-def test_the_registered_ops_are_what_their_schemas_say() -> None:
-    assert on_ranks(registered, ranks=RANKS) == [[{}, {}]] * RANKS
-
-
 def another_eps() -> None:
     alike, rank = given(torch.float32), mkernel.world().rank
     with pytest.raises(PlanMismatch, match="eps"):
@@ -185,17 +110,10 @@ def test_another_eps_on_another_rank_is_refused() -> None:
     on_ranks(another_eps, ranks=RANKS)
 
 
-def unprovided() -> None:
-    with pytest.raises(Unsupported, match="'ascend' does not provide 'all_reduce'"):
-        mkernel.all_reduce(terms(torch.float16)[mkernel.world().rank])
-
-
-def test_an_accelerator_without_it_says_so() -> None:
-    on_ranks(unprovided, accelerator="ascend", ranks=RANKS)
-
-
 def companion() -> str:
-    summed(torch.float16, (M,))
+    parts = terms(torch.float16)
+    truth = sum((each.double() for each in parts), torch.zeros(()))
+    close(mkernel.all_reduce(parts[mkernel.world().rank]), truth, 2e-3)
     return mkernel.plan("all_reduce", m=M, n=N, dtype="float16").accelerator
 
 

@@ -67,9 +67,10 @@ def part(whole: Tensor, dimension: int, rank: int) -> Tensor:
     return whole.chunk(RANKS, dimension)[rank]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["rows split", "rows whole"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("bias", "sequence_parallel", "compiled"),
+    [(True, True, True), (False, True, False), (True, False, False)],
+)
 def test_a_pair_of_layers_is_the_unsharded_one(
     bias: bool, sequence_parallel: bool, compiled: bool
 ) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import checked, close, on_ranks, operand
+from ranks import close, on_ranks, operand
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 import mkernel
-from mkernel.cases.base import TOLERANCE
 from mkernel.errors import PlanMismatch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -34,50 +33,6 @@ def given(dtype: torch.dtype, lead: tuple[int, ...] = (M,)) -> dict[str, Tensor]
         "norm_weight": operand("weight", 0, N, dtype=dtype),
         "bias": operand("bias", 0, N, dtype=dtype),
     }
-
-
-def expected(dtype: torch.dtype, lead: tuple[int, ...], names: tuple[str, ...]) -> list[Tensor]:
-    """In float64: the normalised rows, the new residual."""
-    total = sum((a.double() @ b.double() for a, b in parts(dtype, lead)), torch.zeros(()))
-    alike = given(dtype, lead)
-    for name in ("bias", "residual"):
-        if name in names:
-            total = total + alike[name].double()
-    return [rms_norm(total, (N,), alike["norm_weight"].double(), EPS), total]
-
-
-def computed(dtype: torch.dtype, lead: tuple[int, ...], names: tuple[str, ...], out: bool) -> None:
-    a, b = parts(dtype, lead)[mkernel.world().rank]
-    alike = {name: value for name, value in given(dtype, lead).items() if name in names}
-    before = {name: value.clone() for name, value in alike.items()}
-    wanted = expected(dtype, lead, names)
-    held = torch.full((*lead, N), float("nan"), dtype=dtype) if out else None
-    for _ in range(2):
-        found = mkernel.gemm_all_reduce(a, b, eps=EPS, out=held, **alike)  # type: ignore[call-overload]
-        if "residual" not in names:
-            assert isinstance(found, Tensor)
-            found = (found,)
-        assert held is None or found[0] is held
-        for each, truth in zip(found, wanted, strict=False):
-            assert each.dtype == dtype
-            close(
-                each, truth, TOLERANCE[str(dtype).removeprefix("torch.")] * (1 + ("bias" in names))
-            )
-    assert all(torch.equal(alike[name], before[name]) for name in alike), "an input was written"
-
-
-@pytest.mark.parametrize("out", [False, True])
-@pytest.mark.parametrize("lead", [(M,), (2, 3)], ids=["matrix", "activation"])
-@pytest.mark.parametrize(
-    "names",
-    [("norm_weight",), ("norm_weight", "residual"), ("norm_weight", "residual", "bias")],
-    ids=["alone", "residual", "bias"],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_it_is_what_torch_computes(
-    dtype: torch.dtype, names: tuple[str, ...], lead: tuple[int, ...], out: bool
-) -> None:
-    on_ranks(computed, dtype, lead, names, out)
 
 
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
@@ -144,20 +99,6 @@ def without_residual() -> None:
 
 def test_gradients_without_a_residual() -> None:
     on_ranks(without_residual)
-
-
-def registered() -> dict[str, str]:
-    alike = given(torch.float32)
-    arguments = (
-        *parts(torch.float32)[mkernel.world().rank],
-        alike["norm_weight"],
-        alike["residual"],
-    )
-    return checked(torch.ops.mkernel.gemm_all_reduce_norm, arguments, eps=EPS)
-
-
-def test_the_registered_op_is_what_its_schema_says() -> None:
-    assert on_ranks(registered) == [{}] * RANKS
 
 
 def another_eps() -> None:

@@ -141,9 +141,9 @@ def called(
 class TestOnRanks:
     pytestmark = on_two
 
-    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-    @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-    @pytest.mark.parametrize("lead", [(M,), (2, 3)], ids=["matrix", "activation"])
+    @pytest.mark.parametrize(
+        ("lead", "residual", "compiled"), [((M,), False, True), ((2, 3), True, False)]
+    )
     @pytest.mark.parametrize("op", ["all_reduce", "gemm_all_reduce"])
     def test_a_norm_in_e4m3(
         self, op: str, lead: tuple[int, ...], residual: bool, compiled: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import checked, close, on_ranks, operand
+from ranks import close, on_ranks, operand
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -107,17 +107,16 @@ def differentiated(
     return [each.grad for each in (q, k, v) if each.grad is not None]
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["heads", "positions"])
 @pytest.mark.parametrize(
-    ("causal", "scale", "of_lse", "dtype", "chunk"),
+    ("causal", "scale", "of_lse", "dtype", "chunk", "turned"),
     [
-        (False, None, False, torch.float32, None),
-        (True, None, False, torch.float32, None),
-        (True, 0.3, True, torch.float32, 4),
-        (False, 0.3, True, torch.float32, 5),
-        (True, None, False, torch.float16, None),
-        (True, -0.3, True, torch.float32, None),
-        (False, 0.0, True, torch.float32, None),
+        (False, None, False, torch.float32, None, False),
+        (True, None, False, torch.float32, None, True),
+        (True, 0.3, True, torch.float32, 4, False),
+        (False, 0.3, True, torch.float32, 5, True),
+        (True, None, False, torch.float16, None, False),
+        (True, -0.3, True, torch.float32, None, False),
+        (False, 0.0, True, torch.float32, None, False),
     ],
 )
 def test_gradients_are_those_of_the_unsharded_attention(
@@ -184,39 +183,6 @@ def test_an_accelerator_without_packed_documents_says_so() -> None:
         assert "'ascend' takes no packed documents" in said
 
 
-def seen_by_torch() -> dict[str, dict[str, str]]:
-    q, k, v = own(torch.float32, causal=True)
-    op, gradients = torch.ops.mkernel.ring_attention, torch.ops.mkernel.ring_attention_backward
-    bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)[:-2]
-    bounds[-1] = 2 * q.shape[2]  # of the two ranks that check
-    out, lse = mkernel.ring_attention(
-        q.detach(), k.detach(), v.detach(), causal=True, return_lse=True
-    )
-    plain = [each.detach() for each in (q, k, v)]
-    turned = [by_positions(each) for each in plain]
-    turned_out, _ = op(*turned, causal=True, group=mkernel.world().name)
-    assert turned_out.stride() == turned[0].stride()
-    return {
-        "by positions": checked(op, turned, causal=True),
-        "by positions, differentiable": checked(
-            op, [each.clone().requires_grad_() for each in turned], causal=True
-        ),
-        "by positions, backward": checked(
-            gradients, (out, None, *turned, None, turned_out, lse), causal=True
-        ),
-        "plain": checked(op, plain, causal=True),
-        "differentiable": checked(op, (q, k, v), causal=True, scale=0.4),
-        "documents": checked(op, (q, k, v, bounds), causal=True),
-        "backward": checked(gradients, (out, None, *plain, None, out, lse), causal=True),
-        "backward with lse": checked(gradients, (out, lse, *plain, None, out, lse), causal=True),
-    }
-
-
-def test_torch_finds_nothing_wrong_with_the_op() -> None:
-    for found in on_ranks(seen_by_torch):
-        assert not any(found.values()), found
-
-
 def compiled() -> tuple[list[float], int]:
     """Greatest differences of results and gradients from the eager ones; graphs made."""
 
@@ -238,23 +204,6 @@ def test_attention_compiles_into_one_graph_with_the_same_results() -> None:
     for differences, graphs in on_ranks(compiled):
         assert graphs == 1
         assert max(differences) <= 1e-5
-
-
-def exported() -> tuple[bool, list[str]]:
-    class Attention(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return mkernel.ring_attention(q, k, v, causal=True)
-
-    q, k, v = (each.detach() for each in own(torch.float32, causal=True))
-    program = torch.export.export(Attention(), (q, k, v))
-    same = torch.equal(program.module()(q, k, v), Attention()(q, k, v))
-    return same, [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-
-
-def test_attention_can_be_exported() -> None:
-    for same, targets in on_ranks(exported):
-        assert same
-        assert any("ring_attention" in target for target in targets)
 
 
 def without_a_backward() -> str:
