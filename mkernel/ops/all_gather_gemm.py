@@ -13,10 +13,11 @@ Synchronisation: one signal a (source, chunk), awaited as `>= epoch`; none is ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.errors import ArgumentError
@@ -24,7 +25,6 @@ from mkernel.ops import around, derivatives, flops, validate
 from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scaled_gemm import SCALED_OPTIONS, register_scaled, scaled_result
 from mkernel.ops.scales import (
     Scaled,
     as_matrix,
@@ -40,43 +40,38 @@ from mkernel.world.lifecycle import current
 OP = GemmOp("all_gather_gemm", gathers=True)
 
 
+Each = TypeVar("Each")
+
+
+class _Options(TypedDict, Generic[Each], total=False):
+    """Options that all overloads take; ``Each`` is a tensor, or a list with one for each b."""
+
+    a_scale: Tensor | None
+    b_scale: Each | None
+    use_fast_accum: bool
+    bias: Each | None
+    gather_dim: int
+    out: Each | None
+    out_dtype: torch.dtype | None
+    chunk: int | None
+    gathered: Tensor | None
+    save_gathered: bool
+    group: Group
+
+
 @overload
 def all_gather_gemm(
     a: Tensor,
     b: Tensor,
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
-    bias: Tensor | None = None,
-    gather_dim: int = 0,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    gathered: Tensor | None = None,
     return_gathered: Literal[False] = False,
-    save_gathered: bool = False,
-    group: Group = None,
+    **options: Unpack[_Options[Tensor]],
 ) -> Tensor: ...
 
 
 @overload
 def all_gather_gemm(
-    a: Tensor,
-    b: Tensor,
-    *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
-    bias: Tensor | None = None,
-    gather_dim: int = 0,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    gathered: Tensor | None = None,
-    return_gathered: Literal[True],
-    save_gathered: bool = False,
-    group: Group = None,
+    a: Tensor, b: Tensor, *, return_gathered: Literal[True], **options: Unpack[_Options[Tensor]]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -85,18 +80,8 @@ def all_gather_gemm(
     a: Tensor,
     b: Sequence[Tensor],
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Sequence[Tensor] | None = None,
-    use_fast_accum: bool = False,
-    bias: Sequence[Tensor] | None = None,
-    gather_dim: int = 0,
-    out: Sequence[Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    gathered: Tensor | None = None,
     return_gathered: Literal[False] = False,
-    save_gathered: bool = False,
-    group: Group = None,
+    **options: Unpack[_Options[Sequence[Tensor]]],
 ) -> list[Tensor]: ...
 
 
@@ -105,18 +90,8 @@ def all_gather_gemm(
     a: Tensor,
     b: Sequence[Tensor],
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Sequence[Tensor] | None = None,
-    use_fast_accum: bool = False,
-    bias: Sequence[Tensor] | None = None,
-    gather_dim: int = 0,
-    out: Sequence[Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    gathered: Tensor | None = None,
     return_gathered: Literal[True],
-    save_gathered: bool = False,
-    group: Group = None,
+    **options: Unpack[_Options[Sequence[Tensor]]],
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
@@ -208,29 +183,28 @@ def all_gather_gemm(
             out, out_dtype, chunk, gathered, save_gathered, group,
         )  # fmt: skip
         return (results, whole) if return_gathered else results
-    one: tuple[Any, Any, Any] = (b, bias, out)
-    of_one: Any = b_scale
-    given = scaled(a_scale, of_one, use_fast_accum)
-    if given is not None:
-        return _one_scaled(
-            a,
-            one[0],
-            given,
-            bias,
-            gather_dim,
-            out,
-            out_dtype,
-            chunk,
-            gathered,
-            return_gathered,
-            group,
+    of_one: tuple[Any, Any, Any, Any] = (b, b_scale, bias, out)
+    matrix, scale, added, into = of_one
+    given = scaled(a_scale, scale, use_fast_accum)
+    keeps = gathered is not None or return_gathered
+    if not keeps and (given is not None or not save_gathered):
+        return OP.result(
+            a, matrix, added, gather_dim,
+            out=into, out_dtype=out_dtype, chunk=chunk, group=group, scaled=given,
+        )  # fmt: skip
+    if given is None:
+        return _and_gathered(
+            a, matrix, added, into, gather_dim, out_dtype, chunk, gathered, return_gathered, group
         )
-    return _one(
-        a, *one, gather_dim, out_dtype, chunk, gathered, return_gathered, save_gathered, group
-    )
+    lists = [None if each is None else [each] for each in (added, into)]
+    (c,), whole = _several(
+        a, [matrix], [given], lists[0], gather_dim,
+        lists[1], out_dtype, chunk, gathered, False, group,
+    )  # fmt: skip
+    return (c, whole) if return_gathered else c
 
 
-def _one(
+def _and_gathered(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -240,19 +214,14 @@ def _one(
     chunk: int | None,
     gathered: Tensor | None,
     return_gathered: bool,
-    save_gathered: bool,
     group: Group,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the product with one b, through torch's dispatcher where torch has to see the call."""
-    if gathered is None and not (return_gathered or save_gathered):
-        return OP.result(
-            a, b, bias, gather_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
-        )
+    """Compute the product with one b and keep the gathered A, through torch's dispatcher where torch
+    has to see the call."""
     a, b, bias = OP.local(a, b, bias, gather_dim, group)
     given = out if gathered is None else gathered
-    traced = traced_outputs(given, a, b, bias)
-    if traced or (given is None and seen_by_torch(a, b, bias)):
-        c: Tensor
+    c: Tensor
+    if traced_outputs(given, a, b, bias) or (given is None and seen_by_torch(a, b, bias)):
         c, whole = ops.all_gather_gemm_gathered(
             a,
             b,
@@ -267,67 +236,18 @@ def _one(
         if gathered is not None:
             whole = copied_to("gathered", gathered, whole, gather_dim)
         return (c, whole) if return_gathered else c
-    wanted = return_gathered if gathered is None else gathered
     done = OP.call(
-        a,
-        b,
-        bias,
-        dim=gather_dim,
-        out=out,
-        out_dtype=out_dtype,
-        chunk=chunk,
-        gathered=wanted,
-        group=group,
-    ).outputs
-    return (done["out"], done["gathered"]) if return_gathered else done["out"]
-
-
-def _one_scaled(
-    a: Tensor,
-    b: Tensor,
-    given: Scaled,
-    bias: Any,
-    gather_dim: int,
-    out: Any,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    gathered: Tensor | None,
-    return_gathered: bool,
-    group: Group,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the product of e4m3 operands with one b."""
-    if gathered is None and not return_gathered:
-        return scaled_result(
-            OP, a, b, given, bias, gather_dim,
-            out=out, out_dtype=out_dtype, chunk=chunk, group=group,
-        )  # fmt: skip
-    lists = [None if each is None else [each] for each in (bias, out)]
-    (c,), whole = _several(
-        a, [b], [given], lists[0], gather_dim, lists[1], out_dtype, chunk, gathered, False, group
-    )
-    return (c, whole) if return_gathered else c
+        a, b, bias, dim=gather_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+        gathered=return_gathered if gathered is None else gathered,
+    ).outputs  # fmt: skip
+    c = done["out"]
+    return (c, done["gathered"]) if return_gathered else c
 
 
 def _gathered(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    gather_dim: int = 0,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: str,
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, gather_dim: int = 0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    done = OP.call(
-        a,
-        b,
-        bias,
-        dim=gather_dim,
-        out_dtype=out_dtype,
-        chunk=chunk,
-        gathered=True,
-        group=group,
-    ).outputs
+    done = OP.call(a, b, bias, dim=gather_dim, gathered=True, **options).outputs
     return done["out"], done["gathered"]
 
 
@@ -338,8 +258,8 @@ def _gathered_fake(
     *,
     gather_dim: int = 0,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
     group: str,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     ranks = current(group).size
     return OP.fake(a, b, gather_dim, out_dtype, ranks), OP.fake_gathered(a, gather_dim, ranks)
@@ -383,31 +303,24 @@ def _several(
         for at, each in enumerate(zip(b, biases, outs, strict=True)):
             named = zip(("b", "bias", "out"), each, strict=True)
             refuse_gradients(OP.name, **{f"{name}[{at}]": one for name, one in named})
-        if out is None and gathered is None and seen_by_torch(a, *b, *biases):
-            results, whole = ops.all_gather_gemms_scaled(
-                a,
-                b,
-                scales[0].a,
-                [each.b for each in scales],
-                [] if bias is None else biases,
-                gather_dim=gather_dim,
-                out_dtype=out_dtype,
-                use_fast_accum=scales[0].use_fast_accum,
-                chunk=chunk,
-                group=group_name(group),
+    if out is None and gathered is None and seen_by_torch(a, *b, *biases):
+        given = [] if bias is None else biases
+        options: dict[str, Any] = {
+            "gather_dim": gather_dim,
+            "out_dtype": out_dtype,
+            "chunk": chunk,
+            "group": group_name(group),
+        }
+        if scales is None:
+            results, whole = ops.all_gather_gemms(
+                a, b, given, save_gathered=save_gathered, **options
             )
-            return list(results), whole
-    elif out is None and gathered is None and seen_by_torch(a, *b, *biases):
-        results, whole = ops.all_gather_gemms(
-            a,
-            b,
-            [] if bias is None else biases,
-            gather_dim=gather_dim,
-            out_dtype=out_dtype,
-            chunk=chunk,
-            save_gathered=save_gathered,
-            group=group_name(group),
-        )
+        else:
+            fast = scales[0].use_fast_accum
+            of_bs = [each.b for each in scales]
+            results, whole = ops.all_gather_gemms_scaled(
+                a, b, scales[0].a, of_bs, given, use_fast_accum=fast, **options
+            )
         return list(results), whole
     return _call_several(a, b, scales, biases, gather_dim, outs, out_dtype, chunk, gathered, group)
 
@@ -518,6 +431,7 @@ def _several_kernel(
     b: list[Tensor],
     bias: list[Tensor],
     *,
+    scales: Sequence[Scaled] | None = None,
     gather_dim: int = 0,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
@@ -526,7 +440,7 @@ def _several_kernel(
 ) -> tuple[list[Tensor], Tensor]:
     nothing: list[Tensor | None] = [None] * len(b)
     biases: list[Tensor | None] = [*bias] if bias else nothing
-    return _call_several(a, b, None, biases, gather_dim, nothing, out_dtype, chunk, None, group)
+    return _call_several(a, b, scales, biases, gather_dim, nothing, out_dtype, chunk, None, group)
 
 
 def _several_fake(
@@ -536,9 +450,8 @@ def _several_fake(
     *,
     gather_dim: int = 0,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    save_gathered: bool = False,
     group: str,
+    **_: Any,
 ) -> tuple[list[Tensor], Tensor]:
     ranks = current(group).size
     results = [OP.fake(a, each, gather_dim, out_dtype, ranks) for each in b]
@@ -552,16 +465,11 @@ def _several_scaled_kernel(
     b_scale: list[Tensor],
     bias: list[Tensor],
     *,
-    gather_dim: int = 0,
-    out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    chunk: int | None = None,
-    group: str,
+    **options: Any,
 ) -> tuple[list[Tensor], Tensor]:
-    nothing: list[Tensor | None] = [None] * len(b)
-    biases: list[Tensor | None] = [*bias] if bias else nothing
     scales = [Scaled(a_scale, one, use_fast_accum) for one in b_scale]
-    return _call_several(a, b, scales, biases, gather_dim, nothing, out_dtype, chunk, None, group)
+    return _several_kernel(a, b, bias, scales=scales, **options)
 
 
 def _several_scaled_fake(
@@ -570,18 +478,16 @@ def _several_scaled_fake(
     a_scale: Tensor,
     b_scale: list[Tensor],
     bias: list[Tensor],
-    *,
-    use_fast_accum: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], Tensor]:
     return _several_fake(a, b, bias, **options)
 
 
 OP.register(derivatives.save_gather, derivatives.gather_backward)
-register_scaled(OP)
 register(
     "all_gather_gemms_scaled(Tensor a, Tensor[] b, Tensor a_scale, Tensor[] b_scale, Tensor[] bias, "
-    f"*, int gather_dim=0, {SCALED_OPTIONS}) -> (Tensor[], Tensor)",
+    "*, int gather_dim=0, ScalarType? out_dtype=None, bool use_fast_accum=False, int? chunk=None, "
+    "str group) -> (Tensor[], Tensor)",
     _several_scaled_kernel,
     _several_scaled_fake,
     flops=flops.gather_many,

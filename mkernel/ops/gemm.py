@@ -18,7 +18,13 @@ from mkernel.ops import around, flops, validate
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.plain import plain, seen_by_torch
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scales import Scaled, as_matrix, check_scaled, scale_strides
+from mkernel.ops.scales import (
+    Scaled,
+    as_matrix,
+    check_scaled,
+    refuse_gradients,
+    scale_strides,
+)
 from mkernel.ops.sharded import local
 from mkernel.ops.untraced import untraced
 from mkernel.plan.around import Around, Norm
@@ -303,29 +309,42 @@ class GemmOp:
         out_dtype: torch.dtype | None,
         chunk: int | None,
         group: Group,
+        scaled: Scaled | None = None,
     ) -> Tensor:
-        """Run one call, through torch's dispatcher where torch has to see it, and return its output."""
+        """Run one call, through torch's dispatcher where torch has to see it, and return its output.
+        ArgumentError: a tensor beside scales that requires grad; and what :meth:`call` raises."""
         found: Any = None
         if not torch.compiler.is_compiling():
             if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
                 with profiling.named(self.name):
                     return self.result(
-                        a, b, bias, dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
-                    )
-            found = self.known(a, b, bias, dim, out, out_dtype, chunk, group)
+                        a, b, bias, dim,
+                        out=out, out_dtype=out_dtype, chunk=chunk, group=group, scaled=scaled,
+                    )  # fmt: skip
+            found = self.known(a, b, bias, dim, out, out_dtype, chunk, group, scaled)
             if isinstance(found, Tensor):
                 return found
         a, b, bias = self.local(a, b, bias, dim, group)
-        traced = traced_outputs(out, a, b, bias)
-        if traced or (out is None and seen_by_torch(a, b, bias)):
-            registered = getattr(ops, self.name)
-            dims = {} if self.dim is None else {self.dim: dim}
+        name = self.name
+        tensors: tuple[Any, ...] = (a, b, bias)
+        options: dict[str, Any] = {} if self.dim is None else {self.dim: dim}
+        if scaled is not None:
+            given = {"a_scale": scaled.a, "b_scale": scaled.b, "bias": bias, "out": out}
+            refuse_gradients(self.name, a=a, b=b, **given)
+            name, tensors = f"{self.name}_scaled", (a, b, scaled.a, scaled.b, bias)
+            options["use_fast_accum"] = scaled.use_fast_accum
+        result: Tensor
+        if traced_outputs(out, *tensors) or (out is None and seen_by_torch(*tensors)):
             wanted = out_dtype or (None if out is None else out.dtype)
-            result: Tensor = registered(
-                a, b, bias, **dims, out_dtype=wanted, chunk=chunk, group=group_name(group)
+            result = getattr(ops, name)(
+                *tensors, **options, out_dtype=wanted, chunk=chunk, group=group_name(group)
             )
             return result if out is None else copied_to("out", out, result, dim)
-        return self._called(a, b, bias, dim, out, out_dtype, chunk, group, found)
+        result = self.call(
+            a, b, bias, dim=dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+            scaled=scaled, signature=found,
+        ).outputs["out"]  # fmt: skip
+        return result
 
     def known(
         self,
@@ -347,32 +366,6 @@ class GemmOp:
         a_scale, b_scale, fast = scaled or (None, None, False)
         return known(self.name, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, fast)
 
-    def _called(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        dim: int,
-        out: Tensor | None,
-        out_dtype: torch.dtype | None,
-        chunk: int | None,
-        group: Group,
-        signature: bytes | None,
-    ) -> Tensor:
-        done = self.call(
-            a,
-            b,
-            bias,
-            dim=dim,
-            out=out,
-            out_dtype=out_dtype,
-            chunk=chunk,
-            group=group,
-            signature=signature,
-        )
-        result: Tensor = done.outputs["out"]
-        return result
-
     def local(self, a: Any, b: Any, bias: Any, dim: int, group: Group) -> tuple[Any, Any, Any]:
         """Return the arguments on this rank; a DTensor's part where it is sharded as the op takes it.
         ArgumentError."""
@@ -383,7 +376,8 @@ class GemmOp:
         )
 
     def register(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-        """Make it known to torch as ``torch.ops.mkernel.NAME``.
+        """Make it known to torch as ``torch.ops.mkernel.NAME``, and with scales as ``NAME_scaled``,
+        which has no derivative: a tensor that requires grad is refused there by its name.
 
         Args:
             save, backward: its derivative (:mod:`mkernel.ops.derivatives`).
@@ -397,17 +391,22 @@ class GemmOp:
             out_dtype: torch.dtype | None = None,
             chunk: int | None = None,
             group: str,
+            scaled: Scaled | None = None,
             **dims: int,
         ) -> Tensor:
             if profiling.wanted():
                 options: dict[str, Any] = {"out_dtype": out_dtype, "chunk": chunk, **dims}
                 with profiling.named(self.name):
-                    return kernel(a, b, bias, group=group, **options)
+                    return kernel(a, b, bias, group=group, scaled=scaled, **options)
             dim = self.dim_of(dims)
-            found = self.known(a, b, bias, dim, None, out_dtype, chunk, group)
+            found = self.known(a, b, bias, dim, None, out_dtype, chunk, group, scaled)
             if isinstance(found, Tensor):
                 return found
-            return self._called(a, b, bias, dim, None, out_dtype, chunk, group, found)
+            result: Tensor = self.call(
+                a, b, bias, dim=dim, out_dtype=out_dtype, chunk=chunk, group=group,
+                scaled=scaled, signature=found,
+            ).outputs["out"]  # fmt: skip
+            return result
 
         def fake(
             a: Tensor,
@@ -421,10 +420,44 @@ class GemmOp:
         ) -> Tensor:
             return self.fake(a, b, self.dim_of(dims), out_dtype, current(group).size)
 
+        def scaled_kernel(
+            a: Tensor,
+            b: Tensor,
+            a_scale: Tensor,
+            b_scale: Tensor,
+            bias: Tensor | None = None,
+            *,
+            use_fast_accum: bool = False,
+            **options: Any,
+        ) -> Tensor:
+            scaled = Scaled(a_scale, b_scale, use_fast_accum)
+            return kernel(a, b, bias, scaled=scaled, **options)
+
+        def scaled_fake(
+            a: Tensor,
+            b: Tensor,
+            a_scale: Tensor,
+            b_scale: Tensor,
+            bias: Tensor | None = None,
+            *,
+            use_fast_accum: bool = False,
+            **options: Any,
+        ) -> Tensor:
+            return fake(a, b, bias, **options)
+
         register(
             f"{self.name}({self.arguments}) -> Tensor", kernel, fake, save, backward,
             flops=self.flops,
         )  # fmt: skip
+        dim = "" if self.dim is None else f"int {self.dim}=0, "
+        register(
+            f"{self.name}_scaled(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, "
+            f"Tensor? bias=None, *, {dim}ScalarType? out_dtype=None, bool use_fast_accum=False, "
+            "int? chunk=None, str group) -> Tensor",
+            scaled_kernel,
+            scaled_fake,
+            flops=self.flops,
+        )
 
     @property
     def flops(self) -> Callable[..., int]:

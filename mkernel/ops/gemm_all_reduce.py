@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
@@ -22,7 +23,6 @@ from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import seen_by_torch
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scaled_gemm import register_scaled, scaled_result
 from mkernel.ops.scales import scaled
 from mkernel.ops.sharded import local
 from mkernel.world import profiling
@@ -32,23 +32,29 @@ from mkernel.world.lifecycle import current
 OP = GemmOp("gemm_all_reduce")
 
 
+class _Options(TypedDict, total=False):
+    """Options that all overloads take."""
+
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    use_fast_accum: bool
+    bias: Tensor | None
+    eps: float
+    chunk: int | None
+    group: Group
+
+
 @overload
 def gemm_all_reduce(
     a: Tensor,
     b: Tensor,
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
-    bias: Tensor | None = None,
     residual: None = None,
     norm_weight: Tensor | None = None,
-    eps: float = EPS,
     quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -57,18 +63,12 @@ def gemm_all_reduce(
     a: Tensor,
     b: Tensor,
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
-    bias: Tensor | None = None,
     residual: Tensor,
     norm_weight: Tensor,
-    eps: float = EPS,
     quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -77,18 +77,10 @@ def gemm_all_reduce(
     a: Tensor,
     b: Tensor,
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
-    bias: Tensor | None = None,
     residual: None = None,
     norm_weight: Tensor,
-    eps: float = EPS,
     quantise: Literal["row"],
-    out: None = None,
-    out_dtype: None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -97,18 +89,10 @@ def gemm_all_reduce(
     a: Tensor,
     b: Tensor,
     *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
-    bias: Tensor | None = None,
     residual: Tensor,
     norm_weight: Tensor,
-    eps: float = EPS,
     quantise: Literal["row"],
-    out: None = None,
-    out_dtype: None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -193,11 +177,10 @@ def gemm_all_reduce(
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
-        if given is not None:
-            return scaled_result(
-                OP, a, b, given, bias, 0, out=out, out_dtype=out_dtype, chunk=chunk, group=group
-            )
-        return OP.result(a, b, bias, 0, out=out, out_dtype=out_dtype, chunk=chunk, group=group)
+        return OP.result(
+            a, b, bias, 0,
+            out=out, out_dtype=out_dtype, chunk=chunk, group=group, scaled=given,
+        )  # fmt: skip
     if given is not None:
         raise ArgumentError("norm_weight", "a tensor", "None, beside scales: normalise the result")
     normed, new = _normed(
@@ -288,7 +271,6 @@ def _fake(
 
 
 OP.register(derivatives.save_reduce, derivatives.reduce_backward)
-register_scaled(OP)
 register(
     "gemm_all_reduce_norm(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual=None, "
     "Tensor? bias=None, *, float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, str group) "

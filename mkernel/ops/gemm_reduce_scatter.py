@@ -13,7 +13,6 @@ import torch
 
 from mkernel.ops import derivatives
 from mkernel.ops.gemm import GemmOp
-from mkernel.ops.scaled_gemm import register_scaled, scaled_result
 from mkernel.ops.scales import scaled
 from mkernel.world.groups import Group
 
@@ -80,16 +79,10 @@ def gemm_reduce_scatter(
             grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    given = scaled(a_scale, b_scale, use_fast_accum)
-    if given is not None:
-        return scaled_result(
-            OP, a, b, given, bias, scatter_dim,
-            out=out, out_dtype=out_dtype, chunk=chunk, group=group,
-        )  # fmt: skip
     return OP.result(
-        a, b, bias, scatter_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group
-    )
+        a, b, bias, scatter_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
+        scaled=scaled(a_scale, b_scale, use_fast_accum),
+    )  # fmt: skip
 
 
 OP.register(derivatives.save_scatter, derivatives.scatter_backward)
-register_scaled(OP)
