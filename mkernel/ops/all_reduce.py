@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.errors import ArgumentError
@@ -124,18 +124,24 @@ def call(
     return Done(plan, record, outputs)
 
 
+class _Options(TypedDict, total=False):
+    """Options that all overloads take."""
+
+    eps: float
+    chunk: int | None
+    group: Group
+
+
 @overload
 def all_reduce(
     x: Tensor,
     *,
     residual: None = None,
     norm_weight: Tensor | None = None,
-    eps: float = EPS,
     quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -145,12 +151,10 @@ def all_reduce(
     *,
     residual: Tensor,
     norm_weight: Tensor,
-    eps: float = EPS,
     quantise: None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -160,12 +164,8 @@ def all_reduce(
     *,
     residual: None = None,
     norm_weight: Tensor,
-    eps: float = EPS,
     quantise: Literal["row"],
-    out: None = None,
-    out_dtype: None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -175,12 +175,8 @@ def all_reduce(
     *,
     residual: Tensor,
     norm_weight: Tensor,
-    eps: float = EPS,
     quantise: Literal["row"],
-    out: None = None,
-    out_dtype: None = None,
-    chunk: int | None = None,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -239,49 +235,33 @@ def all_reduce(
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
-        return _summed(x, out, out_dtype, chunk, group)
-    normed, new = _normed(x, norm_weight, residual, float(eps), out, out_dtype, chunk, group)
+        return _through_torch(x, None, out, out_dtype, chunk, group)[0]
+    norm = Normed(residual, norm_weight, float(eps))
+    normed, new = _through_torch(x, norm, out, out_dtype, chunk, group)
     return results_of(normed, new, residual, quantise)
 
 
-def _summed(
+def _through_torch(
     x: Tensor,
+    norm: Normed | None,
     out: Tensor | None,
     out_dtype: torch.dtype | None,
     chunk: int | None,
     group: Group,
-) -> Tensor:
-    """Compute the sum, through torch's dispatcher where torch has to see the call."""
-    traced = traced_outputs(out, x)
-    if not traced and (out is not None or not seen_by_torch(x)):
-        found: Tensor = _called(x, None, out, out_dtype, chunk, group)["out"]
-        return found
-    wanted = out_dtype or (None if out is None else out.dtype)
-    result: Tensor = ops.all_reduce(x, out_dtype=wanted, chunk=chunk, group=group_name(group))
-    return result if out is None else copied_to("out", out, result, 0)
-
-
-def _normed(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    eps: float,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    group: Group,
-) -> tuple[Tensor, Tensor]:
-    """Compute the normalised rows and the new residual, likewise."""
-    given = (x, weight, residual)
+) -> tuple[Tensor, ...]:
+    """Return the sum, or the normalised rows and the new residual; through torch's dispatcher where
+    torch has to see the call."""
+    given = (x,) if norm is None else (x, norm.weight, norm.residual)
     traced = traced_outputs(out, *given)
     if not traced and (out is not None or not seen_by_torch(*given)):
-        found = _called(x, Normed(residual, weight, eps), out, out_dtype, chunk, group)
-        return found["out"], found["residual_out"]
-    wanted = out_dtype or (None if out is None else out.dtype)
-    normed, new = ops.all_reduce_norm(
-        *given, eps=eps, out_dtype=wanted, chunk=chunk, group=group_name(group)
-    )
-    return (normed if out is None else copied_to("out", out, normed, 0)), new
+        return _called(x, norm, out, out_dtype, chunk, group)
+    options = {"out_dtype": out_dtype or (None if out is None else out.dtype), "chunk": chunk}
+    found: tuple[Tensor, ...]
+    if norm is None:
+        found = (ops.all_reduce(x, **options, group=group_name(group)),)
+    else:
+        found = ops.all_reduce_norm(*given, eps=norm.eps, **options, group=group_name(group))
+    return found if out is None else (copied_to("out", out, found[0], 0), *found[1:])
 
 
 def _called(
@@ -291,22 +271,18 @@ def _called(
     out_dtype: torch.dtype | None,
     chunk: int | None,
     group: Group,
-) -> Any:
+) -> tuple[Tensor, ...]:
     if profiling.wanted():
         with profiling.named(_OP):
             return _called(x, norm, out, out_dtype, chunk, group)
-    return call(x, norm, out=out, out_dtype=out_dtype, chunk=chunk, group=group).outputs
+    done = call(x, norm, out=out, out_dtype=out_dtype, chunk=chunk, group=group).outputs
+    return tuple(done.values())
 
 
 def _sum_kernel(
-    x: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: str,
+    x: Tensor, *, out_dtype: torch.dtype | None = None, chunk: int | None = None, group: str
 ) -> Tensor:
-    result: Tensor = _called(x, None, None, out_dtype, chunk, group)["out"]
-    return result
+    return _called(x, None, None, out_dtype, chunk, group)[0]
 
 
 def _norm_kernel(
@@ -318,10 +294,9 @@ def _norm_kernel(
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     norm = Normed(residual, norm_weight, eps)
-    found = _called(x, norm, None, out_dtype, chunk, group)
-    return found["out"], found["residual_out"]
+    return _called(x, norm, None, out_dtype, chunk, group)
 
 
 def _fake_sum(x: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:

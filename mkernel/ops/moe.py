@@ -13,7 +13,7 @@ Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,28 +198,18 @@ def moe_dispatch_gemm(
             and the world goes on.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    options: dict[str, Any] = {
+        "capacity": capacity,
+        "activation": activation,
+        "out_dtype": out_dtype,
+        "chunk": chunk,
+    }
     if seen_by_torch(x, w):
         outputs, counts, routing = ops.moe_dispatch_gemm(
-            x,
-            topk_ids,
-            w,
-            capacity=capacity,
-            activation=activation,
-            out_dtype=out_dtype,
-            chunk=chunk,
-            group=group_name(group),
+            x, topk_ids, w, **options, group=group_name(group)
         )
         return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
-    done = dispatch(
-        x,
-        topk_ids,
-        w,
-        capacity=capacity,
-        activation=activation,
-        out_dtype=out_dtype,
-        chunk=chunk,
-        group=group,
-    ).outputs
+    done = dispatch(x, topk_ids, w, **options, group=group).outputs
     return MoeDispatch(done["outputs"], done["counts"], done["handle"])
 
 
@@ -342,26 +332,9 @@ def moe_combine(
 
 
 def _dispatch_kernel(
-    x: Tensor,
-    topk_ids: Tensor,
-    w: Tensor,
-    *,
-    capacity: int | None = None,
-    activation: Activation | None = None,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: str,
+    x: Tensor, topk_ids: Tensor, w: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    done = dispatch(
-        x,
-        topk_ids,
-        w,
-        capacity=capacity,
-        activation=activation,
-        out_dtype=out_dtype,
-        chunk=chunk,
-        group=group,
-    ).outputs
+    done = dispatch(x, topk_ids, w, **options).outputs
     return done["outputs"], *done["handle"]
 
 
@@ -373,8 +346,8 @@ def _dispatch_fake(
     capacity: int | None = None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
     group: str,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     world = current(group)
     _expect_shapes(x, topk_ids, w, activation)
@@ -389,17 +362,10 @@ def _dispatch_fake(
 
 
 def _combine_kernel(
-    y: Tensor,
-    counts: Tensor,
-    routing: Tensor,
-    topk_weights: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    group: str,
+    y: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor, **options: Any
 ) -> Tensor:
-    result: Tensor = combine(
-        y, MoeHandle(counts, routing), topk_weights, out_dtype=out_dtype, group=group
-    ).outputs["out"]
+    handle = MoeHandle(counts, routing)
+    result: Tensor = combine(y, handle, topk_weights, **options).outputs["out"]
     return result
 
 
@@ -410,7 +376,7 @@ def _combine_fake(
     topk_weights: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    group: str,
+    **_: Any,
 ) -> Tensor:
     return y.new_empty((topk_weights.shape[0], y.shape[1]), dtype=out_dtype or y.dtype)
 

@@ -162,31 +162,19 @@ def moe_gemm_combine(
             on products of your own.
         NotInitialized, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    options: dict[str, Any] = {
+        "out_dtype": out_dtype,
+        "partial_dtype": partial_dtype,
+        "returns": returns,
+    }
     result: Tensor
     if seen_by_torch(h, w2, topk_weights):
         expect_handle(handle)
         result = ops.moe_gemm_combine(
-            h,
-            w2,
-            *handle,
-            topk_weights,
-            out_dtype=out_dtype,
-            partial_dtype=partial_dtype,
-            returns=returns,
-            group=group_name(group),
+            h, w2, *handle, topk_weights, **options, group=group_name(group)
         )
         return result
-    done = gemm_combine(
-        h,
-        w2,
-        handle,
-        topk_weights,
-        out_dtype=out_dtype,
-        partial_dtype=partial_dtype,
-        returns=returns,
-        group=group,
-    ).outputs
-    result = done["out"]
+    result = gemm_combine(h, w2, handle, topk_weights, **options, group=group).outputs["out"]
     return result
 
 
@@ -209,9 +197,7 @@ def _fake(
     topk_weights: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    partial_dtype: torch.dtype | None = None,
-    returns: str | None = None,
-    group: str,
+    **_: Any,
 ) -> Tensor:
     _expect_shapes(h, w2)
     return h.new_empty((topk_weights.shape[0], w2.shape[2]), dtype=out_dtype or h.dtype)

@@ -14,7 +14,7 @@ import math
 from typing import Any, Literal, overload
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops import documents, flops, validate
@@ -110,18 +110,24 @@ def call(
     return Done(plan, record, {"out": out, "lse": lse})
 
 
+class _Options(TypedDict, total=False):
+    """Options that both overloads take."""
+
+    causal: bool
+    scale: float | None
+    chunk: int | None
+    cu_seqlens: torch.Tensor | None
+    group: Group
+
+
 @overload
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    chunk: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 
 
@@ -131,12 +137,8 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    chunk: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
     return_lse: Literal[True],
-    group: Group = None,
+    **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -206,28 +208,14 @@ def _kernel(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    chunk: int | None = None,
-    group: str,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    done = call(
-        q, k, v, causal=causal, scale=scale, chunk=chunk, cu_seqlens=cu_seqlens, group=group
-    ).outputs
+    done = call(q, k, v, cu_seqlens=cu_seqlens, **options).outputs
     return done["out"], done["lse"]
 
 
 def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    chunk: int | None = None,
-    group: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_shapes(q, k, v)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -96,25 +96,8 @@ def call(
     return Done(plan, record, found)
 
 
-def _kernel(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    chunk: int | None = None,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = call(
-        grad_out, grad_lse, q, k, v, cu_seqlens, out, lse, causal=causal, scale=scale, chunk=chunk,
-        group=group,
-    ).outputs  # fmt: skip
+def _kernel(*given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    found = call(*given, **options).outputs
     return found["grad_q"], found["grad_k"], found["grad_v"]
 
 
