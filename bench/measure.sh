@@ -17,8 +17,7 @@
 #   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers
 #                                                            hopper_moe_*_2.json
 #   experts_nodes  the same between nodes, where no library takes the NIC  hopper_moe_*_nodes_*_2.json
-#   tiles    products by every tiling, and ops by every cut of their last wave
-#                                                            tile_menu.json, last_wave.json
+#   tiles    products by every tiling                         tile_menu.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
 #   attention  ring attention beside peers, forward and backward, and between two nodes
@@ -200,7 +199,6 @@ for part in "$@"; do
     tiles)
         run python bench/tile_menu.py "$results/tile_menu.json" 60 64 64
         run python bench/tile_menu.py "$results/tile_menu_unaligned.json"
-        run python bench/last_wave.py "$results/last_wave.json"
         ;;
     fp8) # by rows
         bench hopper_fp8_2 ag_gemm,gemm_rs "${fp8[@]}" --scales row "${peers[@]}"

@@ -1,12 +1,10 @@
-"""Times of the product alone by each tiling of hopper's GEMM kernel beside the library's, on one GPU;
-and with tiles of the last wave in 2, 3 and 4 parts along K, where it is not full (``wide/2``).
+"""Times of the product alone by each tiling of hopper's GEMM kernel beside the library's, on one GPU.
 
     python3 bench/tile_menu.py [result.json] [count] [seed] [multiple]
 
 Random shapes (M, N and K from 512 on, multiples of 8 or of another number), bfloat16, B column-major;
 microseconds a call in a CUDA graph of several, contenders by turns, median of the replays.
-``planned``: the tiling, and parts, that a fused plan of one rank would take; ``path``: what any plan
-would.
+``planned``: the tiling that a fused plan of one rank would take; ``path``: what any plan would.
 Told are the library's time over that of the planned tiling, of all shapes and of those that plans
 leave to it, and over that of the plan, where a library's product is the library's. The constants of
 the fused path's tiles in ``machine.json`` are fitted to this, and tests hold tilings against it.
@@ -36,7 +34,6 @@ from mkernel.plan import paths
 from mkernel.plan.model import GemmShape
 
 TILINGS: tuple[TilingName, ...] = ("wide", "medium", "deep", "narrow")
-SPLITS = (1, 2, 3, 4)
 FIRST = [(4096, 2184, 5120), (4096, 2048, 5120), (8192, 1064, 8192), (8192, 8192, 8192)]
 REPLAYS = 5
 GRAPH_US = 3000.0
@@ -60,22 +57,13 @@ def contenders(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> dict[str,
     tensors = native.GemmTensors(a.data_ptr(), b.data_ptr(), out.data_ptr())
     processors = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def product_of(tiling: str, splits: int) -> native.Product:
+    def product_of(tiling: str) -> native.Product:
         return native.Product(
             n=n, k=k, half=False, n_major=False, tiling=getattr(native.Tiling, tiling),
-            band=tuning.BAND, blocks=processors, last_splits=splits,
+            band=tuning.BAND, blocks=processors,
         )  # fmt: skip
 
-    menu = {
-        named(tiling, splits): product_of(tiling, splits)
-        for tiling in TILINGS
-        for splits in SPLITS
-        if splits == 1 or left(tiling, m, n, processors)
-    }
-    needed = max(
-        native.with_kept_splits(native.DATA_OFFSET, each, 1, m, 0) for each in menu.values()
-    )
-    memory, control = DeviceMemory.create(needed, 0), native.ControlBlock()
+    memory, control = DeviceMemory.create(native.DATA_OFFSET, 0), native.ControlBlock()
     for offset in native.epoch_offsets():
         memory.write_word(offset, 1)
     world = native.DeviceWorld([memory.address], 0, control.address, 5.0, 1)
@@ -92,29 +80,8 @@ def contenders(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> dict[str,
 
     return {
         "library": lambda: torch.mm(a, b.t(), out=out),
-        **{name: kernel(product) for name, product in menu.items()},
+        **{tiling: kernel(product_of(tiling)) for tiling in TILINGS},
     }
-
-
-def named(tiling: str, splits: int) -> str:
-    """Of a contender."""
-    return tiling if splits == 1 else f"{tiling}/{splits}"
-
-
-def left(tiling: Any, m: int, n: int, processors: int) -> int:
-    """Tiles of clusters in a last wave that is not full."""
-    height, width = tuning.CLUSTER_TILES[tiling]
-    places = processors * tuning.TILE_ROWS // height
-    return -(-m // height) * -(-n // width) % places
-
-
-def planned(m: int, n: int, k: int, processors: int) -> str:
-    """What a fused plan of one rank would take."""
-    tiling = tuning.tiling(m, 1, n, k, processors)
-    height, width = tuning.CLUSTER_TILES[tiling]
-    tiles = -(-m // height) * -(-n // width)
-    path = machine().constants.fused
-    return named(tiling, tuning.last_splits(tiling, tiles, k, processors, path))
 
 
 def path(m: int, n: int, k: int, processors: int) -> str:
@@ -137,7 +104,7 @@ def measured(m: int, n: int, k: int) -> dict[str, Any]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return {
         "m": m, "n": n, "k": k, "path": path(m, n, k, processors),
-        "planned": planned(m, n, k, processors),
+        "planned": tuning.tiling(m, 1, n, k, processors),
         **{name: round(us, 2) for name, us in medians_us(graphs, count, REPLAYS).items()},
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ source. Every result is a *prediction*.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -19,17 +19,6 @@ from mkernel.errors import ArgumentError
 from mkernel.schema_version import SchemaVersion
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Model
-
-
-class CutTiles(Model):
-    """Tiles of a last wave that is not full, cut along K. Cores without a tile take parts of tiles
-    in the same launch, and one core adds the parts that the others keep."""
-
-    splits: tuple[int, ...] = Field(
-        min_length=1, description="parts of a tile, of which one is taken"
-    )
-    part_us: float = Field(ge=0, description="what a part takes longer for being one")
-    kept_us: float = Field(ge=0, description="and for each other part that is added to it")
 
 
 class SendingRates(Model):
@@ -56,7 +45,6 @@ class Tile(Model):
     columns: int = Field(ge=1)
     cores: int = Field(1, ge=1)
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
-    cut: CutTiles | None = Field(None, description="None: those of a last wave are not cut")
 
 
 class OneShot(Model):
@@ -405,34 +393,11 @@ def gemm_us(
 
 class Product(NamedTuple):
     """The time of a product on one device, and of one of its tiles. For products in waves also the
-    size of the tiles, and the number of parts along K into which each tile of the last wave is cut."""
+    size of the tiles."""
 
     total_us: float
     tile_us: float
     tile: Tile | None = None
-    last_splits: int = 1
-
-
-def last_wave(
-    tile: Tile, fixed_us: float, tiles: int, places: int, tile_us: Callable[[int], float]
-) -> tuple[float, int]:
-    """Return the time of a last wave of ``tiles`` tiles, fewer than ``places``, and the number of
-    parts along K into which each is cut; 1: it is not cut.
-
-    Parts take rounds of as many as there are places, and each part pays for what it adds up.
-    ``fixed_us``: time of a tile's start and end; ``tile_us``: time of a whole tile's products while
-    the given number of tiles is running."""
-    whole = (fixed_us + tile_us(tiles), 1)
-    if tile.cut is None:
-        return whole
-    cut = tile.cut
-
-    def rounds_us(splits: int) -> float:
-        multiplied = tile_us(min(places, tiles * splits)) / splits
-        part = fixed_us + multiplied + cut.part_us + (splits - 1) * cut.kept_us
-        return -(-tiles * splits // places) * part
-
-    return min(whole, *((rounds_us(splits), splits) for splits in cut.splits))
 
 
 def in_waves(path: PathConstants, tile: Tile, tiles: int, k: int, cores: int) -> Product:
@@ -449,8 +414,8 @@ def in_waves(path: PathConstants, tile: Tile, tiles: int, k: int, cores: int) ->
 
     waves, left = divmod(tiles, places)
     each = path.tile_us + products_us(places if waves else left)
-    last, splits = last_wave(tile, path.tile_us, left, places, products_us) if left else (0.0, 1)
-    return Product(waves * each + last, each, tile, splits)
+    last = path.tile_us + products_us(left) if left else 0.0
+    return Product(waves * each + last, each, tile)
 
 
 def products(

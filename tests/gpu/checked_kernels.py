@@ -66,12 +66,6 @@ def medium() -> list[str]:
     return fused()
 
 
-def last_wave() -> list[str]:
-    """Every GEMM with tiles of its last wave in parts along K, odd sizes."""
-    tuning.last_splits = lambda *_: 3
-    return fused()
-
-
 def e4m3() -> list[str]:
     """Our own products of e4m3, and the scales of their results."""
     shapes = [
@@ -301,7 +295,7 @@ CHECKED = {
         Program(copies_and_clocks),
         Program(fused, {**ALONE, **MET}),
         Program(attention_by_kernel, MET, environment={"MKERNEL_HOPPER_ATTENTION": "kernel"}),
-        *(Program(each, MET) for each in (attention_backward, sums, last_wave)),
+        *(Program(each, MET) for each in (attention_backward, sums)),
         *(Program(each, WITHOUT_RACECHECK) for each in (exchanges, parts)),
         Program(collectives, {"memcheck": 1, "racecheck": 1, "synccheck": 1}),
         Program(e4m3_by_library, WITHOUT_RACECHECK),

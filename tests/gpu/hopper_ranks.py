@@ -20,7 +20,6 @@ from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.backends.accelerators.hopper import tuning
 from mkernel.cases import case_of, poison
 from mkernel.cases.base import TOLERANCE
 from mkernel.cases.gemm import GemmCase
@@ -91,12 +90,6 @@ def deciding(tuning: ModuleType, **decisions: Any) -> Iterator[None]:
         planner._planned.cache_clear()
     never = [name for name, each in asked.items() if not each.called]
     assert not never, f"no plan asked for {', '.join(never)}"
-
-
-def cut(splits: int, fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``fn`` returns where tiles of last waves are cut into so many parts along K."""
-    with deciding(tuning, last_splits=splits):
-        return fn(*arguments)
 
 
 class Work:

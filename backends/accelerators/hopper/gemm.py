@@ -118,7 +118,7 @@ class AllGatherExecutor:
         self._plan = plan
         self._several = plan.world_size > 1
         self._world = device_world(call, context)
-        self._product = _product(plan, how, how.tiling, how.last_splits)
+        self._product = _product(plan, how, how.tiling)
         rows = plan.gemm.m // plan.world_size
         self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
         self._sent = made.AllGatherSchedule(rows, how.chunk_rows)  # when the rows have been sent
@@ -130,16 +130,14 @@ class AllGatherExecutor:
     def workspace(plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that AllGather+GEMM needs. Unsupported."""
         world = plan.world_size
-        how = plan.part(GatherSchedule)
         if world == 1:
-            return Workspace((_with_kept_splits(plan, how, NO_DATA, 1, plan.gemm.m, 0),))
+            return Workspace((NO_DATA,))
         made = native()
         needed: int = made.all_gather_gemm_bytes(
             world, _gather(plan)[1], plan.gemm.k, scaling(plan)
         )
         if plan.nodes == 1:
-            rows = plan.gemm.m // world
-            return Workspace((_with_kept_splits(plan, how, needed, world, rows, how.push_blocks),))
+            return Workspace((needed,))
         gathered = needed - made.DATA_OFFSET  # also the area for other nodes
         staged = plan.routes.staged
         return between_nodes(plan, needed if staged else made.DATA_OFFSET, gathered)
@@ -228,7 +226,7 @@ class ReduceExecutor:
         self._context = context
         self._plan = plan
         self._world = device_world(call, context)
-        self._product = _product(plan, how, how.tiling, how.last_splits)
+        self._product = _product(plan, how, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
 
         def schedule(alone: bool) -> _hopper.ReduceSchedule:
@@ -264,9 +262,8 @@ class ReduceExecutor:
         """Return the symmetric memory that a reduction needs, in any view. Unsupported."""
         world = plan.world_size
         how, gathers = plan.part(ReduceSchedule), plan.op == "gemm_all_reduce"
-        owned = tuning.owned_rows(plan.op, plan.gemm.m, world, how.rows)
         if world == 1:
-            return Workspace((_with_kept_splits(plan, how, NO_DATA, *owned, 0),))
+            return Workspace((NO_DATA,))
         made, shape, local = native(), plan.gemm, plan.ranks_per_node
         hierarchical, tiling = _hierarchical(plan, how), getattr(made.Tiling, how.tiling)
         try:
@@ -276,7 +273,6 @@ class ReduceExecutor:
         except ValueError as error:  # too few flags
             raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
         if plan.nodes == 1:
-            fused = _with_kept_splits(plan, how, fused, *owned, how.network_blocks)
             nbytes = max(fused, made.DATA_OFFSET + _staging(plan))
             return Workspace((nbytes,), outputs=wanted(plan) if gathers else 0)
         area = made.gemm_reduce_area_bytes(
@@ -441,25 +437,6 @@ def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     return by[None if plan.scales is None else plan.scales.mode]
 
 
-def _with_kept_splits(
-    plan: LaunchPlan,
-    how: GatherSchedule | ReduceSchedule,
-    nbytes: int,
-    owners: int,
-    rows: int,
-    others: int,
-) -> int:
-    """Return the bytes of a workspace of ``nbytes`` followed by the splits that are kept.
-    ``owners``: ranks that own ``rows`` rows each; ``others``: blocks of the kernel that have no
-    tiles."""
-    if how.last_splits == 1:
-        return nbytes
-    made = native()
-    product = _product(plan, how, how.tiling, how.last_splits)
-    found: int = made.with_kept_splits(max(nbytes, made.DATA_OFFSET), product, owners, rows, others)
-    return found
-
-
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:
     """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
     if nbytes:
@@ -469,19 +446,15 @@ def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> 
 
 
 def _product(
-    plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName, splits: int = 1
+    plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName
 ) -> _hopper.Product:
-    """Return the plan's product, without tensors yet. ``splits``: those of tiles of its last wave.
-    ArgumentError: tiles that add with fewer bits than required, or that are for e4m3 operands only;
-    splits where there are none."""
+    """Return the plan's product, without tensors yet. ArgumentError: tiles that add with fewer bits
+    than required, or that are for e4m3 operands only."""
     made = native()
     promotes = plan.scales is not None and not plan.scales.use_fast_accum
     if promotes != (tiling == "promoted"):
         legal = "'promoted'" if promotes else "another one: products are not added up in float32"
         raise ArgumentError("plan.schedule.tiling", repr(tiling), legal)
-    if splits > 1 and (plan.scales is not None or plan.nodes > 1):
-        legal = "1 of e4m3 operands, and between nodes"
-        raise ArgumentError("plan.schedule.last_splits", splits, legal)
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
@@ -491,6 +464,5 @@ def _product(
         band=how.band,
         blocks=how.blocks,
         scaling=scaling(plan),
-        last_splits=splits,
     )
     return product

@@ -33,8 +33,7 @@ class GatherSchedule(Schedule):
     blocks or, if that is 0, by copy engines; these move the chunk that comes last in ``slices`` of
     K. ``columns_ahead`` tile columns of the own rows are computed before the others' rows; 0: all.
     ``band`` rows of clusters share columns of B in L2. ``blocks``: blocks of the kernel, at most
-    one per multiprocessor. ``last_splits``: parts along K of each tile of a last wave that has
-    fewer tiles than there are clusters. If a call has a tensor for the gathered rows,
+    one per multiprocessor. If a call has a tensor for the gathered rows,
     ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines).
     ``exchange``: the exchange between nodes; hierarchical: the pushing blocks also share arriving
     data with the node."""
@@ -47,7 +46,6 @@ class GatherSchedule(Schedule):
     slices: int = Field(1, ge=1)
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)
-    last_splits: int = Field(1, ge=1)
     gathered_engine: Engine
     gathered_blocks: int = Field(ge=1)
     exchange: Exchange = "direct"
@@ -65,8 +63,8 @@ class ReduceSchedule(Schedule):
     rows of clusters and ``panel_columns`` columns of tiles; the own tiles of a panel are computed
     after the other owners' tiles of the next. ``pace``: least clock cycles between two puts of a
     block. ``by_outbox``: puts come from memory, not straight from the block that made the tile.
-    That is smoother, and worth its memory traffic if the link is nearly full. ``band``, ``blocks``
-    and ``last_splits`` are as in :class:`GatherSchedule`. ``product_tiling``: the tiling of the
+    That is smoother, and worth its memory traffic if the link is nearly full. ``band`` and
+    ``blocks`` are as in :class:`GatherSchedule`. ``product_tiling``: the tiling of the
     whole product by itself, which the sequential view computes first. ``network_blocks``: the
     number of first blocks, whole clusters, that receive from other nodes instead of computing
     tiles; 0 if there are none. ``exchange``: the exchange between nodes; hierarchical: a rank adds
@@ -81,7 +79,6 @@ class ReduceSchedule(Schedule):
     by_outbox: bool
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)
-    last_splits: int = Field(1, ge=1)
     product_tiling: TilingName
     network_blocks: int = Field(0, ge=0)
     exchange: Exchange = "direct"

@@ -40,10 +40,8 @@ from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
-    PathConstants,
     fastest,
     gemm_tile_us,
-    in_waves,
     products,
 )
 
@@ -67,16 +65,6 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
     "gemm_reduce_scatter": _MACHINE.spreads.gemm_reduce_scatter,
     "gemm_all_reduce": _MACHINE.spreads.gemm_all_reduce,
 }
-
-
-def _whole_tiles(path: PathConstants | None) -> PathConstants:
-    """Return the same constants without cut tiles."""
-    assert path is not None
-    tiles = tuple(tile.model_copy(update={"cut": None}) for tile in path.tiles)
-    return path.model_copy(update={"tiles": tiles})
-
-
-_WHOLE_TILES = _whole_tiles(_MACHINE.constants.fused)
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -126,18 +114,17 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
         normed = plan.norm is not None and world > 1
         made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
     elif plan.op != "all_gather_gemm":
-        reduced = reduce(
+        made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
             plan.nodes, found.pipeline.exchange,
             _tiling_of_call(request, processors) if plan.nodes == 1 else None,
         )  # fmt: skip
-        made = _last_wave_cut(request, reduced) if plan.nodes == 1 else reduced
     else:
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
         if plan.nodes == 1:
             tiles = _tiling_of_call(request, processors)
-            gathered = gather(
+            made = gather(
                 rows,
                 shape.n,
                 shape.k,
@@ -147,7 +134,6 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
                 tiles,
                 _MACHINE.on_links_of(plan).copies,
             )
-            made = _last_wave_cut(request, gathered)
         else:
             made = gather_between_nodes(
                 rows, shape.n, shape.k, world, chunk, processors,
@@ -201,9 +187,11 @@ def _tiling_of_scaled_call(request: ScheduleRequest, k: int, processors: int) ->
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
     """Return the tiling that is predicted to be the fastest for a product of ``owners`` blocks of
     ``rows`` rows each on ``processors`` multiprocessors, by itself and with whole tiles."""
+    path = _MACHINE.constants.fused
+    assert path is not None
     found = fastest(
         products(
-            _WHOLE_TILES, owners, rows, n, k,
+            path, owners, rows, n, k,
             cores=processors, memory_gbs=_MACHINE.constants.memory_gbs, itemsize=ELEMENT_BYTES,
         )
     )  # fmt: skip
@@ -252,46 +240,6 @@ def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:
     two blocks share a tile and an owner has ``rows`` rows. An all-reduce's owners have whole tiles,
     so it is one block."""
     return (1, m) if op == "gemm_all_reduce" else (world, rows)
-
-
-def last_splits(
-    tiling: TilingName, tiles: int, k: int, processors: int, path: PathConstants | None
-) -> int:
-    """Return the number of parts along K into which tiles of the last wave are cut, for ``tiles``
-    tiles of clusters on ``processors`` multiprocessors. 1: they are not cut."""
-    size = CLUSTER_TILES[tiling]
-    if path is not None:
-        for tile in path.tiles:
-            if (tile.rows, tile.columns) == size:
-                return in_waves(path, tile, tiles, k, processors).last_splits
-    return 1
-
-
-def tiles_shared_out(
-    op: str, shape: GemmShape, world: int, how: GatherSchedule | ReduceSchedule
-) -> tuple[int, int]:
-    """Return the number of tiles of clusters that a call within a node has, and of multiprocessors
-    that take them."""
-    processors = how.blocks
-    if isinstance(how, GatherSchedule):
-        owners, rows = world, shape.m // world
-        processors -= how.push_blocks
-    else:
-        owners, rows = owned_rows(op, shape.m, world, how.rows)
-    height, width = CLUSTER_TILES[how.tiling]
-    return owners * _up(rows, height) * _up(shape.n, width), processors
-
-
-def _last_wave_cut(
-    request: ScheduleRequest, how: GatherSchedule | ReduceSchedule
-) -> GatherSchedule | ReduceSchedule:
-    """Return the schedule with the splits of the last wave, for ranks of one node."""
-    plan, constants = request.plan, request.constants
-    if constants is None:
-        return how
-    tiles, processors = tiles_shared_out(plan.op, plan.gemm, plan.world_size, how)
-    splits = last_splits(how.tiling, tiles, plan.gemm.k, processors, constants.fused)
-    return how.model_copy(update={"last_splits": splits})
 
 
 def gather(

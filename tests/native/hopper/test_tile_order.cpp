@@ -1,8 +1,7 @@
 // Every tile of every owner is taken once. Reductions: no rank waits for a part that comes after what
 // waits; an owner's tiles are numbered in the order in which they are taken. Where the last owners have fewer
 // rows, only those are taken, and calls of any number of clusters end. AllGather: own rows go ahead, and
-// with all columns ahead ranks follow one another. Shares: each step of K of each tile is one share's, only
-// tiles of a last wave that is not full are cut, and no share waits for one that comes after it.
+// with all columns ahead ranks follow one another.
 #include <cstdio>
 #include <map>
 #include <tuple>
@@ -10,13 +9,10 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/tile/raster.cuh"
-#include "backends/accelerators/hopper/tile/shares.cuh"
 
 using mkernel::hopper::ArrivalOrder;
 using mkernel::hopper::OwnerOrder;
 using mkernel::hopper::Raster;
-using mkernel::hopper::Share;
-using mkernel::hopper::Shares;
 
 namespace {
 
@@ -200,53 +196,9 @@ bool check_arrivals(const Raster& raster, int ahead, int world) {
     return true;
 }
 
-bool check_shares(int tiles, int clusters, int splits, int steps) {
-    const Shares shares(tiles, clusters, splits);
-    std::vector<int> done(tiles);    // steps of K, in order
-    std::vector<int> pieces(tiles);  // shares
-    std::vector<bool> kept(shares.kept());
-    int before = 0;
-    for (int index = 0; index < shares.count(); ++index) {
-        const Share share = shares.at(index);
-        if (share.tile < before || share.tile >= tiles) return false;
-        before = share.tile;
-        if (share.split != pieces[share.tile]++ || share.first(steps) != done[share.tile]) {
-            return false;
-        }
-        done[share.tile] = share.end(steps);
-        if (share.is_last() != (pieces[share.tile] == share.splits)) return false;
-        if (!share.is_last()) {
-            const int place = share.kept + share.split;
-            if (place < 0 || place >= shares.kept() || kept[place]) return false;
-            kept[place] = true;
-        }
-        // What its last share adds lies where the others were told to keep it.
-        for (int split = 0; share.is_last() && split < share.split; ++split) {
-            if (!kept[share.kept + split]) return false;
-        }
-    }
-    for (int tile = 0; tile < tiles; ++tile) {
-        const bool is_cut = splits > 1 && tile >= tiles / clusters * clusters;
-        if (done[tile] != steps || pieces[tile] != (is_cut ? splits : 1)) return false;
-    }
-    return true;
-}
-
 }  // namespace
 
 int main() {
-    for (int tiles = 0; tiles <= 30; ++tiles) {
-        for (int clusters = 1; clusters <= 12; ++clusters) {
-            for (int splits = 1; splits <= 4; ++splits) {
-                for (const int steps : {1, 2, 3, 7, 64}) {
-                    if (check_shares(tiles, clusters, splits, steps)) continue;
-                    std::printf("%d tiles, %d clusters, %d splits, %d steps\n", tiles, clusters,
-                                splits, steps);
-                    return 1;
-                }
-            }
-        }
-    }
     for (int world = 1; world <= 5; ++world) {
         for (int rows = 1; rows <= 6; ++rows) {
             for (int columns = 1; columns <= 9; ++columns) {

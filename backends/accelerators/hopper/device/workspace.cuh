@@ -7,7 +7,6 @@
 //   [64 KiB, 128 KiB)  flags of brief calls
 //   [128 KiB, 1 MiB)   flags: 64-bit, the plan defines what they mean
 //   [1 MiB, 1.875 MiB) landed flags: what arrived in staging memory (network.cuh), by the number of its flag
-//   [.., 2 MiB)        flags of splits that the rank keeps for itself (kernels/kept_splits.cuh)
 //   [2 MiB, 34 MiB)    data of brief calls, of even and of odd epochs
 //   [34 MiB, 66 MiB)   mail (mailbox.cuh), of even and of odd epochs
 //   [66 MiB, ...)      data
@@ -33,8 +32,6 @@ namespace mkernel::hopper {
 inline constexpr std::uint64_t kBriefFlagsOffset = 64u << 10;
 inline constexpr std::uint64_t kFlagsOffset = 128u << 10;
 inline constexpr std::uint64_t kLandedOffset = 1u << 20;
-inline constexpr std::uint64_t kKeptFlagsOffset =
-    kLandedOffset + kFlags * sizeof(transport::SetWord);
 inline constexpr std::uint64_t kBriefOffset = 2u << 20;
 inline constexpr std::uint64_t kBriefBytes = 16u << 20;  // of one call
 inline constexpr std::uint64_t kMailOffset = kBriefOffset + 2 * kBriefBytes;
@@ -44,9 +41,7 @@ inline constexpr std::uint64_t kDataOffset = kMailOffset + 2 * kMailBytes;
 inline constexpr std::uint32_t kBriefFlags =
     (kFlagsOffset - kBriefFlagsOffset) / sizeof(transport::SetWord);
 static_assert(kFlags == (kLandedOffset - kFlagsOffset) / sizeof(transport::SetWord));
-inline constexpr std::uint32_t kKeptFlags =
-    (kBriefOffset - kKeptFlagsOffset) / sizeof(transport::SetWord);
-static_assert(kKeptFlagsOffset < kBriefOffset);
+static_assert(kLandedOffset + kFlags * sizeof(transport::SetWord) <= kBriefOffset);
 
 inline constexpr int kEpochCopies = 16;
 inline constexpr int kRowShares = 8;
@@ -99,10 +94,6 @@ struct Workspace {
     // This rank's own landed flags.
     __host__ __device__ transport::SetWord* landed() const {
         return reinterpret_cast<transport::SetWord*>(base[rank] + kLandedOffset);
-    }
-    // This rank's own flags of kept splits.
-    __host__ __device__ transport::SetWord* kept_flags() const {
-        return reinterpret_cast<transport::SetWord*>(base[rank] + kKeptFlagsOffset);
     }
     __host__ __device__ transport::SetWord* brief_flags(int of) const {
         return reinterpret_cast<transport::SetWord*>(base[of] + kBriefFlagsOffset);

@@ -81,7 +81,7 @@ Product with_tensors(Product product, const GemmTensors& tensors) {
 
 // Returns a product that has no tensors yet.
 Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks,
-                   Scaling scaling, int last_splits) {
+                   Scaling scaling) {
     // Rows of out are packed, as those of a and b may be, and each must be as aligned as the first.
     require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
     const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
@@ -96,10 +96,7 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
                      : "promoted, with scales by blocks");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
-    const bool may_cut = blocks > 0 && scaling == Scaling::none;
-    require(last_splits == 1 || (last_splits > 1 && may_cut), "last_splits", last_splits,
-            "1, or more with blocks and of 16-bit operands");
-    return {{}, n, k, half, n_major, tiling, band, blocks, scaling, last_splits};
+    return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
 }
 
 AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
@@ -205,7 +202,7 @@ void bind_data(py::module_& module) {
         .def_readonly("b_scale", &GemmTensors::b_scale);
     py::class_<Product>(module, "Product")
         .def(py::init(&product_of), py::kw_only(), "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a,
-             "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none, "last_splits"_a = 1)
+             "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none)
         .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
@@ -308,8 +305,6 @@ void bind_gemm(py::module_& module) {
                "tiling"_a, "by_outbox"_a, "gathers"_a);
     module.def("gemm_reduce_area_bytes", &gemm_reduce_area_bytes, "world"_a, "local"_a, "rows"_a,
                "n"_a, "tiling"_a, "gathers"_a, "hierarchical"_a);
-    module.def("with_kept_splits", &with_kept_splits, "bytes"_a, "product"_a, "owners"_a, "rows"_a,
-               "others"_a);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
     module.def("gathered_scales_at", &gathered_scales_at, "row_bytes"_a);

@@ -97,16 +97,6 @@ std::size_t aligned(std::size_t bytes) {
     return (bytes + kAreaAlignment - 1) / kAreaAlignment * kAreaAlignment;
 }
 
-// `bytes`: as with_kept_splits takes it.
-LastWave last_wave_of(const Product& product, const Workspace& workspace, std::size_t bytes) {
-    if (product.last_splits == 1) return {};
-    if (workspace.far() > 0) {
-        throw std::invalid_argument("last_splits = " + std::to_string(product.last_splits) +
-                                    "; expected 1 between nodes");
-    }
-    return {product.last_splits, aligned(bytes) - kDataOffset};
-}
-
 GemmVariant variant_of(const Product& product) {
     return {product.tiling, product.n_major};
 }
@@ -158,27 +148,6 @@ std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tili
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;
     const std::size_t needed = owned * (world - 1) * (1 + (by_outbox ? 1 : 0) + (gathers ? 1 : 0));
     return kDataOffset + aligned(needed);
-}
-
-std::size_t with_kept_splits(std::size_t bytes, const Product& product, int owners, int rows,
-                             int others) {
-    if (product.last_splits == 1) return bytes;
-    const int height = cluster_rows(product.tiling);
-    const int width = tile_columns(product.tiling);
-    const int tiles = owners * divide_up(rows, height) * divide_up(product.n, width);
-    const int cluster = height / kTileRows;
-    const auto kept = [&](int without) {
-        const int clusters =
-            clusters_of(product.blocks, without, cluster, tiles * product.last_splits);
-        return static_cast<std::uint64_t>(Shares(tiles, clusters, product.last_splits).kept());
-    };
-    const std::uint64_t blocks = std::max(kept(0), kept(others)) * cluster;
-    if (blocks > kKeptFlags) {
-        throw std::length_error("tiles of the last wave in " + std::to_string(product.last_splits) +
-                                " splits need " + std::to_string(blocks) + " flags of " +
-                                std::to_string(kKeptFlags));
-    }
-    return aligned(bytes) + blocks * kTileRows * width * sizeof(float);
 }
 
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
@@ -304,10 +273,6 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
     args.rails = rails_of(args.workspace, schedule.hierarchical);
-    args.last_wave = last_wave_of(
-        product, args.workspace,
-        ranks == 1 ? kDataOffset
-                   : all_gather_gemm_bytes(ranks, schedule, product.k, product.scaling));
     return args;
 }
 
@@ -416,10 +381,6 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.n = product.n;
     args.k = product.k;
     args.alone = schedule.alone;
-    args.last_wave =
-        last_wave_of(product, args.workspace,
-                     gemm_reduce_bytes(ranks, args.workspace.local, schedule.rows, product.n,
-                                       product.tiling, schedule.by_outbox, schedule.everywhere));
     auto launch = product.half ? &launch_gemm_reduce<__half, __half>
                                : &launch_gemm_reduce<__nv_bfloat16, __nv_bfloat16>;
     if (product.scaling != Scaling::none) {

@@ -41,9 +41,6 @@ struct Product {
     int band;    // cluster rows that share B in L2
     int blocks;  // 0: one an SM
     Scaling scaling = Scaling::none;
-    // Splits along K of the tiles of the last wave (tile/shares.cuh); more than 1 with `blocks`, for 16-bit
-    // operands, and not between nodes.
-    int last_splits = 1;
 };
 
 // Returns the bytes of an element of A and B.
@@ -89,11 +86,6 @@ std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tili
 // Returns the bytes of the area for other nodes: in the data area, after those, or in staging memory.
 std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling tiling,
                                    bool gathers, bool hierarchical);
-
-// Returns `bytes` of the data area plus the splits that an op of `owners` blocks of `rows` rows keeps after
-// them; `others`: blocks of its kernel that have no tiles, or none. std::length_error.
-std::size_t with_kept_splits(std::size_t bytes, const Product& product, int owners, int rows,
-                             int others);
 
 // The scales of the own rows, of so many bytes; none: no bytes.
 struct RowScales {

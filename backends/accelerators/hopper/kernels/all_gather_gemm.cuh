@@ -9,7 +9,7 @@
 //   workspace  ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
 //                        chunks that a tile's rows lie in hold the epoch. Where the others' rows come
 //                        long before the own tiles are done, they take turns: see ArrivalOrder
-//   tiles    ──storer──▶ out; those of the last wave may be cut along K (tile/shares.cuh)
+//   tiles    ──storer──▶ out
 // Between nodes besides, by the pushing blocks:
 //   a (own rows) ──loader──▶ own area ──NIC──▶ rows r of the area of every rank of another node; there
 //   the arrivals ──multipliers of block 0──▶ flags; or, where the area is staged in host memory,
@@ -35,7 +35,6 @@
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
-#include "backends/accelerators/hopper/tile/shares.cuh"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
@@ -57,7 +56,6 @@ struct AllGatherGemmArgs {
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
     Rails rails;
-    LastWave last_wave;  // not cut of e4m3 operands and between nodes
 };
 
 // Returns where scales of e4m3 rows lie in the data area, after so many bytes of rows.

@@ -5,7 +5,6 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
-#include "backends/accelerators/hopper/kernels/kept_splits.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
@@ -18,26 +17,23 @@ struct GatheredTile {
     int shard;
     int row;  // within it
     int column;
-    Share share;
 };
 
-// Calls body(GatheredTile) for each of this block's shares, in order.
+// Calls body(GatheredTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
     const ArrivalOrder order(args.raster, args.columns_ahead, args.workspace.world);
     const int tiles = args.raster.tiles() * args.workspace.world;
     const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    const Shares shares(tiles, clusters, args.last_wave.splits);
-    for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster;
-         index < shares.count(); index += clusters) {
-        const Share share = shares.at(index);
+    for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster; index < tiles;
+         index += clusters) {
         int step = 0;
         int cluster_row = 0;
         int column = 0;
-        order.at(share.tile, step, cluster_row, column);
+        order.at(index, step, cluster_row, column);
         body(GatheredTile{(args.workspace.rank + step) % args.workspace.world,
-                          (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN, share});
+                          (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN});
     }
 }
 
@@ -222,7 +218,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int steps = (args.k + kStep - 1) / kStep;
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
-    const KeptSplits<C> kept(args.workspace, args.last_wave);
     const bool by_nic =
         !kScaled && args.workspace.far() > 0;  // its storer then takes in what comes
     switch (role_here()) {
@@ -234,25 +229,18 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 break;
             }
             Cursor<C::kStages> cursor;
-            const auto add_kept = [&](const Share& share) {
-                if (!kScaled && share.is_last()) kept.load(shared, cursor, share, waiter);
-            };
             for_each_tile<C>(args, [&](const GatheredTile& tile) {
                 const Operands<C, kNMajorB, kStep> operands{&args.b, tile.column};
-                const int first = tile.share.first(steps);
-                const int end = tile.share.end(steps);
                 if (tile.shard == args.workspace.rank) {
-                    operands.load(shared, cursor, &args.own, tile.row, first, end);
-                    add_kept(tile.share);
+                    operands.load(shared, cursor, &args.own, tile.row, 0, steps);
                     return;
                 }
                 const int each = (steps + args.slices - 1) / args.slices;
-                for (int slice = first / each; slice * each < end; ++slice) {
+                for (int slice = 0; slice * each < steps; ++slice) {
                     wait_for_rows(args, waiter, epoch, tile.shard, tile.row, slice);
                     operands.load(shared, cursor, &args.gathered, tile.shard * args.rows + tile.row,
-                                  max(slice * each, first), min((slice + 1) * each, end));
+                                  slice * each, min((slice + 1) * each, steps));
                 }
-                add_kept(tile.share);
             });
             break;
         }
@@ -270,7 +258,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Storer<C> storer(shared);
             for_each_tile<C>(args, [&](const GatheredTile& tile) {
-                if (!tile.share.is_last()) return;
                 storer.tile([&](const void* slice, int number) {
                     ptx::store_box(&args.out, slice, tile.column + number * kSliceN, tile.row,
                                    tile.shard);
@@ -296,12 +283,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                    args.scales.of_rows(tile.row);
                         });
                 } else {
-                    multiplier.multiply(tile.share.end(steps) - tile.share.first(steps));
-                    if (!tile.share.is_last()) {
-                        kept.keep(multiplier, tile.share);
-                        return;
-                    }
-                    for (int split = 0; split < tile.share.split; ++split) multiplier.add_kept();
+                    multiplier.multiply(steps);
                 }
                 multiplier.add_bias(args.bias, tile.column, args.n);
                 multiplier.write();
@@ -315,8 +297,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     }
     close_block<C>();
     // Without tiles, the next kernel on the stream ends the call.
-    if (threadIdx.x == 0 && args.raster.tiles() > 0) {
-        finish_call(args.workspace, args.last_wave, waiter, epoch);
+    if (threadIdx.x == 0 && args.raster.tiles() > 0 && args.workspace.world > 1) {
+        finish_call(args.workspace, waiter, epoch);
     }
 }
 
@@ -331,8 +313,7 @@ cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant va
         } else if (variant.n_major_b) {
             return cudaErrorInvalidValue;
         }
-        return launch_blocks<C>(kernel, args, tiles * args.last_wave.splits, blocks, stream,
-                                args.push_blocks);
+        return launch_blocks<C>(kernel, args, tiles, blocks, stream, args.push_blocks);
     };
     switch (variant.tiling) {
         case Tiling::wide:

@@ -7,7 +7,6 @@
 //   a, b ──▶ tiles of the own rows; a tile stays in registers, and those of ranks r + 1, r + 2, ...
 //            are added from the inbox in that order, in float32, as their flags come ──▶ rounded
 //            once ──storer──▶ out
-//   Tiles of the last wave may be cut along K (tile/shares.cuh).
 // AllReduce besides:
 //   own tiles ──storer──▶ out of every peer where it is symmetric, or where that peer publishes a place
 //            for it (device/landing.cuh); the end of the call signals that all has arrived. Else the
@@ -87,7 +86,6 @@ struct GemmReduceArgs {
     bool alone;  // exchange nothing; for timing the products alone
     bool
         is_given;  // the rank's product is there already, rounded: exchange it, and multiply nothing
-    LastWave last_wave;  // not cut of e4m3 operands and between nodes
     int network_blocks;  // the first ones, whole clusters: they have no tiles, and tend the network
     std::uint64_t area_offset;  // of the area, in the network's
 };

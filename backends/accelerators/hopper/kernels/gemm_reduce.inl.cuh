@@ -5,7 +5,6 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
-#include "backends/accelerators/hopper/kernels/kept_splits.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/ptx/tensor_map.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
@@ -22,11 +21,10 @@ struct OwnedTile {
     int column;  // element
     int number;  // among the owner's tiles, in the order in which ranks compute them
     bool last;   // of this block
-    Share share;
 };
 
-// Calls body(OwnedTile) for each of this block's shares, in order. kResults: calls it for whole tiles, in the
-// order in which sums of other owners are taken, not computed.
+// Calls body(OwnedTile) for each of this block's tiles, in order. kResults: in the order in which sums of
+// other owners are taken, not computed.
 template <class C, bool kResults = false, class Body>
 __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&& body) {
     const int world = args.workspace.world;
@@ -35,20 +33,18 @@ __device__ __forceinline__ void for_each_tile(const GemmReduceArgs& args, Body&&
                      args.cluster_rows, kResults ? rails.shared_results() : rails.relayed());
     const int clusters = (static_cast<int>(gridDim.x) - args.network_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
-    const Shares shares(order.tiles(), clusters, kResults ? 1 : args.last_wave.splits);
-    const int count = shares.count();
+    const int count = order.tiles();
     for (int index = (static_cast<int>(blockIdx.x) - args.network_blocks) / C::kCluster;
          index < count; index += clusters) {
-        const Share share = shares.at(index);
         int step = 0;
         int cluster_row = 0;
         int column = 0;
         int place = 0;
-        order.at(share.tile, step, cluster_row, column, place);
+        order.at(index, step, cluster_row, column, place);
         body(OwnedTile{kResults ? rails.result_owner(step) : rails.owner(step),
-                       kResults || args.alone || !share.is_last() ? 0 : rails.parts(step),
+                       kResults || args.alone ? 0 : rails.parts(step),
                        (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN,
-                       place * C::kCluster + block, index + clusters >= count, share});
+                       place * C::kCluster + block, index + clusters >= count});
     }
 }
 
@@ -173,7 +169,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const TileFlags flags{args.workspace, args.raster.tiles() * C::kCluster};
     const Rails& rails = args.rails;
     const AreaTiles places{rails, flags.tiles};
-    const KeptSplits<C> kept(args.workspace, args.last_wave);
     const bool by_nic = sources > 0 && args.workspace.far() > 0;
     const bool has_tiles = static_cast<int>(blockIdx.x) >= args.network_blocks;
 
@@ -186,12 +181,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (args.is_given) {
                     load_tile(shared, cursor, &args.given, tile.column, row, 0);
                 } else {
-                    Operands<C, kNMajorB, kStep>{&args.b, tile.column}.load(
-                        shared, cursor, &args.a, row, tile.share.first(steps),
-                        tile.share.end(steps));
-                }
-                if (sizeof(In) != 1 && tile.share.is_last()) {
-                    kept.load(shared, cursor, tile.share, waiter);
+                    Operands<C, kNMajorB, kStep>{&args.b, tile.column}.load(shared, cursor, &args.a,
+                                                                            row, 0, steps);
                 }
                 for (int number = 0; number < tile.parts; ++number) {
                     const int source = rails.part_of(tile.owner, number);
@@ -223,7 +214,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             bool may_push = !(args.symmetric || tells);
             std::uint32_t stored = 0;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                if (!tile.share.is_last()) return;
                 const bool own = tile.owner == rank;
                 const int out_row = (args.everywhere ? rank * args.rows : 0) + tile.row;
                 if (own && pushes) {
@@ -299,7 +289,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             std::uint32_t stored = 0;
             bool going = true;
             for_each_tile<C>(args, [&](const OwnedTile& tile) {
-                if (!tile.share.is_last()) return;
                 if (tile.owner == rank) {
                     if (!by_nic || !args.everywhere) return;
                     wait_stored(shared, ++stored);
@@ -398,12 +387,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                         own_steps, args.scales, args.m - row, tile.column, args.n,
                         [&] { return args.scales.own + args.scales.of_rows(row); });
                 } else {
-                    multiplier.multiply(tile.share.end(own_steps) - tile.share.first(own_steps));
-                    if (!tile.share.is_last()) {
-                        kept.keep(multiplier, tile.share);
-                        return;
-                    }
-                    for (int split = 0; split < tile.share.split; ++split) multiplier.add_kept();
+                    multiplier.multiply(own_steps);
                 }
                 const int parts = args.is_given + tile.parts;
                 for (int part = 0; part < parts; ++part) multiplier.add_tile();
@@ -416,7 +400,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             break;
     }
     close_block<C>();
-    if (threadIdx.x == 0) finish_call(args.workspace, args.last_wave, waiter, epoch);
+    if (threadIdx.x == 0 && world > 1) finish_call(args.workspace, waiter, epoch);
 }
 
 template <class Element, class In>
@@ -430,8 +414,7 @@ cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, 
         } else if (variant.n_major_b) {
             return cudaErrorInvalidValue;
         }
-        return launch_blocks<C>(kernel, args, tiles * args.last_wave.splits, blocks, stream,
-                                args.network_blocks);
+        return launch_blocks<C>(kernel, args, tiles, blocks, stream, args.network_blocks);
     };
     switch (variant.tiling) {
         case Tiling::wide:

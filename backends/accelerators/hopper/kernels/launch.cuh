@@ -3,12 +3,12 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
 
 #include "backends/accelerators/hopper/tile/block.cuh"
-#include "backends/accelerators/hopper/tile/shares.cuh"
 
 namespace mkernel::hopper {
 
@@ -44,10 +44,10 @@ class Prepared {
     std::map<std::pair<const void*, int>, int> processors_;  // by kernel and device
 };
 
-// `shares`: those of all clusters together (tile/shares.cuh). `blocks` 0: one an SM. Never launches more
-// blocks than there is work for; `others` of them, whole clusters, have other work than those.
+// `tiles`: those of all clusters together. `blocks` 0: one an SM. Never launches more blocks than there is
+// work for; `others` of them, whole clusters, have other work than tiles.
 template <class C, class Args>
-cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int shares, int blocks,
+cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int tiles, int blocks,
                           cudaStream_t stream, int others = 0) {
     int processors = 0;
     const cudaError_t status =
@@ -59,7 +59,8 @@ cudaError_t launch_blocks(void (*kernel)(Args), const Args& args, int shares, in
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {C::kCluster, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = clusters_of(blocks, others, C::kCluster, shares) * C::kCluster + others;
+    const int clusters = std::min(std::max((blocks - others) / C::kCluster, 1), tiles);
+    config.gridDim = clusters * C::kCluster + others;
     config.blockDim = kBlockThreads;
     config.dynamicSmemBytes = sizeof(Shared<C>);
     config.stream = stream;

@@ -35,9 +35,6 @@ inline constexpr int kWarpgroup = 4 * kWarp;
 inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kBlockThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kSharedBytes = 227 * 1024;
-// The unit in which sums that another block kept are loaded: so many floats of each thread that multiplies.
-inline constexpr int kKeptFloats = 32;
-inline constexpr int kKeptPieceBytes = kKeptFloats * 4 * kMultipliers * kWarpgroup;
 inline constexpr int kBarrierBytes = 512;  // and counters: what else there is of shared memory
 
 // `kPieceBuffers` of kPieceBytes: 0 where nothing is carried.
@@ -59,7 +56,6 @@ struct Config {
     static constexpr int kBoxDepth = kShareN % kSliceN == 0 ? kTileK : kTileK / kCluster;
     static constexpr int kSlices = kTileN / kSliceN;
     static constexpr int kAccumulators = kTileN / 2;  // floats a thread
-    static constexpr int kKeptPieces = kAccumulators / kKeptFloats;
     static constexpr bool kPromotes = false;
 };
 // Shared memory goes to stages, which hide the latency of loads, or to slices, which let a finished

@@ -1,7 +1,6 @@
 // The loader's side of the stages: one thread of the block.
 #pragma once
 
-#include "backends/accelerators/hopper/ptx/bulk.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper {
@@ -21,19 +20,6 @@ __device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
             ptx::load_box(stage + which * C::kSliceBytes, map, full,
                           column + (slice + which) * kSliceN, row, z);
         }
-    }
-}
-
-// Loads sums that another block kept (Multiplier::keep), from `from` on, for Multiplier::add_kept.
-template <class C>
-__device__ inline void load_kept(Shared<C>& shared, Cursor<C::kStages>& cursor, const char* from) {
-    static_assert(kKeptPieceBytes <= C::kStageBytes);
-    for (int piece = 0; piece < C::kKeptPieces; ++piece, cursor.next()) {
-        ptx::Mbarrier* full = &shared.full[cursor.slot];
-        shared.empty[cursor.slot].wait(cursor.parity ^ 1);
-        full->expect(kKeptPieceBytes);
-        ptx::load_bytes(shared.stages[cursor.slot], from + piece * kKeptPieceBytes, kKeptPieceBytes,
-                        full);
     }
 }
 

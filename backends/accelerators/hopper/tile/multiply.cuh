@@ -126,39 +126,6 @@ class Multiplier {
         }
     }
 
-    // Keeps the sums as this thread holds them, beside those of the block's other multipliers: float4
-    // [kAccumulators / 4][threads].
-    __device__ __forceinline__ void keep(float4* to) const {
-        to += static_cast<int>(threadIdx.x) - kWarpgroup;
-#pragma unroll
-        for (int i = 0; i < C::kAccumulators / 4; ++i) {
-            __stcg(to + i * kMultipliers * kWarpgroup,
-                   float4{sum_[4 * i], sum_[4 * i + 1], sum_[4 * i + 2], sum_[4 * i + 3]});
-        }
-    }
-
-    // Adds kept sums, which the loader brought, a piece a stage.
-    __device__ __forceinline__ void add_kept() {
-#pragma unroll
-        for (int piece = 0; piece < C::kKeptPieces; ++piece) {
-            shared_.full[stage_.slot].wait(stage_.parity);
-            const auto* const from = reinterpret_cast<const float4*>(shared_.stages[stage_.slot]) +
-                                     static_cast<int>(threadIdx.x) - kWarpgroup;
-#pragma unroll
-            for (int i = 0; i < kKeptFloats / 4; ++i) {
-                const float4 four = from[i * kMultipliers * kWarpgroup];
-                float* const sum = &sum_[piece * kKeptFloats + 4 * i];
-                sum[0] += four.x;
-                sum[1] += four.y;
-                sum[2] += four.z;
-                sum[3] += four.w;
-            }
-            __syncwarp();
-            release(stage_.slot);
-            stage_.next();
-        }
-    }
-
     // Adds bias[column + c] to every row, where there is a bias; `columns`: of the matrix.
     __device__ __forceinline__ void add_bias(const void* bias, int column, int columns) {
         if (bias == nullptr) return;
