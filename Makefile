@@ -145,7 +145,7 @@ format: $(VENV)/.dependencies
 	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format -i
 
 bench: $(VENV)/.installed
-	python bench/main_job.py
+	python bench/measurements.py main_job
 	python bench/ascend_speed.py
 
 numbers: $(VENV)/.installed # the page of what `mkernel bench` measured, figures of other pages, the chart

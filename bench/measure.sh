@@ -252,7 +252,7 @@ for part in "$@"; do
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
         ;;
     flags)
-        run python bench/copied_flags.py
+        run python bench/measurements.py copied_flags
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/copied_flags.json "$results/"
         ;;
     soak)

@@ -1,7 +1,7 @@
 // Flags that copy engines copy behind their data, as the Hopper backend sends rows and parts (push_rows,
 // push_part): GPU 0 copies numbered blocks to GPU 1, and each one's flag behind it on the same stream; a
 // kernel on GPU 1 waits for every flag and then checks every word of the block, by plain loads and by bulk
-// loads. tests/gpu runs it, bench/copied_flags.py writes what it finds.
+// loads. tests/gpu runs it, bench/measurements.py writes what it finds.
 //
 //   copied_flags check [ITERATIONS]       prints what it found as JSON; 1 where a word was wrong or a flag
 //                                         did not come
