@@ -39,11 +39,13 @@ def status(device: Device, lacks: Status | None = None) -> Status:
     return report.port_status(cast(Any, device), lambda verbs, nic: ("", lacks), "system", NIC)
 
 
-def test_a_port_tells_all_that_matters() -> None:
-    found = status(Device())
+@pytest.mark.parametrize("gid_index", [0, 3])
+def test_a_port_tells_all_that_matters(gid_index: int) -> None:
+    found = status(Device(gid_index=gid_index))
     assert found.usable
-    for word in ("ACTIVE", "Ethernet", "400 Gb/s", "MTU 4096", "28.39.1002", "GID 3 10.0.0.1"):
+    for word in ("ACTIVE", "Ethernet", "400 Gb/s", "MTU 4096", "28.39.1002"):
         assert word in found.detail
+    assert f"GID {gid_index} 10.0.0.1" in found.detail
     assert "RoCE v2" in found.detail
     assert "no dmabuf" not in found.detail
     assert "no dmabuf" in status(replace(Device(), dmabuf=False)).detail
@@ -70,13 +72,7 @@ def test_what_a_backend_misses_comes_first() -> None:
     assert found.remedy == "another device"
 
 
-def test_the_version_of_rdma_core_is_in_the_file_name() -> None:
-    assert report.library_status("/usr/lib/libibverbs.so.1.14.44.0").detail.startswith("44 ")
-    assert "unknown" in report.library_status("/opt/libverbs.so").detail
-
-
 def test_the_way_to_device_memory() -> None:
-    assert "dmabuf" in report.device_memory_status(True, None).detail
     assert report.device_memory_status(True, None).detail == "by dmabuf"
     assert (
         "nvidia_peermem is loaded too" in report.device_memory_status(True, "nvidia_peermem").detail
@@ -94,15 +90,6 @@ def test_peermem_is_looked_for_among_the_loaded_modules(tmp_path: Path) -> None:
     assert peermem_module(tmp_path) is None
     (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
     assert peermem_module(tmp_path) == "nvidia_peermem"
-
-
-def test_little_locked_memory_is_named() -> None:
-    assert report.locked_memory_status(resource.RLIM_INFINITY).usable
-    assert report.locked_memory_status(1 << 33).usable
-    little = report.locked_memory_status(8 << 20)
-    assert not little.usable
-    assert "8 MiB" in little.detail
-    assert "ulimit" in little.remedy
 
 
 @pytest.mark.parametrize("backend", [Cx7Nic(), EfaNic()])
@@ -135,15 +122,13 @@ def test_a_library_of_unknown_version_is_none_the_worse() -> None:
     assert "version unknown" in unknown.detail
 
 
-def test_the_first_gid_is_one() -> None:
-    found = status(replace(Device(), gid_index=0))
-    assert found.usable
-    assert "GID 0 10.0.0.1" in found.detail
-
-
 def test_as_much_locked_memory_as_it_takes_is_enough() -> None:
-    assert report.locked_memory_status(report._LOCKED_BYTES).usable
+    for enough in (report._LOCKED_BYTES, resource.RLIM_INFINITY):
+        assert report.locked_memory_status(enough).usable
     assert not report.locked_memory_status(report._LOCKED_BYTES - 1).usable
+    little = report.locked_memory_status(8 << 20)
+    assert "8 MiB" in little.detail
+    assert "ulimit" in little.remedy
 
 
 def test_ports_of_other_backends_have_no_row() -> None:
