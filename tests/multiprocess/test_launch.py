@@ -23,6 +23,7 @@ from mkernel.errors import (
     ArgumentError,
     NotInitialized,
     PeerFailure,
+    ShapeError,
     Timeout,
     Unsupported,
 )
@@ -115,6 +116,17 @@ def tell_failure() -> None:
     except PeerFailure as error:
         report(str(error))
         raise
+
+
+def call_wrongly_on_rank_0() -> None:
+    rows = torch.ones(64, 64) if mkernel.world().rank else torch.ones(64)
+    mkernel.all_gather_gemm(rows, torch.ones(64, 64))
+
+
+def test_a_wrong_call_on_one_rank_is_the_error_that_launch_raises() -> None:
+    """The rank that refuses its own call leaves; the others learn why."""
+    with pytest.raises(ShapeError, match="1-D"):
+        launch(call_wrongly_on_rank_0, ranks_per_node=2, accelerator="ascend")
 
 
 @pytest.mark.parametrize(("what", "how"), [("kill", "SIGKILL"), ("exit", "exit code 3")])
@@ -261,7 +273,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("other", [None, "raise SystemExit('imported')", "raise ImportError"])
+@pytest.mark.parametrize("other", [None, "raise SystemExit('imported')"])
 def test_ranks_import_the_launchers_mkernel_wherever_it_is(
     tmp_path: Path, other: str | None
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import ABSENT_S, DEADLINE_S, TOLD_S, survivors
+from in_world import DEADLINE_S
 from kept_ranks import run
 
 import mkernel
@@ -20,15 +18,11 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
-from mkernel.conformance.ranks import Judge, each_case, give_up_after, judge_calls
-from mkernel.errors import CapacityExceeded, PeerFailure, Timeout, Unsupported
-from mkernel.plan.ops import COMPANIONS
+from mkernel.conformance.ranks import Judge
+from mkernel.errors import CapacityExceeded, Unsupported
 from mkernel.plan.shapes import SHAPES
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
-
-
-DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def sizes(op: str, world: int) -> dict[str, int]:
@@ -51,36 +45,12 @@ def sizes(op: str, world: int) -> dict[str, int]:
     }[op]  # fmt: skip
 
 
-def check(cases: Sequence[Case], ranks: int, view: View = "pipelined") -> None:
-    """Every case passes on every rank of a world."""
-    found = run(each_case, judge_calls, cases, 3, view, ranks_per_node=ranks, accelerator="streams")
-    assert found == [[]] * ranks
-
-
 def make(op: str, world: int, dtype: str = "float32", **changes: Any) -> Case:
     """The op's case in its small sizes; ``changes`` may hold sizes, too."""
     chosen = dict(sizes(op, world))
     chosen.update({name: changes.pop(name) for name in SHAPES[op].model_fields if name in changes})
     fields = {"out_dtype": dtype, **changes}
     return case_of(op)(sizes=chosen, dtype=dtype, **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "op", ["gemm_reduce_scatter", "all_reduce", "moe_dispatch_gemm", "ring_attention"]
-)
-def test_eight_ranks(op: str) -> None:
-    check([make(op, 8, "bfloat16")], 8)
-
-
-@pytest.mark.parametrize("view", ["pipelined", "sequential"])
-def test_chunks_and_layouts(view: View) -> None:
-    cases = [
-        make(op, 3, dtype, chunk=chunk, layout=layout)
-        for op in SHAPES
-        for dtype, chunk, layout in (("float16", 5, "column"), ("float32", 1000, "column"))
-        if not (op in COMPANIONS and layout == "column" and chunk == 1000)
-    ]
-    check(cases, 3, view)
 
 
 def judged_together(cases: Sequence[Case]) -> tuple[list[str], list[int]]:
@@ -159,16 +129,6 @@ def test_tokens_travel_where_they_are_wanted_or_everywhere(gathers: str) -> None
     assert found == [[]] * 3
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_causal_attention(world: int) -> None:
-    cases = [
-        make("ring_attention", world, dtype, causal=True, chunk=chunk, **more)
-        for dtype in DTYPES
-        for chunk, more in ((None, {}), (4, {"kv_heads": 6}), (None, {"options": {"scale": -0.7}}))
-    ]
-    check(cases, world)
-
-
 def peak_mib(work: Callable[[], object]) -> float:
     """How much more memory this process held while it worked than before."""
 
@@ -207,25 +167,6 @@ def test_attention_does_not_hold_scores() -> None:
         assert found["ring"] < 16
 
 
-def in_every_view() -> list[dict[str, float]]:
-    world = mkernel.world()
-    views: tuple[View, ...] = ("compute_only", "sequential", "pipelined", "compute_only")
-    cases = [make(op, world.size) for op in SHAPES]
-    return [
-        case.run(case.inputs(world.rank, world.size, 0), view=view).record.times.seconds
-        for case in cases
-        for view in views
-    ]
-
-
-def test_views_take_turns() -> None:
-    for times in run(in_every_view, ranks_per_node=3, accelerator="streams"):
-        for index, seconds in enumerate(times):
-            alone = index % 4 in (0, 3)
-            assert (seconds["comm"] == 0) == alone
-            assert seconds["compute"] > 0
-
-
 def in_other_views() -> None:
     world = mkernel.world()
     case = make("all_gather_gemm", world.size)
@@ -239,96 +180,6 @@ def in_other_views() -> None:
 def test_a_backend_that_is_not_instrumented_has_one_view() -> None:
     backend = "limited_backends:NotInstrumented"
     mkernel.launch(in_other_views, ranks_per_node=2, accelerator=backend)
-
-
-def gathered() -> bool:
-    world = mkernel.world()
-    a = [torch.full((3, 5), rank + 0.5) for rank in range(world.size)]
-    _, whole = mkernel.all_gather_gemm(a[world.rank], torch.ones(5, 2), return_gathered=True)
-    return torch.equal(whole, torch.cat(a))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_gathered_a(ranks: int) -> None:
-    assert all(run(gathered, ranks_per_node=ranks, accelerator="streams"))
-
-
-# ---- worlds that break ---------------------------------------------------------------------------
-
-
-def call(op: str) -> None:
-    world = mkernel.world()
-    case = make(op, world.size)
-    case.run(case.inputs(world.rank, world.size, 0))
-
-
-def heard(op: str, victim: int, action: str) -> list[tuple[str, float, str]]:
-    """How each other rank of a world heard of it: (error type, seconds, message)."""
-    return survivors(
-        make(op, 4), victim, action,
-        ranks_per_node=4, timeout_s=DEADLINE_S, accelerator="streams",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("op", ["all_gather_gemm", "moe_dispatch_gemm", "ring_attention"])
-def test_killed_rank_is_a_peer_failure_everywhere(op: str) -> None:
-    for kind, seconds, message in heard(op, 1, "kill"):
-        assert kind == "PeerFailure", message
-        assert "rank 1" in message
-        assert seconds < TOLD_S
-
-
-@pytest.mark.parametrize("op", ["all_gather_gemm", "ring_attention"])
-def test_absent_rank_is_a_time_out_everywhere(op: str) -> None:
-    results = heard(op, 3, "absent")
-    for kind, seconds, message in results:
-        assert kind == "Timeout", message
-        assert 0.7 * ABSENT_S < seconds < TOLD_S
-        assert "Rank 3 is still in call 1" in message  # also where rank 0 waits for a waiting rank
-    assert len({message for _, _, message in results}) == 1
-
-
-def kill_while_calling() -> None:
-    world = mkernel.world()
-    if world.rank == 2:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)  # SIGALRM ends the process
-    while True:
-        call("gemm_all_reduce")
-
-
-def test_rank_killed_in_mid_call_and_the_next_world() -> None:
-    start = time.monotonic()
-    with pytest.raises(PeerFailure) as caught:
-        mkernel.launch(
-            kill_while_calling, ranks_per_node=3, accelerator="streams", timeout_s=DEADLINE_S
-        )
-    assert caught.value.peer == 2
-    assert time.monotonic() - start < TOLD_S
-    assert all(mkernel.launch(gathered, ranks_per_node=3, accelerator="streams"))
-
-
-def broken() -> str:
-    """A world that breaks while a message is awaited."""
-    world = mkernel.world()
-    call("all_gather_gemm")
-    world.barrier()
-    if world.rank == 0:
-        give_up_after(1)
-        with pytest.raises(Timeout):
-            call("all_gather_gemm")
-    else:  # as nobody comes to it, this ends when the world breaks
-        with pytest.raises(Timeout):
-            world.barrier()
-    with pytest.raises(Timeout):  # it stays broken, and says so at once
-        call("all_gather_gemm")
-    return "survived"
-
-
-def test_the_process_survives_a_broken_world() -> None:
-    assert (
-        mkernel.launch(broken, ranks_per_node=2, accelerator="streams", timeout_s=DEADLINE_S)
-        == ["survived"] * 2
-    )
 
 
 def under_inference_mode() -> list[float]:
