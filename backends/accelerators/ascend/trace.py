@@ -139,8 +139,9 @@ def blob(rank: int, world: int, cores: Sequence[Core]) -> bytes:
     return b"".join(parts)
 
 
-def cores(trace: bytes) -> list[Core]:
-    """Return the cores of a rank's trace, in the order in which it holds them."""
+def cores(trace: bytes | bytearray) -> list[Core]:
+    """Return the cores of a rank's trace, in the order in which it holds them; records are views of
+    its memory."""
     *_, count, _ = _HEADER.unpack_from(trace)
     at, found = _HEADER.size, []
     for _ in range(count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from mkernel.backends.accelerators.ascend.gemm import GemmOp
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
 from mkernel.backends.accelerators.ascend.schedule import cores as cores_of
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.accelerators.ascend.trace import RECORD, Kind, Records, Role
+from mkernel.backends.accelerators.ascend.trace import Kind, Records, cores
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import ModelledRun, Track, View
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
@@ -40,13 +39,6 @@ SCALE = 0.11
 
 Tensors = list[dict[str, torch.Tensor]]
 """Of each rank, by name."""
-
-VIEWS_IN_ANY_ORDER: tuple[View, ...] = (
-    "pipelined", "compute_only", "pipelined", "sequential", "compute_only", "compute_only",
-    "pipelined", "compute_only", "sequential", "sequential", "compute_only", "compute_only",
-    "compute_only", "pipelined", "sequential",
-)  # fmt: skip
-"""Of calls one after another: any run of calls without communication, any view after it."""
 
 PATIENCE_S = 240.0
 """How long to wait for what must end, however busy the machine is."""
@@ -105,32 +97,6 @@ def case_for(plan: LaunchPlan, **options: Any) -> Case:
     )
 
 
-class _Slot(ctypes.Structure):
-    _fields_ = (
-        ("local", ctypes.c_uint64),
-        ("remote", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("peer", ctypes.c_uint32),
-        ("region", ctypes.c_uint32),
-        ("signal", ctypes.c_uint32),
-        ("value", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64 * 2),
-        ("commit", ctypes.c_uint64),
-    )
-
-
-class _Device(ctypes.Structure):
-    _fields_ = (
-        ("slots", ctypes.c_void_p),
-        ("head", ctypes.c_void_p),
-        ("tail", ctypes.c_void_p),
-        ("waiting", ctypes.c_void_p),
-        ("sleeping", ctypes.c_void_p),
-        ("capacity", ctypes.c_uint64),
-        ("wake_fd", ctypes.c_int),
-    )
-
-
 @dataclass
 class Put:
     peer: int
@@ -140,39 +106,11 @@ class Put:
     value: int
 
 
-class Fifo:
-    """The ring of one rank as kernels see it (transport/fifo_host.hpp), drained by polling."""
-
-    def __init__(self, capacity: int = 16) -> None:
-        self.capacity = capacity
-        self.slots = (_Slot * capacity)()
-        self.words = (ctypes.c_uint64 * 4)()
-        at = ctypes.addressof(self.words)
-        self.device = _Device(
-            ctypes.addressof(self.slots), at, at + 8, at + 16, at + 24, capacity, -1
-        )
-        self.next = 0
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self.device)
-
-    def pop(self) -> _Slot | None:
-        slot = self.slots[self.next % self.capacity]
-        if slot.commit >> 63 != (self.next // self.capacity + 1) & 1:
-            return None
-        return slot
-
-    def release(self) -> None:
-        self.next += 1
-        self.words[1] = self.next
-
-
 @dataclass
 class Rank:
     pad: SymmetricMemory
     workspace: SymmetricMemory
-    fifo: Fifo
+    fifo: _transport.Fifo
 
 
 @dataclass
@@ -197,9 +135,8 @@ class World:
         for _ in range(self.plan.world_size):
             pad = self.backend.allocate(_transport.pad_bytes(SIGNALS))
             _transport.pad_format(pad.address, SIGNALS)
-            self.ranks.append(
-                Rank(pad, self.backend.allocate(self.arena.nbytes), Fifo(self.fifo_slots))
-            )
+            workspace = self.backend.allocate(self.arena.nbytes)
+            self.ranks.append(Rank(pad, workspace, _transport.Fifo(self.fifo_slots)))
         self.take(self.plan)
         self._launches: list[AscendLaunch] = []
         self._stop = threading.Event()
@@ -233,18 +170,15 @@ class World:
         while not self._stop.is_set():
             idle = True
             for source, rank in enumerate(self.ranks):
-                while (slot := rank.fifo.pop()) is not None:
+                while (command := rank.fifo.pop(0.0)) is not None:
                     idle = False
-                    target = self.ranks[slot.peer]
+                    peer, region, local, remote, nbytes, signal, value = command
+                    target = self.ranks[peer]
                     ctypes.memmove(
-                        target.workspace.address + slot.remote,
-                        rank.workspace.address + slot.local,
-                        slot.bytes,
+                        target.workspace.address + remote, rank.workspace.address + local, nbytes
                     )
-                    _transport.pad_add(target.pad.address, slot.signal, slot.value)
-                    self.puts.append(
-                        (source, Put(slot.peer, slot.region, slot.bytes, slot.signal, slot.value))
-                    )
+                    _transport.pad_add(target.pad.address, signal, value)
+                    self.puts.append((source, Put(peer, region, nbytes, signal, value)))
                     rank.fifo.release()
             if idle:
                 time.sleep(0.0005)
@@ -308,7 +242,7 @@ class World:
                 areas=self.arena.offsets,
                 peers=peers,
                 region=REGION,
-                fifo=own.fifo.address if plan.nodes > 1 and with_fifo else 0,
+                fifo=own.fifo.handle if plan.nodes > 1 and with_fifo else 0,
                 timeout_s=timeout_s,
                 view=view,
                 trace=trace,
@@ -347,17 +281,15 @@ class World:
             assert self.outcome(rank)[0] == AbortCode.none, self.outcome(rank)
         return [own[name] for own in tensors for name in self.case.results(self.plan.world_size)]
 
-    def check(self, epochs: int = 1, views: tuple[View, ...] = ("pipelined",)) -> None:
+    def check(self, epochs: int = 1) -> None:
         """Calls one after another, each with fresh inputs, on workspaces that start as NaN: results
-        are right on every rank, but in a view without communication."""
+        are right on every rank."""
         self.poison()
         for i in range(epochs):
             tensors = self.tensors(seed=1000 + i)
-            view = views[i % len(views)]
-            self.call(tensors, view=view)
-            if view != "compute_only":
-                for rank, found in enumerate(self.compared(tensors)):
-                    assert self.case.passed(found), f"rank {rank}, epoch {self.epoch}: {found}"
+            self.call(tensors)
+            for rank, found in enumerate(self.compared(tensors)):
+                assert self.case.passed(found), f"rank {rank}, epoch {self.epoch}: {found}"
 
     def compared(self, tensors: Tensors) -> list[dict[str, Comparison]]:
         """Every rank's outputs beside float64."""
@@ -410,22 +342,6 @@ def slices_follow_each_other(track: Track, total_us: float) -> bool:
             return False
         end = each.start_us + each.duration_us
     return end <= total_us + 1e-6
-
-
-HEADER, CORE = struct.Struct("<6I"), struct.Struct("<IIQ")
-
-
-def cores(blob: bytes | bytearray) -> list[tuple[Role, Records]]:
-    """Every core's records of a trace, in place."""
-    *_, count, _ = HEADER.unpack_from(blob)
-    at, found = HEADER.size, []
-    for _ in range(count):
-        kind, _, length = CORE.unpack_from(blob, at)
-        at += CORE.size
-        found.append((Role(kind), np.frombuffer(blob, RECORD, length, at)))
-        at += length * RECORD.itemsize
-    assert at == len(blob)
-    return found
 
 
 def first(blob: bytearray, kind: Kind) -> Records:

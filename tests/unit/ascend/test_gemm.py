@@ -1,4 +1,5 @@
-"""The GEMM ops against float64: worlds, dtypes, layouts, ragged shapes, epochs, schedules."""
+"""The GEMM ops beside what the kit judges (results in all worlds, shapes, dtypes and views): bits,
+what goes through the NIC, and planted faults."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from mkernel.plan.pipeline import GemmTile
 from .rig import (
     PATIENCE_S,
     REGION,
-    VIEWS_IN_ANY_ORDER,
     World,
     geometry,
     make_plan,
@@ -24,86 +24,6 @@ from .rig import (
 
 REDUCING: tuple[OpName, ...] = ("gemm_reduce_scatter", "gemm_all_reduce")
 OPS: tuple[OpName, ...] = ("all_gather_gemm", *REDUCING)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (1, 8), (2, 2), (3, 2)])
-def test_worlds(op: OpName, nodes: int, ranks: int) -> None:
-    plan = make_plan(136 * nodes * ranks, 320, 512, op=op, nodes=nodes, ranks_per_node=ranks)
-    with World(plan) as world:
-        world.check(epochs=3)
-        assert bool(world.puts) == (nodes > 1)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("b_layout", ["row", "column"])
-@pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtypes(op: OpName, dtype: str, out_dtype: str, b_layout: str) -> None:
-    plan = make_plan(
-        512, 264, 520, op=op, nodes=2, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout
-    )
-    with World(plan) as world:
-        world.check(epochs=2)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("m_local", "n", "k", "tiles_per_chunk", "b_layout"),
-    [
-        (1, 8, 8, 1, "column"),
-        (1, 1000, 2056, 4, "row"),
-        (5, 264, 264, 1, "row"),
-        (129, 40, 520, 2, "column"),
-        (200, 776, 1032, 3, "column"),
-        (383, 24, 24, 4, "row"),
-        (16, 4096, 16, 1, "row"),
-    ],
-)
-def test_ragged(
-    op: OpName, m_local: int, n: int, k: int, tiles_per_chunk: int, b_layout: str
-) -> None:
-    m = m_local * 4 - (3 if op == "gemm_all_reduce" else 0)
-    plan = make_plan(
-        m, n, k, op=op, nodes=2, ranks_per_node=2, b_layout=b_layout,
-        tiles_per_chunk=tiles_per_chunk,
-    )  # fmt: skip
-    with World(plan) as world:
-        world.check(epochs=3)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_ragged_float32(op: OpName) -> None:
-    plan = make_plan(2 * 131, 260, 396, op=op, nodes=2, dtype="float32", tiles_per_chunk=3)
-    with World(plan) as world:
-        world.check(epochs=3)
-
-
-def test_ranks_without_tiles() -> None:
-    """One output tile, eight ranks: seven own nothing, and all get the sum."""
-    plan = make_plan(5, 40, 64, op="gemm_all_reduce", nodes=2, ranks_per_node=4)
-    with World(plan) as world:
-        world.check(epochs=4)
-
-
-def test_strided_arguments() -> None:
-    """Row strides beyond the width, as of a slice of a larger tensor, are read in place."""
-    with World(make_plan(256, 256, 256, ranks_per_node=2)) as world:
-        tensors = world.tensors(seed=3)
-        for each in tensors:
-            for name, value in each.items():
-                wide = torch.full(
-                    (value.shape[0], value.shape[1] + 40), float("nan"), dtype=value.dtype
-                )
-                wide[:, 8:-32] = value
-                each[name] = wide[:, 8:-32]
-        world.call(tensors)
-        assert all(error <= 1e-5 for error in world.errors(tensors))
-        for rank in range(2):
-            margin = tensors[rank]["out"]._base
-            assert margin is not None
-            assert margin[:, :8].isnan().all()
-            assert margin[:, -32:].isnan().all()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -123,6 +43,7 @@ def test_bits_depend_on_nothing_but_the_inputs(op: OpName) -> None:
         (2, {"tile": GemmTile(rows=64, depth_bytes=256)}),
         (2, {"nodes": 2, "ranks_per_node": 2}),
         (2, {"nodes": 4, "ranks_per_node": 1}),
+        (2, {"nodes": 2, "ranks_per_node": 2, "compute_blocks": 11, "comm_blocks": 22}),
     ]
     results = []
     for slots, options in variants:
@@ -132,23 +53,6 @@ def test_bits_depend_on_nothing_but_the_inputs(op: OpName) -> None:
     assert same_bits(results)
     if op == "gemm_all_reduce":
         assert all(torch.equal(results[0][0], out) for out in results[0])
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 7, 11, 24])
-def test_any_number_of_blocks(blocks: int) -> None:
-    plan = make_plan(
-        6 * 140, 272, 520, nodes=2, ranks_per_node=3, tiles_per_chunk=2,
-        compute_blocks=blocks, comm_blocks=2 * blocks,
-    )  # fmt: skip
-    with World(plan) as world:
-        world.check(epochs=3)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_views_in_any_order(op: OpName) -> None:
-    """Calls that communicate stay right after calls that do not, whichever parity each had."""
-    with World(make_plan(512, 512, 512, op=op, nodes=2, ranks_per_node=2)) as world:
-        world.check(epochs=len(VIEWS_IN_ANY_ORDER), views=VIEWS_IN_ANY_ORDER)
 
 
 def test_times() -> None:

@@ -14,9 +14,9 @@ from published_table import published_table
 from mkernel.backends.accelerators.ascend.backend import record
 from mkernel.backends.accelerators.ascend.reference import Shape, published, trace
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.accelerators.ascend.trace import Kind, Pipe, Role
+from mkernel.backends.accelerators.ascend.trace import Kind, Pipe, Role, cores
 
-from .rig import A3, changed, cores, first, make_plan
+from .rig import A3, changed, first, make_plan
 
 SOURCE = Path(__file__).parents[3] / "backends" / "accelerators" / "ascend"
 SMALL = Shape(ranks=4, m=2048, k=1024, n=512)

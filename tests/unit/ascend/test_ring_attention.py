@@ -1,4 +1,5 @@
-"""Ring attention against float64: worlds, dtypes, grouped heads, ragged lengths, epochs, views."""
+"""Ring attention beside what the kit judges: wide heads and long pieces against float64,
+bits, what is sent, and planted faults."""
 
 from __future__ import annotations
 
@@ -14,9 +15,7 @@ from mkernel.plan.model import LaunchPlan
 
 from .rig import (
     PATIENCE_S,
-    VIEWS_IN_ANY_ORDER,
     World,
-    modelled_views,
     planned,
     same_bits,
     scheduled,
@@ -54,55 +53,25 @@ def attention_plan(
     return scheduled(made, rows_per_chunk=chunk or -(-rows // 3))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (1, 8), (2, 2)])
-def test_worlds(nodes: int, ranks: int, causal: bool) -> None:
-    plan = attention_plan(264, causal=causal, nodes=nodes, ranks_per_node=ranks)
-    with World(plan) as world:
-        world.check(epochs=3)
-        assert bool(world.puts) == (nodes > 1)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtypes(dtype: str, causal: bool) -> None:
-    plan = attention_plan(320, 128, causal=causal, dtype=dtype, nodes=2)
-    with World(plan) as world:
-        world.check(epochs=2)
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads"), [(1, 1, 1), (3, 4, 4), (2, 6, 3), (2, 8, 1)]
-)
-def test_grouped_heads(batch: int, heads: int, kv_heads: int) -> None:
-    """Query head h sees head h * kv_heads // heads."""
-    plan = attention_plan(72, batch=batch, heads=heads, kv_heads=kv_heads, ranks_per_node=2)
-    with World(plan) as world:
-        world.check(epochs=2)
-
-
 @pytest.mark.parametrize(
     ("rows", "head_dim", "chunk", "causal"),
     [
-        (1, 8, 1, False),
-        (2, 8, 1, True),
-        (3, 40, 2, False),
-        (262, 24, 7, True),
         (515, 200, 300, False),
         (514, 136, 257, True),
         (34, 256, 34, True),
         (33, 1024, 20, False),
     ],
 )
-def test_ragged(rows: int, head_dim: int, chunk: int, causal: bool) -> None:
+def test_wide_heads(rows: int, head_dim: int, chunk: int, causal: bool) -> None:
     plan = attention_plan(rows, head_dim, causal=causal, chunk=chunk, nodes=2, ranks_per_node=2)
     with World(plan) as world:
         world.check(epochs=3)
 
 
-def test_views_in_any_order() -> None:
-    with World(attention_plan(192, causal=True, nodes=2, ranks_per_node=2)) as world:
-        world.check(epochs=len(VIEWS_IN_ANY_ORDER), views=VIEWS_IN_ANY_ORDER)
+def test_long_pieces() -> None:
+    """Tiles of queries have two row blocks, the last one's second block a few rows."""
+    with World(attention_plan(1174, 24, heads=1, chunk=400, ranks_per_node=2)) as world:
+        world.check()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -193,16 +162,3 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_heads_that_are_too_wide_are_refused() -> None:
     with pytest.raises(ShapeError, match="head_dim = 1032 is not legal; expected at most 1024"):
         RingAttentionOp().geometry(attention_plan(16, 1032))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_modelled_views(causal: bool) -> None:
-    """Pipelined hides communication; compute alone still waits between its two parts."""
-    plan = attention_plan(512, heads=4, causal=causal, ranks_per_node=4, comm_blocks=12)
-    alone, sequential, pipelined = modelled_views(plan)
-    assert alone.total_us < pipelined.total_us < sequential.total_us
-    communication = sequential.total_us - alone.total_us
-    assert pipelined.total_us < alone.total_us + 0.75 * communication
-    names = {span.name for track in pipelined.pipes for span in track.spans}
-    assert {"TEXP", "TROWSUM", "TMATMUL", "TPUT"} <= names
-    assert ("TTRIL" in names) == causal
