@@ -7,10 +7,8 @@ differs from what will come, and the bytes around it are guards that must stay.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -318,59 +316,6 @@ def in_flight(subject: NicSubject) -> None:
     subject.run(_in_flight, 3, puts, _STEPWISE)
 
 
-class _FifoHandle(ctypes.Structure):
-    """``FifoHandle`` of ``backends/transport/fifo_host.hpp``, without what comes after."""
-
-    _fields_ = (
-        ("slots", ctypes.c_uint64),
-        ("head", ctypes.c_uint64),
-        ("tail", ctypes.c_uint64),
-        ("waiting", ctypes.c_uint64),
-        ("sleeping", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint64),
-        ("wake_fd", ctypes.c_int),
-    )
-
-
-class Producer:
-    """A kernel's end of the command FIFO: the one producer, following ``fifo_host.hpp``."""
-
-    def __init__(self, address: int) -> None:
-        device = _FifoHandle.from_address(address)
-        self.capacity: int = device.capacity
-        self._slots: int = device.slots
-        self._head = ctypes.c_uint64.from_address(device.head)
-        self._tail = ctypes.c_uint64.from_address(device.tail)
-        self._sleeping = ctypes.c_uint32.from_address(device.sleeping)
-        self._wake_fd: int = device.wake_fd
-
-    def push(self, command: Sequence[int], timeout_s: float) -> None:
-        """Push a command: local, remote, bytes, peer, region, signal, value. Raises CheckFailed if
-        the FIFO stays full."""
-        ticket = self._head.value
-        late = deadline(timeout_s)
-        while ticket - self._tail.value >= self.capacity:
-            if late():
-                raise CheckFailed(f"the FIFO stayed full at command {ticket}: it is not drained")
-            time.sleep(0)
-        self._head.value = ticket + 1
-        slot = self._slots + 64 * (ticket % self.capacity)
-        local, remote, nbytes, peer, region, signal, value = command
-        words: list[ctypes.c_uint64 | int] = [
-            local,
-            remote,
-            nbytes,
-            peer | region << 32,
-            signal | value << 32,
-        ]
-        (ctypes.c_uint64 * 5).from_address(slot)[:] = words
-        parity = (ticket // self.capacity + 1) & 1
-        ctypes.c_uint64.from_address(slot + 56).value = parity << 63 | ticket
-        if self._sleeping.value:
-            self._sleeping.value = 0
-            os.write(self._wake_fd, (1).to_bytes(8, "little"))
-
-
 def _fifo(me: Rank, puts: int, slots: int) -> None:
     span = puts * 64
     with me.open(2 * span, fifo_slots=slots) as port:
@@ -380,11 +325,12 @@ def _fifo(me: Rank, puts: int, slots: int) -> None:
         landing = Landing(port.memory.bytes[span:])
         landing.expect(0, pattern.bytes)
         (peer,) = me.peers
-        producer = Producer(port.session.fifo)
         me.exchange()
         for index in range(puts):
-            command = (64 * index, span + 64 * index, 64, peer, 0, index % 3, 2)
-            producer.push(command, port.timeout_s)
+            command = (peer, 0, 64 * index, span + 64 * index, 64, index % 3, 2)
+            pushed = _transport.fifo_push(port.session.fifo, port.pad, command, port.timeout_s)
+            if pushed != _transport.WaitResult.ok:
+                raise CheckFailed(f"the FIFO stayed full at command {index}: it is not drained")
         for signal in range(3):
             port.exactly(signal, 2 * len(range(signal, puts, 3)), f"{puts} commands in the FIFO")
         landing.check(f"{puts} commands in the FIFO")
