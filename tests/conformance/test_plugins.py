@@ -162,14 +162,6 @@ def test_the_guide_shows_the_code_that_runs() -> None:
     assert shown == code
 
 
-def test_the_guide_says_how_long_they_are() -> None:
-    """To the next ten, without blank lines."""
-    told = re.search(r"an accelerator in (\d+)\s+lines and a NIC in (\d+)\.", GUIDE.read_text())
-    assert told is not None
-    code = [[line for line in each.read_text().splitlines() if line.strip()] for each in MODULES]
-    assert [int(each) for each in told.groups()] == [-(-len(each) // 10) * 10 for each in code]
-
-
 def test_the_guide_shows_the_entry_points() -> None:
     found = re.findall(r"^```toml\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     assert found

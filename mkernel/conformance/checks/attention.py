@@ -58,31 +58,16 @@ def gqa(subject: AcceleratorSubject) -> None:
 
 
 def lse(subject: AcceleratorSubject) -> None:
-    """Check scales other than the default, causal or not; scores of hundreds must not overflow."""
+    """Check scales other than the default, causal or not."""
     subject.claimed(_OP)
     for world in _worlds(subject, *subject.usual_worlds()):
         size = world[0] * world[1]
-        cases: list[Case] = [
+        cases = [
             typical(subject, _OP, size, {"causal": causal}, options={"scale": scale})
             for scale in (0.05, 1.0, -0.3)
             for causal in (False, True)
         ]
-        cases.append(_large(typical(subject, _OP, size)))
         subject.judge(each_case, judge_calls, cases, 1, world=world)
-
-
-def _large(case: Case) -> Case:
-    """Give the case scores of some hundreds: without subtracting the maximum, exp overflows."""
-    batch, heads, kv, length, width = (
-        case.sizes[n] for n in ("batch", "heads", "kv_heads", "sequence", "head_dim")
-    )
-    random = torch.Generator().manual_seed(case.seed)
-    return with_tensors(
-        case,
-        q=8 * torch.randn(batch, heads, length, width, generator=random),
-        k=8 * torch.randn(batch, kv, length, width, generator=random),
-        v=torch.randn(batch, kv, length, width, generator=random),
-    )
 
 
 # ---- large scores --------------------------------------------------------------------------------
@@ -234,9 +219,9 @@ def _drawn(subject: AcceleratorSubject, world_size: int, count: int) -> Iterator
 CHECKS = (
     Check("causal", "no position sees a later one, and every earlier one counts", causal),
     Check("gqa", "query head h uses key head h * Hkv // Hq", gqa),
-    Check("lse", "the log-sum-exp is that of the scaled scores, however large", lse),
+    Check("lse", "the log-sum-exp is that of the scaled scores", lse),
     Check(
-        "extreme-scores", "scores of 10,000 cost no precision, whatever their sign", extreme_scores
+        "extreme-scores", "scores of 10,000 cost no precision, and none overflows", extreme_scores
     ),
     Check("documents", "of packed documents each position sees its own alone", documents),
     Check("drawn-attention", "attention of hundreds of random shapes gives the truth", drawn),
