@@ -30,10 +30,19 @@ def refusal(told: object, known: str) -> str:
 def _known(told: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(told)
-    except ValidationError as error:
-        known = error.errors(include_url=False, include_input=False)[0]["ctx"]["expected"]
-        text = refusal(told, known)
+    except ValidationError:
+        text = refusal(told, _expected(validate))
         raise PydanticCustomError("schema_version", "{text}", {"text": text}) from None
+
+
+def _expected(validate: ValidatorFunctionWrapHandler) -> str:
+    """Return the versions that are read, in words. Only the error of a value that is none of them
+    names them: that of a number with too many digits, say, does not."""
+    try:
+        validate(None)
+    except ValidationError as error:
+        return str(error.errors(include_url=False, include_input=False)[0]["ctx"]["expected"])
+    raise AssertionError("None is no version")
 
 
 SchemaVersion = WrapValidator(_known)
