@@ -25,14 +25,14 @@ STEPS: tuple[tuple[str, int], ...] = (
     ("pytest -m long --numprocesses {workers} --dist worksteal", 420),
     ("mkernel conformance --accelerator ascend", 480),
     ("mkernel conformance --accelerator streams", 480),
-    ("mkernel conformance --nic cx7", 120),
-    ("mkernel conformance --nic efa", 120),
+    ("mkernel conformance --nic cx7", 180),
+    ("mkernel conformance --nic efa", 180),
     ("python -m campaigns chaos --pinned --seconds 240", 300),
     ("python -m campaigns soak --seconds 120 --accelerator streams", 180),
     ("python -m campaigns soak --seconds 120 --accelerator ascend", 180),
     ("python -m campaigns nics --seconds 120", 150),
     ("python tests/fuzz/run.py --seconds 120", 240),
-    ("python tests/mutation/mutate.py planner --sample 5", 300),
+    ("python tests/mutation/mutate.py planner --sample 5", 150),
     ("make kernels", 600),
 )
 """Commands, and the most seconds that each may take: an hour together."""
