@@ -8,18 +8,17 @@ One line for each group of results, mode and card; the site adds every table (sc
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+
+import results_file
 
 from mkernel.harness import gains
 from mkernel.harness.bench_report import SHORT
 from mkernel.harness.gains import Series
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "numbers.md"
+RESULTS = results_file.RESULTS
+PAGE = results_file.ROOT / "docs" / "numbers.md"
 WORST = 12
 """The number of rows in which a peer is faster that the page lists."""
 
@@ -128,17 +127,5 @@ def _group_of(name: str) -> str:
     return next(each for each in GROUPS if name.startswith(each))
 
 
-def main() -> int:
-    """Compare the page, or write it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        print(f"{PAGE} is not what bench/results has; --write writes it")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(results_file.hold(PAGE, page, __doc__ or ""))

@@ -10,21 +10,19 @@ axis are an arrow at its end with their number.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
+
+import results_file
 
 from mkernel.harness import gains
 from mkernel.harness.gains import Series
 
-ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "results.svg"
-RESULTS = ROOT / "bench" / "results"
+PICTURE = results_file.ROOT / "docs" / "results.svg"
 
 WIDTH, LEFT, RIGHT, ROW = 1100, 470, 920, 24
 LEAST, MOST = 0.25, 3.0
@@ -64,7 +62,7 @@ MODES = {
 @cache
 def results() -> tuple[Series, ...]:
     """Return all committed results, the newest first."""
-    return tuple(gains.all_series(RESULTS))
+    return tuple(gains.all_series(results_file.RESULTS))
 
 
 def newest(
@@ -226,17 +224,5 @@ def picture() -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def main() -> int:
-    """Compare the picture, or draw it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PICTURE.write_text(picture())
-    elif PICTURE.read_text() != picture():
-        print(f"{PICTURE} is not what bench/results has; --write draws it")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(results_file.hold(PICTURE, picture, __doc__ or ""))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,19 @@ def read(name: str, folder: Path = RESULTS) -> Any:
             f"result {folder / name}.json: format: {refusal(told, ' or '.join(map(repr, _READ)))}"
         )
     return content
+
+
+def hold(file: Path, made: Callable[[], str], about: str) -> int:
+    """Compare a file with what it is made from, or write it (``--write``); 1 where it differs. The main
+    of scripts that make pages and pictures."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        file.write_text(made())
+    elif file.read_text() != made():
+        print(f"{file} is not what bench/results has; --write writes it")
+        return 1
+    return 0
 
 
 def laid_out(content: Any, indent: int = 0) -> str:

@@ -34,7 +34,9 @@ def test_no_figure_is_without_a_source(page: str) -> None:
     assert list(prose.without_a_source(page, prose.text(page))) == []
 
 
-SENTENCE = prose.Sentence("page", "it takes {} s, {} times as long", lambda: ("1.5", "2"))
+SENTENCE = prose.Sentence(
+    "page", "it takes {took:.1f} s, {ratio} times as long", {"took": 1.54, "ratio": 2}
+)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,9 @@ def test_another_figure_is_a_difference_and_is_mended(page: str) -> None:
     assert prose.written(SENTENCE, page) == "it takes 1.5 s, 2 times as long"
 
 
-WORDS = prose.Sentence("page", "| {...} | {}x |", lambda: ("seed 7 (spent)", "1.31"))
+WORDS = prose.Sentence(
+    "page", "| {seed!w} | {by[0]}x |", {"seed": "seed 7 (spent)", "by": ("1.31",)}
+)
 
 
 def test_words_may_stand_where_a_figure_may() -> None:
