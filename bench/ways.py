@@ -21,17 +21,21 @@ from mkernel.harness import results
 
 NAME = "ways"
 SHAPE = ("op", "m", "n", "k", "layout")
+SAID = ("file", "commit", "seed", "mode", "ranks", "dtype", "scales", "fast_accum")
+"""What the table has of a shape, and of a result."""
 
 
 class Measured(NamedTuple):
     """One call: what it was, and its median times in microseconds by contender.
 
     Attributes:
-        file: the name of the result that has it.
+        file: the name of the result that has it. commit: what was measured. seed: of drawn shapes.
         layout: of B; None: the run's, which is row-major.
     """
 
     file: str
+    commit: str
+    seed: int | None
     op: str
     m: int
     n: int
@@ -51,7 +55,7 @@ def measured(files: Iterable[Path]) -> Iterator[Measured]:
         content = json.loads(path.read_text())
         parts = content["figures"]["files"] if content.get("benchmark") == NAME else [part(path)]
         for each in parts:
-            said = {name: each[name] for name in ("mode", "ranks", "dtype", "scales", "fast_accum")}
+            said = {name: each[name] for name in SAID}
             for row in each["rows"]:
                 shape, times = row[: len(SHAPE)], row[len(SHAPE) :]
                 us = {
@@ -59,7 +63,7 @@ def measured(files: Iterable[Path]) -> Iterator[Measured]:
                     for name, time in zip(each["contenders"], times, strict=True)
                     if time is not None
                 }
-                yield Measured(each["file"], *shape, us=us, **said)
+                yield Measured(**dict(zip(SHAPE, shape, strict=True)), us=us, **said)
 
 
 def part(path: Path) -> dict[str, Any]:

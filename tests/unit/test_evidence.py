@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,10 @@ import pytest
 from mkernel.harness import draws, gains, results
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "bench"))
+
+import ways  # noqa: E402
+
 RESULTS = ROOT / "bench/results"
 MACHINE = "backends/accelerators/hopper/machine.json"
 HASH = re.compile(r"(?<![\w./-])(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![\w-])")
@@ -128,18 +133,13 @@ def test_the_readme_cites_the_newest_file_of_each_kind() -> None:
 
 
 @cache
-def ways() -> list[dict[str, Any]]:
-    """Return the results that constants were fitted to."""
-    files: list[dict[str, Any]] = json.loads((RESULTS / "ways.json").read_text())["figures"][
-        "files"
-    ]
-    return files
-
-
-@cache
 def random_files() -> dict[str, tuple[int, str]]:
     """Files of drawn shapes: seed and commit."""
-    found = {each["file"]: (each["seed"], each["commit"]) for each in ways() if each["seed"]}
+    found = {
+        one.file: (one.seed, one.commit)
+        for one in ways.measured([RESULTS / "ways.json"])
+        if one.seed is not None
+    }
     for file in FILES:
         content = json.loads((RESULTS / file).read_text())
         spec = content.get("spec")
