@@ -318,8 +318,12 @@ def gated(both: torch.Tensor) -> torch.Tensor:
 
 
 class Wanted(NamedTuple):
-    """The rows of an owner's experts that a rank wants: their numbers, experts and tokens."""
+    """The rows of an owner's experts that a rank wants: their numbers, experts and tokens.
 
+    ``of``: the owner, how many ranks there are, and the iteration, as what draws data takes them.
+    """
+
+    of: tuple[int, int, int]
     at: torch.Tensor
     expert: torch.Tensor
     x: torch.Tensor
@@ -334,16 +338,8 @@ class HomeCase(MoeCase):
         return {"out": (shape, getattr(torch, self.out_dtype))}
 
     @abstractmethod
-    def made(
-        self,
-        owner: int,
-        world_size: int,
-        iteration: int,
-        rows: Wanted,
-        columns: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute what an owner's experts make of these rows, times columns where there are some, in
-        float64."""
+    def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
+        """Compute what experts make of these rows, times columns where there are some, in float64."""
 
     def reference(
         self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
@@ -374,12 +370,12 @@ class HomeCase(MoeCase):
         width = self._hidden() if columns is None else columns.shape[1]
         out = torch.zeros(len(place[at]), width, device=self.device, dtype=torch.float64)
         for owner in range(world_size):
-            source, token, slot, counts = self._rows(owner, world_size, iteration)
+            of = owner, world_size, iteration
+            source, token, slot, counts = self._rows(*of)
             expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)
             here = ((source == rank) & (place[token] >= 0)).nonzero().squeeze(1)
             token, slot = token[here], slot[here]
-            wanted = Wanted(here, expert[here], x[token])
-            y = self.made(owner, world_size, iteration, wanted, columns)
+            y = self.made(Wanted(of, here, expert[here], x[token]), columns)
             y = y * weights[token, slot, None]
             out.index_add_(0, place[token], y.abs() if sizes_only else y)
         return out
@@ -420,12 +416,5 @@ class MoeCombineCase(HomeCase):
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def made(
-        self,
-        owner: int,
-        world_size: int,
-        iteration: int,
-        rows: Wanted,
-        columns: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return times(self._y(owner, world_size, iteration)[rows.at].double(), columns)
+    def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
+        return times(self._y(*rows.of)[rows.at].double(), columns)

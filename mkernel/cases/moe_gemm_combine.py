@@ -61,18 +61,11 @@ class MoeGemmCombineCase(HomeCase):
         )
         return Outcome(done.outputs, done.plan, done.record)
 
-    def made(
-        self,
-        owner: int,
-        world_size: int,
-        iteration: int,
-        rows: Wanted,
-        columns: torch.Tensor | None,
-    ) -> torch.Tensor:
-        h = self._h(owner, world_size, iteration)[rows.at].double()
+    def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
+        h = self._h(*rows.of)[rows.at].double()
         width = self._hidden() if columns is None else columns.shape[1]
         y = h.new_empty(len(h), width)
-        for number, w2 in enumerate(self._w2(owner, world_size, iteration)):
+        for number, w2 in enumerate(self._w2(*rows.of)):
             here = rows.expert == number
             y[here] = h[here] @ times(w2.double(), columns)
         return y

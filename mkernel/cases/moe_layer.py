@@ -37,31 +37,21 @@ class MoeLayerCase(HomeCase):
             "x": self._x(rank, iteration),
             "topk_ids": self._ids(rank, iteration),
             "topk_weights": self._weights(rank, iteration),
-            "w": self._laid_out(self._gate_up(rank, world_size, iteration, into.get("w"))),
-            "w2": self._laid_out(self._down(rank, world_size, iteration, into.get("w2"))),
+            "w": self._laid_out(self._gate_up(rank, world_size, iteration, into=into.get("w"))),
+            "w2": self._laid_out(self._down(rank, world_size, iteration, into=into.get("w2"))),
         }
 
-    def _gate_up(
-        self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        shape = (self._hidden(), 2 * self._features())
-        return self._experts(_W, rank, world_size, iteration, shape, into)
+    def _gate_up(self, *of: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Draw both factors' weights of a rank, of so many, in an iteration."""
+        return self._experts(_W, (self._hidden(), 2 * self._features()), *of, into=into)
 
-    def _down(
-        self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        shape = (self._features(), self._hidden())
-        return self._experts(_W2, rank, world_size, iteration, shape, into)
+    def _down(self, *of: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        return self._experts(_W2, (self._features(), self._hidden()), *of, into=into)
 
     def _experts(
-        self,
-        which: int,
-        rank: int,
-        world_size: int,
-        iteration: int,
-        shape: tuple[int, int],
+        self, which: int, shape: tuple[int, int], rank: int, world_size: int, iteration: int,
         into: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         into = into if self.layout == "row" else None
         whole = (self.sizes["experts"] // world_size, *shape)
         drawn = self.normal(iteration, which, rank, *whole, into=into)
@@ -82,17 +72,10 @@ class MoeLayerCase(HomeCase):
         )
         return Outcome(home.outputs, sent.plan, sent.record, then=home.record)
 
-    def made(
-        self,
-        owner: int,
-        world_size: int,
-        iteration: int,
-        rows: Wanted,
-        columns: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
         width = self._hidden() if columns is None else columns.shape[1]
         y = torch.empty(len(rows.x), width, device=self.device, dtype=torch.float64)
-        up, down = (each(owner, world_size, iteration) for each in (self._gate_up, self._down))
+        up, down = (each(*rows.of) for each in (self._gate_up, self._down))
         for expert, (first, second) in enumerate(zip(up, down, strict=True)):
             here = rows.expert == expert
             between = gated(rows.x[here].double() @ first.double())
