@@ -13,6 +13,9 @@
                 and 1 in one process. Beside it, wrong orders (the flag before its data, or on another
                 stream): how often these show says what the right one's zero is worth.
   main_job      wall time of the main job's command, from the shell's view, on 2 cores.
+  topology_scale
+                time and memory of `mkernel plan --json`, its start included, as worlds grow:
+                AllGather+GEMM on nodes of 8 GPUs with 4 NICs next to each.
 
 Writes ``bench/results/NAME.json``. Exit code 1 where a bar of :data:`TABLE` is missed.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -35,6 +39,7 @@ import results_file
 import torch
 
 from mkernel.harness.provenance import devices
+from mkernel.topology.model import Accelerator, Nic, Node, NumaNode, Topology
 
 LIMIT_S = 240
 NIC_MEGABYTES, MOVER_MEGABYTES = 2048, 1024
@@ -46,6 +51,18 @@ RIGHT_ITERATIONS, WRONG_ITERATIONS = 1_000_000, 20_000
 WRONG_ORDERS = ("flag_before_data", "flag_on_another_stream")
 SCHEDULING = {os.SCHED_RR: "real-time, round robin", os.SCHED_OTHER: "normal"}
 JOBS = 3
+GPUS, NICS_EACH = 8, 4
+NODES = (1, 64, 1024, 4096, 16384)
+PLANNED = {"m": 131072, "n": 28672, "k": 8192}
+PLAN = """
+import atexit, pathlib, sys
+def peak_kb():  # its own: what a process had before exec counts in getrusage
+    status = pathlib.Path("/proc/self/status").read_text()
+    print(status.split("VmHWM:")[1].split()[0], file=sys.stderr)
+atexit.register(peak_kb)
+from mkernel.cli.main import main
+main()
+"""
 
 Figures = dict[str, Any]
 
@@ -160,6 +177,52 @@ def main_job(place: Place) -> Figures:
     }
 
 
+def machine() -> Topology:
+    """Return a node of switches with a GPU and EFA devices each."""
+    paths = [(f"pci0000:{i:02x}", f"0000:{i:02x}:01.0", f"0001:{i:02x}:00.0") for i in range(GPUS)]
+    gpus = tuple(
+        Accelerator(
+            id=f"cuda{i}", kind="cuda", name="H100", index=i, pci=f"0002:{i:02x}:00.0",
+            pci_path=(*paths[i], f"0003:{i:02x}:00.0"), pcie_gbs=63.0, numa_node=i // 4,
+        )
+        for i in range(GPUS)
+    )  # fmt: skip
+    nics = tuple(
+        Nic(
+            id=f"efa{n}", kind="efa", name=f"efa{n}", pci=f"0004:{n:02x}:00.0", speed_gbps=100.0,
+            pci_path=(*paths[i], f"0003:{i:02x}:{1 + n % NICS_EACH:02x}.0"), numa_node=i // 4,
+        )
+        for n in range(NICS_EACH * GPUS)
+        for i in (n // NICS_EACH,)
+    )  # fmt: skip
+    numa = tuple(NumaNode(id=i, cpus=tuple(range(48 * i, 48 * i + 48))) for i in range(2))
+    return Topology(
+        nodes=(Node(id=0, hostname="machine", numa=numa, accelerators=gpus, nics=nics),)
+    )
+
+
+def topology_scale(place: Place) -> Figures:
+    """Plan for more and more nodes, each time in a process of its own."""
+    sizes = [text for name, size in PLANNED.items() for text in (f"--{name}", str(size))]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.json"
+        file.write_text(machine().model_dump_json())
+        command = [sys.executable, "-c", PLAN, "plan", "ag_gemm", "--accelerator", "hopper", *sizes]
+        command += ["--topology", str(file), "--ranks-per-node", str(GPUS), "--json", "--nodes"]
+        for nodes in NODES:
+            start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            run = subprocess.run(
+                [*command, str(nodes)],
+                check=True, capture_output=True, text=True, cwd=folder, timeout=LIMIT_S,
+            )  # fmt: skip
+            took_s, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+            row = {"nodes": nodes, "command_s": round(took_s, 2), "command_cpu_s": round(cpu_s, 2)}
+            rows.append(row | {"command_peak_mb": round(int(run.stderr.split()[-1]) / 1024, 1)})
+    return {"sizes": PLANNED, "load_after": round(os.getloadavg()[0], 2), "commands": rows}
+
+
 TABLE = {
     "nic": Measurement(
         nic,
@@ -188,6 +251,7 @@ TABLE = {
     "main_job": Measurement(
         main_job, {"median <= 20 s": lambda found: found["seconds"]["median"] <= 20}
     ),
+    "topology_scale": Measurement(topology_scale, {}),
 }
 
 

@@ -1,4 +1,4 @@
-"""The copy engines between two GPUs, within one, and to and from the host: time by size and blocks.
+"""The copy engines between two GPUs, within one, and to and from the host: time by size.
 
     python bench/transfer.py [--repeat 9] [--max-mib 1024] [--engines FILE]
 
@@ -6,7 +6,7 @@ The copies run on GPU 0; a put goes to GPU 1, a get comes from there. Two times 
 many copies in one CUDA graph, and *launched*, of many launched one after another, where the host's
 cost of a launch may be the longer one. Both are medians over repeats. Source and destination stay
 the same, so that copies of less than the L2 cache find their source there, as after a producer's
-kernel. Beside the engines: torch's copy_, launched, and the links' rate.
+kernel. Beside the engines: torch's copy_, launched.
 --engines writes the device times into the data file that the choice of an engine reads
 (backends/accelerators/hopper/machine.json).
 Bars, as ratios to the copy engine's rate at 256 MiB, at most 16 blocks: bulk put 0.89, bulk get 0.94;
@@ -35,9 +35,12 @@ from mkernel.harness.provenance import devices
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB << (2 * i) for i in range(10)]  # 4 KiB to 1 GiB
-BLOCKS = {"bulk": (1, 2, 4, 8, 16, 32), "plain": (1, 4, 8, 16, 32, 64)}
+BLOCKS = (8, 16)
+CONTENDERS = [
+    ("copy_engine", 0), ("torch", 0), *((one, blocks) for one in ("bulk", "plain") for blocks in BLOCKS)
+]  # fmt: skip
+"""Engines, and the blocks of those that run on multiprocessors."""
 DIRECTIONS = ("put", "get", "local", "to_host", "from_host")
-KEPT_BLOCKS = (8, 16)  # of the bulk and plain engines, for the choice and in the result
 RATE_BARS = {"put": 0.89, "get": 0.94}
 BATCH_BYTES = 256 * MIB
 MOST_COPIES = 40
@@ -169,54 +172,24 @@ def measure(
     }
 
 
-def link_gbs() -> float | None:
-    """All of GPU 0's active links together, one direction, as NVML says."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-            fields = [
-                pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT,
-                pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON,
-            ]
-            count, speed = (v.value.uiVal for v in pynvml.nvmlDeviceGetFieldValues(gpu, fields))
-            return count * speed / 1e3 or None
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # NVML is a convenience here: its absence is no reason to fail
-        return None
-
-
-def rate(rows: list[dict[str, Any]], direction: str, engine: str, nbytes: int, most: int) -> float:
-    """The best of the rows, GB/s; 0 where there is none."""
-    return max(
-        (
-            row["gbs"]
-            for row in rows
-            if (row["direction"], row["engine"], row["nbytes"]) == (direction, engine, nbytes)
-            and row["blocks"] <= most
-        ),
-        default=0.0,
-    )
+def rate(rows: list[dict[str, Any]], direction: str, engine: str, nbytes: int) -> float:
+    """Return the best of the rows, GB/s; 0 where there is none."""
+    wanted = {"direction": direction, "engine": engine, "nbytes": nbytes}
+    return max((row["gbs"] for row in rows if row.items() >= wanted.items()), default=0.0)
 
 
 def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the module's text promises, and what was found."""
     found = []
     for direction, bar in RATE_BARS.items():
-        engine = rate(rows, direction, "copy_engine", 256 * MIB, 0)
-        if engine:
-            ratio = rate(rows, direction, "bulk", 256 * MIB, 16) / engine
-            name = f"{direction} 256 MiB, bulk to copy engine"
-            found.append({"what": name, "found": round(ratio, 3), "bar": bar, "met": ratio >= bar})
-        for nbytes in (size for size in SIZES if size <= MIB):
-            engine = rate(rows, direction, "copy_engine", nbytes, 0)
+        small = [(nbytes, 1.0) for nbytes in SIZES if nbytes <= MIB]
+        for nbytes, least in ((256 * MIB, bar), *small):
+            engine = rate(rows, direction, "copy_engine", nbytes)
             if engine:
-                ratio = rate(rows, direction, "bulk", nbytes, 16) / engine
+                ratio = rate(rows, direction, "bulk", nbytes) / engine
                 name = f"{direction} {nbytes // KIB} KiB, bulk to copy engine"
-                found.append({"what": name, "found": round(ratio, 3), "bar": 1, "met": ratio > 1})
+                met = ratio >= least if nbytes > MIB else ratio > least
+                found.append({"what": name, "found": round(ratio, 3), "bar": least, "met": met})
     return found
 
 
@@ -224,7 +197,7 @@ def write_engines(file: Path, rows: list[dict[str, Any]]) -> None:
     """The device times into a data file, as transfer/engines.py reads them."""
     directions: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["device_us"] is None or row["blocks"] not in (0, *KEPT_BLOCKS):
+        if row["device_us"] is None:
             continue
         curves = directions.setdefault(row["direction"], [])
         named = {"engine": row["engine"], "blocks": row["blocks"]}
@@ -249,12 +222,10 @@ def main() -> int:
     torch.cuda.set_device(0)
     sizes = [size for size in SIZES if size <= arguments.max_mib * MIB]
     memory = Memory(max(sizes))
-    contenders = [("copy_engine", 0), ("torch", 0)]
-    contenders += [(engine, blocks) for engine, many in BLOCKS.items() for blocks in many]
     rows = []
     with torch.cuda.stream(torch.cuda.Stream()):
         for direction in DIRECTIONS:
-            for engine, blocks in contenders:
+            for engine, blocks in CONTENDERS:
                 for nbytes in sizes:
                     row = measure(memory, direction, engine, blocks, nbytes, arguments.repeat)
                     if row is not None:
@@ -264,23 +235,13 @@ def main() -> int:
         "transfer",
         {
             **devices(torch.device("cuda")),
-            "link_gbs": link_gbs(),
             "repeat": arguments.repeat,
-            "copies": [row for row in rows if row["blocks"] in (0, *KEPT_BLOCKS)],
+            "copies": rows,
             "bars": checked,
         },
     )
     if arguments.engines is not None:
         write_engines(arguments.engines, rows)
-    for direction in DIRECTIONS:
-        print(f"\n{direction}: GB/s" + "".join(f"{size // KIB:>9}K" for size in sizes))
-        for engine, blocks in contenders:
-            rates = [
-                rate([r for r in rows if r["blocks"] == blocks], direction, engine, size, blocks)
-                for size in sizes
-            ]
-            if any(rates):
-                print(f"{engine:>12} {blocks:>3}" + "".join(f"{found:>10.1f}" for found in rates))
     for bar in checked:
         print(
             f"{'met   ' if bar['met'] else 'MISSED'} {bar['what']}: {bar['found']} (bar {bar['bar']})"
