@@ -20,10 +20,10 @@ from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import check_world, path_of
 from mkernel.plan.around import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.decide import Alternative
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.plan.planner import explain
+from mkernel.plan.request import Alternative
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
 from mkernel.settings import load as load_settings

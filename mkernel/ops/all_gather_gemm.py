@@ -23,7 +23,7 @@ from mkernel.backends.contracts.scaled import dequantised
 from mkernel.errors import ArgumentError
 from mkernel.ops import around, derivatives, flops, validate
 from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
-from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.scales import (
     Scaled,
@@ -33,7 +33,6 @@ from mkernel.ops.scales import (
     scale_of_rows,
     scaled,
 )
-from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 

@@ -22,10 +22,9 @@ from mkernel.ops import derivatives, validate
 from mkernel.ops.around import EPS, Normed, as_rows, check_norm, norm_signatures
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
 from mkernel.ops.gemm import copied_to, traced_outputs
-from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.untraced import untraced
 from mkernel.plan.around import Around, Norm
 from mkernel.plan.model import LaunchPlan
 from mkernel.world import profiling

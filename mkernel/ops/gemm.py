@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from mkernel.errors import DtypeError, ShapeError
 from mkernel.ops import around, flops, validate
 from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
-from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.plain import local, plain, seen_by_torch, untraced
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.scales import (
     Scaled,
@@ -25,8 +25,6 @@ from mkernel.ops.scales import (
     refuse_gradients,
     scale_strides,
 )
-from mkernel.ops.sharded import local
-from mkernel.ops.untraced import untraced
 from mkernel.plan.around import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, PathChoice

@@ -20,11 +20,10 @@ from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
 from mkernel.ops.around import EPS, Normed
 from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
-from mkernel.ops.plain import seen_by_torch
+from mkernel.ops.plain import local, seen_by_torch
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
 from mkernel.ops.scales import scaled
-from mkernel.ops.sharded import local
 from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current

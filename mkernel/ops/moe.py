@@ -13,19 +13,20 @@ Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, 
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
-from mkernel.ops import flops, moe_marks, validate
+from mkernel.ops import flops, validate
 from mkernel.ops import moe_backward as gradients
 from mkernel.ops.common import Done, Execution, plan_for
-from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.untraced import untraced
 from mkernel.plan.model import Activation
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
@@ -145,10 +146,10 @@ def dispatch(
     )
     words = _routing_words(world, topk_ids, experts)
     routing = torch.empty(words, dtype=torch.int32, device=x.device)
-    routing[-1:].fill_(moe_marks.mark(world))  # by a kernel, which graphs capture
+    routing[-1:].fill_(mark(world))  # by a kernel, which graphs capture
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
     record = world.run(plan, tensors, **execution)
-    moe_marks.remember(routing, world)
+    remember(routing, world)
     counts = record.results["counts"]
     handle = MoeHandle(counts, routing)
     found = {"outputs": record.results["outputs"], "counts": counts, "handle": handle}
@@ -274,7 +275,7 @@ def check_routed(
             f"[T, k] of the dispatch, whose handle has {validate.describe(routing)}",
             why=f"that would be {words} words on {world.size} ranks",
         )
-    if moe_marks.is_foreign(routing, world):
+    if is_foreign(routing, world):
         raise ArgumentError(
             "handle",
             "of another world",
@@ -326,6 +327,36 @@ def moe_combine(
     done = combine(y, handle, topk_weights, out_dtype=out_dtype, group=group).outputs
     result = done["out"]
     return result
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+# The last word of a routing is the mark of its world. On a device reading it would wait for everything
+# that is queued, so what a dispatch of this process marked is also remembered beside the memory, for as
+# long as that lives.
+
+_marked: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDictionary()
+
+
+def mark(world: World) -> int:
+    """Return the world's mark."""
+    return zlib.crc32(world.name.encode()) & 0x7FFFFFFF
+
+
+def remember(routing: Tensor, world: World) -> None:
+    """Remember that a dispatch of that world has just made these words."""
+    _marked[routing.untyped_storage()] = _version(routing), mark(world)
+
+
+def is_foreign(routing: Tensor, world: World) -> bool:
+    """Return whether another world made these words; False also where only the device knows."""
+    if routing.device.type == "cpu":
+        return int(routing[-1]) != mark(world)
+    version, made_by = _marked.get(routing.untyped_storage(), (-1, 0))
+    return version == _version(routing) and made_by != mark(world)
+
+
+def _version(words: Tensor) -> int:
+    return 0 if words.is_inference() else words._version
 
 
 # ---- what torch knows of them --------------------------------------------------------------------

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mkernel.ops import flops, validate
 from mkernel.ops.common import plan_for
-from mkernel.ops.plain import plain
+from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
-from mkernel.ops.untraced import untraced
 from mkernel.plan.model import DtypeName
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World

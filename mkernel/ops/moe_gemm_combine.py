@@ -23,9 +23,8 @@ from mkernel.errors import ShapeError
 from mkernel.ops import flops, validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
-from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.untraced import untraced
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.pipeline import Returns
 from mkernel.world.groups import Group

@@ -3,12 +3,17 @@
 Kernels see addresses. What a tensor carries besides its memory (a graph for gradients, a subclass's
 own behaviour, a transform, a mode that stands in for the data) would be lost without a word, or the
 address would be null, so such calls are refused until the ops are registered with torch.
+
+Of a DTensor a rank's part is taken where it is sharded as an op takes it. An op's arguments are each
+rank's own part, and so are its results. Gradients go back through ``DTensor.to_local``: that of a
+sharded argument is sharded alike, that of a replicated one the same on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import getattr_static
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +21,13 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from mkernel.errors import ArgumentError, Unsupported
+from mkernel.world.groups import Group, global_ranks
+from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes, function_modes, tracing, transforms
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 _USUAL_FUNCTIONS = (
     getattr_static(Tensor, "__torch_function__"),
@@ -232,3 +243,82 @@ def _refused(what: str, where: str, remedy: str) -> Unsupported:
         f"{what} inside {where} is not supported, because kernels compute without its knowledge; "
         f"{remedy}"
     )
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def untraced(op: F) -> F:
+    """Make a compiled function break its graph at ``op``, instead of tracing the planner in it.
+
+    It does what ``torch.compiler.disable`` does, without the wrapper's time in every call and without
+    the import of ``torch._dynamo``, which takes longer than that of torch. A torch without these hooks
+    traces until it meets what it cannot, and breaks the graph there.
+    """
+    op.__dict__["_torchdynamo_disable"] = True
+    op.__dict__["_torchdynamo_disable_msg"] = "this call of mkernel has no registered op"
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(op.__code__, frames._FrameExecStrategy(skip, skip))
+    return op
+
+
+def local(name: str, value: Any, dim: int | None, group: Group) -> Any:
+    """Return ``value``, or the part of a DTensor that is on this rank.
+
+    Args:
+        dim: along which the op takes it sharded, as torch counts them; None: it takes it replicated.
+
+    Raises:
+        ArgumentError: a DTensor that is placed otherwise, or on other ranks than the group's.
+    """
+    kind = type(value)
+    if kind is Tensor or kind is Parameter or not isinstance(value, Tensor):
+        return value
+    if not (hasattr(value, "placements") and hasattr(value, "device_mesh")):
+        return value  # of another subclass, which is refused where it is examined
+    sharded: Any = value
+    mesh, placements = sharded.device_mesh, sharded.placements
+    if mesh.ndim != 1 or not _is_of_group(mesh, group):
+        raise ArgumentError(
+            name,
+            f"a DTensor on {mesh}",
+            "one on a 1-D mesh of the ranks of the group, in their order; else pass its local part, "
+            ".to_local()",
+        )
+    if dim is not None and dim < 0:
+        dim += value.dim()
+    fits = placements[0].is_replicate() if dim is None else placements[0].is_shard(dim)
+    if not fits:
+        wanted = "Replicate()" if dim is None else f"Shard({dim})"
+        raise ArgumentError(
+            name,
+            f"a DTensor placed {tuple(placements)}",
+            f"{wanted}: call .redistribute(placements=[{wanted}]), or pass what is this rank's part "
+            "in the op's sense, .to_local()",
+        )
+    part = sharded.to_local()
+    if dim is not None and part.shape[dim] * mesh.size() != value.shape[dim]:
+        raise ArgumentError(
+            name,
+            f"a DTensor of {tuple(value.shape)}",
+            f"one that {mesh.size()} ranks can share evenly along dimension {dim}",
+        )
+    return part
+
+
+def _is_of_group(mesh: DeviceMesh, group: Group) -> bool:
+    """Return whether a mesh of one dimension has the ranks of a group's world."""
+    world = current(group)
+    if mesh.size() != world.size or mesh.get_local_rank() != world.rank:
+        return False
+    names = torch.distributed.distributed_c10d._world.pg_names.values()
+    if world.name not in names:  # it was made of all ranks
+        return mesh.size() == torch.distributed.get_world_size()
+    name: Any = world.name
+    of_world = torch.distributed.distributed_c10d._resolve_process_group(name)
+    return global_ranks(mesh.get_group()) == global_ranks(of_world)
+
+
+_is_of_group.__dict__["_dynamo_marked_constant"] = True  # meshes and worlds stay what they are

@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from mkernel.ops import flops
-from mkernel.ops.plain import plain
+from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
-from mkernel.ops.untraced import untraced
 
 _OP = "replicated_gemm"
 

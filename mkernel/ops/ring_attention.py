@@ -17,13 +17,12 @@ import torch
 from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError, ShapeError
-from mkernel.ops import documents, flops, validate
+from mkernel.ops import flops, validate
 from mkernel.ops import ring_attention_backward as gradients
-from mkernel.ops.attention_layout import common_layout
+from mkernel.ops.attention_layout import checked_documents, common_layout, require_documents
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
-from mkernel.ops.plain import plain, seen_by_torch
+from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -86,11 +85,11 @@ def call(
     if layout != "heads":
         sizes["layout"] = layout
     if cu_seqlens is not None:
-        cu_seqlens = documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
+        cu_seqlens = checked_documents(cu_seqlens, rows * world.size, world.accelerator.device)
         sizes["documents"] = True
     engine = engine_for(world, _OP, sizes, str(q.dtype).removeprefix("torch."))
     if cu_seqlens is not None:
-        documents.require(engine, _OP)
+        require_documents(engine, _OP)
     capabilities = engine.claims
     if layout not in capabilities.attention_layouts:
         validate.contiguous("q", q)

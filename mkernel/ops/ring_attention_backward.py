@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mkernel.ops import documents, flops, validate
-from mkernel.ops.attention_layout import common_layout, lying
+from mkernel.ops import flops, validate
+from mkernel.ops.attention_layout import checked_documents, common_layout, lying, require_documents
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
-from mkernel.ops.plain import plain
+from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
-from mkernel.ops.untraced import untraced
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -85,8 +84,8 @@ def call(
     if layout != "heads":
         sizes["layout"] = layout
     if cu_seqlens is not None:
-        documents.require(engine, OP)
-        documents.checked(cu_seqlens, rows * world.size, world.accelerator.device)
+        require_documents(engine, OP)
+        checked_documents(cu_seqlens, rows * world.size, world.accelerator.device)
     plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
     options = {"scale": width**-0.5 if scale is None else float(scale)}
     record = world.run(plan, {**given, **written}, options=options, **execution)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, missing, paths
 from mkernel.plan.around import NOTHING, Around, Norm, check_around
-from mkernel.plan.decide import Alternative
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import (
     E4M3,
@@ -34,7 +33,7 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
-from mkernel.plan.request import Scheduled, Scheduler, ScheduleRequest, TooLarge
+from mkernel.plan.request import Alternative, Scheduled, Scheduler, ScheduleRequest, TooLarge
 from mkernel.plan.scales import RESULTS, check_blocks, check_scales
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows

@@ -174,7 +174,7 @@ def payloads(
         partials, results: dtypes in which partial results and their sums travel. None: the same as
             ``dtype``.
         whole_tokens: one row of each token travels, whatever its routing.
-        one_exchange: as of :class:`mkernel.plan.schedule.Schedule`.
+        one_exchange: as of :class:`mkernel.plan.model.Schedule`.
         routing: routing of tokens, which decides how many ranks want one.
     """
     size = DTYPE_BYTES[dtype]

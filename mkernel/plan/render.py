@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from mkernel.plan.decide import Alternative
 from mkernel.plan.missing import WhatIf
-from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction, Schedule
+from mkernel.plan.request import Alternative
 from mkernel.plan.simulate import Simulation
 from mkernel.tabular import Column, Sheet, duration
 from mkernel.topology.kinds import spans

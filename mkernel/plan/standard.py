@@ -14,12 +14,17 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from mkernel.plan import chunking, predict
-from mkernel.plan.decide import Alternative, choose
-from mkernel.plan.model import CommonPart, Prediction
-from mkernel.plan.order import ConsumptionOrder, Runs
-from mkernel.plan.pipeline import USUAL_TILE, Chunking, GemmTile, Pipeline, Returns
-from mkernel.plan.request import Scheduled, ScheduleRequest
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.model import CommonPart, Prediction, Schedule
+from mkernel.plan.pipeline import (
+    USUAL_TILE,
+    Chunking,
+    ConsumptionOrder,
+    GemmTile,
+    Pipeline,
+    Returns,
+    Runs,
+)
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
 
@@ -32,7 +37,7 @@ world."""
 class RowSchedule(Schedule):
     """A schedule by rows: each rank's rows (positions, tokens) travel in chunks of
     ``rows_per_chunk``. ``order`` is the order in which the others' rows are consumed
-    (:class:`mkernel.plan.order.ConsumptionOrder`)."""
+    (:class:`mkernel.plan.pipeline.ConsumptionOrder`)."""
 
     kind: Literal["rows"] = "rows"
     rows_per_chunk: int = Field(ge=1)

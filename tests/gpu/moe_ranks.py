@@ -20,7 +20,7 @@ from mkernel.cases import case_of
 from mkernel.cases.comparison import FEW
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
 from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
-from mkernel.ops import moe_marks
+from mkernel.ops import moe as moe_ops
 from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
@@ -463,7 +463,7 @@ def foreign(shape: Moe) -> list[str]:
     work, found = shape.work(0), []
     given, weights = work.given, work.given["topk_weights"]
     own = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
-    with mock.patch.object(moe_marks, "mark", return_value=5):
+    with mock.patch.object(moe_ops, "mark", return_value=5):
         other = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
     for call in (
         lambda sent: mkernel.moe_combine(sent.outputs, sent.handle, weights),

@@ -15,7 +15,7 @@ from test_hopper_nodes import both, nics, random_shapes, right, take
 
 import mkernel
 from mkernel.backends.accelerators.hopper.capabilities import hierarchical_ops
-from mkernel.plan.decide import GAIN
+from mkernel.plan.request import GAIN
 
 pytestmark = [takes_ranks(4), pytest.mark.usefixtures("leaves_nothing")]
 

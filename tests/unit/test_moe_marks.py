@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.ops import moe_marks
+from mkernel.ops import moe
 
 HERE: Any = SimpleNamespace(name="here")
 THERE: Any = SimpleNamespace(name="there")
@@ -32,24 +32,24 @@ def test_handles_of_this_process_are_known_by_their_memory(inference: bool) -> N
     with torch.inference_mode(inference):
         words, others = torch.zeros(4), torch.zeros(4)
         for each, world in ((words, HERE), (others, THERE)):
-            moe_marks.remember(each, world)
-        assert not moe_marks.is_foreign(OnDevice(words), HERE)  # type: ignore[arg-type]
-        assert moe_marks.is_foreign(OnDevice(others), HERE)  # type: ignore[arg-type]
-        assert moe_marks.is_foreign(OnDevice(words), THERE)  # type: ignore[arg-type]
+            moe.remember(each, world)
+        assert not moe.is_foreign(OnDevice(words), HERE)  # type: ignore[arg-type]
+        assert moe.is_foreign(OnDevice(others), HERE)  # type: ignore[arg-type]
+        assert moe.is_foreign(OnDevice(words), THERE)  # type: ignore[arg-type]
 
 
 def test_what_is_not_known_is_not_refused() -> None:
     words = torch.zeros(4)
-    moe_marks.remember(words, THERE)
-    assert not moe_marks.is_foreign(OnDevice(words.clone()), HERE)  # type: ignore[arg-type]
+    moe.remember(words, THERE)
+    assert not moe.is_foreign(OnDevice(words.clone()), HERE)  # type: ignore[arg-type]
     words[0] = 1  # somebody made another handle of it
-    assert not moe_marks.is_foreign(OnDevice(words), HERE)  # type: ignore[arg-type]
-    before = len(moe_marks._marked)
+    assert not moe.is_foreign(OnDevice(words), HERE)  # type: ignore[arg-type]
+    before = len(moe._marked)
     del words
-    assert len(moe_marks._marked) == before - 1
+    assert len(moe._marked) == before - 1
 
 
 def test_words_of_a_cpu_have_the_mark() -> None:
-    words = torch.tensor([0, moe_marks.mark(HERE)], dtype=torch.int32)
-    assert not moe_marks.is_foreign(words, HERE)
-    assert moe_marks.is_foreign(words, THERE)
+    words = torch.tensor([0, moe.mark(HERE)], dtype=torch.int32)
+    assert not moe.is_foreign(words, HERE)
+    assert moe.is_foreign(words, THERE)

@@ -25,7 +25,6 @@ from mkernel.backends.accelerators.ascend.predict_moe import combined, dispatche
 from mkernel.backends.accelerators.ascend.settings import AscendSettings
 from mkernel.errors import ArgumentError
 from mkernel.plan.chunking import MAX_CHUNKS, comm_blocks, cut, tiling
-from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -34,11 +33,11 @@ from mkernel.plan.model import (
     MoeShape,
     OpName,
     Prediction,
+    Schedule,
 )
 from mkernel.plan.paths import LEAST_FUSED_SUMS
 from mkernel.plan.pipeline import Chunking, GemmTile, Pipeline, Tiling
-from mkernel.plan.request import Scheduled, ScheduleRequest
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
 from mkernel.plan.standard import by_rows, by_tiles
 from mkernel.settings import load_as, variable
 

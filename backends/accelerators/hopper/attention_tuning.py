@@ -28,11 +28,10 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.errors import ArgumentError
-from mkernel.plan.decide import Alternative
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.ops import forward
 from mkernel.plan.predict import prediction
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows
 from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants

@@ -15,10 +15,9 @@ from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import WHOLE, Times
 from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, LibrarySchedule, Way
 from mkernel.plan import paths
-from mkernel.plan.decide import choose
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
 from mkernel.plan.predict import payloads, prediction
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.request import Scheduled, ScheduleRequest, choose
 from mkernel.topology.cost import MachineConstants, fastest, products
 
 _MACHINE = machine()

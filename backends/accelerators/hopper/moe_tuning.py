@@ -24,17 +24,16 @@ from mkernel.backends.accelerators.hopper.schedule import (
     GemmCombineSchedule,
 )
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
-from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
     DTYPE_BYTES,
     CommonPart,
     GemmCombineShape,
     MoeShape,
     Prediction,
+    Schedule,
 )
 from mkernel.plan.predict import payloads, predict
-from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge, choose
 from mkernel.plan.standard import by_rows
 from mkernel.settings import load_as
 

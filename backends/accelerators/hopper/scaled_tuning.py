@@ -16,11 +16,9 @@ from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ScaledBy, TilingName
 from mkernel.plan import paths
-from mkernel.plan.decide import choose
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction, Schedule
 from mkernel.plan.predict import payloads, prediction
-from mkernel.plan.request import Scheduled, ScheduleRequest
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.request import Scheduled, ScheduleRequest, choose
 from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,

@@ -7,9 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from mkernel.backends.accelerators.hopper.transfer.engines import Engine
-from mkernel.plan.model import DtypeName
+from mkernel.plan.model import DtypeName, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
-from mkernel.plan.schedule import Schedule
 
 TilingName = Literal["wide", "medium", "deep", "narrow", "promoted"]
 ExpertTiling = Literal["wide", "deep"]

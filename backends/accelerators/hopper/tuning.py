@@ -31,11 +31,10 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, SumShape
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import payloads
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
-from mkernel.plan.schedule import Schedule
 from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,

@@ -12,7 +12,6 @@ from mkernel.backends.accelerators.streams.machine import scaled_mm, torch_devic
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.chunking import rows_of_a_rank
-from mkernel.plan.decide import Alternative, choose
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -24,12 +23,11 @@ from mkernel.plan.model import (
     MoeShape,
     OpName,
     ScaleMode,
+    Schedule,
 )
-from mkernel.plan.order import Runs
-from mkernel.plan.pipeline import Pipeline, Returns
+from mkernel.plan.pipeline import Pipeline, Returns, Runs
 from mkernel.plan.predict import messages_us, payloads, predict
-from mkernel.plan.request import Scheduled, ScheduleRequest
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
 from mkernel.plan.standard import by_rows
 
 DeviceName = Literal["cpu", "cuda", "npu"]

@@ -18,7 +18,7 @@ from mkernel.conformance.faults.launching import SkipsWaits
 from mkernel.conformance.kit import Kit
 from mkernel.errors import ShapeError, Unsupported
 from mkernel.harness.outcome import CheckFailed, CheckSkipped, HarnessError
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.model import Schedule
 
 
 @pytest.mark.parametrize(

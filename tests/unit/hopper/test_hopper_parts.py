@@ -31,8 +31,8 @@ from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, 
 from mkernel.errors import ArgumentError
 from mkernel.plan import paths, planner
 from mkernel.plan.around import Around, Norm
-from mkernel.plan.decide import GAIN
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales
+from mkernel.plan.request import GAIN
 
 BENCH = Path(__file__).parents[3] / "bench"
 sys.path.append(str(BENCH))

@@ -15,7 +15,7 @@ from mkernel.plan.chunking import (
     rows_of_a_rank,
 )
 from mkernel.plan.model import AttentionShape, CombineShape, DtypeName, GemmShape
-from mkernel.plan.order import ConsumptionOrder, Runs
+from mkernel.plan.pipeline import ConsumptionOrder, Runs
 
 dtypes: st.SearchStrategy[DtypeName] = st.sampled_from(["float16", "bfloat16", "float32"])
 

@@ -9,11 +9,11 @@ from plan_worlds import CAPABILITIES, explained
 from shipped import constants_of
 
 from mkernel.errors import ArgumentError
-from mkernel.plan.decide import GAIN, choose
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.order import Runs
+from mkernel.plan.pipeline import Runs
 from mkernel.plan.planner import Planned
+from mkernel.plan.request import GAIN, choose
 from mkernel.plan.simulate import simulate
 from mkernel.plan.standard import RowSchedule, TileSchedule, by_rows, by_tiles
 

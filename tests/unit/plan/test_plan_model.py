@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from plan_worlds import make
 from pydantic import ValidationError
 
-from mkernel.plan.model import LaunchPlan, first_difference
-from mkernel.plan.schedule import Schedule
+from mkernel.plan.model import LaunchPlan, Schedule, first_difference
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Rail, RouteTable

@@ -13,8 +13,7 @@ from shipped import constants_of
 
 from mkernel.plan.messages import CallMessages, OrderPlace, SimulatedRank
 from mkernel.plan.model import OpName
-from mkernel.plan.order import Runs
-from mkernel.plan.pipeline import Exchange
+from mkernel.plan.pipeline import Exchange, Runs
 from mkernel.plan.planner import Planned
 from mkernel.plan.predict import payloads
 from mkernel.plan.scaling import points
