@@ -19,7 +19,7 @@ from typing_extensions import TypedDict, Unpack
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops import flops, validate
 from mkernel.ops import ring_attention_backward as gradients
-from mkernel.ops.attention_layout import checked_documents, common_layout, require_documents
+from mkernel.ops.attention_inputs import checked_documents, common_layout, require_documents
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.registration import group_name, ops, register

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mkernel.ops import flops, validate
-from mkernel.ops.attention_layout import checked_documents, common_layout, lying, require_documents
+from mkernel.ops.attention_inputs import checked_documents, common_layout, lying, require_documents
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
