@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from enum import IntEnum
 from pathlib import Path
 
@@ -56,45 +55,10 @@ def test_published_and_own_kernels_do_the_same_work() -> None:
     assert amount(theirs, Kind.TPUT) == (s.ranks - 1) * s.m // s.ranks * s.k * 2
 
 
-def test_every_chunk_is_sent_to_every_other_rank_once_and_awaited_there() -> None:
-    raised: Counter[tuple[int, int]] = Counter()
-    awaited: set[tuple[int, int]] = set()
-    for rank in range(SMALL.ranks):
-        for _, records in cores(trace(SMALL, rank)):
-            for each in records[records["kind"] == Kind.TNOTIFY]:
-                raised[int(each["peer"]), int(each["signal"])] += 1
-            waits = records[records["kind"] == Kind.TWAIT]
-            awaited |= {(rank, int(signal)) for signal in waits["signal"]}
-    others = [(r, s) for r in range(SMALL.ranks) for s in range(SMALL.ranks) if r != s]
-    flags = {(r, SMALL.flag(s, c)) for r, s in others for c in range(SMALL.chunks)}
-    assert awaited == flags
-    assert {each for each in raised if each[1] < SMALL.summary(0)} == flags
-    assert all(raised[each] == 1 for each in flags)
-    assert all(raised[r, SMALL.summary(s)] == SMALL.chunks for r, s in others)
-
-
 def test_compute_takes_whole_row_groups() -> None:
     """16 row groups keep 16 of 24 cores busy, however wide B is."""
     busy = [bool((r["kind"] == Kind.TMATMUL).any()) for k, r in cores(trace(SMALL, 0)) if k == 0]
     assert (len(busy), sum(busy)) == (24, 16)
-
-
-@pytest.mark.parametrize("k", [256, 768])
-def test_flags_are_set_as_often_as_awaited(k: int) -> None:
-    for _, records in cores(trace(Shape(ranks=2, m=256, k=k, n=512), 0)):
-        open_flags: Counter[tuple[int, int, int]] = Counter()
-        for each in records:
-            flag = (int(each["pipe"]), int(each["other"]), int(each["event"]))
-            open_flags[flag] += {Kind.SET_FLAG: 1, Kind.WAIT_FLAG: -1}.get(each["kind"], 0)
-            assert open_flags[flag] in (0, 1)
-        # Halves and the output tile are free at the end, as at the start.
-        assert {f for f, n in open_flags.items() if n} <= {
-            (Pipe.MTE1, Pipe.MTE2, 0),
-            (Pipe.MTE1, Pipe.MTE2, 1),
-            (Pipe.M, Pipe.MTE1, 0),
-            (Pipe.M, Pipe.MTE1, 1),
-            (Pipe.FIX, Pipe.M, 0),
-        }
 
 
 @pytest.mark.parametrize(
