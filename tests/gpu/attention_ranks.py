@@ -1,16 +1,18 @@
-"""What rank processes on GPUs run of ring attention: calls on fresh data, judged in float64."""
+"""Calls of ring attention and of its gradients on a rank, for :mod:`calls`, and faults beneath them."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
-import hopper_ranks
+import calls
 import torch
-from hopper_ranks import LATE_S, captured, other_bits, spin
+from calls import Tensors
 
 import mkernel
 from mkernel.backends.accelerators.hopper import (
@@ -25,26 +27,29 @@ from mkernel.backends.accelerators.hopper import (
     capabilities,
 )
 from mkernel.backends.accelerators.hopper.attention_documents import Bounds, Documents
-from mkernel.backends.accelerators.hopper.attention_library import Seen, attend
+from mkernel.backends.accelerators.hopper.attention_library import attend
 from mkernel.backends.accelerators.hopper.attention_ring import Source
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     AttentionKernelSchedule,
     AttentionSchedule,
 )
-from mkernel.cases import case_of, poison
+from mkernel.cases import Case, case_of
 from mkernel.cases.comparison import compare
-from mkernel.ops.zigzag import zigzag_positions
-from mkernel.plan.model import AttentionLayout, DtypeName
+from mkernel.plan.model import AttentionLayout, DtypeName, LaunchPlan
 
 INPUTS = ("q", "k", "v")
+PIECE_ROWS = 64
+EXTREMES = ("large", "equal", "one", "NaN in a query", "NaN in a key", "NaN in a value")
+"""Scores of some thousands, all alike, or with one that outweighs all others; and what is not a number,
+which comes out where the truth has it."""
 
 
 @dataclass(frozen=True)
 class Attention:
     """One size; ``rows`` are a rank's. ``lies``: how tensors lie in memory. ``documents``: where those
     begin that are packed into the sequence, and its end; told on ``told_on``. ``way``: by which ring
-    attention runs, the same in all calls of a process."""
+    attention runs, the same in all calls of a process. ``extreme``: one of :data:`EXTREMES`."""
 
     batch: int
     heads: int
@@ -58,14 +63,54 @@ class Attention:
     documents: tuple[int, ...] | None = None
     told_on: str = "cuda"
     way: str = "auto"
+    extreme: str | None = None
 
-    def work(self, seed: int) -> Work:
-        """Its tensors on this rank."""
-        return Work(self, seed)
+    def work(self, seed: int = 0) -> Work:
+        """Make its tensors on this rank."""
+        return Work(self, self.case(seed))
+
+    def case(self, seed: int = 0, op: str = "ring_attention") -> Any:
+        """Return the op's case in this rank's world."""
+        options = {"scale": self.scale, "lies": self.lies, "cu_seqlens": self.documents}
+        if self.extreme is not None:
+            options["tensors"] = self._extremes(seed)
+        return case_of(op)(
+            self.sizes(), self.dtype, self.dtype, "row", seed=seed, options=options,
+            device=calls.DEVICE,
+        )  # fmt: skip
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the whole call."""
+        return {
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "sequence": self.rows * mkernel.world().size,
+            "head_dim": self.width,
+            "causal": self.causal,
+        }
+
+    def planned(self) -> LaunchPlan:
+        """Plan its call."""
+        layout = {} if self.lies == "heads" else {"layout": self.lies}
+        return mkernel.plan("ring_attention", **self.sizes(), dtype=self.dtype, **layout)
+
+    def _extremes(self, seed: int) -> Tensors:
+        whole: Tensors = replace(self, extreme=None).case(seed)._whole(0)
+        at = whole["q"].shape[2] // 3
+        name = {"query": "q", "key": "k", "value": "v"}.get(str(self.extreme).split()[-1])
+        if name is not None:
+            whole[name][0, 0, at, 0] = torch.nan
+        elif self.extreme == "one":
+            whole["k"][:, :, at] *= 30
+        else:
+            whole["q"] *= 30 * (self.extreme == "large")
+            whole["k"] *= 30
+        return whole
 
 
-def drawn(chance: random.Random) -> Attention:
-    """Any legal size: from one step of positions to a few tiles, edges everywhere."""
+def drawn(chance: random.Random, world: int = 1) -> Attention:
+    """Draw any legal size: from one step of positions to a few tiles, edges everywhere."""
     causal, kv_heads = chance.random() < 0.5, chance.randint(1, 4)
     steps = chance.choice((1, 2, 3, chance.randint(4, 12), chance.randint(12, 40)))
     return Attention(
@@ -81,49 +126,48 @@ def drawn(chance: random.Random) -> Attention:
     )
 
 
-class Work:
-    """A size's tensors on this rank, refilled in place for every turn."""
+def drawn_packed(chance: random.Random, world: int) -> Attention:
+    """Draw any legal size with documents: some of one position, some empty, some over ranks."""
+    shape = drawn(chance)
+    length = shape.rows * world
+    seam = length // (2 * world) * chance.randint(0, 2 * world)
+    inner = [chance.randint(0, length) for _ in range(chance.choice((0, 1, 3, 30)))]
+    inner += [min(length, max(0, seam + by)) for by in chance.sample((-1, 0, 0, 1), 2)]
+    bounds = (0, *sorted(inner), length)
+    return replace(shape, documents=bounds, told_on=chance.choice(("cuda", "cpu")))
 
-    def __init__(self, shape: Attention, seed: int = 0, tensors: Any = None) -> None:
-        """``tensors``: whole q, k, v instead of random ones."""
-        world = mkernel.world()
-        self.rank, self.world = world.rank, world.size
-        self.shape = shape
+
+def drawn_for_core(chance: random.Random, world: int) -> Attention:
+    """Draw any size of our own kernel for parts."""
+    return replace(drawn(chance), width=128, way="parts")
+
+
+def drawn_for_kernel(chance: random.Random, world: int) -> Attention:
+    """Draw any size of one kernel: from one step to a few tiles, more of them than a device has
+    blocks."""
+    causal = chance.random() < 0.5
+    steps = chance.choice((1, 2, 3, chance.randint(4, 12)))
+    return replace(drawn(chance), rows=128 * steps * (2 if causal else 1), width=128, causal=causal,
+                   way="kernel")  # fmt: skip
+
+
+class Work(calls.Work):
+    """A size's tensors on this rank."""
+
+    turns = 2
+
+    def __init__(self, shape: Attention, case: Case) -> None:
         os.environ["MKERNEL_HOPPER_ATTENTION"] = shape.way
-        sizes = {
-            "batch": shape.batch,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "sequence": shape.rows * world.size,
-            "head_dim": shape.width,
-            "causal": shape.causal,
-        }
-        options = {"scale": shape.scale, "lies": shape.lies, "cu_seqlens": shape.documents}
         self.bounds = None
         if shape.documents is not None:
             self.bounds = torch.tensor(shape.documents, dtype=torch.int32, device=shape.told_on)
-        if tensors is not None:
-            options["tensors"] = {name: each.cuda() for name, each in tensors.items()}
-        if shape.way == "kernel" and world.size > 1:
-            plan = mkernel.plan(
-                "ring_attention", **sizes, dtype=shape.dtype,
-                **({} if shape.lies == "heads" else {"layout": shape.lies}),
-            )  # fmt: skip
-            assert isinstance(plan.schedule, AttentionKernelSchedule), plan.schedule
-        self.case = case_of("ring_attention")(
-            sizes, shape.dtype, shape.dtype, "row", seed=seed, options=options, device="cuda"
-        )
-        self.given = self.case.inputs(self.rank, self.world, 0)
+        if shape.way == "kernel" and mkernel.world().size > 1:
+            schedule = shape.planned().schedule
+            assert isinstance(schedule, AttentionKernelSchedule), schedule
+        super().__init__(shape, case)
 
-    def fill(self, turn: int) -> None:
-        """Fresh inputs where the last ones lie."""
-        for name, tensor in self.case.inputs(self.rank, self.world, turn).items():
-            self.given[name].copy_(tensor)
-
-    def call(self) -> dict[str, torch.Tensor]:
-        """The public op, where freed memory holds poison."""
-        if not torch.cuda.is_current_stream_capturing():
-            poison.freed(self.case.results(self.world).values(), "cuda")
+    def call(self) -> Tensors:
+        """Call the public op."""
         out, lse = mkernel.ring_attention(
             *(self.given[name] for name in INPUTS),
             causal=self.shape.causal,
@@ -135,168 +179,118 @@ class Work:
         self.found = {"out": out, "lse": lse}
         return self.found
 
-    def failure(self, turn: int) -> list[str]:
-        """Of the last call."""
-        return self.failures(turn, self.found)
-
-    def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
-        """Empty where both outputs are right."""
-        limits = self.case.tolerances()
-        compared = self.case.compared(found, self.rank, self.world, turn)
-        return [
-            f"rank {self.rank} {self.shape} turn {turn} {what}: {name} is off by "
-            f"{one.error:.2e} {one.why}"
-            for name, one in compared.items()
-            if not one.error <= limits[name]
-        ]
+    def wrong(self, turn: int, found: Tensors) -> list[str]:
+        """Say what is wrong with the results of a turn; a NaN's sums are not promised."""
+        if "NaN" in str(self.shape.extreme):
+            found = {"out": found["out"]}
+        return super().wrong(turn, found)
 
 
-def judged(shapes: Sequence[Attention], seed: int) -> list[str]:
-    """Failures of two calls each."""
-    found = []
-    for shape in shapes:
-        work = Work(shape, seed)
-        for turn in range(2):
-            work.fill(turn)
-            found += work.failures(turn, work.call())
-    mkernel.synchronize()
-    return found
+@dataclass(frozen=True)
+class Trained:
+    """The gradients of a size's call. ``by_op``: by the op, which a graph can hold, not by autograd.
+    ``of_sums``: of log-sum-exps too. ``deterministic``: under torch's deterministic algorithms."""
+
+    shape: Attention
+    by_op: bool = False
+    of_sums: bool = False
+    deterministic: bool = False
+
+    def work(self, seed: int = 0) -> Gradients:
+        """Make its tensors on this rank."""
+        return Gradients(self, self.shape.case(seed, "ring_attention_backward"))
 
 
-def skewed(shapes: Sequence[Attention], rounds: int, seed: int) -> list[str]:
-    """Failures of many calls that reuse all memory, ranks late by turns, shapes mixed, with GEMMs
-    between them."""
-    works = [Work(shape, seed) for shape in shapes]
-    product = hopper_ranks.Work(hopper_ranks.Shape("all_gather_gemm", 8192, 512, 4096))
-    chance = random.Random(seed)  # the same on every rank
-    found = []
-    for turn in range(rounds):
-        work = chance.choice(works)
-        late = chance.randrange(work.world + 1)
-        work.fill(turn)
-        product.fill(turn)
-        if late == work.rank:
-            spin(LATE_S)
-        result = work.call()
-        product.call()
-        found += work.failures(turn, result, f"with rank {late} late")
-        found += product.failure(turn, what="behind attention")
-    mkernel.synchronize()
-    return found
+class Gradients(calls.Work):
+    """The gradients of a size's call on this rank."""
+
+    turns = 2
+
+    def fill(self, turn: int, results: Tensors | None = None) -> None:
+        """Draw fresh inputs and gradients of results."""
+        super().fill(turn, results)
+        mine = self.case.positions(self.rank, self.world).to(calls.DEVICE)
+        self.of_lse = self._of_sums(turn)[:, :, mine]
+
+    def _of_sums(self, turn: int) -> torch.Tensor:
+        sizes = (self.case.sizes[name] for name in ("batch", "heads", "sequence"))
+        draw = self.case.generator(turn, 7, -1)
+        return torch.randn(*sizes, generator=draw, device=calls.DEVICE)
+
+    def call(self) -> Tensors:
+        """Call the op and its backward."""
+        torch.use_deterministic_algorithms(self.shape.deterministic)
+        try:
+            found = self._by_op() if self.shape.by_op else self._by_autograd()
+        finally:
+            torch.use_deterministic_algorithms(False)  # products of the truth need no fixed order
+        self.found = {f"grad_{name}": each for name, each in zip(INPUTS, found, strict=True)}
+        return self.found
+
+    def _by_autograd(self) -> Sequence[torch.Tensor]:
+        shape = self.shape.shape
+        leaves = [self.given[name].detach().requires_grad_() for name in INPUTS]
+        results = mkernel.ring_attention(
+            *leaves, causal=shape.causal, scale=shape.scale, return_lse=True
+        )
+        of = [self.given["grad_out"], self.of_lse]
+        count = 2 if self.shape.of_sums else 1
+        return torch.autograd.grad(results[:count], leaves, of[:count])
+
+    def _by_op(self) -> Sequence[torch.Tensor]:
+        shape, given = self.shape.shape, [self.given[name] for name in INPUTS]
+        out, lse = mkernel.ring_attention(*given, causal=shape.causal, return_lse=True)
+        found: Sequence[torch.Tensor] = torch.ops.mkernel.ring_attention_backward(
+            self.given["grad_out"], None, *given, None, out, lse, causal=shape.causal,
+            group=mkernel.world().name,
+        )  # fmt: skip
+        return found
+
+    def wrong(self, turn: int, found: Tensors) -> list[str]:
+        """Say what is wrong with the gradients of a turn. Those of log-sum-exps, which the op's case
+        does not have, are autograd's of the forward's case."""
+        if not self.shape.of_sums:
+            return super().wrong(turn, found)
+        case = self.shape.shape.case(self.case.seed)
+        whole = self.case._whole(turn)
+        leaves = {name: whole[name].double().requires_grad_() for name in INPUTS}
+        case = case.with_(options={**case.options, "tensors": leaves})
+        total = torch.zeros(())
+        for rank in range(self.world):
+            at = case.positions(rank, self.world).to(calls.DEVICE)
+            truth = case.reference(rank, self.world, turn)
+            total = total + (truth["out"] * whole["grad_out"][:, :, at]).sum()
+            total = total + (truth["lse"] * self._of_sums(turn)[:, :, at]).sum()
+        total.backward()
+        mine = case.positions(self.rank, self.world).to(calls.DEVICE)
+        wrong = []
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            one = compare(found[f"grad_{name}"], leaf.grad[:, :, mine])
+            if not one.error <= self.case.tolerances()[f"grad_{name}"]:
+                wrong.append(f"grad_{name} is off by {one.error:.2e} {one.why}")
+        return wrong
 
 
-def queued(shapes: Sequence[Attention], rounds: int, seed: int) -> list[str]:
-    """The same without any wait of the host between calls: results are kept and judged at the end."""
-    works = [Work(shape, seed) for shape in shapes]
-    kept = []
-    for turn in range(rounds):
-        work = works[turn % len(works)]
-        work.fill(turn)
-        if turn % work.world == work.rank:
-            spin(LATE_S / 10)
-        kept.append((work, turn, work.call()))
-    mkernel.synchronize()
-    return [text for work, turn, found in kept for text in work.failures(turn, found, "queued")]
+def trained_in_lots(shapes: Sequence[Attention], seed: int) -> list[str]:
+    """Return failures of gradients that travel in two lots of heads, whatever is predicted to be
+    fastest."""
+    right = attention_tuning.predicted_backward
 
+    def predicted(plan: Any, lots: int, constants: Any) -> Any:
+        return right(plan, lots, constants).model_copy(update={"pipelined_us": 1.0 / lots})
 
-def replayed(shapes: Sequence[Attention], replays: int) -> list[str]:
-    """Failures of a captured graph of all shapes' calls, with new inputs before every replay and plain
-    calls between."""
-    works = [Work(shape) for shape in shapes]
-    graph, results = captured([work.call for work in works])
-    found = []
-    for turn in range(1, replays + 1):
-        for work, outputs in zip(works, results, strict=True):
-            work.fill(turn)
-            for tensor in outputs.values():
-                poison.fill(tensor)
-        if turn % (works[0].world + 1) == works[0].rank:
-            spin(LATE_S / 4)
-        graph.replay()
-        for work, outputs in zip(works, results, strict=True):
-            found += work.failures(turn, outputs, "replayed")
-        if turn % 10 == 0:
-            found += works[0].failures(turn, works[0].call(), "between replays")
-    mkernel.synchronize()
-    return found
-
-
-def two_streams(shapes: Sequence[Attention], rounds: int) -> list[str]:
-    """Failures of calls that are queued on two streams at once, in the same order on all ranks."""
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    works = [[Work(shape, seed) for shape in shapes] for seed in range(2)]
-    torch.cuda.synchronize()
-    kept = []
-    for turn in range(rounds):
-        for number, stream in enumerate(streams):
-            work = works[number][turn % len(shapes)]
-            with torch.cuda.stream(stream):
-                work.fill(turn)
-                if (turn + number) % work.world == work.rank:
-                    spin(LATE_S / 10)
-                kept.append((work, turn, work.call()))
-    mkernel.synchronize()
-    torch.cuda.synchronize()
-    return [text for work, turn, found in kept for text in work.failures(turn, found, "streams")]
-
-
-def repeated(shape: Attention, times: int) -> list[str]:
-    """What differs between calls on the same inputs."""
-    return other_bits(Work(shape).call, times)
-
-
-def extreme(shape: Attention) -> list[str]:
-    """Failures on scores of some thousands, all equal, and with one that outweighs all others."""
-    world = mkernel.world().size
-    length, dtype = shape.rows * world, getattr(torch, shape.dtype)
-    random_ = torch.Generator().manual_seed(1)
-
-    def normal(heads: int) -> torch.Tensor:
-        return torch.randn(shape.batch, heads, length, shape.width, generator=random_).to(dtype)
-
-    q, k, v = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
-    one = k.clone()
-    one[:, :, length // 3] *= 30
-    cases = {
-        "large": (q * 30, k * 30, v),
-        "equal": (torch.zeros_like(q), k, v),
-        "one": (q, one, v),
-    }
-    found = []
-    for name, tensors in cases.items():
-        work = Work(shape, tensors=dict(zip(INPUTS, tensors, strict=True)))
-        found += work.failures(0, work.call(), name)
-    mkernel.synchronize()
-    return found
-
-
-def nan_passes(shape: Attention) -> list[str]:
-    """NaN in rank 0's last value must come out where queries see it; it may elsewhere, as in torch's
-    own attention, where a weight of 0 times NaN is NaN."""
-    work = Work(shape)
-    if work.rank == 0:
-        work.given["v"][:, :, -1] = torch.nan
-    out = work.call()["out"]
-    mkernel.synchronize()
-    if not shape.causal:
-        return [] if bool(out.isnan().all()) else ["a NaN that all see is lost"]
-    at = work.shape.rows * work.world
-    mine = zigzag_positions(at, work.world, work.rank)
-    where = zigzag_positions(at, work.world, 0)[-1]
-    wanted = (mine >= where).cuda()
-    seen = bool(out[:, :, wanted].isnan().all())
-    return [] if seen else [f"rank {work.rank}: a NaN that queries see is lost"]
+    with mock.patch.object(attention_tuning, "predicted_backward", predicted):
+        work = [Trained(shape) for shape in shapes]
+        return calls.judged(work, seed) + calls.queued(work[:4], 12, seed)
 
 
 def other_boundaries(shape: Attention, replays: int) -> list[str]:
-    """Failures of a captured call of packed documents, which begin elsewhere before every replay."""
+    """Return failures of a captured call of packed documents, which begin elsewhere before every
+    replay."""
     assert shape.documents is not None
-    work = Work(shape)
-    work.call()
-    mkernel.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work.call()
+    work = shape.work()
+    graph, (result,) = calls.captured([work.call])
     found = []
     for turn in range(1, replays + 1):
         inner = sorted(
@@ -306,147 +300,118 @@ def other_boundaries(shape: Attention, replays: int) -> list[str]:
         work.case = work.case.with_(options={**work.case.options, "cu_seqlens": bounds})
         assert work.bounds is not None
         work.bounds.copy_(torch.tensor(bounds, dtype=torch.int32))
-        work.fill(turn)
+        work.fill(turn, result)
         graph.replay()
-        found += work.failures(turn, result, f"replayed with {bounds}")
+        found += work.failure(turn, result, f"replayed with {bounds}")
     mkernel.synchronize()
     return found
 
 
-def in_pieces(shapes: Sequence[Attention], rows: int, seed: int, late: bool) -> list[str]:
-    """Failures where sequences of any length travel in pieces of so many rows at most, ranks late by
-    turns where ``late``."""
-    _plan_pieces(rows)
-    found = []
-    for shape in shapes:
-        work = Work(shape, seed)
-        for turn in range(3):
-            work.fill(turn)
-            if late and turn % work.world == work.rank:
-                spin(LATE_S / 4)
-            found += work.failures(turn, work.call(), "in pieces")
-        plan = mkernel.plan(
-            "ring_attention", **work.case.sizes, dtype=shape.dtype,
-            **({} if shape.lies == "heads" else {"layout": shape.lies}),
-        )  # fmt: skip
-        assert isinstance(plan.schedule, AttentionInPiecesSchedule), plan.schedule
-    mkernel.synchronize()
-    return found
-
-
-def replayed_in_pieces(shapes: Sequence[Attention], rows: int, replays: int) -> list[str]:
-    """The same of a captured graph."""
-    _plan_pieces(rows)
-    return replayed(shapes, replays)
-
-
-def _plan_pieces(rows: int) -> None:
-    """Every later plan of this process has pieces of so many rows, and few slots."""
+@contextmanager
+def _constants(**changes: Any) -> Iterator[None]:
     machine = attention_tuning._MACHINE
-    how = machine.attention.model_copy(update={"whole_bytes": 0, "pieces_bytes": 0, "slots": 2})
-    attention_tuning._MACHINE = machine.model_copy(update={"attention": how})
-    attention_tuning._FEWEST_ROWS = rows
+    how = machine.attention.model_copy(update=changes)
+    other = machine.model_copy(update={"attention": how})
+    with mock.patch.object(attention_tuning, "_MACHINE", other):
+        yield
 
 
-def by_core(judge: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``judge`` finds where our own kernel computes parts of any length."""
+def in_pieces(shapes: Sequence[Attention], fn: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what ``fn`` finds of shapes whose keys travel in pieces of few rows, through few slots.
+    For a process of its own."""
+    few = {"whole_bytes": 0, "pieces_bytes": 0, "slots": 2}
+    with _constants(**few), mock.patch.object(attention_tuning, "_FEWEST_ROWS", PIECE_ROWS):
+        for shape in shapes:
+            schedule = shape.planned().schedule
+            assert isinstance(schedule, AttentionInPiecesSchedule), schedule
+        return fn(shapes, *arguments)
+
+
+def by_core(shapes: Sequence[Attention], fn: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what ``fn`` finds of shapes whose parts, of any length, our own kernel computes. For a
+    process of its own."""
     os.environ["MKERNEL_HOPPER_ATTENTION"] = "parts"
-    machine = attention_tuning._MACHINE
-    how = machine.attention.model_copy(update={"core_rows": 1})
-    attention_tuning._MACHINE = machine.model_copy(update={"attention": how})
-    capabilities.UNCLAIMED = ()
-    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 256, "head_dim": 128, "causal": 0}
-    schedule = mkernel.plan("ring_attention", **sizes, dtype="bfloat16").schedule
-    assert isinstance(schedule, AttentionSchedule)
-    assert schedule.library == "mkernel"
-    return judge(*arguments)
-
-
-FAULTS_IN_PIECES = ("forgets", "slot not waited for", "early flag")
-
-
-class FaultyPieces:
-    """The native module, which forgets what was found before, does not wait for a slot to be free, or
-    sends zeros, as if flags came before their pieces."""
-
-    def __init__(self, native: Any, fault: str, like: torch.Tensor) -> None:
-        self._native, self._fault, self._zeros = native, fault, torch.zeros_like(like)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
-
-    def Running(self, out: int, lse: int, read: bool, write: bool) -> Any:
-        return self._native.Running(out, lse, read and self._fault != "forgets", write)
-
-    def await_part(self, device: int, world: Any, source: int, flag: int, stream: int) -> None:
-        arrival = stream == torch.cuda.current_stream().cuda_stream
-        if arrival or self._fault != "slot not waited for":
-            self._native.await_part(device, world, source, flag, stream)
-
-    def push_piece(self, device: int, world: Any, peer: int, k: int, v: int, *rest: Any) -> None:
-        if self._fault == "early flag":
-            k = v = self._zeros.data_ptr()
-        self._native.push_piece(device, world, peer, k, v, *rest)
-
-
-def faulty_in_pieces(shape: Attention, rows: int) -> dict[str, list[str]]:
-    """Failures with each fault of pieces, after a right call. Rank 1 is late: what rank 0 sends without
-    waiting lies in slots that it has not read."""
-    _plan_pieces(rows)
-    native, found = attention_in_pieces.native, {}
-    for fault in FAULTS_IN_PIECES:
-        work = Work(shape)
-        before = work.failures(0, work.call())
-        assert not before, before
-        wrong = FaultyPieces(native(), fault, work.given["k"])
-        for module in (attention_in_pieces, attention_merge):
-            module.native = lambda wrong=wrong: wrong  # type: ignore[attr-defined]
-        work.fill(1)
-        if work.rank == 1:
-            spin(LATE_S)
-        result = work.call()
-        mkernel.synchronize()
-        found[fault] = work.failures(1, result)
-        for module in (attention_in_pieces, attention_merge):
-            module.native = native  # type: ignore[attr-defined]
-    return found
+    with _constants(core_rows=1), mock.patch.object(capabilities, "UNCLAIMED", ()):
+        schedule = Attention(1, 2, 2, 256).planned().schedule
+        assert isinstance(schedule, AttentionSchedule)
+        assert schedule.library == "mkernel"
+        return fn(shapes, *arguments)
 
 
 def a_million(causal: bool) -> dict[str, Any]:
-    """Of one call with 2^20 positions, 32 heads of queries and 8 of keys: what it took of the device's
-    memory beside its tensors, the plan's pieces, and errors of some rows of queries."""
-    world = mkernel.world()
-    shape = Attention(1, 32, 8, (1 << 20) // world.size, causal=causal)
-    work = Work(shape, seed=3)
+    """Return of one call with 2^20 positions, 32 heads of queries and 8 of keys what it took of the
+    device's memory beside its tensors, and errors of some rows of queries."""
+    shape = Attention(1, 32, 8, (1 << 20) // mkernel.world().size, causal=causal)
+    work = shape.work(3)
     small = torch.zeros(1, 8, 64, 128, dtype=torch.bfloat16, device="cuda")
     attend(small, small, small, 0, causal, 1.0)  # loads the library
     torch.cuda.empty_cache()
-    tensors = sum(each.nbytes for each in work.given.values()) + work.given["q"].nbytes
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    begin.record()
-    out, lse = mkernel.ring_attention(
-        *(work.given[name] for name in INPUTS), causal=causal, return_lse=True
-    )
-    end.record()
+    found = work.call()
     mkernel.synchronize()
     torch.cuda.synchronize()
-    taken = free - torch.cuda.mem_get_info()[0] - out.nbytes - lse.nbytes
+    taken = free - torch.cuda.mem_get_info()[0] - sum(each.nbytes for each in found.values())
     torch.cuda.empty_cache()
     rows = torch.randperm(shape.rows, generator=torch.Generator().manual_seed(5))[:24].sort().values
     compared = work.case.compared(
-        {"out": out, "lse": lse}, work.rank, work.world, 0, rows=lambda count: rows.cuda()
-    )
+        found, work.rank, work.world, 0, rows=lambda count: rows.cuda()
+    )  # fmt: skip
     return {
-        "taken": taken, "tensors": tensors, "seconds": begin.elapsed_time(end) / 1e3,
+        "taken": taken,
         "errors": {name: one.error for name, one in compared.items()},
         "limits": work.case.tolerances(),
-    }  # fmt: skip
+    }
 
 
-FAULTS = ("no weights", "seam", "stale", "early flag", "wrong head")
+FAULTS = {
+    way: tuple(f"{way}: {fault}" for fault in faults)
+    for way, faults in {
+        "parts": ("no weights", "seam", "wrong head", "stale", "early flag"),
+        "documents": ("boundary",),
+        "kernel": (
+            "seam", "one key late", "stale", "early flag", "skipped", "unmasked", "wrong head",
+        ),
+        "pieces": ("forgets", "slot not waited for", "early flag"),
+        "gradients": ("wrong head", "own sums", "stale", "early flag", "not added"),
+    }.items()
+}  # fmt: skip
+"""By the way on which they are planted."""
+
+
+def planted(fault: str, work: Any) -> AbstractContextManager[object]:
+    """Plant a fault, which is named by the way on which it lies and by itself."""
+    way, _, name = fault.partition(": ")
+    return _PLANTED[way](name, work)
+
+
+def _sent(fault: str, given: Tensors) -> list[torch.Tensor]:
+    """Return the keys and values that are sent in the place of the right ones: those of the call
+    before, or zeros, as if flags came before their data."""
+    return [
+        given[name].clone() if fault == "stale" else torch.zeros_like(given[name]) for name in "kv"
+    ]
+
+
+def _in_parts(fault: str, work: Any) -> AbstractContextManager[object]:
+    native, right, wrong = attention_ring.native(), attention.attend, _sent(fault, work.given)
+
+    def attending(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Any:
+        if fault == "seam" and not causal:  # the last key is not seen
+            k, v = k[:, :, :-1], v[:, :, :-1]
+        seen = right(q, k, v, first, causal, scale)
+        if fault == "no weights":
+            seen = seen._replace(lse=torch.zeros_like(seen.lse))
+        if fault == "wrong head":
+            seen = seen._replace(lse=seen.lse.roll(1, 1).contiguous())
+        return seen
+
+    def push_keys(device: int, world: Any, k: int, v: int, *rest: Any) -> None:
+        native.push_keys(device, world, *(each.data_ptr() for each in wrong), *rest)
+
+    if fault in ("stale", "early flag"):
+        return calls.native_with(attention_ring, push_keys=push_keys)
+    return mock.patch.object(attention, "attend", attending)
 
 
 class LateKeys(Documents):
@@ -458,302 +423,72 @@ class LateKeys(Documents):
         return Bounds(at, int(at.diff().max()))
 
 
-def drawn_for_kernel(chance: random.Random) -> Attention:
-    """Any size of one kernel: from one step to a few tiles, more of them than a device has blocks."""
-    causal = chance.random() < 0.5
-    steps = chance.choice((1, 2, 3, chance.randint(4, 12)))
-    return replace(drawn(chance), rows=128 * steps * (2 if causal else 1), width=128, causal=causal,
-                   way="kernel")  # fmt: skip
+def _in_documents(fault: str, work: Any) -> AbstractContextManager[object]:
+    return mock.patch.object(attention, "Documents", LateKeys)
 
 
-KERNEL_FAULTS = (
-    "seam", "one key late", "stale", "early flag", "skipped", "unmasked", "wrong head",
-)  # fmt: skip
+def _in_pieces(fault: str, work: Any) -> AbstractContextManager[object]:
+    native, wrong = attention_in_pieces.native(), _sent(fault, work.given)
+
+    def running(out: int, lse: int, read: bool, write: bool) -> Any:
+        return native.Running(out, lse, read and fault != "forgets", write)
+
+    def await_part(device: int, world: Any, source: int, flag: int, stream: int) -> None:
+        arrival = stream == torch.cuda.current_stream().cuda_stream
+        if arrival or fault != "slot not waited for":
+            native.await_part(device, world, source, flag, stream)
+
+    def push_piece(device: int, world: Any, peer: int, k: int, v: int, *rest: Any) -> None:
+        if fault == "early flag":
+            k, v = (each.data_ptr() for each in wrong)
+        native.push_piece(device, world, peer, k, v, *rest)
+
+    return calls.native_with(
+        attention_in_pieces, attention_merge, Running=running, await_part=await_part,
+        push_piece=push_piece,
+    )  # fmt: skip
 
 
-class FaultyKernel:
-    """The native module, whose kernel sees a step too few or too many at a seam of the zigzag, or each
-    key of a part one place late, leaves a part out, has no mask, or the keys of the next head; or whose
-    keys are those of before, or come behind their flags."""
+def _in_kernel(fault: str, work: Any) -> AbstractContextManager[object]:
+    """The kernel sees a step too few or too many at a seam of the zigzag, or each key of a part one
+    place late, leaves a part out, has no mask, or the keys of the next head."""
+    native, wrong = attention_kernel.native(), _sent(fault, work.given)
 
-    def __init__(self, native: Any, fault: str, given: dict[str, torch.Tensor]) -> None:
-        self._native, self._fault = native, fault
-        old = fault == "stale"
-        self._sent = [
-            given[name].clone() if old else torch.zeros_like(given[name]) for name in "kv"
-        ]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
-
-    def RingPart(self, source: int, first: int, keys: int) -> Any:
+    def ring_part(source: int, first: int, keys: int) -> Any:
         # Of a part that all queries see, the last step is not seen; of another one, a step more does.
-        if self._fault == "seam":
+        if fault == "seam":
             first, keys = (first - 128, keys) if first else (first, keys - 128)
-        return self._native.RingPart(source, first, keys)
+        return native.RingPart(source, first, keys)
 
-    def Core(self, tensors: Any, lse: int, counters: int, shape: Any, scale: float, causal: bool,
+    def core(tensors: Any, lse: int, counters: int, shape: Any, scale: float, causal: bool,
              half: bool) -> Any:  # fmt: skip
-        if self._fault == "wrong head":
+        if fault == "wrong head":
             (at, strides) = tensors[1]
             tensors = [tensors[0], (at + 2 * strides[1], strides), *tensors[2:]]
             shape = (shape[0], shape[1], shape[2] - 1, *shape[3:])
-        return self._native.Core(tensors, lse, counters, shape, scale,
-                                 causal and self._fault != "unmasked", half)  # fmt: skip
+        return native.Core(
+            tensors, lse, counters, shape, scale, causal and fault != "unmasked", half
+        )
 
-    def Ring(self, core: Any, parts: Any, slots: Any, *rest: Any) -> Any:
-        if self._fault == "one key late":
+    def ring(core: Any, parts: Any, slots: Any, *rest: Any) -> Any:
+        if fault == "one key late":
             slots = (slots[0] + 2 * slots[1][2], slots[1])
-        parts = parts[1:] if self._fault == "skipped" else parts
-        return self._native.Ring(core, parts, slots, *rest)
+        return native.Ring(core, parts[1:] if fault == "skipped" else parts, slots, *rest)
 
-    def push_keys(self, device: int, world: Any, k: int, v: int, *rest: Any) -> None:
-        if self._fault in ("stale", "early flag"):
-            k, v = (each.data_ptr() for each in self._sent)
-        self._native.push_keys(device, world, k, v, *rest)
+    def push_keys(device: int, world: Any, k: int, v: int, *rest: Any) -> None:
+        if fault in ("stale", "early flag"):
+            k, v = (each.data_ptr() for each in wrong)
+        native.push_keys(device, world, k, v, *rest)
 
-
-def faulty_kernel(shape: Attention) -> dict[str, list[str]]:
-    """Failures with each fault of the one kernel, after a right call."""
-    native, found = attention_kernel.native, {}
-    modules = (attention_kernel, attention_core, attention_ring)
-    for turn, fault in enumerate(KERNEL_FAULTS):
-        work = Work(shape, turn)
-        before = work.failures(0, work.call())
-        assert not before, before
-        wrong = FaultyKernel(native(), fault, work.given)
-        for module in modules:
-            module.native = lambda wrong=wrong: wrong  # type: ignore[attr-defined]
-        work.fill(1)
-        result = work.call()
-        mkernel.synchronize()
-        found[fault] = work.failures(1, result)
-        for module in modules:
-            module.native = native  # type: ignore[attr-defined]
-    return found
+    return calls.native_with(
+        attention_kernel, attention_core, attention_ring, RingPart=ring_part, Core=core, Ring=ring,
+        push_keys=push_keys,
+    )  # fmt: skip
 
 
-def faulty(shape: Attention, fault: str) -> list[str]:
-    """Failures with a fault in the backend, after a right call."""
-    work = Work(shape)
-    found = [f"before the fault: {text}" for text in work.failures(0, work.call())]
-    assert not found, found
-    right: Callable[..., Seen] = attention.attend
-    native = attention_ring.native()
-
-    def wrong(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
-        if fault == "seam" and not causal:  # the last key is not seen
-            k, v = k[:, :, :-1], v[:, :, :-1]
-        seen = right(q, k, v, first, causal, scale)
-        if fault == "no weights":
-            seen = seen._replace(lse=torch.zeros_like(seen.lse))
-        if fault == "wrong head":
-            seen = seen._replace(lse=seen.lse.roll(1, 1).contiguous())
-        return seen
-
-    class Native:
-        """The native module, whose keys are those of before, or come behind their flags."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(native, name)
-
-        def push_keys(self, device: int, world: Any, k: int, v: int, *rest: Any) -> None:
-            tensors = old if fault == "stale" else nothing
-            native.push_keys(device, world, *(one.data_ptr() for one in tensors), *rest)
-
-    old = [work.given[name].clone() for name in "kv"]
-    nothing = [torch.zeros_like(one) for one in old]
-    attention.attend = wrong
-    if fault == "boundary":
-        attention.Documents = LateKeys  # type: ignore[misc]
-    if fault in ("stale", "early flag"):
-        attention_ring.native = Native  # type: ignore[assignment]
-    work.fill(1)
-    result = work.call()
-    mkernel.synchronize()
-    return work.failures(1, result)
-
-
-class Trained:
-    """A size's gradients on this rank, and their truth: of a weighed sum over outputs, and log-sum-exps
-    where ``lse``."""
-
-    def __init__(self, shape: Attention, seed: int = 0, *, lse: bool = False) -> None:
-        self.shape, self.work, self.lse = shape, Work(shape, seed), lse
-
-    def weights(self, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of outputs and log-sum-exps of the whole sequence, in the dtype that they have."""
-        case, length = self.work.case, self.shape.rows * self.work.world
-        sizes = self.shape.batch, self.shape.heads, length, self.shape.width
-        draw = case.generator(turn, 7, -1)
-        of_out = torch.randn(sizes, generator=draw, device="cuda")
-        of_lse = torch.randn(sizes[:3], generator=draw, device="cuda")
-        return of_out.to(getattr(torch, self.shape.dtype)), of_lse
-
-    def call(self, turn: int) -> dict[str, torch.Tensor]:
-        """dq, dk, dv by autograd, on fresh inputs."""
-        self.work.fill(turn)
-        mine = self.work.case.positions(self.work.rank, self.work.world).cuda()
-        of_out, of_lse = (each[:, :, mine] for each in self.weights(turn))
-        leaves = {name: each.detach().requires_grad_() for name, each in self.work.given.items()}
-        out, lse = mkernel.ring_attention(
-            *(leaves[name] for name in INPUTS),
-            causal=self.shape.causal,
-            scale=self.shape.scale,
-            return_lse=True,
-        )
-        outputs, of = ((out, lse), (of_out, of_lse)) if self.lse else ((out,), (of_out,))
-        found = torch.autograd.grad(outputs, [leaves[name] for name in INPUTS], of)
-        return dict(zip(INPUTS, found, strict=True))
-
-    def truth(self, turn: int) -> dict[str, torch.Tensor]:
-        """The same of the whole sequence in float64, at this rank's positions."""
-        shape, case = self.shape, self.work.case
-        whole = {n: each.double().requires_grad_() for n, each in case._whole(turn).items()}
-        k, v = (whole[name].repeat_interleave(shape.heads // shape.kv_heads, 1) for name in "kv")
-        scale = shape.width**-0.5 if shape.scale is None else shape.scale
-        scores = whole["q"] @ k.transpose(2, 3) * scale
-        if shape.causal:
-            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").triu(1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        of_out, of_lse = (each.double() for each in self.weights(turn))
-        total = ((scores.softmax(3) @ v) * of_out).sum()
-        if self.lse:
-            total = total + (scores.logsumexp(3) * of_lse).sum()
-        total.backward()
-        mine = case.positions(self.work.rank, self.work.world).cuda()
-        return {name: each.grad[:, :, mine] for name, each in whole.items()}  # type: ignore[index]
-
-    def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
-        """Empty where all three are right."""
-        limit = GRADIENT_LIMIT[self.shape.dtype]
-        return [
-            f"rank {self.work.rank} {self.shape} turn {turn} {what}: d{name} is off by {error:.2e}"
-            for name, truth in self.truth(turn).items()
-            if not (error := compare(found[name], truth).error) <= limit
-        ]
-
-
-GRADIENT_LIMIT = {"bfloat16": 1e-2, "float16": 1.5e-3}
-"""Relative Frobenius error. What is rounded (``out``, weights, what each part gives, the sum) has one
-of up to 2.8e-3 each in bfloat16, of random tensors."""
-
-
-def trained(shapes: Sequence[Attention], seed: int, lse: bool = False) -> list[str]:
-    """Gradients that are off, of two calls each."""
-    found = []
-    for shape in shapes:
-        work = Trained(shape, seed, lse=lse)
-        for turn in range(2):
-            found += work.failures(turn, work.call(turn))
-    mkernel.synchronize()
-    return found
-
-
-def trained_in_lots(shapes: Sequence[Attention], seed: int) -> list[str]:
-    """Of gradients that travel in two lots of heads, whatever is predicted to be fastest."""
-    right = attention_tuning.predicted_backward
-
-    def predicted(plan: Any, lots: int, constants: Any) -> Any:
-        return right(plan, lots, constants).model_copy(update={"pipelined_us": 1.0 / lots})
-
-    attention_tuning.predicted_backward = predicted
-    return trained(shapes, seed) + trained_in_any_order(shapes[:4], 12)
-
-
-def trained_in_any_order(shapes: Sequence[Attention], rounds: int) -> list[str]:
-    """Failures of many calls, ranks late by turns, shapes mixed, without a wait of the host."""
-    works = [Trained(shape) for shape in shapes]
-    kept = []
-    for turn in range(rounds):
-        if turn % (works[0].work.world + 1) == works[0].work.rank:
-            spin(LATE_S / 10)
-        work = works[turn % len(works)]
-        kept.append((work, turn, work.call(turn)))
-    mkernel.synchronize()
-    return [text for work, turn, found in kept for text in work.failures(turn, found, "queued")]
-
-
-def trained_in_a_graph(shapes: Sequence[Attention], replays: int) -> list[str]:
-    """Failures of captured backwards, with new inputs before every replay."""
-    return [text for shape in shapes for text in _trained_in_a_graph(shape, replays)]
-
-
-def _trained_in_a_graph(shape: Attention, replays: int) -> list[str]:
-    work = Trained(shape)
-    static = work.call(0)  # plans, workspaces and libraries are made outside of the capture
-    mkernel.synchronize()
-    op = torch.ops.mkernel.ring_attention_backward
-    given = work.work.given
-    of_out = torch.empty_like(given["q"])
-    out, lse = torch.empty_like(given["q"]), torch.empty(given["q"].shape[:3], device="cuda")
-    group = mkernel.world().name
-
-    def backward() -> dict[str, torch.Tensor]:
-        found = op(of_out, None, *(given[n] for n in INPUTS), None, out, lse, causal=shape.causal,
-                   group=group)  # fmt: skip
-        return dict(zip(INPUTS, found, strict=True))
-
-    mine = work.work.case.positions(work.work.rank, work.work.world).cuda()
-    backward()  # by this thread, which has cuDNN handles of its own: autograd called by another
-    mkernel.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = backward()
-    found = []
-    for turn in range(1, replays + 1):
-        work.work.fill(turn)
-        results = mkernel.ring_attention(
-            *(given[n] for n in INPUTS), causal=shape.causal, return_lse=True
-        )
-        for place, tensor in zip((out, lse), results, strict=True):
-            place.copy_(tensor)
-        of_out.copy_(work.weights(turn)[0][:, :, mine])
-        for tensor in static.values():
-            poison.fill(tensor)
-        graph.replay()
-        found += work.failures(turn, static, "replayed")
-    mkernel.synchronize()
-    return found
-
-
-def same_gradients(shapes: Sequence[Attention], times: int) -> list[str]:
-    """What differs between calls on the same inputs, under torch's deterministic algorithms."""
-    return [text for shape in shapes for text in _same_gradients(shape, times)]
-
-
-def _same_gradients(shape: Attention, times: int) -> list[str]:
-    work = Trained(shape)
-
-    def call() -> dict[str, torch.Tensor]:
-        torch.use_deterministic_algorithms(True)
-        try:
-            return work.call(0)
-        finally:
-            torch.use_deterministic_algorithms(False)  # products of the truth need no fixed order
-
-    first = call()
-    return work.failures(0, first, "deterministic") + other_bits(call, times, first)
-
-
-GRADIENT_FAULTS = ("wrong head", "own sums", "stale", "early flag", "not added")
-
-
-def faulty_gradients(shape: Attention) -> dict[str, list[str]]:
-    """Failures with each fault in the backward, after a right call."""
-    right, native = attention_backward.gradients, attention_backward.native
-    found = {}
-    for fault in GRADIENT_FAULTS:
-        found[fault] = _faulty_gradients(shape, fault)
-        attention_backward.gradients, attention_backward.native = right, native
-    return found
-
-
-def _faulty_gradients(shape: Attention, fault: str) -> list[str]:
-    work = Trained(shape)
-    found = [f"before the fault: {text}" for text in work.failures(0, work.call(0))]
-    assert not found, found
+def _in_gradients(fault: str, work: Any) -> AbstractContextManager[object]:
     right, native = attention_backward.gradients, attention_backward.native()
+    wrong = _sent(fault, work.given)
 
     def gradients(given: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Any:
         if fault == "wrong head":
@@ -764,41 +499,33 @@ def _faulty_gradients(shape: Attention, fault: str) -> list[str]:
             given = given._replace(lse=lse)
         return right(given, k, v, first, causal, scale)
 
-    class Native:
-        """The native module, which sends home what it should not, or adds less."""
+    def push_gradients(device: int, world: Any, owner: int, k: int, v: int, *rest: Any) -> None:
+        if fault in ("stale", "early flag"):
+            k, v = (each.data_ptr() for each in wrong)
+        native.push_gradients(device, world, owner, k, v, *rest)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(native, name)
+    def sum_of(given: Any, *rest: Any) -> Any:
+        return native.Sum(given[:1] if fault == "not added" else given, *rest)
 
-        def push_gradients(
-            self, device: int, world: Any, owner: int, k: int, v: int, *rest: Any
-        ) -> None:
-            wrong = {"stale": old, "early flag": nothing}.get(fault)
-            if wrong is not None:
-                k, v = (one.data_ptr() for one in wrong)
-            native.push_gradients(device, world, owner, k, v, *rest)
+    stack = ExitStack()
+    stack.enter_context(
+        calls.native_with(attention_backward, push_gradients=push_gradients, Sum=sum_of)
+    )
+    stack.enter_context(mock.patch.object(attention_backward, "gradients", gradients))
+    return stack
 
-        def Sum(self, given: Any, *rest: Any) -> Any:
-            return native.Sum(given[:1] if fault == "not added" else given, *rest)
 
-    old = [work.work.given[name].clone() for name in "kv"]
-    nothing = [torch.zeros_like(one) for one in old]
-    attention_backward.gradients = gradients
-    attention_backward.native = Native  # type: ignore[assignment]
-    result = work.call(1)
-    mkernel.synchronize()
-    return work.failures(1, result)
+_PLANTED: dict[str, Callable[[str, Any], AbstractContextManager[object]]] = {
+    "parts": _in_parts,
+    "documents": _in_documents,
+    "kernel": _in_kernel,
+    "pieces": _in_pieces,
+    "gradients": _in_gradients,
+}
 
 
 def runs_on(widths: Sequence[int]) -> list[str]:
-    """The accelerators of calls with heads of these widths, after a right call of each."""
-    found = []
-    for width in widths:
-        shape = Attention(1, 2, 1, 64, width=width, dtype="float16")
-        assert judged([shape], 0) == []
-        plan = mkernel.plan(
-            "ring_attention", batch=1, heads=2, kv_heads=1, sequence=64 * mkernel.world().size,
-            head_dim=width, dtype="float16",
-        )  # fmt: skip
-        found.append(plan.accelerator)
-    return found
+    """Return the accelerators of calls with heads of these widths, after a right call of each."""
+    shapes = [Attention(1, 2, 1, 64, width=width, dtype="float16") for width in widths]
+    assert calls.judged(shapes, 0) == []
+    return [shape.planned().accelerator for shape in shapes]

@@ -16,23 +16,20 @@ from unittest import mock
 
 import attention_ranks
 import collective_ranks
-import hopper_ranks
-import moe_ranks
+import norm_ranks
 import output_ranks
-import parts_ranks
 import torch
-from attention_ranks import Attention
+from attention_ranks import Attention, Trained
+from calls import judged
 from collective_ranks import Ranks
-from hopper_ranks import Shape
+from hopper_ranks import OPS, Shape, normed, rows
 from moe_ranks import Moe
-from sum_ranks import NormedProduct, Rows
 from torch.profiler import ProfilerActivity, profile
 
 import mkernel
 from mkernel.backends.accelerators.hopper import attention as attention_op
 from mkernel.backends.accelerators.hopper import scaled_tuning, tuning
 from mkernel.backends.accelerators.hopper.attention_library import Seen
-from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.cuda.native import device_clock
 from mkernel.cases.poison import uninitialised_is_nan
 
@@ -41,8 +38,8 @@ GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
 
 def fused() -> list[str]:
     """Every GEMM by one kernel, odd sizes."""
-    shapes = [Shape(op, 512, 264, 200, path="fused") for op in hopper_ranks.OPS]
-    return hopper_ranks.judged(shapes, 0)
+    shapes = [Shape(op, 512, 264, 200, path="fused") for op in OPS]
+    return judged(shapes, 0)
 
 
 def few_rows() -> list[str]:
@@ -56,8 +53,8 @@ def few_rows() -> list[str]:
         Shape(op, 34, 1040, 528, "float8_e4m3fn", "column", "fused", "bfloat16", scales, fast=True)
         for op, scales in (("gemm_all_reduce", "row"), ("gemm_reduce_scatter", "tensor"))
     ]
-    normed = [NormedProduct(33, 1032, 520), NormedProduct(3, 264, 4096, norm="alone")]
-    return hopper_ranks.judged([*shapes, *scaled, *normed], 0)
+    behind = [normed(33, 1032, 520), normed(3, 264, 4096, norm="alone")]
+    return judged([*shapes, *scaled, *behind], 0)
 
 
 def medium() -> list[str]:
@@ -73,7 +70,7 @@ def e4m3() -> list[str]:
         for op in GEMMS
         for scales in ("row", "tensor")
     ]
-    return hopper_ranks.judged(shapes, 0)
+    return judged(shapes, 0)
 
 
 def e4m3_by_library() -> list[str]:
@@ -82,13 +79,13 @@ def e4m3_by_library() -> list[str]:
         "all_gather_gemm", 512, 272, 208, "float8_e4m3fn", "column", "library", "bfloat16", "row"
     )
     with mock.patch.object(scaled_tuning, "scaled_by", return_value="kernel"):
-        return hopper_ranks.judged([gather], 0)
+        return judged([gather], 0)
 
 
 def attention() -> list[str]:
     """Parts of a ring and their merges."""
     whole = Attention(1, 4, 2, 288, causal=False)
-    return attention_ranks.judged([whole, Attention(1, 4, 2, 288, causal=True)], 0)
+    return judged([whole, Attention(1, 4, 2, 288, causal=True)], 0)
 
 
 def attention_by_flash() -> list[str]:
@@ -114,9 +111,7 @@ def _flash_attention(
 
 def experts() -> list[str]:
     """The three MoE ops, sums of few and of many partial rows."""
-    return moe_ranks.judged(
-        [Moe(72, 136, 72), Moe(72, 136, 72, experts=4, top_k=4, narrow=True)], 0
-    )
+    return judged([Moe(72, 136, 72), Moe(72, 136, 72, experts=4, top_k=4, narrow=True)], 0)
 
 
 def experts_wanted() -> list[str]:
@@ -126,9 +121,7 @@ def experts_wanted() -> list[str]:
 
 def experts_by_rows() -> list[str]:
     """The same with fewer rows for each expert than a box has: every result leaves by plain stores."""
-    return moe_ranks.judged(
-        [Moe(24, 136, 72), Moe(24, 136, 72, experts=4, top_k=4, narrow=True)], 0
-    )
+    return judged([Moe(24, 136, 72), Moe(24, 136, 72, experts=4, top_k=4, narrow=True)], 0)
 
 
 def experts_filled() -> list[str]:
@@ -148,9 +141,7 @@ def experts_filled() -> list[str]:
 
 def attention_by_core() -> list[str]:
     """Parts of a ring by our own kernel."""
-    return attention_ranks.by_core(
-        attention_ranks.judged, [Attention(1, 4, 2, 288, causal=True)], 0
-    )
+    return attention_ranks.by_core([Attention(1, 4, 2, 288, causal=True)], judged, 0)
 
 
 def attention_by_core_filled() -> list[str]:
@@ -162,24 +153,24 @@ def attention_by_core_filled() -> list[str]:
 def attention_by_kernel() -> list[str]:
     """A whole ring by one kernel."""
     shapes = [Attention(1, 4, 2, 256, causal=causal, way="kernel") for causal in (False, True)]
-    return attention_ranks.judged(shapes, 0)
+    return judged(shapes, 0)
 
 
 def attention_backward() -> list[str]:
     """Gradients of parts, and the sums of those that travel."""
-    return attention_ranks.trained([Attention(1, 4, 2, 288, causal=True)], 0)
+    return judged([Trained(Attention(1, 4, 2, 288, causal=True))], 0)
 
 
 def sums() -> list[str]:
     """AllReduce of rows, few by mail and many by flags, with norms and without."""
-    few = [Rows(3, 1032), Rows(64, 4096, norm="alone"), Rows(33, 1032, "float16", "residual")]
-    many = [Rows(4096, 4104, norm=norm) for norm in (None, "residual")]
-    return hopper_ranks.judged([*few, *many], 0)  # type: ignore[list-item]
+    few = [rows(3, 1032), rows(64, 4096, norm="alone"), rows(33, 1032, "float16", "residual")]
+    many = [rows(4096, 4104, norm=norm) for norm in (None, "residual")]
+    return judged([*few, *many], 0)
 
 
 def exchanges() -> list[str]:
     """The collectives around a library's products: by mail, at once and in two steps, and by flags."""
-    by_mail = [Shape(op, 64, 264, 200, path="library") for op in hopper_ranks.OPS]
+    by_mail = [Shape(op, 64, 264, 200, path="library") for op in OPS]
     by_mail += [Shape("gemm_all_reduce", 1031, 4104, 72, path="library")]
     at_once = [Shape("gemm_all_reduce", 1031, 520, 72, path="library", bias=True)]
     by_flags = [
@@ -187,7 +178,7 @@ def exchanges() -> list[str]:
         Shape("gemm_reduce_scatter", 4096, 4104, 72, path="library"),
         Shape("gemm_all_reduce", 4096, 4104, 72, path="library"),
     ]
-    return hopper_ranks.judged([*by_mail, *at_once, *by_flags], 0)
+    return judged([*by_mail, *at_once, *by_flags], 0)
 
 
 def collectives() -> list[str]:
@@ -227,24 +218,22 @@ def _landed(shape: Shape) -> list[str]:
 
 def parts() -> list[str]:
     """A library's products in parts, whose sums add up what copy engines brought."""
-    shapes = [
-        Shape(op, 1001 // 2 * 2, 264, 200, path="library", chunk=128) for op in hopper_ranks.OPS
-    ]
-    normed = [parts_ranks.NormedParts(130, 264, 200)]
-    return hopper_ranks.judged([*shapes, *normed], 0)  # type: ignore[list-item]
+    shapes = [Shape(op, 1001 // 2 * 2, 264, 200, path="library", chunk=128) for op in OPS]
+    behind = [normed(130, 264, 200, path="library", chunk=64)]
+    return judged([*shapes, *behind], 0)
 
 
 def nodes() -> list[str]:
     """Each rank a node of its own: rows, parts and slots go through NICs, and sums by rank."""
-    failures = hopper_ranks.judged([Shape("all_gather_gemm", 512, 264, 200, path="fused")], 0)
-    failures += attention_ranks.judged([Attention(1, 4, 2, 256, causal=True)], 1)
-    return failures + moe_ranks.judged([Moe(72, 136, 72)], 2)
+    failures = judged([Shape("all_gather_gemm", 512, 264, 200, path="fused")], 0)
+    failures += judged([Attention(1, 4, 2, 256, causal=True)], 1)
+    return failures + judged([Moe(72, 136, 72)], 2)
 
 
 def sums_between_nodes() -> list[str]:
     """Products whose sums go through NICs."""
-    shapes = [Shape(op, 512, 264, 200, path="fused") for op in hopper_ranks.OPS[1:]]
-    return hopper_ranks.judged(shapes, 0)
+    shapes = [Shape(op, 512, 264, 200, path="fused") for op in OPS[1:]]
+    return judged(shapes, 0)
 
 
 def copies_and_clocks() -> list[str]:
@@ -325,7 +314,9 @@ def main(what: str, tool: str) -> int:
     run = SEEN_BY_INITCHECK.get(what, program.run) if tool == "initcheck" else program.run
     os.environ |= program.environment
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["MKERNEL_CONSTANTS"] = str(_with_few_rows(Path(folder) / "constants.json"))
+        os.environ["MKERNEL_CONSTANTS"] = str(
+            norm_ranks.everywhere(Path(folder) / "constants.json")
+        )
         far: dict[str, Any] = {"nodes": program.nodes, "nic": "cx7", "verbs": "soft"}
         torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
         mkernel.init(accelerator="hopper", timeout_s=200, **(far if program.nodes > 1 else {}))
@@ -380,16 +371,6 @@ def _qualified(symbol: str) -> str:
         parts.append(rest[number.end() : end])
         rest = rest[end:]
     return "::".join(part for part in parts if not part.startswith("_GLOBAL__N_"))
-
-
-def _with_few_rows(file: Path) -> Path:
-    """This machine's constants, with few rows left to their kernel wherever it takes them."""
-    constants = machine().constants
-    assert constants.few_rows is not None
-    everywhere = {"most_rows": 256, "least_columns": 1, "float8": True, "normalises": True}
-    few = constants.few_rows.model_copy(update=everywhere)
-    file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
-    return file
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 
 import parts_ranks
 import torch
-from hopper_ranks import Shape, Work, captured
+from calls import captured
+from hopper_ranks import Shape, Work
 from torch import distributed
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,9 +44,9 @@ def first_calls(shapes: Sequence[Shape]) -> list[Made]:
     """Of each shape; calls into ``out`` are known then."""
     made = []
     for shape in shapes:
-        work = Work(shape)
+        work = shape.work()
         work.fill(0)
-        plan = work.problem.case.called(work.inputs, {"out": work.out}, {}).plan
+        plan = work.case.called(work.given, work.outs, {}).plan
         product = plan.part(ProductSchedule).product
         rounds = plan.op == "all_gather_gemm" and product != plan.out_dtype
         made.append(Made(work, work.out.clone(), rounds))
@@ -84,10 +85,12 @@ def in_graphs(shapes: Sequence[Shape], replays: int) -> list[str]:
             each.work.out.fill_(torch.nan)
         graph.replay()
         for each, result in zip(made, results, strict=True):
-            failures += other(each.first, result, (each.work.shape, "replay", turn))
+            failures += other(each.first, result["out"], (each.work.shape, "replay", turn))
         one = made[turn % len(made)]
         one.work.out.fill_(torch.nan)
-        failures += other(one.first, one.work.call(), (one.work.shape, "between replays", turn))
+        failures += other(
+            one.first, one.work.call()["out"], (one.work.shape, "between replays", turn)
+        )
     mkernel.synchronize()
     return failures
 

@@ -34,8 +34,10 @@ def takes_ranks(count: int) -> pytest.MarkDecorator:
     return needs_gpus(-(-count // load().ranks_per_device))
 
 
-several = pytest.mark.parametrize("world", [2, pytest.param(4, marks=takes_ranks(4))])
-"""Of tests that need two ranks anyway."""
+_RANKS = {count: pytest.param(count, marks=takes_ranks(count)) for count in (2, 4)}
+worlds = pytest.mark.parametrize("world", [1, *_RANKS.values()])
+several = pytest.mark.parametrize("world", [*_RANKS.values()])
+pair = pytest.mark.parametrize("world", [_RANKS[2]])
 
 
 class Buffer:

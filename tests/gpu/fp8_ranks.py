@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from hopper_ranks import LATE_S, Shape, Work, skewed, spin
+from calls import skewed
+from hopper_ranks import Shape
 
 import mkernel
 from mkernel.backends.accelerators.hopper import few_rows, gemm, parts_exchange, products
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, ReduceSchedule
 from mkernel.backends.contracts.scaled import dequantised
-from mkernel.cases import poison
 from mkernel.plan.model import LaunchPlan
 
 
@@ -20,9 +20,9 @@ def planned(shapes: Sequence[Shape]) -> list[str]:
     """The kind of each shape's schedule."""
     found: list[str] = []
     for shape in shapes:
-        work = Work(shape)
+        work = shape.work()
         work.fill(0)
-        done = work.problem.case.called(work.inputs, {"out": work.out}, {})
+        done = work.case.called(work.given, work.outs, {})
         found.append(done.plan.schedule.kind)
     mkernel.synchronize()
     return found
@@ -33,28 +33,28 @@ def fast(shape: Shape) -> list[float]:
     product of the same rows."""
     found = []
     for quick in (False, True):
-        work = Work(shape)
+        work = shape.work()
         work.fill(1)
         out = work.public(out=work.out, use_fast_accum=quick)
-        rows = work.inputs["a"]
+        rows = work.given["a"]
         own = torch._scaled_mm(
-            rows, work.inputs["b"], work.inputs["a_scale"], work.inputs["b_scale"].reshape(1, -1),
+            rows, work.given["b"], work.given["a_scale"], work.given["b_scale"].reshape(1, -1),
             out_dtype=out.dtype, use_fast_accum=quick,
         )  # fmt: skip
-        first = work.problem.rank * len(rows)
+        first = work.rank * len(rows)
         part = out[first : first + len(rows)].double()
-        found += [work.error(1), float((part - own.double()).norm() / own.double().norm())]
+        found += [work.error(1, out), float((part - own.double()).norm() / own.double().norm())]
     mkernel.synchronize()
     return found
 
 
 def gathered(shape: Shape) -> list[str]:
     """What is wrong of the rows that a call hands out, and of several products of one gather."""
-    work, found = Work(shape), []
-    world, case = work.problem.world, work.problem.case
+    work, found = shape.work(), []
+    world, case = work.world, work.case
     for turn in range(3):
         work.fill(turn)
-        given = work.inputs
+        given = work.given
         done = case.gemm.call(
             given["a"], given["b"], scaled=case._scaled(given), gathered=True, path=shape.path
         )
@@ -141,8 +141,8 @@ def exact(shapes: Sequence[Shape]) -> list[str]:
 
 
 def _exact(shape: Shape) -> list[str]:
-    work, found = Work(shape), list[str]()
-    case, world, rank = work.problem.case, work.problem.world, work.problem.rank
+    work, found = shape.work(), list[str]()
+    case, world, rank = work.case, work.world, work.rank
     for turn in range(3):
         work.fill(turn)
         given = [case.inputs(each, world, turn) for each in range(world)]
@@ -156,8 +156,8 @@ def _exact(shape: Shape) -> list[str]:
                 )
                 tensor.copy_(torch.exp2(drawn.float()) if scale else drawn.float())
         for name, tensor in given[rank].items():
-            work.inputs[name].copy_(tensor)
-        plan = case.called(work.inputs, {"out": work.out}, {}).plan
+            work.given[name].copy_(tensor)
+        plan = case.called(work.given, work.outs, {}).plan
         if plan.path != "fused":
             return [f"{shape} went by the path {plan.path}"]
         if case.gemm.gathers:
@@ -194,22 +194,3 @@ def _summed(parts: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> tor
         rounded = [part.to(dtype).double() for at, part in enumerate(here) if at != owner]
         sums.append(sum(rounded, here[owner]))
     return torch.cat(sums)
-
-
-def bits(shapes: Sequence[Shape], times: int) -> list[int]:
-    """How many different results each shape's calls had on the same inputs, under changing skew."""
-    found = []
-    for shape in shapes:
-        work, seen = Work(shape), list[torch.Tensor]()
-        for turn in range(times):
-            work.fill(0)
-            poison.fill(work.out)
-            if turn % work.problem.world == work.problem.rank:
-                spin(LATE_S * (turn % 3) / 3)
-            work.call()
-            if not any(torch.equal(work.out, other) for other in seen):
-                seen.append(work.out.clone())
-        assert not work.failure(0)
-        found.append(len(seen))
-    mkernel.synchronize()
-    return found

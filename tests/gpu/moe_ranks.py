@@ -1,29 +1,48 @@
-"""What rank processes on GPUs run of MoE: calls on fresh routings, judged in float64."""
+"""Calls of the three MoE ops on a rank, for :mod:`calls`, on fresh routings; faults beneath them."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import calls
 import torch
+from calls import LATE_S, Decisions, Tensors, spin
 from few_elements import experts_right
-from hopper_ranks import LATE_S, captured, deciding, other_bits, spin
 
 import mkernel
 from mkernel.backends.accelerators.hopper import moe as backend
-from mkernel.backends.accelerators.hopper import moe_tuning
 from mkernel.cases import case_of
 from mkernel.cases.comparison import FEW
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
-from mkernel.errors import ArgumentError, CapacityExceeded, ShapeError
-from mkernel.ops import moe as moe_ops
-from mkernel.ops.moe_gemm_combine import gemm_combine
+from mkernel.errors import CapacityExceeded
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
+
+PERMUTED: Decisions = {"moe_tuning": {"permutes": True, "reads_weights": False}}
+"""Plans as of many tokens: dispatches copy their rows into order first; second products have wide
+tiles."""
+WANTED: Decisions = {"moe_tuning": {"push_blocks": (8, ())}}
+"""Each token goes once to each rank that has an expert of it."""
+
+
+def early(rows: int) -> Decisions:
+    """Have all multiples of so many own rows come first."""
+    return {"moe_tuning": {"early_rows": rows, "early_tiles": 1 << 20}}
+
+
+def all_of(*decisions: Decisions) -> Decisions:
+    """Decide all of these."""
+    made: dict[str, Any] = {}
+    for each in decisions:
+        made |= each["moe_tuning"]
+    return {"moe_tuning": made}
 
 
 @dataclass(frozen=True)
@@ -45,34 +64,40 @@ class Moe:
     narrow: bool = False
     """Whether results of GEMM+combine travel in ``dtype``, not in float32."""
 
-    def work(self, seed: int) -> Work:
-        """Its tensors on this rank."""
-        return Work(self, seed)
-
-
-class Work:
-    """A size's tensors on this rank, refilled in place for every turn: x and w for the dispatch, w2 for
-    what follows, of which ``h`` is the dispatch's own outputs."""
-
-    def __init__(self, shape: Moe, seed: int = 0, device: str = "cuda") -> None:
+    def work(self, seed: int = 0, device: str | None = None) -> Work:
+        """Make its tensors on this rank."""
         world = mkernel.world()
-        self.rank, self.world, self.shape = world.rank, world.size, shape
+        experts = self.experts * world.size
         sizes = {
-            "tokens": shape.tokens,
-            "hidden": shape.hidden,
-            "features": shape.features,
-            "experts": shape.experts * world.size,
-            "top_k": min(shape.top_k, shape.experts * world.size),
+            "tokens": self.tokens,
+            "hidden": self.hidden,
+            "features": self.features,
+            "experts": experts,
+            "top_k": min(self.top_k, experts),
         }
-        self.top_k = sizes["top_k"]
-        options = {
-            "routing": shape.routing, "id_dtype": shape.ids, "activation": shape.activation
-        }  # fmt: skip
+        options = {"routing": self.routing, "id_dtype": self.ids, "activation": self.activation}
         made: Any = case_of("moe_dispatch_gemm")
-        self.case: MoeDispatchCase = made(
-            sizes, shape.dtype, shape.dtype, shape.layout, seed=seed, options=options, device=device
+        case = made(
+            sizes,
+            self.dtype,
+            self.dtype,
+            self.layout,
+            seed=seed,
+            options=options,
+            device=device or calls.DEVICE,
         )
-        self.given = self.case.inputs(self.rank, self.world, 0)
+        return Work(self, case)
+
+
+class Work(calls.Work):
+    """A size's tensors on this rank: x and w for the dispatch, w2 for what follows, of which ``h`` is
+    the dispatch's own outputs."""
+
+    turns = 2
+
+    def __init__(self, shape: Moe, case: MoeDispatchCase) -> None:
+        super().__init__(shape, case)
+        self.moe, self.top_k = case, case.sizes["top_k"]
         self.w2 = self._w2(self.rank)
 
     def _w2(self, rank: int) -> torch.Tensor:
@@ -81,47 +106,32 @@ class Work:
         shape = (self.shape.experts, self.shape.features, self.shape.hidden)
         return self.case.normal(0, 9, rank, *shape) * 2.0 ** -round(math.log2(shape[1]) / 2)
 
-    def fill(self, turn: int) -> None:
-        """Fresh inputs where the last ones lie."""
-        for name, tensor in self.case.inputs(self.rank, self.world, turn).items():
-            self.given[name].copy_(tensor)
-
-    def call(self) -> dict[str, torch.Tensor]:
-        """The three public ops."""
+    def dispatched(self) -> Any:
+        """Call the dispatch."""
         given, shape = self.given, self.shape
-        sent = mkernel.moe_dispatch_gemm(
+        return mkernel.moe_dispatch_gemm(
             given["x"], given["topk_ids"], given["w"], capacity=shape.capacity or None,
             activation=shape.activation,
         )  # fmt: skip
-        weights = given["topk_weights"]
+
+    def call(self) -> Tensors:
+        """Call the three public ops."""
+        sent, weights = self.dispatched(), self.given["topk_weights"]
         self.found = {"outputs": sent.outputs, "counts": sent.counts}
         self.found["out"] = mkernel.moe_combine(sent.outputs, sent.handle, weights)
         self.found["home"] = mkernel.moe_gemm_combine(
-            sent.outputs, self.w2, sent.handle, weights, returns=shape.returns,
-            partial_dtype=getattr(torch, shape.dtype) if shape.narrow else torch.float32,
+            sent.outputs, self.w2, sent.handle, weights, returns=self.shape.returns,
+            partial_dtype=getattr(torch, self.shape.dtype) if self.shape.narrow else torch.float32,
         )  # fmt: skip
         return self.found
 
-    def failure(self, turn: int) -> list[str]:
-        """Of the last call."""
-        return self.failures(turn, self.found)
-
-    def failures(self, turn: int, found: dict[str, torch.Tensor], what: str = "") -> list[str]:
-        """Empty where all results are right."""
+    def wrong(self, turn: int, found: Tensors) -> list[str]:
+        """Say what is wrong with the results of a turn."""
         rows = int(found["counts"].sum())
-        judged = {name: found[name] for name in ("counts", "out") if name in found}
-        judged["outputs"] = found["outputs"][:rows]
-        limits = self.case.tolerances()
-        compared = self.case.compared(judged, self.rank, self.world, turn, tuple(judged))
-        text = f"rank {self.rank} {self.shape} turn {turn} {what}:"
-        wrong = [
-            f"{text} {name} is off by {one.error:.2e} {one.why}"
-            for name, one in compared.items()
-            if not one.error <= limits.get(name, 0.0)
-            and not (name in limits and not one.why and self.is_rounded(name, judged[name], turn))
-        ]
+        judged = {name: each for name, each in found.items() if name != "home"}
+        wrong = super().wrong(turn, {**judged, "outputs": found["outputs"][:rows]})
         if found["outputs"][rows:].count_nonzero():
-            wrong.append(f"{text} rows behind the last one are not zero")
+            wrong.append("rows behind the last one are not zero")
         if "home" not in found:
             return wrong
         # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much.
@@ -132,20 +142,20 @@ class Work:
         # Limits are of norms: of few elements each may be off by the most that its roundings make.
         half_step = torch.finfo(found["home"].dtype).eps / 2
         few = error.numel() <= FEW and bool((error <= roundings * half_step * terms).all())
-        if not (off <= limits["out"] * roundings**0.5 or few):
-            wrong.append(f"{text} GEMM+combine is off by {off:.2e}")
+        if not (off <= self.case.tolerances()["out"] * roundings**0.5 or few):
+            wrong.append(f"GEMM+combine is off by {off:.2e}")
         return wrong
 
-    def is_rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
-        """:func:`experts_right` of few different elements of ``outputs`` or ``out``."""
+    def rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
+        """Return :func:`experts_right` of few different elements of ``outputs`` or ``out``."""
         return len(got.unique()) <= FEW and experts_right(
-            self.case, name, got, self.rank, self.world, turn
+            self.moe, name, got, self.rank, self.world, turn
         )
 
     def _home(self, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         """In float64 of the outputs as they should be, rounded once: the own tokens' results, and the
         sums of their terms' absolute values."""
-        case, shape = self.case, self.shape
+        case, shape = self.moe, self.shape
         kind = getattr(torch, shape.dtype)
         x = case._x(self.rank, turn).double()
         ids = case._ids(self.rank, turn).long()
@@ -164,39 +174,8 @@ class Work:
         return wanted, terms
 
 
-def permuted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``fn`` returns where plans are those of many tokens: dispatches copy their rows into order
-    first; second products have wide tiles."""
-    with deciding(moe_tuning, permutes=True, reads_weights=False):
-        return fn(*arguments)
-
-
-def early(rows: int, fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``fn`` returns where all multiples of so many own rows come first."""
-    with deciding(moe_tuning, early_rows=rows, early_tiles=1 << 20):
-        return fn(*arguments)
-
-
-def wanted(fn: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """What ``fn`` returns where each token goes once to each rank that has an expert of it."""
-    with deciding(moe_tuning, push_blocks=(8, ())):
-        return fn(*arguments)
-
-
-def judged(shapes: Sequence[Moe], seed: int) -> list[str]:
-    """Failures of two calls each."""
-    found = []
-    for shape in shapes:
-        work = Work(shape, seed)
-        for turn in range(2):
-            work.fill(turn)
-            found += work.failures(turn, work.call())
-    mkernel.synchronize()
-    return found
-
-
 def drawn(chance: random.Random, world: int) -> Moe:
-    """Any legal size and routing."""
+    """Draw any legal size and routing."""
     experts = chance.randint(1, 5)
     tokens = chance.choice((1, 2, 3, chance.randint(4, 40), chance.randint(40, 700)))
     top_k = chance.randint(1, min(8, experts * world))
@@ -218,52 +197,11 @@ def drawn(chance: random.Random, world: int) -> Moe:
     )
 
 
-def queued(shapes: Sequence[Moe], rounds: int, seed: int) -> list[str]:
-    """Failures of calls whose results are looked at in the end, ranks late by turns."""
-    works = [Work(shape, seed) for shape in shapes]
-    kept = []
-    for turn in range(rounds):
-        work = works[turn % len(works)]
-        work.fill(turn)
-        if turn % work.world == work.rank:
-            spin(LATE_S / 10)
-        kept.append((work, turn, work.call()))
-    mkernel.synchronize()
-    return [text for work, turn, found in kept for text in work.failures(turn, found, "queued")]
-
-
-def replayed(shapes: Sequence[Moe], replays: int) -> list[str]:
-    """Failures of a captured graph of all shapes' calls, with another routing in every replay, and
-    plain calls between."""
-    works = [Work(shape) for shape in shapes]
-    graph, results = captured([work.call for work in works])
-    found = []
-    for turn in range(1, replays + 1):
-        for work, outputs in zip(works, results, strict=True):
-            work.fill(turn)
-            for tensor in outputs.values():
-                tensor.fill_(7)
-        if turn % (works[0].world + 1) == works[0].rank:
-            spin(LATE_S / 4)
-        graph.replay()
-        for work, outputs in zip(works, results, strict=True):
-            found += work.failures(turn, outputs, "replayed")
-        if turn % 10 == 0:
-            found += works[0].failures(turn, works[0].call(), "between replays")
-    mkernel.synchronize()
-    return found
-
-
-def repeated(shape: Moe, times: int) -> list[str]:
-    """What differs between calls on the same inputs."""
-    return other_bits(Work(shape).call, times)
-
-
 def overflowed(shape: Moe) -> list[str]:
     """What is wrong where a routing has more rows than its capacity, eager, then in a graph; the world
     goes on."""
     small = replace(shape, routing="one_expert", capacity=shape.tokens)
-    work, found = Work(small), []
+    work, found = small.work(), list[str]()
     graph = torch.cuda.CUDAGraph()
     for how in ("eager", "captured"):
         if how == "eager":
@@ -283,7 +221,7 @@ def overflowed(shape: Moe) -> list[str]:
             found.append(f"{how}: something was computed")
         if not bool(result["home"].isnan().all()):
             found.append(f"{how}: GEMM+combine computed something")
-    return found + judged([shape], 1)
+    return found + calls.judged([shape], 1)
 
 
 def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
@@ -291,10 +229,10 @@ def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
     rows of one expert."""
     found = []
     for shape in shapes:
-        work = Work(shape, seed)
-        case, given = work.case, work.given
+        work = shape.work(seed)
+        case = work.moe
         work.fill(0)
-        sent = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
+        sent = work.dispatched()
         words = sent.handle.routing.cpu()
         ids = torch.cat([case._ids(source, 0) for source in range(work.world)]).reshape(-1).cpu()
         places = len(ids)
@@ -331,165 +269,108 @@ WANTED_FAULTS = ("stale", "unsent")
 """Of tokens that go where they are wanted."""
 
 
-def faulty(shape: Moe, fault: str) -> list[str]:
-    """Failures with a fault in the backend, after a right call."""
-    work = Work(shape)
-    assert not work.failures(0, work.call())
-    native = backend.native()
+def planted(fault: str, work: Work) -> AbstractContextManager[object]:
+    """Plant a fault in the backend."""
+    native, shape, routed = backend.native(), work.shape, list[torch.Tensor]()
     old = work.given["x"].clone()
     nobody = torch.full_like(work.given["topk_ids"], -1, dtype=torch.int32)
 
-    class Native:
-        """The native module, with the fault."""
+    def moe_route(*given: Any) -> None:
+        native.moe_route(*given)
+        words = routed[-1]
+        places = work.world * shape.tokens * shape.top_k
+        tiles = (3 * places + 3) // 4 * 4
+        if fault == "expert":  # the first tile's rows go to the next expert
+            words[tiles] = (words[tiles] + 1) % shape.experts
+        if fault == "tail":  # the last row of the first tile is dropped
+            words[tiles + 2] -= 1
+        if fault == "slots":  # rows of a token's slots change places
+            rows = words[2 * places : 2 * places + int(words[-4])]
+            slot = rows % shape.top_k
+            rows += (slot + 1) % shape.top_k - slot
+        if fault == "halves":  # gate and up change places
+            w = work.given["w"]
+            w.copy_(w.roll(shape.features, 2))
+        if fault == "group":  # the first rows are said to be in order before they are
+            most = places // 256 + 3 * shape.experts + 1  # tiles
+            words[tiles + 4 * most] += 1
+            words[-5] += 1
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(native, name)
+    def push_rows(device: int, world: Any, rows: int, *rest: Any) -> None:
+        native.push_rows(device, world, old.data_ptr() if fault == "stale" else rows, *rest)
 
-        def moe_route(self, *given: Any) -> None:
-            native.moe_route(*given)
-            words = routed[-1]
-            places = work.world * shape.tokens * shape.top_k
-            tiles = (3 * places + 3) // 4 * 4
-            if fault == "expert":  # the first tile's rows go to the next expert
-                words[tiles] = (words[tiles] + 1) % shape.experts
-            if fault == "tail":  # the last row of the first tile is dropped
-                words[tiles + 2] -= 1
-            if fault == "slots":  # rows of a token's slots change places
-                rows = words[2 * places : 2 * places + int(words[-4])]
-                slot = rows % shape.top_k
-                rows += (slot + 1) % shape.top_k - slot
-            if fault == "halves":  # gate and up change places
-                w = work.given["w"]
-                w.copy_(w.roll(shape.features, 2))
-            if fault == "group":  # the first rows are said to be in order before they are
-                most = places // 256 + 3 * shape.experts + 1  # tiles
-                words[tiles + 4 * most] += 1
-                words[-5] += 1
+    def wanted_tokens(**given: Any) -> Any:
+        if fault == "stale":
+            given["x"] = old.data_ptr()
+        if fault == "unsent":  # as if no rank wanted any
+            given["ids"] = nobody.data_ptr()
+        return native.WantedTokens(**given)
 
-        def push_rows(self, device: int, world: Any, rows: int, *rest: Any) -> None:
-            given = old.data_ptr() if fault == "stale" else rows
-            native.push_rows(device, world, given, *rest)
+    def moe_home(device: int, world: Any, home: Any, *rest: Any) -> None:
+        if fault == "weights":  # of the token before
+            work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
+        native.moe_home(device, world, home, *rest)
 
-        def WantedTokens(self, **given: Any) -> Any:
-            if fault == "stale":
-                given["x"] = old.data_ptr()
-            if fault == "unsent":  # as if no rank wanted any
-                given["ids"] = nobody.data_ptr()
-            return native.WantedTokens(**given)
-
-        def moe_home(self, device: int, world: Any, home: Any, *rest: Any) -> None:
-            if fault == "weights":  # of the token before
-                work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
-            native.moe_home(device, world, home, *rest)
-
-    routed: list[torch.Tensor] = []
     start = backend.DispatchExecutor.start
 
     def noted(self: Any, call: Any, stream: int) -> Any:
         routed.append(call.tensors["routing"])
         return start(self, call, stream)
 
-    backend.DispatchExecutor.start = noted  # type: ignore[method-assign]
-    backend.native = Native  # type: ignore[assignment]
-    work.fill(1)
-    result = work.call()
-    mkernel.synchronize()
-    return work.failures(1, result)
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(backend.DispatchExecutor, "start", noted))
+    stack.enter_context(
+        calls.native_with(
+            backend, moe_route=moe_route, push_rows=push_rows, WantedTokens=wanted_tokens,
+            moe_home=moe_home,
+        )
+    )  # fmt: skip
+    return stack
 
 
 def late_tokens(shape: Moe) -> list[str]:
     """What is wrong in a dispatch behind one that was refused while the first rank's tokens still
     travelled: these would come in the next call, whose tokens they say are there."""
-    first = replace(shape, routing="one_expert", capacity=1)
     most = mkernel.world().size * shape.tokens * shape.top_k
-    refused, work = Work(first, 1), Work(replace(shape, capacity=most), 2)
-    found = work.failures(0, work.call())
+    refused = replace(shape, routing="one_expert", capacity=1).work(1)
+    work, native = replace(shape, capacity=most).work(2), backend.native()
+    work.call()
+    found = work.failure(0)
     mkernel.synchronize()
-    native = backend.native()
 
-    class Native:
-        """The native module, whose tokens leave late."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(native, name)
-
-        def push_rows(self, *given: Any) -> None:
-            late(given[-1])
-            native.push_rows(*given)
-
-        def push_wanted(self, *given: Any) -> None:
-            late(given[-1])
-            native.push_wanted(*given)
-
-    def late(stream: int) -> None:
+    def late(push: Any, *given: Any) -> None:
         if work.rank == 0:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            with torch.cuda.stream(torch.cuda.ExternalStream(given[-1])):
                 spin(LATE_S)
-
-    def dispatched(one: Work) -> Any:
-        given = one.given
-        return mkernel.moe_dispatch_gemm(
-            given["x"], given["topk_ids"], given["w"], capacity=one.shape.capacity
-        )
+        push(*given)
 
     work.fill(1)
     torch.cuda.synchronize()
-    with mock.patch.object(backend, "native", Native):
-        dispatched(refused)
-        sent = dispatched(work)
+    with calls.native_with(
+        backend,
+        push_rows=partial(late, native.push_rows),
+        push_wanted=partial(late, native.push_wanted),
+    ):
+        refused.dispatched()
+        sent = work.dispatched()
     try:
         mkernel.synchronize()
         found.append("too many rows raised nothing")
     except CapacityExceeded:
         pass
     result = {"outputs": sent.outputs, "counts": sent.counts}
-    return found + work.failures(1, result, "behind late tokens")
-
-
-def other_rows(shape: Moe) -> list[str]:
-    """What a combine says of rows that are fewer than the dispatch gave."""
-    work = Work(shape)
-    given = work.given
-    sent = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
-    try:
-        gemm_combine(sent.outputs[:-1], work.w2, sent.handle, given["topk_weights"])
-    except ShapeError as error:
-        return [str(error)]
-    return []
-
-
-def foreign(shape: Moe) -> list[str]:
-    """What combines say of the handle of a dispatch in another world; this one's is used twice."""
-    work, found = shape.work(0), []
-    given, weights = work.given, work.given["topk_weights"]
-    own = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
-    with mock.patch.object(moe_ops, "mark", return_value=5):
-        other = mkernel.moe_dispatch_gemm(given["x"], given["topk_ids"], given["w"])
-    for call in (
-        lambda sent: mkernel.moe_combine(sent.outputs, sent.handle, weights),
-        lambda sent: mkernel.moe_gemm_combine(sent.outputs, work.w2, sent.handle, weights),
-    ):
-        first, again = call(own), call(own)
-        assert torch.equal(first, again)
-        try:
-            call(other)
-            found.append("a handle of another world was taken")
-        except ArgumentError as error:
-            if "of another world" not in str(error):
-                found.append(str(error))
-    mkernel.synchronize()
-    return found
+    return found + work.failure(1, result, "behind late tokens")
 
 
 def trained(shape: Moe) -> list[str]:
     """Gradients that are off, by those of ``torch`` in float64 of the own tokens' results."""
-    work = Work(shape)
+    work = shape.work()
     given = {name: work.given[name].clone().requires_grad_() for name in ("x", "w", "topk_weights")}
     sent = mkernel.moe_dispatch_gemm(given["x"], work.given["topk_ids"], given["w"])
     out = mkernel.moe_combine(sent.outputs, sent.handle, given["topk_weights"])
     out.float().square().sum().backward()
     mkernel.synchronize()
-    case = work.case
+    case = work.moe
     x = case._x(work.rank, 0).double().requires_grad_()
     weights = case._weights(work.rank, 0).float().double().requires_grad_()
     ids = case._ids(work.rank, 0).long()

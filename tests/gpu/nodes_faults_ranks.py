@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from hopper_ranks import LATE_S, Shape, Work, captured, spin
+from calls import LATE_S, captured, spin
+from hopper_ranks import Shape
 from in_world import stores
 
 import mkernel
@@ -39,7 +40,7 @@ def told_early(port: int, shape: Shape, turns: int, planted: bool, graph: bool) 
     the first one twice; the calls are replays of one graph, or not. Rank 0's later calls then end
     before rank 1 begins them, so that what rank 0 read cannot be right."""
     rank, (store, _) = mkernel.world().rank, stores(port)
-    work = Work(shape)
+    work = shape.work()
     work.fill(turns)
     recorded, results = captured([work.call]) if graph else (None, [])
     failures = []
@@ -67,7 +68,7 @@ def reused_early(port: int, shape: Shape, planted: bool) -> list[str]:
     """Failures of rank 0's calls, for which it is late. Rank 1 counts what rank 0 tells it twice too
     often, and so puts the rows of its third call where rank 0 has yet to read those of the second."""
     rank, (store, _) = mkernel.world().rank, stores(port)
-    work, nic = Work(shape), mkernel.world().nic
+    work, nic = shape.work(), mkernel.world().nic
     assert nic is not None
     failures = []
     for turn in range(3):
@@ -93,7 +94,7 @@ def asking_the_driver(shape: Shape, turns: int) -> list[str]:
     """Failures of calls in whose middle the rank gives memory back, which waits for the running kernel,
     which waits for the other rank's bytes: that rank is late."""
     rank, size = mkernel.world().rank, mkernel.world().size
-    work, failures = Work(shape), []
+    work, failures = shape.work(), []
     for turn in range(turns):
         work.fill(turn)
         spare = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
@@ -111,7 +112,7 @@ def asking_the_driver(shape: Shape, turns: int) -> list[str]:
 def of_each(shapes: Sequence[Shape]) -> list[list[str]]:
     """Failures of a call of each shape."""
     found = []
-    for work in [Work(shape) for shape in shapes]:
+    for work in [shape.work() for shape in shapes]:
         work.fill(0)
         result = work.call()
         mkernel.synchronize()

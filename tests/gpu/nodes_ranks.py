@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import torch
 from attention_ranks import Attention
-from hopper_ranks import Shape, Work, judged
+from calls import judged
+from hopper_ranks import Shape
 from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
 
@@ -51,7 +52,7 @@ def summed(op: str, rows: int, n: int) -> tuple[list[str], int, Exchange]:
     """Failures of a reduction of whole tiles of ``rows`` rows an owner, bytes that the NIC put for it
     here, and the plan's exchange."""
     shape = Shape(op, mkernel.world().size * rows, n, 512)
-    return *_put(Work(shape)), exchange_of(planned(shape))
+    return *_put(shape.work()), exchange_of(planned(shape))
 
 
 def planned(shape: Shape, exchange: Exchange | None = None) -> LaunchPlan:
@@ -74,7 +75,7 @@ def chosen(shape: Shape) -> tuple[list[str], int, Exchange, tuple[float, ...]]:
     times of both, in microseconds."""
     predictions = [planned(shape, exchange).prediction for exchange in get_args(Exchange)]
     times = tuple(each.pipelined_us for each in predictions if each is not None)
-    return *_put(Work(shape)), exchange_of(planned(shape)), times
+    return *_put(shape.work()), exchange_of(planned(shape)), times
 
 
 def dispatched(shape: Moe) -> tuple[list[str], int, int]:
@@ -115,7 +116,7 @@ def _put(work: Any) -> tuple[list[str], int]:
 def staged(shape: Shape) -> tuple[bool, int, int]:
     """Whether the world's routes are staged, and how many regions of host and of device memory the
     session has registered behind a call."""
-    work = Work(shape)
+    work = shape.work()
     work.fill(0)
     work.call()
     mkernel.synchronize()
@@ -151,7 +152,7 @@ def break_and_rebuild(
     _join(port, nic, fault, timeout_s)
     start = time.monotonic()
     try:
-        work = Work(shape)
+        work = shape.work()
         for turn in range(2_000):
             work.fill(turn)
             if turn == 0 and os.environ["RANK"] == "1":

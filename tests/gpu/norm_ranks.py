@@ -1,19 +1,24 @@
-"""What rank processes on GPUs run of norms in the kernel for few rows; ``sum_ranks`` has the work."""
+"""What ranks run of norms in the kernel for few rows, and of those whose results are e4m3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import hopper_ranks
+import calls
 import torch
-from sum_ranks import NormedProduct, ProductWork
+from calls import spin
+from hopper_ranks import Shape, rows
 
 import mkernel
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
+from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.cuda.memory import bytes_at
+from mkernel.cases.all_reduce import EPS
+from mkernel.ops.quantised import quantised_rows
 
 ROW_SHARES, SHARES, SHARE_BYTES = 768, 8, 128
 """Where the words lie by which blocks meet, in a workspace (``device/workspace.cuh``)."""
@@ -21,54 +26,51 @@ LEFT = 1 << 31
 """Of such a word: a block has left (``few_rows/norm.cuh``)."""
 
 
-def inside(shapes: Sequence[NormedProduct], expected: bool) -> list[str]:
+def everywhere(file: Path) -> Path:
+    """Write this machine's constants, with few rows left to their kernel wherever it takes them."""
+    constants = machine().constants
+    assert constants.few_rows is not None
+    wherever = {"most_rows": 256, "least_columns": 1, "float8": True, "normalises": True}
+    few = constants.few_rows.model_copy(update=wherever)
+    file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
+    return file
+
+
+def inside(shapes: Sequence[Shape], expected: bool) -> list[str]:
     """Shapes whose norm is in the kernel, or not, against what is expected."""
     found = []
     for shape in shapes:
-        work = ProductWork(shape)
+        work = shape.work()
         work.call()
-        if work.plan.part(FewRowsSchedule).normalises != expected:
-            found.append(f"{shape}: {work.plan.schedule}")
+        if work.done.plan.part(FewRowsSchedule).normalises != expected:
+            found.append(f"{shape}: {work.done.plan.schedule}")
     mkernel.synchronize()
     return found
 
 
-def same_bits(shape: NormedProduct, times: int) -> list[int]:
-    """Checksums of a call's results, repeated on the same inputs, ranks late by turns."""
-    work, sums = ProductWork(shape), []
-    for turn in range(times):
-        work.fill(0)
-        if turn % work.world == work.rank:
-            hopper_ranks.spin(hopper_ranks.LATE_S * (turn % 3) / 3)
-        bits = work.call().view(torch.int16).to(torch.int64)
-        weights = torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)
-        sums.append(int((bits * weights).sum()))
-    assert not work.failure(0)
-    return sums
-
-
-def crowded(shape: NormedProduct, rounds: int) -> list[str]:
+def crowded(shape: Shape, rounds: int) -> list[str]:
     """Failures of calls some of whose blocks find their place only long after the others: kernels of
     other streams have it. The same bits as without them."""
-    work = ProductWork(shape)
+    work = shape.work()
     sides = [torch.cuda.Stream() for _ in range(24)]
     work.fill(0)
-    alone = work.call().clone()
+    work.call()
+    alone = calls.checksum(work.found)
     failures = work.failure(0)
     for turn in range(rounds):
         mkernel.synchronize()
         torch.cuda.synchronize()
         for side in sides:
             with torch.cuda.stream(side):
-                hopper_ranks.spin(0.0005)
+                spin(0.0005)
         work.fill(0)
-        if not torch.equal(work.call(), alone):
+        if calls.checksum(work.call()) != alone:
             failures.append(f"{shape} turn {turn}: other bits in a crowd")
     mkernel.synchronize()
     return failures
 
 
-def planted(shape: NormedProduct, word: int) -> list[str]:
+def planted(shape: Shape, word: int) -> list[str]:
     """Failures of calls before which every word by which blocks meet is set."""
     started: Any = FewRowsExecutor.start
 
@@ -77,7 +79,7 @@ def planted(shape: NormedProduct, word: int) -> list[str]:
         words.view(SHARES, -1)[:, 0] += word
         started(self, call, stream)
 
-    work, failures = ProductWork(shape), []
+    work, failures = shape.work(), []
     FewRowsExecutor.start = start  # type: ignore[method-assign]
     try:
         for turn in range(4):
@@ -86,5 +88,24 @@ def planted(shape: NormedProduct, word: int) -> list[str]:
             failures += work.failure(turn)
     finally:
         FewRowsExecutor.start = started  # type: ignore[method-assign]
+    mkernel.synchronize()
+    return failures
+
+
+def quantised() -> list[str]:
+    """Failures of normalised sums in e4m3: the same as of the rows that the op gives without."""
+    world, failures = mkernel.world(), []
+    for turn, (m, n) in enumerate(((1, 4096), (700, 1032))):
+        work = rows(m, n, norm="residual").work(turn)
+        plain, new = mkernel.all_reduce(eps=EPS, **work.given)  # type: ignore[call-overload]
+        found, scale, again = mkernel.all_reduce(eps=EPS, quantise="row", **work.given)  # type: ignore[call-overload]
+        wanted, scales = quantised_rows(plain.cpu())
+        right = (
+            torch.equal(found.view(torch.uint8).cpu(), wanted.view(torch.uint8))
+            and torch.equal(scale.cpu(), scales)
+            and torch.equal(again, new)
+        )
+        if not right:
+            failures.append(f"rank {world.rank} {work.shape}: other rows in e4m3 than the host's")
     mkernel.synchronize()
     return failures

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from hopper_ranks import LATE_S, Shape, Work, spin
+from calls import LATE_S, spin
+from hopper_ranks import Shape
 
 import mkernel
 from mkernel.backends.contracts.memory import SymmetricMemory
@@ -36,7 +37,7 @@ def kept(
     """Failures of calls without ``out`` whose results each rank keeps for times of its own, and where
     these lay: at different places, or in ordinary memory where there was no room."""
     world = mkernel.world()
-    works, chance = [Work(shape) for shape in shapes], random.Random(1000 * seed + world.rank)
+    works, chance = [shape.work() for shape in shapes], random.Random(1000 * seed + world.rank)
     alive: list[tuple[torch.Tensor, torch.Tensor]] = []
     failures, places = [], []
     for turn in range(rounds):
@@ -60,12 +61,12 @@ def kept(
 
 def queued(shapes: Sequence[Shape], rounds: int) -> list[str]:
     """The same without any wait of the host between calls, on two streams by turns."""
-    works, kept = [Work(shape) for shape in shapes], []
+    works, kept = [shape.work() for shape in shapes], []
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     for turn in range(rounds):
         work = works[turn % len(works)]
         work.fill(turn)
-        if turn % work.problem.world == work.problem.rank:
+        if turn % work.world == work.rank:
             spin(LATE_S / 10)
         if turn % 3 == 2:
             side.wait_stream(main)
@@ -84,7 +85,7 @@ def replayed(shape: Shape, replays: int, own: bool) -> tuple[list[str], bool]:
     """Failures of a graph's calls, the first of which leaves free memory behind, with new inputs before
     every replay, and of other calls between; whether peers write its output. ``own``: the graph takes
     its memory from a pool of the world's."""
-    work = Work(shape)
+    work = shape.work()
     work.fill(0)
     for _ in range(2):
         work.public()
@@ -97,7 +98,7 @@ def replayed(shape: Shape, replays: int, own: bool) -> tuple[list[str], bool]:
     between = at_first = result.clone()
     for turn in range(1, replays + 1):
         work.fill(turn)
-        if turn % (work.problem.world + 1) == work.problem.rank:
+        if turn % (work.world + 1) == work.rank:
             spin(LATE_S / 4)
         graph.replay()
         failures += work.failure(turn, result, "replayed")
@@ -117,7 +118,7 @@ def replayed(shape: Shape, replays: int, own: bool) -> tuple[list[str], bool]:
 
 def outlived(shape: Shape) -> list[str]:
     """What is wrong of a result behind the end of its world, whose memory goes with it."""
-    work, failures = Work(shape), []
+    work, failures = shape.work(), []
     work.fill(0)
     work.public()
     result = work.public()
@@ -153,7 +154,7 @@ def shifted(shape: Shape) -> int:
 
     OutputPool.add = add  # type: ignore[method-assign]
     try:
-        work, failures = Work(shape), []
+        work, failures = shape.work(), []
         for turn in range(4):
             work.fill(turn)
             failures += work.failure(turn, work.public())

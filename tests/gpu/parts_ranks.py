@@ -4,36 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import hopper_ranks
 import torch
+from calls import skewed
 from fp8_ranks import planned
-from hopper_ranks import Shape, skewed
-from sum_ranks import NormedProduct
+from hopper_ranks import Shape
 
 from mkernel.backends.accelerators.hopper import library_tuning, parts_tuning
 from mkernel.backends.accelerators.hopper.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.parts_tuning import Times
-from mkernel.cases import case_of
-from mkernel.cases.base import Case
 from mkernel.plan import planner
-
-
-@dataclass(frozen=True)
-class NormedParts(NormedProduct):
-    """GEMM+AllReduce in parts of ``chunk`` rows, whose rows are normalised."""
-
-    chunk: int = 64
-
-    def case(self, seed: int) -> Case:
-        """The op's case."""
-        return case_of("gemm_all_reduce")(
-            {"m": self.m, "n": self.n, "k": self.k}, self.dtype, self.dtype, self.layout, seed=seed,
-            options={"norm": self.norm, "bias": self.bias, "path": "library"}, device="cuda",
-            chunk=self.chunk,
-        )  # fmt: skip
 
 
 @contextmanager

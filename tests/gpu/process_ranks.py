@@ -15,7 +15,8 @@ def main() -> None:
         own = gpu_shares.visible()[int(os.environ["LOCAL_RANK"])]
         os.environ["CUDA_VISIBLE_DEVICES"] = own  # CUDA reads it as it starts
     import torch
-    from hopper_ranks import OPS, Shape, Work, judged, replayed
+    from calls import judged, replayed
+    from hopper_ranks import OPS, Shape
 
     import mkernel
 
@@ -25,10 +26,10 @@ def main() -> None:
     ]
     failures = judged(shapes, 1)
     for turn, shape in enumerate(shapes[-len(OPS) :]):  # with results that torch allocates
-        work = Work(shape)
+        work = shape.work()
         work.fill(turn)
         failures += work.failure(turn, work.public(), "allocated")
-    failures += replayed(shapes, 10, mixed=True)
+    failures += replayed(shapes, 10)
     expandable = any(each.get("is_expandable") for each in torch.cuda.memory_snapshot())
     mkernel.finalize()
     seen = f"{torch.cuda.device_count()} GPU(s), expandable segments {expandable}"

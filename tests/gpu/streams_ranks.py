@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import hopper_ranks
+import calls
 import torch
 from hopper_ranks import Shape
 
@@ -25,7 +25,7 @@ def counted(shapes: Sequence[Shape]) -> tuple[list[str], int]:
 
     Window.put = counting  # type: ignore[method-assign]
     try:
-        return hopper_ranks.judged(shapes, 3), len(puts)
+        return calls.judged(shapes, 3), len(puts)
     finally:
         Window.put = put  # type: ignore[method-assign]
 
@@ -34,7 +34,7 @@ def hasty(shape: Shape, rounds: int) -> int:
     """How many of so many calls are wrong where streams do not wait for what peers put; ranks are
     late by turns."""
     Words.wait = lambda *arguments: None  # type: ignore[method-assign]
-    return len(hopper_ranks.skewed([shape], rounds, 1))
+    return len(calls.skewed([shape], rounds, 1))
 
 
 def own_tensors() -> tuple[str, float, str]:

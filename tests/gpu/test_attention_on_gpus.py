@@ -1,19 +1,19 @@
-"""Ring attention on `hopper`: right in float64, in any timing, order and graph; faults are seen."""
+"""Ring attention on `hopper`, beside ``test_calls_on_gpus``: every layout, large, extreme and refused
+sizes, packed documents, a million positions, gradients; faults are seen."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import attention_ranks
-import kept_ranks
+import calls
 import pytest
-from attention_ranks import FAULTS, FAULTS_IN_PIECES, GRADIENT_FAULTS, Attention, drawn
-from device_buffers import needs_gpus, takes_ranks
+from attention_ranks import EXTREMES, FAULTS, Attention, Trained
+from device_buffers import needs_gpus, pair, several, worlds
+from families import drawn_gradients
 from in_world import TOLD_S
-from kept_ranks import none_failed
-from survivors import judge_absence, judge_survivors
+from kept_ranks import none_failed, right
 
 import mkernel
 from mkernel.backends.accelerators.hopper import capabilities
@@ -21,12 +21,6 @@ from mkernel.errors import ShapeError
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
-worlds = pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
-)
-several = pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
-)
 both = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
@@ -40,36 +34,13 @@ def claimed(what: str) -> Any:
 gradients = claimed("ring_attention_backward")
 pieces = claimed("pieces")
 packs = claimed("documents")
-DRAWS = 200
-GRADIENT_DRAWS = {1: 104, 2: 48, 4: 48}
-"""By world; half as many shapes, each with two scales: the library takes 0.15 s for each new shape of a
-call, of which a draw has up to five."""
-MIXED = [
-    Attention(1, 4, 4, 256, causal=True),
-    Attention(2, 4, 1, 128, width=64, lies="positions"),
-    Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions"),
-    Attention(2, 2, 2, 64, dtype="float16"),
-]
 
 
 def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> list[Any]:
+    """What ranks of a world of their own find."""
     return mkernel.launch(
         fn, *arguments, ranks_per_node=world, accelerator=accelerator, timeout_s=TOLD_S
     )
-
-
-def right(world: int, fn: Any, *arguments: Any, run: Any = kept_ranks.run) -> None:
-    """No rank found a failure."""
-    found = run(fn, *arguments, ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S)
-    none_failed(found)
-
-
-@worlds
-def test_random_shapes(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    right(world, attention_ranks.judged, [drawn(chance) for _ in range(DRAWS)], seed)
 
 
 @worlds
@@ -82,103 +53,78 @@ def test_every_way_tensors_lie(world: int, causal: bool) -> None:
         for dtype in ("bfloat16", "float16")
         for lies in ("heads", "positions")
     ]
-    right(world, attention_ranks.judged, shapes, 2)
+    right(world, calls.judged, shapes, 2)
 
 
 @worlds
-@both
-def test_large(world: int, causal: bool) -> None:
-    right(world, attention_ranks.judged, [Attention(1, 8, 2, 4096, causal=causal)], 1)
+def test_large(world: int) -> None:
+    shapes = [Attention(1, 8, 2, 4096, causal=causal) for causal in (False, True)]
+    right(world, calls.judged, shapes, 1)
+
+
+def extremes(dtype: Any, way: str) -> list[Attention]:
+    """Scores and numbers that are out of the ordinary; a value of weight 0 that is NaN may show."""
+    return [
+        Attention(1, 4, 2, 256, causal=causal, dtype=dtype, way=way, extreme=extreme)
+        for extreme in EXTREMES
+        for causal in (False, True)
+        if not (causal and "value" in extreme)
+    ]
 
 
 @several
-def test_late_ranks_and_reused_memory(world: int) -> None:
-    right(world, attention_ranks.skewed, MIXED, 40, 2)
-
-
-@several
-def test_many_calls_in_the_queue(world: int) -> None:
-    right(world, attention_ranks.queued, MIXED, 40, 3)
+def test_extremes_by_one_kernel(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "kernel")
+    right(world, calls.judged, extremes("float16", "kernel"), 1)
 
 
 @worlds
-def test_graphs(world: int) -> None:
-    right(world, attention_ranks.replayed, MIXED, 50)
+def test_extremes_by_our_own_kernel(world: int) -> None:
+    shapes = [*extremes("float16", "parts"), *extremes("bfloat16", "parts")]
+    none_failed(launched(world, attention_ranks.by_core, shapes, calls.judged, 1))
 
 
 @several
-def test_two_streams(world: int) -> None:
-    right(world, attention_ranks.two_streams, MIXED, 16)
+def test_large_by_one_kernel(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than blocks, several chunks of each part."""
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "kernel")
+    shapes = [
+        Attention(1, 8, kv_heads, 4096, causal=causal, lies=lies, way="kernel")
+        for causal in (False, True)
+        for kv_heads, lies in ((2, "heads"), (8, "positions"))
+    ]
+    right(world, calls.judged, shapes, 1)
 
 
-@several
-@both
-def test_results_are_always_the_same_bits(world: int, causal: bool) -> None:
-    right(world, attention_ranks.repeated, Attention(1, 8, 2, 512, causal=causal), 12)
+FAULTY: dict[str, tuple[Any, ...]] = {
+    "parts": (Attention(1, 4, 2, 128, causal=True),),
+    "documents": (Attention(1, 4, 2, 128, causal=True, documents=(0, 16, 40, 100, 256)),),
+    "kernel": (Attention(1, 4, 2, 512, causal=True, way="kernel"),),
+    "pieces": (Attention(1, 4, 2, 2048),),
+    "gradients": (Trained(Attention(1, 4, 2, 128, causal=True)),),
+}
 
 
-@several
-@both
-def test_extreme_scores(world: int, causal: bool) -> None:
-    right(world, attention_ranks.extreme, Attention(1, 4, 2, 128, causal=causal, dtype="float16"))
+@pair
+@pytest.mark.parametrize("way", FAULTY)
+def test_faults_are_seen(way: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank; of pieces, what one sends shows on the other."""
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "kernel" if way == "kernel" else "auto")
+    what = FAULTS[way], attention_ranks.planted
+    if way == "pieces":
+        shapes, fn = FAULTY[way], calls.faulty
+        found = launched(world, attention_ranks.in_pieces, shapes, fn, *what)
+        found = [set().union(*found)]
+    else:
+        found = launched(world, calls.faulty, FAULTY[way], *what)
+    assert [set(each) for each in found] == [set(FAULTS[way])] * len(found)
 
 
-@several
-@both
-def test_nan_passes(world: int, causal: bool) -> None:
-    right(world, attention_ranks.nan_passes, Attention(1, 2, 2, 64, causal=causal))
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_seen(fault: str, world: int) -> None:
-    shape = Attention(1, 4, 2, 128, causal=True)
-    assert all(launched(world, attention_ranks.faulty, shape, fault)), "on every rank"
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pair
 def test_sizes_that_are_refused(world: int) -> None:
     for shape in (Attention(1, 2, 2, 48, causal=True), Attention(1, 2, 2, 40)):
         with pytest.raises(ShapeError, match="nearest"):
-            launched(world, attention_ranks.judged, [shape], 0)
-
-
-@several
-def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(world: int) -> None:
-    judge_absence("hopper", Attention(1, 4, 2, 128, causal=True), world)
-
-
-@several
-def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
-    judge_survivors("hopper", Attention(1, 4, 2, 256), world)
-
-
-IN_PIECES = [
-    Attention(1, 4, 2, 512, causal=True),
-    Attention(2, 4, 1, 320, width=64, lies="positions"),
-    Attention(1, 8, 2, 480, causal=True, dtype="float16", lies="positions"),
-    Attention(2, 2, 2, 192, dtype="float16"),
-]
-
-
-def packed(chance: random.Random, world: int) -> Attention:
-    """Any legal size with documents: some of one position, some empty, some over ranks."""
-    shape = drawn(chance)
-    length = shape.rows * world
-    seam = length // (2 * world) * chance.randint(0, 2 * world)
-    inner = [chance.randint(0, length) for _ in range(chance.choice((0, 1, 3, 30)))]
-    inner += [min(length, max(0, seam + by)) for by in chance.sample((-1, 0, 0, 1), 2)]
-    bounds = (0, *sorted(inner), length)
-    return replace(shape, documents=bounds, told_on=chance.choice(("cuda", "cpu")))
-
-
-@worlds
-@packs
-def test_packed_documents(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    right(world, attention_ranks.judged, [packed(chance, world) for _ in range(DRAWS)], seed)
+            launched(world, calls.judged, [shape], 0)
 
 
 @several
@@ -188,57 +134,8 @@ def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
     right(world, attention_ranks.other_boundaries, shape, 10)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@packs
-def test_a_document_that_begins_one_key_late_is_seen(world: int) -> None:
-    shape = Attention(1, 4, 2, 128, causal=True, documents=(0, 16, 40, 100, 256))
-    assert all(launched(world, attention_ranks.faulty, shape, "boundary")), "on every rank"
-
-
-BY_CORE = [
-    Attention(1, 4, 4, 288, causal=True, width=128, way="parts"),
-    Attention(2, 4, 1, 128, width=128, lies="positions", way="parts"),
-    Attention(1, 8, 2, 512, causal=True, width=128, dtype="float16", lies="positions", way="parts"),
-    Attention(1, 8, 8, 4096, width=128, way="parts"),
-    Attention(1, 8, 2, 4096, causal=True, width=128, way="parts"),
-]
-
-
-@worlds
-def test_by_our_own_kernel(world: int) -> None:
-    right(world, attention_ranks.by_core, attention_ranks.judged, BY_CORE, 3, run=mkernel.launch)
-
-
-@worlds
-def test_graphs_by_our_own_kernel(world: int) -> None:
-    right(world, attention_ranks.by_core, attention_ranks.replayed, BY_CORE, 20, run=mkernel.launch)
-
-
-@worlds
-@pytest.mark.parametrize("late", [False, True], ids=["even", "late"])
-@pieces
-def test_in_pieces(world: int, late: bool) -> None:
-    right(world, attention_ranks.in_pieces, IN_PIECES, 64, 1, late, run=mkernel.launch)
-
-
-@several
-@pieces
-def test_a_graph_in_pieces(world: int) -> None:
-    right(world, attention_ranks.replayed_in_pieces, IN_PIECES, 64, 10, run=mkernel.launch)
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@pieces
-def test_faults_in_pieces_are_seen(world: int) -> None:
-    shape = Attention(1, 4, 2, 2048)
-    seen: set[str] = set()
-    for found in launched(world, attention_ranks.faulty_in_pieces, shape, 64):
-        seen |= {fault for fault, failures in found.items() if failures}
-    assert seen == set(FAULTS_IN_PIECES)
-
-
 @pytest.mark.alone
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
+@pair
 @both
 @pieces
 def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
@@ -248,78 +145,33 @@ def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
         assert all(found["errors"][name] <= limit for name, limit in found["limits"].items()), found
 
 
-@worlds
-@gradients
-def test_gradients_of_random_shapes(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    # Large scores make weights of nearly 1, where dO·v - dO·O cancels: the library itself is off there.
-    shapes = [
-        replace(shape, scale=scale)
-        for shape in (drawn(chance) for _ in range(GRADIENT_DRAWS[world] // 2))
-        for scale in chance.sample((None, 0.05, -0.1), 2)
-    ]
-    right(world, attention_ranks.trained, shapes, seed)
-
-
 @several
 @gradients
 def test_gradients_in_lots_of_heads(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    shapes = [replace(drawn(chance), scale=None) for _ in range(16)]
+    chance = random.Random(world)
+    shapes = [drawn_gradients(chance, world).shape for _ in range(16)]
     shapes.append(Attention(2, 6, 3, 96, width=64, causal=True, lies="positions"))
-    right(world, attention_ranks.trained_in_lots, shapes, seed, run=mkernel.launch)
+    none_failed(launched(world, attention_ranks.trained_in_lots, shapes, 1))
 
 
 @worlds
 @gradients
 def test_gradients_of_large_ones(world: int) -> None:
-    shapes = [Attention(1, 8, 2, 2048, causal=causal) for causal in (False, True)]
-    right(world, attention_ranks.trained, shapes, 1)
+    shapes = [Trained(Attention(1, 8, 2, 2048, causal=causal)) for causal in (False, True)]
+    right(world, calls.judged, shapes, 1)
 
 
 @several
 @gradients
 def test_gradients_of_the_log_sum_exp(world: int) -> None:
     shapes = [
-        Attention(2, 4, 2, 128, width, causal, dtype, lies)
+        Trained(Attention(2, 4, 2, 128, width, causal, dtype, lies), of_sums=True)
         for causal in (False, True)
         for width, dtype, lies in (
             (128, "bfloat16", "heads"), (64, "float16", "positions"), (64, "bfloat16", "heads"),
         )
     ]  # fmt: skip
-    right(world, attention_ranks.trained, shapes, 1, True)
-
-
-@several
-@gradients
-def test_gradients_with_late_ranks(world: int) -> None:
-    right(world, attention_ranks.trained_in_any_order, MIXED, 40)
-
-
-@worlds
-@gradients
-def test_gradients_in_a_graph(world: int) -> None:
-    shapes = [Attention(1, 8, 4, 256, causal=causal) for causal in (False, True)]
-    right(world, attention_ranks.trained_in_a_graph, shapes, 10)
-
-
-@several
-@gradients
-def test_gradients_are_the_same_bits_where_torch_promises_it(world: int) -> None:
-    shapes = [Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)]
-    right(world, attention_ranks.same_gradients, shapes, 8)
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=takes_ranks(2))])
-@gradients
-def test_faults_of_gradients_are_seen(world: int) -> None:
-    shape = Attention(1, 4, 2, 128, causal=True)
-    for found in launched(world, attention_ranks.faulty_gradients, shape):
-        assert {fault for fault, failures in found.items() if failures} == set(GRADIENT_FAULTS)
+    right(world, calls.judged, shapes, 1)
 
 
 @needs_gpus(2)

@@ -12,7 +12,8 @@ import fp8_ranks
 import hopper_ranks
 import kept_ranks
 import pytest
-from device_buffers import needs_gpus, takes_ranks
+from calls import judged
+from device_buffers import needs_gpus, several, worlds
 from hopper_ranks import OPS, Shape, drawn_size
 from kept_ranks import right
 from survivors import judge_absence, judge_survivors
@@ -22,13 +23,6 @@ from mkernel.plan.model import ScaleMode
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
 MODES: tuple[ScaleMode, ...] = ("tensor", "row", "block")
-several = pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
-)
-worlds = pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
-)
-DRAWS = 120
 
 
 def scaled(op: str, m: int, n: int, k: int, scales: ScaleMode = "row", **more: Any) -> Shape:
@@ -145,30 +139,10 @@ def drawn(chance: random.Random, world: int, make: Any = scaled, most_k: int = 2
     )
 
 
-@worlds
-def test_random_shapes(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    right(world, hopper_ranks.judged, [drawn(chance, world) for _ in range(DRAWS)], seed)
-
-
-@worlds
-def test_random_shapes_of_the_fused_path(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    shapes = [drawn(chance, world, fused, 1200) for _ in range(DRAWS)]
-    right(world, hopper_ranks.judged, shapes, seed)
-
-
-@worlds
-def test_random_shapes_that_are_added_up_in_float32(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    shapes = [drawn(chance, world, promoted) for _ in range(DRAWS)]
-    right(world, hopper_ranks.judged, shapes, seed)
+def drawn_scaled(chance: random.Random, world: int) -> Shape:
+    """Any legal shape of the planner's choice, or of the fused path."""
+    make, most_k = chance.choice(((scaled, 2600), (fused, 1200), (promoted, 2600)))
+    return drawn(chance, world, make, most_k)
 
 
 by_sums = pytest.mark.parametrize("shapes", [EXACT, EXACT_PROMOTED], ids=["fast", "promoted"])
@@ -188,18 +162,7 @@ def test_large(world: int) -> None:
         "hopper.gather_parts",
         "hopper.reduce_parts",
     }
-    right(world, hopper_ranks.judged, shapes, 1)
-
-
-by_any = pytest.mark.parametrize(
-    "shapes", [MIXED, FUSED, PROMOTED], ids=["library", "fused", "promoted"]
-)
-
-
-@several
-@by_any
-def test_late_ranks_and_reused_memory(world: int, shapes: list[Shape]) -> None:
-    right(world, hopper_ranks.skewed, shapes, 60, 2)
+    right(world, judged, shapes, 1)
 
 
 @several
@@ -207,28 +170,6 @@ def test_late_ranks_and_reused_memory(world: int, shapes: list[Shape]) -> None:
 def test_known_calls(world: int, shapes: list[Shape]) -> None:
     """Native code starts those of the planner's choice."""
     right(world, hopper_ranks.known, shapes, 16)
-
-
-@several
-@by_any
-def test_many_calls_in_the_queue(world: int, shapes: list[Shape]) -> None:
-    right(world, hopper_ranks.queued, shapes, 60, 3)
-
-
-@several
-@by_any
-@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
-def test_graphs(world: int, shapes: list[Shape], mixed: bool) -> None:
-    right(world, hopper_ranks.replayed, shapes, 40, mixed)
-
-
-@several
-@by_any
-def test_results_are_always_the_same_bits(world: int, shapes: list[Shape]) -> None:
-    for found in kept_ranks.run(
-        fp8_ranks.bits, shapes, 12, ranks_per_node=world, accelerator="hopper"
-    ):
-        assert found == [1] * len(shapes)
 
 
 @several

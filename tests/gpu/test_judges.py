@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import moe_ranks
 import pytest
 import torch
 from few_elements import few_right, half_step, product_right
@@ -107,20 +106,20 @@ def test_sums_of_gated_experts_stay_in_float16(rank: int, monkeypatch: pytest.Mo
     they are not."""
     monkeypatch.setattr(mkernel, "world", lambda: World(rank, 2))
     for seed in range(12):
-        work = moe_ranks.Work(EIGHT_OF_ONE_EXPERT, seed, device="cpu")
+        work = EIGHT_OF_ONE_EXPERT.work(seed, "cpu")
         truth = work.case.reference(rank, 2, 1)
         found = {name: truth[name].to(torch.float16) for name in ("outputs", "out")}
         wanted, terms = work._home(1)
         assert float(terms.max()) < torch.finfo(torch.float16).max / 2
         found |= {"counts": truth["counts"], "home": wanted.to(torch.float16)}
-        assert work.failures(1, found) == []
+        assert work.failure(1, found) == []
         limit = work.case.tolerances()["out"] * 3**0.5
         for wrong in (
             wanted * (1 + 1.1 * limit),
             wanted.index_fill(1, torch.tensor([7]), torch.inf),
         ):
             found["home"] = wrong.to(torch.float16)
-            assert ["GEMM+combine" in text for text in work.failures(1, found)] == [True]
+            assert ["GEMM+combine" in text for text in work.failure(1, found)] == [True]
 
 
 def test_rows_that_repeat_are_few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +131,12 @@ def test_rows_that_repeat_are_few_elements(monkeypatch: pytest.MonkeyPatch) -> N
         dtype="bfloat16", activation="silu_and_mul",
     )  # fmt: skip
     for seed in (718, 2111, 5237):
-        work = moe_ranks.Work(shape, seed, device="cpu")
+        work = shape.work(seed, "cpu")
         truth = work.case.reference(0, 2, 1)
         got = {name: truth[name].to(torch.bfloat16) for name in ("outputs", "out")}
         got["counts"] = truth["counts"]
         error = compare(got["outputs"], truth["outputs"]).error
         assert error > work.case.tolerances()["outputs"], "nothing is tested"
-        assert work.failures(1, got) == []
+        assert work.failure(1, got) == []
         off = truth["outputs"] * torch.linspace(1, 1.02, 36).double()[:, None]
-        assert work.failures(1, {**got, "outputs": off.to(torch.bfloat16)}) != []
+        assert work.failure(1, {**got, "outputs": off.to(torch.bfloat16)}) != []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import calls
 import hopper_ranks
 import kept_ranks
 import pytest
@@ -28,19 +29,19 @@ def right(fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
 
 @takes_ranks(2)
 def test_every_op() -> None:
-    right(hopper_ranks.judged, SHAPES, 1)
+    right(calls.judged, SHAPES, 1)
 
 
 @takes_ranks(2)
 def test_every_op_of_streams() -> None:
     """They are torch's products, told to add parts of them in float32."""
     shapes = [Shape(op, M, N, K, dtype=dtype) for op in OPS for dtype in ("bfloat16", "float16")]
-    right(hopper_ranks.judged, shapes, 1, accelerator="streams")
+    right(calls.judged, shapes, 1, accelerator="streams")
 
 
 @takes_ranks(2)
 def test_graphs() -> None:
-    right(hopper_ranks.replayed, SHAPES[::4], 10, False)
+    right(calls.replayed, SHAPES[::4], 10)
 
 
 @takes_ranks(2)

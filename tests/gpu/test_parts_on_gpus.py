@@ -8,22 +8,15 @@ from functools import partial
 from typing import Any
 
 import fp8_ranks
-import hopper_ranks
 import kept_ranks
 import parts_ranks
 import pytest
-from device_buffers import needs_gpus, takes_ranks
-from hopper_ranks import OPS, Shape, drawn_size
+from device_buffers import needs_gpus, several
+from hopper_ranks import OPS, Shape, drawn_size, normed
 from kept_ranks import right
-from parts_ranks import NormedParts
 from survivors import judge_absence, judge_survivors
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
-
-several = pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
-)
-DRAWS = 90
 
 
 def parts(op: str, m: int, n: int, k: int, chunk: int, **more: Any) -> Shape:
@@ -41,6 +34,8 @@ MIXED = [
     Shape("all_gather_gemm", 128, 256, 4096, path="library"),
     Shape("gemm_reduce_scatter", 2048, 1024, 512, path="fused"),
     Shape("gemm_all_reduce", 64, 1024, 512, path="library"),
+    normed(1001, 1032, 520, bias=True, path="library", chunk=64),
+    normed(300, 264, 512, "float16", "column", "alone", path="library", chunk=1000),
 ]
 
 # Of which the planner chooses the way.
@@ -68,23 +63,10 @@ def drawn(chance: random.Random, world: int) -> Shape:
 
 
 @several
-def test_random_shapes(world: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    chance = random.Random(seed)
-    print(f"seed {seed}")
-    right(world, hopper_ranks.judged, [drawn(chance, world) for _ in range(DRAWS)], seed)
-
-
-@several
 def test_calls_take_this_way(world: int) -> None:
     found = kept_ranks.run(fp8_ranks.planned, MIXED[:5], ranks_per_node=world, accelerator="hopper")
     kinds = ["hopper.gather_parts"] * 2 + ["hopper.reduce_parts"] * 3
     assert found == [kinds] * world
-
-
-@several
-def test_late_ranks_and_reused_memory(world: int) -> None:
-    right(world, hopper_ranks.skewed, MIXED, 60, 2)
 
 
 @several
@@ -94,36 +76,8 @@ def test_known_calls(world: int) -> None:
 
 
 @several
-def test_many_calls_in_the_queue(world: int) -> None:
-    right(world, hopper_ranks.queued, MIXED, 60, 3)
-
-
-@several
-@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with calls between"])
-def test_graphs(world: int, mixed: bool) -> None:
-    right(world, hopper_ranks.replayed, MIXED, 40, mixed)
-
-
-@several
-def test_results_are_always_the_same_bits(world: int) -> None:
-    for found in kept_ranks.run(
-        fp8_ranks.bits, MIXED, 12, ranks_per_node=world, accelerator="hopper"
-    ):
-        assert found == [1] * len(MIXED)
-
-
-@several
 def test_gathered_rows(world: int) -> None:
     right(world, fp8_ranks.gathered, parts("all_gather_gemm", 256 * world, 512, 512, 96))
-
-
-@several
-def test_rows_are_normalised(world: int) -> None:
-    shapes = [
-        NormedParts(1001, 1032, 520, bias=True),
-        NormedParts(300, 264, 512, "float16", "column", norm="alone", chunk=1000),
-    ]
-    right(world, hopper_ranks.skewed, shapes, 12, 4)
 
 
 @several

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import hopper_ranks
 import kept_ranks
 import pytest
 import streams_ranks
@@ -17,8 +16,6 @@ from survivors import judge_absence, judge_survivors
 import mkernel
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
-
-MIXED = [Shape(op, m, n, 320) for op in OPS for m, n in ((64, 264), (1024, 520), (2048, 4096))]
 
 
 @pytest.fixture(params=[1, 8])
@@ -43,19 +40,6 @@ def test_the_setting_chooses_who_moves_the_bytes(
     shapes = [Shape(op, 512, 264, 320) for op in OPS]
     puts = (1 + 1 + 2) * (world - 1) * copies
     assert ranks(world, streams_ranks.counted, shapes) == [([], puts)] * world
-
-
-@several
-@pytest.mark.usefixtures("queues")
-@pytest.mark.parametrize("how", ["skewed", "queued"])
-def test_calls_that_reuse_windows(world: int, how: str) -> None:
-    found = ranks(world, getattr(hopper_ranks, how), MIXED, 45, 7)
-    assert found == [[]] * world
-
-
-@several
-def test_two_streams(world: int) -> None:
-    assert ranks(world, hopper_ranks.two_streams, MIXED, 30) == [[]] * world
 
 
 @several

@@ -1,0 +1,316 @@
+"""Families of calls that take one way through ``hopper``, or ``streams``, and how
+``test_calls_on_gpus`` tries each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import attention_ranks
+import calls
+import hopper_ranks
+import kept_ranks
+import moe_ranks
+from attention_ranks import Attention, Trained
+from calls import Decisions
+from hopper_ranks import OPS, Shape, normed, rows
+from in_world import TOLD_S
+from moe_ranks import PERMUTED, WANTED, Moe
+from test_fp8_on_gpus import FUSED, PROMOTED, drawn_scaled
+from test_fp8_on_gpus import MIXED as SCALED_BY_LIBRARY
+from test_parts_on_gpus import MIXED as IN_PARTS
+from test_parts_on_gpus import drawn as drawn_parts
+
+import mkernel
+from mkernel.backends.accelerators.hopper import capabilities
+
+GATHER: Final = "all_gather_gemm"
+SCATTER: Final = "gemm_reduce_scatter"
+REDUCE: Final = "gemm_all_reduce"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Calls of one way, mixed with others, and how often they are made.
+
+    Attributes:
+        shapes: what is called by turns. in_graphs, repeated: instead of them, in graphs and again and
+            again on the same inputs.
+        rounds: of calls with late ranks; a queue has ``queued`` of them. replays: of a graph.
+        streams: rounds of two streams; 0: none. times: of the same inputs; 0: none.
+        drawn: a random shape for so many ranks; ``draws`` of them are tried.
+        environment, decisions, around: what makes calls take the way: variables, what the tuning
+            decides, and a function of shapes that runs another one on them in a fresh process.
+        least: the fewest ranks. everywhere: whether few rows are left to their kernel wherever it fits.
+    """
+
+    shapes: Sequence[calls.Shape]
+    rounds: int = 40
+    queued: int = 40
+    replays: int = 40
+    streams: int = 0
+    times: int = 12
+    drawn: Callable[[random.Random, int], calls.Shape] | None = None
+    draws: int = 200
+    in_graphs: Sequence[calls.Shape] | None = None
+    repeated: Sequence[calls.Shape] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    decisions: Decisions | None = None
+    around: Callable[..., Any] | None = None
+    least: int = 1
+    everywhere: bool = False
+    claim: str | None = None
+    accelerator: str = "hopper"
+
+    @property
+    def is_claimed(self) -> bool:
+        """Return whether the backend claims what it needs."""
+        return self.claim is None or capabilities.claimed(self.claim)
+
+    def run(
+        self, world: int, fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
+    ) -> list[Any]:
+        """Return what each rank of a world finds."""
+        call: tuple[Any, ...] = (fn, shapes, *arguments)
+        if self.around is not None:
+            call = self.around, shapes, fn, *arguments
+        if self.decisions is not None:
+            call = calls.decided, self.decisions, *call
+        run = kept_ranks.run if self.around is None else mkernel.launch
+        found: list[Any] = run(
+            *call, ranks_per_node=world, accelerator=self.accelerator, timeout_s=TOLD_S
+        )
+        return found
+
+    def right(
+        self, world: int, fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
+    ) -> None:
+        """No rank found a failure."""
+        kept_ranks.none_failed(self.run(world, fn, shapes, *arguments))
+
+
+PRODUCTS = [
+    Shape(GATHER, 1024, 512, 1024),
+    Shape(SCATTER, 1024, 768, 256),
+    Shape(REDUCE, 512, 1024, 320, layout="column"),
+    Shape(GATHER, 128, 64, 4096, dtype="float16"),
+    Shape(REDUCE, 2048, 2048, 512),
+]
+# Calls that end without waiting for peers, between others: pushed by copy engines, by blocks, summed.
+BRIEF = [
+    Shape(REDUCE, 64, 1024, 512, path="library"),
+    Shape(GATHER, 8192, 512, 4096, path="fused"),
+    Shape(SCATTER, 256, 1024, 512, path="library"),
+    Shape(GATHER, 1024, 512, 1024, path="fused"),
+    Shape(REDUCE, 1024, 2048, 256, path="library"),
+    Shape(REDUCE, 2048, 2048, 512, path="fused"),
+    Shape(GATHER, 64, 512, 1024, path="library"),
+    Shape(GATHER, 16384, 256, 2048, path="library"),
+]
+# Few rows: each height of the kernel, whole and odd tiles, one wave of them and two, sums that travel
+# in float32 and rounded.
+SUMS = [
+    Shape(REDUCE, 1, 4096, 2048, layout="column"),
+    Shape(REDUCE, 16, 1032, 4096),
+    Shape(REDUCE, 33, 8192, 512, dtype="float16"),
+    Shape(REDUCE, 128, 5120, 1048, layout="column"),
+    Shape(REDUCE, 256, 7168, 264),
+    Shape(REDUCE, 40, 17416, 264, layout="column"),  # a second wave of tiles
+]
+SCATTERED = [
+    Shape(SCATTER, 4, 4096, 2048, layout="column"),
+    Shape(SCATTER, 36, 1032, 4096, dtype="float16", bias=True),
+    Shape(SCATTER, 256, 7168, 264),
+    Shape(SCATTER, 20, 17416, 520),
+]
+SCALED = [
+    Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, fast=True)
+    for op, m, n, k, out, scales in (
+        (REDUCE, 16, 1040, 4096, "bfloat16", "row"),
+        (REDUCE, 128, 5120, 1040, "float16", "tensor"),
+        (SCATTER, 64, 4096, 2048, "bfloat16", "row"),
+        (SCATTER, 256, 7168, 272, "float16", "row"),
+        (SCATTER, 36, 17424, 528, "bfloat16", "tensor"),
+    )
+]
+FEW = [*SUMS, *SCATTERED, *SCALED]
+# With norms in the kernel: each height, odd tiles, shares of one row and of none, eight parts of K.
+NORMED = [
+    normed(1, 4096, 2048, layout="column"),
+    normed(16, 1032, 4096, norm="alone"),
+    normed(33, 8192, 512, dtype="float16", bias=True),
+    normed(128, 5120, 1048, layout="column"),
+    normed(256, 7168, 264),
+    normed(3, 264, 8192, norm="alone", bias=True),
+    normed(64, 8192, 4096),
+]
+IN_TWO_WAVES = normed(40, 17416, 264, layout="column")  # behind the kernel
+FEW_AND_OTHERS = [
+    *NORMED,
+    *FEW,
+    Shape(GATHER, 1024, 512, 1024),
+    Shape(REDUCE, 64, 1024, 512, path="library"),
+    Shape(SCATTER, 256, 1024, 512, path="library"),
+    Shape(REDUCE, 2048, 2048, 512),
+    Shape(GATHER, 64, 512, 1024, path="library"),
+]
+
+
+def drawn_few(chance: random.Random, world: int) -> Shape:
+    """Draw any legal shape of up to 256 rows, for up to four ranks, half of them with a norm."""
+    op = chance.choice((REDUCE, SCATTER))
+    m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
+    n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100, 2400)))
+    k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
+    m = m if op == REDUCE else min(256, -(-m // 4) * 4)
+    out, bias = chance.choice(("bfloat16", "float16")), chance.random() < 0.25
+    layout = chance.choice(("row", "column"))
+    if world > 1 and chance.random() < 0.5:
+        return normed(m, n, k, out, layout, chance.choice(("alone", "residual")), bias)
+    if chance.random() < 0.3:
+        scales = chance.choice(("row", "tensor"))
+        n, k = (-(-size // 16) * 16 for size in (n, k))
+        return Shape(op, m, n, k, "float8_e4m3fn", "column", None, out, scales, True, bias)
+    return Shape(op, m, n, k, out, layout, bias=bias)
+
+
+# One row, more than multiprocessors; rows of one vector, of several a thread; two exchanges, by flags,
+# by mail, and by flags since results are symmetric.
+ROWS = [
+    rows(1, 8192, norm="residual"),
+    rows(300, 4096, norm="residual"),
+    rows(64, 8, "float16"),
+    rows(5, 24576, norm="alone"),
+    rows(128, 8192, to="x"),
+    rows(3000, 4096, norm="residual"),
+    rows(4096, 4096, norm="residual", to="x"),
+    rows(4000, 4096, to="symmetric"),
+    rows(1031, 4104, norm="residual"),
+    rows(1031, 4104, "float16", to="symmetric"),
+]
+ATTENTION = [
+    Attention(1, 4, 4, 256, causal=True),
+    Attention(2, 4, 1, 128, width=64, lies="positions"),
+    Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions"),
+    Attention(2, 2, 2, 64, dtype="float16"),
+]
+BY_KERNEL = [
+    Attention(1, 4, 4, 256, causal=True, way="kernel"),
+    Attention(2, 4, 1, 128, lies="positions", way="kernel"),
+    Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions", way="kernel"),
+    Attention(2, 2, 2, 384, dtype="float16", way="kernel"),
+]
+BY_CORE = [
+    Attention(1, 4, 4, 288, causal=True, way="parts"),
+    Attention(2, 4, 1, 128, lies="positions", way="parts"),
+    Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions", way="parts"),
+    Attention(1, 8, 8, 4096, way="parts"),
+    Attention(1, 8, 2, 4096, causal=True, way="parts"),
+]
+BY_PIECES = [
+    Attention(1, 4, 4, 512, causal=True),
+    Attention(2, 4, 1, 320, width=64, lies="positions"),
+    Attention(1, 8, 2, 480, causal=True, dtype="float16", lies="positions"),
+    Attention(2, 2, 2, 192, dtype="float16"),
+]
+LARGE_PRODUCT = Shape(GATHER, 8192, 512, 4096)
+
+
+def drawn_gradients(chance: random.Random, world: int) -> Trained:
+    """Draw the gradients of any legal size. Large scores make weights of nearly 1, where dO·v - dO·O
+    cancels: the library itself is off there."""
+    return Trained(replace(attention_ranks.drawn(chance), scale=chance.choice((None, 0.05, -0.1))))
+
+
+def trained(shapes: Sequence[Attention], **how: bool) -> list[Trained]:
+    """Return the gradients of these."""
+    return [Trained(shape, **how) for shape in shapes]
+
+
+BOUNDED = [
+    Moe(37, hidden=72, features=136, experts=3, top_k=3, capacity=4 * 37 * 3),
+    Moe(64, 128, 264, 4, 2, routing="padded", capacity=4 * 64 * 2, returns="ranks", narrow=True),
+]
+SORTED = Moe(300, 1032, 512, 4, 4, narrow=True)
+EXPERTS = Family(
+    [*BOUNDED, Moe(129, 256, 64, 2, 2)], 24, 24, 60, in_graphs=BOUNDED, drawn=moe_ranks.drawn,
+    repeated=[replace(SORTED, returns=returns) for returns in ("slots", "ranks")],
+)  # fmt: skip
+STREAMS = Family(
+    [Shape(op, m, n, 320) for op in OPS for m, n in ((64, 264), (1024, 520), (2048, 4096))],
+    45, 45, 0, streams=30, times=0, accelerator="streams", least=2,
+)  # fmt: skip
+PATH, WAY = "MKERNEL_PATH", "MKERNEL_HOPPER_ATTENTION"
+
+FAMILIES = {
+    **{
+        path: Family(
+            PRODUCTS, 60, 60, 100, streams=30, times=20, drawn=hopper_ranks.drawn, draws=240,
+            in_graphs=PRODUCTS[:3], repeated=[Shape(op, 2048, 1536, 1024) for op in OPS],
+            environment={PATH: path},
+        )
+        for path in ("fused", "library")
+    },
+    "brief": Family(BRIEF, 60, 80),
+    "e4m3": Family([], 0, 0, 0, times=0, drawn=drawn_scaled, draws=300),
+    "e4m3-library": Family(SCALED_BY_LIBRARY, 60, 60, least=2),
+    "e4m3-fused": Family(FUSED, 60, 60, least=2),
+    "e4m3-promoted": Family(PROMOTED, 60, 60, least=2),
+    "parts": Family(IN_PARTS, 60, 60, drawn=drawn_parts, draws=90, least=2),
+    "few-rows": Family(
+        FEW_AND_OTHERS, 100, 1000, 60, in_graphs=[*NORMED, IN_TWO_WAVES, *FEW], times=20,
+        repeated=[SUMS[3], SCATTERED[2], NORMED[3], NORMED[6]], drawn=drawn_few, draws=240,
+        environment={PATH: "fused"}, everywhere=True,
+    ),
+    "sums": Family(
+        [*ROWS, Shape(GATHER, 1024, 512, 1024), Shape(REDUCE, 64, 1024, 512, path="library"),
+         Shape(REDUCE, 1031, 4104, 512, path="library", bias=True),
+         Shape(REDUCE, 2048, 2048, 512, path="fused"),
+         *(normed(m, 1032, 512, layout="column", norm=norm, bias=m > 33, path=path)
+           for m in (33, 700) for norm in ("alone", "residual") for path in ("fused", "library"))],
+        60, 300, 60, in_graphs=[*ROWS[:6], *ROWS[7:]], drawn=hopper_ranks.drawn_rows, draws=80,
+        repeated=[each for each in ROWS if each.to != "x"], times=3,
+    ),
+    "attention": Family(
+        [*ATTENTION, LARGE_PRODUCT], 40, 40, 50, streams=16, drawn=attention_ranks.drawn,
+        in_graphs=ATTENTION,
+        repeated=[Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)],
+    ),
+    "documents": Family(
+        [], 0, 0, 0, times=0, drawn=attention_ranks.drawn_packed, claim="documents"
+    ),
+    "attention-kernel": Family(
+        BY_KERNEL, 24, 24, 24, streams=16, drawn=attention_ranks.drawn_for_kernel, draws=40,
+        repeated=[Attention(1, 8, 2, 512, causal=each, way="kernel") for each in (False, True)],
+        environment={WAY: "kernel"}, least=2,
+    ),
+    "attention-core": Family(
+        BY_CORE, 0, 0, 20, times=0, drawn=attention_ranks.drawn_for_core, draws=60,
+        around=attention_ranks.by_core,
+    ),
+    "attention-pieces": Family(
+        BY_PIECES, 12, 12, 10, times=0, around=attention_ranks.in_pieces, claim="pieces"
+    ),
+    "gradients": Family(
+        trained(ATTENTION), 40, 40, 10, drawn=drawn_gradients, draws=64, times=8,
+        in_graphs=trained([Attention(1, 8, 4, 256, causal=c) for c in (False, True)], by_op=True),
+        repeated=trained([Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)],
+                         deterministic=True),
+        claim="ring_attention_backward",
+    ),
+    "experts": EXPERTS,
+    "experts-permuted": replace(EXPERTS, decisions=PERMUTED),
+    "experts-wanted": replace(EXPERTS, decisions=WANTED, draws=100, least=2),
+    "experts-wanted-permuted": replace(
+        EXPERTS, decisions=moe_ranks.all_of(WANTED, PERMUTED), draws=100, least=2
+    ),
+    # With one hardware queue, a wait on a stream holds up all other streams.
+    **{
+        f"streams-{queues}": replace(
+            STREAMS, environment={"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+        )
+        for queues in ("1", "8")
+    },
+}  # fmt: skip
