@@ -33,7 +33,7 @@ from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.plan import paths
 from mkernel.plan.model import GemmShape
 
-TILINGS: tuple[TilingName, ...] = ("wide", "medium", "deep", "narrow")
+TILINGS: tuple[TilingName, ...] = ("wide", "medium", "narrow")
 FIRST = [(4096, 2184, 5120), (4096, 2048, 5120), (8192, 1064, 8192), (8192, 8192, 8192)]
 REPLAYS = 5
 GRAPH_US = 3000.0

@@ -27,7 +27,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("kernel", ["all_gather_gemm", "gemm_reduce"])
-@pytest.mark.parametrize("tiling", ["wide", "medium", "deep", "narrow"])
+@pytest.mark.parametrize("tiling", ["wide", "medium", "narrow"])
 @pytest.mark.parametrize("n_major", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gaps", [False, True], ids=["packed", "gaps"])

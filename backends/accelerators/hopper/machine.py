@@ -31,8 +31,6 @@ class Tilings(Sourced):
 
     block_rows: int = Field(ge=1)
     clusters: dict[TilingName, tuple[int, int]]
-    deep_up_to_waves: float = Field(ge=0)
-    deep_from_k: int = Field(ge=0)
     band: int = Field(ge=1, description="rows of clusters that share columns of B in L2")
 
 

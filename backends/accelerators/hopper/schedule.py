@@ -11,6 +11,7 @@ from mkernel.plan.model import DtypeName, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
 
 TilingName = Literal["wide", "medium", "deep", "narrow", "promoted"]
+"""The output tiles of a GEMM op. ``deep``: of plans of earlier versions, and run as ``wide``."""
 ExpertTiling = Literal["wide", "deep"]
 Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]

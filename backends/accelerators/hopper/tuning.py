@@ -31,7 +31,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Schedule, SumShape
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import payloads
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
@@ -52,7 +52,9 @@ ELEMENT_BYTES = 2
 
 _MACHINE = machine()
 TILE_ROWS = _MACHINE.tilings.block_rows
-CLUSTER_TILES = _MACHINE.tilings.clusters
+CLUSTER_TILES = {**_MACHINE.tilings.clusters, "deep": _MACHINE.tilings.clusters["wide"]}
+"""The rows and columns that a cluster computes at a time. Deep tiles, of plans of earlier versions,
+are wide ones; the first of equal ones is planned."""
 BAND = _MACHINE.tilings.band
 PUSH_BLOCKS = _MACHINE.pushing.blocks
 PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
@@ -155,7 +157,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)
-    tiles = _tiling_of_scaled_call(request, k, cores) if plan.scales.use_fast_accum else "promoted"
+    tiles = _tiling_of_scaled_call(request, cores) if plan.scales.use_fast_accum else "promoted"
     made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -169,18 +171,18 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     return found._replace(schedule=made, prediction=times)
 
 
-def _tiling_of_scaled_call(request: ScheduleRequest, k: int, processors: int) -> TilingName | None:
-    """Return the tiling with which a call of e4m3 operands is predicted to be the fastest. ``k``:
-    the K of as many bytes of 16-bit operands. None: there are no constants for it."""
+def _tiling_of_scaled_call(request: ScheduleRequest, processors: int) -> TilingName | None:
+    """Return the tiling with which a call of e4m3 operands is predicted to be the fastest. None:
+    there are no constants for it."""
     plan, constants = request.plan, request.constants
     times: dict[TilingName, float] = {}
-    for name in CLUSTER_TILES:
-        if constants is not None and name not in {"deep", "promoted"}:
+    for name in _MACHINE.tilings.clusters:
+        if constants is not None and name != "promoted":
             found = scaled_tuning.fused(plan, name, processors, constants)
             times |= {} if found is None else {name: found.pipelined_us}
     if not times:
         return None
-    return _named(plan, CLUSTER_TILES[min(times, key=times.__getitem__)], k, processors)
+    return min(times, key=times.__getitem__)
 
 
 def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
@@ -195,19 +197,12 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
         )
     )  # fmt: skip
     assert found.tile is not None
-    return tiling_of((found.tile.rows, found.tile.columns), rows, owners, n, k, processors)
+    return tiling_of((found.tile.rows, found.tile.columns))
 
 
-def tiling_of(
-    cluster: tuple[int, int], rows: int, owners: int, n: int, k: int, processors: int
-) -> TilingName:
-    """Return the tiling with such tiles of clusters: a deep one if wide ones make few waves of a
-    long K."""
-    menu, (height, width) = _MACHINE.tilings, cluster
-    name = next(each for each, size in menu.clusters.items() if size == cluster)
-    waves = owners * _up(rows, height) * _up(n, width) * (height // TILE_ROWS) / processors
-    few = waves <= menu.deep_up_to_waves and k >= menu.deep_from_k
-    return "deep" if name == "wide" and few else name
+def tiling_of(cluster: tuple[int, int]) -> TilingName:
+    """Return the tiling with such tiles of clusters."""
+    return next(name for name, size in CLUSTER_TILES.items() if size == cluster)
 
 
 def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | None:
@@ -224,21 +219,7 @@ def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | N
     cluster = None if tile is None else (tile.rows, tile.columns)
     if cluster is None or cluster not in CLUSTER_TILES.values():
         return None
-    return _named(plan, cluster, plan.gemm.k, processors)
-
-
-def _named(plan: CommonPart, cluster: tuple[int, int], k: int, processors: int) -> TilingName:
-    """Return the tiling of a call within a node. ``k``: as of 16-bit operands."""
-    shape, world = plan.gemm, plan.world_size
-    owners, rows = owned_rows(plan.op, shape.m, world, -(-shape.m // world))
-    return tiling_of(cluster, rows, owners, shape.n, k, processors)
-
-
-def owned_rows(op: str, m: int, world: int, rows: int) -> tuple[int, int]:
-    """Return (number of blocks, rows of each) into which a reduction within a node is cut, where no
-    two blocks share a tile and an owner has ``rows`` rows. An all-reduce's owners have whole tiles,
-    so it is one block."""
-    return (1, m) if op == "gemm_all_reduce" else (world, rows)
+    return tiling_of(cluster)
 
 
 def gather(

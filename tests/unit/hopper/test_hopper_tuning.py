@@ -44,10 +44,9 @@ def test_small_sums_of_few_rows_travel_unrounded() -> None:
         assert (made.splits, made.blocks) == (3, 114)
 
 
-def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
+def test_few_tiles_are_narrow() -> None:
     assert tuning.tiling(512, 4, 1024, 4096, PROCESSORS) == "narrow"
-    assert tuning.tiling(1024, 4, 1024, 4096, PROCESSORS) == "deep"  # 64 clusters of 66
-    assert tuning.tiling(2048, 4, 1024, 4096, PROCESSORS) == "deep"
+    assert tuning.tiling(1024, 4, 1024, 4096, PROCESSORS) == "wide"  # 64 clusters of 66
     assert tuning.tiling(2048, 4, 1024, 2048, PROCESSORS) == "wide"
     assert tuning.tiling(2048, 4, 2048, 8192, PROCESSORS) == "wide"
 
@@ -55,7 +54,7 @@ def test_few_tiles_are_narrow_and_long_ones_deep() -> None:
 def test_medium_tiles_where_they_fill_the_last_wave() -> None:
     """144 clusters of wide tiles are 3 waves of 66; 192 of medium ones also, of three quarters."""
     assert tuning.tiling(2048, 2, 2184, 5120, PROCESSORS) == "medium"
-    assert tuning.tiling(2048, 2, 2048, 5120, PROCESSORS) == "deep"  # 128: 2 waves
+    assert tuning.tiling(2048, 2, 2048, 5120, PROCESSORS) == "wide"  # 128: 2 waves
     assert tuning.tiling(8192, 2, 8192, 8192, PROCESSORS) == "wide"
 
 
@@ -73,7 +72,7 @@ def test_the_tiling_is_one_that_was_measured_as_fast(file: str, mean: float, mos
     rows = json.loads((RESULTS / file).read_text())["figures"]["rows"]
     costs = [
         row[tuning.tiling(row["m"], 1, row["n"], row["k"], PROCESSORS)]
-        / min(row[name] for name in ("wide", "medium", "deep", "narrow"))
+        / min(row[name] for name in ("wide", "medium", "narrow"))
         for row in rows
     ]
     assert len(costs) == 64
@@ -91,7 +90,7 @@ def test_rows_that_share_lines_are_not_for_narrow_tiles() -> None:
 
 def test_large_shards_are_copied_and_small_ones_pushed() -> None:
     large = gathered(1024, 1024, 16_384, 4, 1024)
-    assert large == by_copy_engines(large, "deep", 1024, slices=tuning.SLICES)
+    assert large == by_copy_engines(large, "wide", 1024, slices=tuning.SLICES)
     assert gathered(256, 1024, 4096, 4, 256).push_blocks == tuning.PUSH_BLOCKS
     assert gathered(3, 1024, 4096, 4, 3).chunk_rows == 3
     assert gathered(1024, 1024, 4096, 1, 1024).push_blocks == 0
@@ -106,7 +105,7 @@ def test_blocks_push_only_where_the_product_does_not_miss_them() -> None:
 def test_rows_are_copied_where_slices_bring_the_end_forward() -> None:
     """Blocks would have the 8 MiB there sooner, but whole: a tile of all of K is left to do."""
     copied = gathered(1024, 1024, 4096, 4, 1024)
-    assert copied == by_copy_engines(copied, "deep", 1024, slices=tuning.SLICES)
+    assert copied == by_copy_engines(copied, "wide", 1024, slices=tuning.SLICES)
     assert gathered(1024, 1024, 4096, 4, 512).push_blocks == tuning.PUSH_BLOCKS  # as planned
 
 

@@ -69,7 +69,7 @@ __host__ __device__ inline int slice_columns(int k, int slices) {
 }
 
 // The choice among the compiled kernels: see tile/block.cuh; b is [K, N] row-major. `promoted`: for e4m3
-// operands.
+// operands. `deep`: of plans of earlier versions, and the same kernel as `wide`.
 enum class Tiling : std::uint8_t { wide, medium, deep, narrow, promoted };
 struct GemmVariant {
     Tiling tiling;

@@ -317,11 +317,10 @@ cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant va
     };
     switch (variant.tiling) {
         case Tiling::wide:
+        case Tiling::deep:
             return start.template operator()<Wide>();
         case Tiling::medium:
             return start.template operator()<Medium>();
-        case Tiling::deep:
-            return start.template operator()<Deep>();
         case Tiling::narrow:
             return start.template operator()<Narrow>();
         case Tiling::promoted:

@@ -90,7 +90,7 @@ struct GemmReduceArgs {
     std::uint64_t area_offset;  // of the area, in the network's
 };
 
-// Launches on `blocks` blocks (0: one an SM). Tiling::deep is as wide. Element, In: as those of
+// Launches on `blocks` blocks (0: one an SM). Element, In: as those of
 // AllGather+GEMM.
 template <class Element, class In>
 cudaError_t launch_gemm_reduce(const GemmReduceArgs& args, GemmVariant variant, int blocks,

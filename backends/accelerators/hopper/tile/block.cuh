@@ -62,7 +62,7 @@ struct Config {
 // tile leave while the next is multiplied.
 using Wide = Config<256, 2, 4>;    // 3 stages: many tiles a block
 using Medium = Config<192, 2, 4>;  // 4 stages: where wider tiles fill their last wave badly
-using Deep = Config<256, 2, 2>;    // 4 stages: few tiles a block, each long
+using Deep = Config<256, 2, 2>;    // 4 stages: experts (kernels/moe/grouped.cuh)
 using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
 using WideCarry = Config<256, 2, 4, 4>;
 using MediumCarry = Config<192, 2, 3, 4>;
