@@ -317,13 +317,14 @@ def gated(both: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
+Of = tuple[int, int, int]
+"""Whose data it is: of which rank, of how many, in which iteration."""
+
+
 class Wanted(NamedTuple):
-    """The rows of an owner's experts that a rank wants: their numbers, experts and tokens.
+    """The rows of an owner's experts that a rank wants: their numbers, experts and tokens."""
 
-    ``of``: the owner, how many ranks there are, and the iteration, as what draws data takes them.
-    """
-
-    of: tuple[int, int, int]
+    of: Of
     at: torch.Tensor
     expert: torch.Tensor
     x: torch.Tensor

@@ -10,7 +10,7 @@ import math
 import torch
 
 from mkernel.cases.base import NOWHERE, Outcome, Tensors, times
-from mkernel.cases.moe import HomeCase, Wanted, gated
+from mkernel.cases.moe import HomeCase, Of, Wanted, gated
 from mkernel.ops import moe, moe_gemm_combine
 from mkernel.ops.common import Execution
 
@@ -33,25 +33,25 @@ class MoeLayerCase(HomeCase):
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
         """Return x, topk_ids, topk_weights, w (the gates' columns, then the ups'), w2 of ``rank``."""
+        of = rank, world_size, iteration
         return {
             "x": self._x(rank, iteration),
             "topk_ids": self._ids(rank, iteration),
             "topk_weights": self._weights(rank, iteration),
-            "w": self._laid_out(self._gate_up(rank, world_size, iteration, into=into.get("w"))),
-            "w2": self._laid_out(self._down(rank, world_size, iteration, into=into.get("w2"))),
+            "w": self._laid_out(self._gate_up(of, into.get("w"))),
+            "w2": self._laid_out(self._down(of, into.get("w2"))),
         }
 
-    def _gate_up(self, *of: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Draw both factors' weights of a rank, of so many, in an iteration."""
-        return self._experts(_W, (self._hidden(), 2 * self._features()), *of, into=into)
+    def _gate_up(self, of: Of, into: torch.Tensor | None = None) -> torch.Tensor:
+        return self._experts(_W, of, (self._hidden(), 2 * self._features()), into)
 
-    def _down(self, *of: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        return self._experts(_W2, (self._features(), self._hidden()), *of, into=into)
+    def _down(self, of: Of, into: torch.Tensor | None = None) -> torch.Tensor:
+        return self._experts(_W2, of, (self._features(), self._hidden()), into)
 
     def _experts(
-        self, which: int, shape: tuple[int, int], rank: int, world_size: int, iteration: int,
-        into: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, which: int, of: Of, shape: tuple[int, int], into: torch.Tensor | None
+    ) -> torch.Tensor:
+        rank, world_size, iteration = of
         into = into if self.layout == "row" else None
         whole = (self.sizes["experts"] // world_size, *shape)
         drawn = self.normal(iteration, which, rank, *whole, into=into)
@@ -75,7 +75,7 @@ class MoeLayerCase(HomeCase):
     def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
         width = self._hidden() if columns is None else columns.shape[1]
         y = torch.empty(len(rows.x), width, device=self.device, dtype=torch.float64)
-        up, down = (each(*rows.of) for each in (self._gate_up, self._down))
+        up, down = (each(rows.of) for each in (self._gate_up, self._down))
         for expert, (first, second) in enumerate(zip(up, down, strict=True)):
             here = rows.expert == expert
             between = gated(rows.x[here].double() @ first.double())
