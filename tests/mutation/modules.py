@@ -55,7 +55,6 @@ MODULES = {
             "tests/unit/nics",
             "tests/unit/test_fd_exchange.py",
             "tests/unit/harness/test_bench_protocol.py",
-            "tests/fuzz/test_bootstrap_messages.py",
         ),
     ),
     "ops": Module(
