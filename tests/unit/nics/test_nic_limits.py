@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
-from nic_ranks import local_ranks, opened
+from nic_ranks import DEADLINE_S, local_ranks, opened
 
 from mkernel.backends.nics.cx7 import Cx7Nic
 from mkernel.backends.nics.efa import EfaNic
 from mkernel.errors import BackendUnavailable
+
+
+def test_a_full_provider_queue_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``wr_complete`` says ENOMEM and rolls its batch back: nothing is lost, nothing goes twice.
+
+    The device holds one batch of the backend, which believes in 512 requests, so that each of ten
+    batches takes a way there and back.
+    """
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_SRD_QUEUE", "33")
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_LATENCY_NS", "5000000")
+    with local_ranks(backend=EfaNic(), queue_depth=512) as (a, b):
+        sent = a.fill(320 * 64)
+        start = time.monotonic()
+        for i in range(320):
+            a.session.put(1, 0, 64 * i, 64 * i, 64, i % 3, 1)
+        assert [b.waits(i, n) for i, n in enumerate((107, 107, 106))] == [True] * 3
+        assert time.monotonic() - start > 0.045
+        assert b.read(len(sent)) == sent
+        assert a.session.flush(DEADLINE_S)
+        assert [b.count(i) for i in range(3)] == [107, 107, 106]
+        assert a.session.failure() is None
 
 
 @pytest.mark.parametrize("backend", [Cx7Nic(), EfaNic()], ids=["cx7", "efa"])
