@@ -37,6 +37,32 @@ struct Cq : ibv_cq {
         SlotOwner* qp;             // null: void, its queue pair is gone
         std::uint64_t reclaim_to;  // what to tell `qp`; 0: nothing
     };
+    // Returns the entry of a request of `bytes` that ended. The queue pair says in `reclaim_to` what it frees.
+    static Entry ended(SlotOwner* qp, ibv_wc_opcode opcode, std::uint32_t qp_num,
+                       std::uint64_t wr_id, std::uint32_t bytes, ibv_wc_status status,
+                       std::uint32_t vendor_err = 0) {
+        Entry entry{};
+        entry.qp = qp;
+        entry.wc.wr_id = wr_id;
+        entry.wc.status = status;
+        entry.wc.opcode = opcode;
+        entry.wc.vendor_err = vendor_err;
+        entry.wc.byte_len = bytes;
+        entry.wc.qp_num = qp_num;
+        return entry;
+    }
+    // Returns the entry of a receive that this message took.
+    template <class Message>
+    static Entry received(SlotOwner* qp, std::uint32_t qp_num, std::uint32_t src_qp,
+                          std::uint64_t wr_id, ibv_wc_status status, const Message& m) {
+        Entry entry = ended(qp, IBV_WC_RECV_RDMA_WITH_IMM, qp_num, wr_id, m.total, status);
+        entry.wc.src_qp = src_qp;
+        if (m.opcode == Opcode::write_imm) {
+            entry.wc.imm_data = m.imm;
+            entry.wc.wc_flags = IBV_WC_WITH_IMM;
+        }
+        return entry;
+    }
 
     std::vector<Entry> entries;  // a power of two
     alignas(64) std::atomic<std::uint64_t> head{0};

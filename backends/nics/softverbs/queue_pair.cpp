@@ -14,7 +14,8 @@ bool has(int mask, int wanted) {
 }
 
 // The steps between states, with the attributes that each must and may be given (InfiniBand
-// specification, "QP state transition properties"); anything else is refused. RESET and ERR take none.
+// specification, "QP state transition properties"); anything else is refused. ERR takes none. No backend leads
+// a queue pair back to RESET: it makes another one.
 struct Step {
     ibv_qp_state from, to;
     int required, optional;
@@ -32,9 +33,7 @@ constexpr Step kSteps[] = {
     {IBV_QPS_RTS, IBV_QPS_RTS, 0, IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER}};
 
 bool allowed(ibv_qp_state from, ibv_qp_state to, int given) {
-    if (to == IBV_QPS_RESET || to == IBV_QPS_ERR) {
-        return given == 0 && (to == IBV_QPS_RESET || from != IBV_QPS_RESET);
-    }
+    if (to == IBV_QPS_ERR) return given == 0 && from != IBV_QPS_RESET;
     const auto* step = std::ranges::find_if(
         kSteps, [&](const Step& each) { return each.from == from && each.to == to; });
     return step != std::end(kSteps) && has(given, step->required) &&
@@ -157,7 +156,6 @@ int Qp::modify(const ibv_qp_attr& attr, int mask) {
     if (!allowed(state, next, given)) return EINVAL;
     if (has(given, IBV_QP_PKEY_INDEX) && attr.pkey_index != 0) return EINVAL;
     int error = 0;
-    if (next == IBV_QPS_RESET) to_reset();
     if (next == IBV_QPS_ERR) enter_error();
     if (next == IBV_QPS_INIT) error = to_init(attr, given);
     if (next == IBV_QPS_RTR) error = to_rtr(attr);
@@ -204,29 +202,6 @@ int Qp::to_rts(const ibv_qp_attr& attr, int mask) {
     return 0;
 }
 
-void Qp::to_reset() {
-    disconnect();
-    static_cast<Cq*>(send_cq)->forget(this);
-    static_cast<Cq*>(recv_cq)->forget(this);
-    const std::lock_guard lock(sq_lock_);
-    state = IBV_QPS_RESET;
-    state_.store(state, std::memory_order_release);
-    sq_completed_ = sq_sent_ = sq_posted_.load(std::memory_order_relaxed);
-    sq_reclaimed_.store(sq_sent_, std::memory_order_relaxed);
-    rq_.clear();
-    cursor_ = 0;
-    local_error_at_ = progress_at_ = rnr_until_ = rnr_count_ = 0;
-    deaf_ = link_dead_ = false;
-    Ring& ring = inbound();
-    tail_ = ring.producer.head.load(std::memory_order_acquire);
-    ring.consumer.nak.store(0, std::memory_order_relaxed);
-    ring.consumer.rnr.store(0, std::memory_order_relaxed);
-    ring.consumer.state.store(RingState::waiting, std::memory_order_relaxed);
-    ring.consumer.tail.store(tail_, std::memory_order_release);
-    ring.producer.closed.store(0, std::memory_order_relaxed);
-    ring.producer.owner.store(0, std::memory_order_release);
-}
-
 void Qp::enter_error() {
     if (state == IBV_QPS_ERR) return;
     if (claimed_) outbound().producer.closed.store(1, std::memory_order_release);
@@ -235,13 +210,9 @@ void Qp::enter_error() {
     state_.store(state, std::memory_order_release);
 }
 
-// The ring stays ours until its owner resets it: packets that another peer sent there must not mix with it.
+// The ring stays ours: packets that another peer sent there must not mix with it.
 void Qp::disconnect() {
     if (claimed_) outbound().producer.closed.store(1, std::memory_order_release);
-    claimed_ = false;
-    held_.clear();
-    moving_.clear();
-    early_.clear();
     remote_.reset();
 }
 

@@ -68,7 +68,6 @@ struct Qp final : ibv_qp, SlotOwner {
     int to_init(const ibv_qp_attr& attr, int mask);
     int to_rtr(const ibv_qp_attr& attr);
     int to_rts(const ibv_qp_attr& attr, int mask);
-    void to_reset();
     void disconnect();
 
     // Requester.

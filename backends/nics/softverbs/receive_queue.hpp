@@ -48,11 +48,6 @@ class ReceiveQueue {
         taken_.store(number + 1, std::memory_order_release);
         return oldest;
     }
-    // Forgets all receives. The state must already be one in which nothing is posted.
-    void clear() {
-        const std::lock_guard lock(mutex_);
-        taken_.store(posted_.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    }
 
   private:
     std::mutex mutex_;

@@ -144,14 +144,8 @@ bool Qp::send_message(const SendRequest& r, std::uint64_t now) {
 void Qp::complete_send(std::uint64_t number, ibv_wc_status status, std::uint32_t vendor_err) {
     const SendRequest& r = sq_[(number - 1) % sq_.size()];
     if (status == IBV_WC_SUCCESS && !r.signaled) return;
-    Cq::Entry entry{};
-    entry.wc.wr_id = r.wr_id;
-    entry.wc.status = status;
-    entry.wc.opcode = IBV_WC_RDMA_WRITE;
-    entry.wc.vendor_err = vendor_err;
-    entry.wc.byte_len = r.source.length;
-    entry.wc.qp_num = qp_num;
-    entry.qp = this;
+    Cq::Entry entry =
+        Cq::ended(this, IBV_WC_RDMA_WRITE, qp_num, r.wr_id, r.source.length, status, vendor_err);
     entry.reclaim_to = number;
     if (!context_.complete(send_cq, entry)) enter_error();
 }

@@ -119,18 +119,7 @@ bool Qp::have_receive(std::uint64_t now, std::uint64_t& wake_at) {
 }
 
 void Qp::complete_receive(std::uint64_t wr_id, ibv_wc_status status, const Packet& p) {
-    Cq::Entry entry{};
-    entry.wc.wr_id = wr_id;
-    entry.wc.status = status;
-    entry.wc.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
-    entry.wc.byte_len = p.total;
-    entry.wc.qp_num = qp_num;
-    entry.wc.src_qp = dest_qp_num_;
-    if (p.opcode == Opcode::write_imm) {
-        entry.wc.imm_data = p.imm;
-        entry.wc.wc_flags = IBV_WC_WITH_IMM;
-    }
-    entry.qp = this;
+    const Cq::Entry entry = Cq::received(this, qp_num, dest_qp_num_, wr_id, status, p);
     if (!context_.complete(recv_cq, entry)) enter_error();
 }
 

@@ -20,9 +20,6 @@ void wr_start(ibv_qp_ex* qp) {
 int wr_complete(ibv_qp_ex* qp) {
     return SrdQp::of(qp).complete();
 }
-void wr_abort(ibv_qp_ex* qp) {
-    SrdQp::of(qp).abort();
-}
 void wr_rdma_write(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t remote) {
     SrdQp::of(qp).begin(Opcode::write, rkey, remote, 0);
 }
@@ -33,17 +30,7 @@ void wr_set_ud_addr(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t qpn, std::uint32_t 
     SrdQp::of(qp).set_address(ah, qpn, queue_key);
 }
 void wr_set_sge(ibv_qp_ex* qp, std::uint32_t lkey, std::uint64_t address, std::uint32_t length) {
-    const ibv_sge sge{address, length, lkey};
-    SrdQp::of(qp).set_sge(1, &sge);
-}
-void wr_set_sge_list(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) {
-    SrdQp::of(qp).set_sge(count, list);
-}
-void wr_set_inline_data(ibv_qp_ex* qp, void*, std::size_t) {
-    SrdQp::of(qp).refuse_inline();
-}
-void wr_set_inline_data_list(ibv_qp_ex* qp, std::size_t, const ibv_data_buf*) {
-    SrdQp::of(qp).refuse_inline();
+    SrdQp::of(qp).set_sge({address, length, lkey});
 }
 
 }  // namespace
@@ -65,13 +52,10 @@ SrdQp::SrdQp(Context& context, const ibv_qp_init_attr_ex& init, std::uint32_t nu
     qp_base.qp_type = IBV_QPT_DRIVER;
     ibv_qp_ex::wr_start = softverbs::wr_start;
     ibv_qp_ex::wr_complete = softverbs::wr_complete;
-    ibv_qp_ex::wr_abort = softverbs::wr_abort;
     ibv_qp_ex::wr_set_ud_addr = softverbs::wr_set_ud_addr;
     ibv_qp_ex::wr_set_sge = softverbs::wr_set_sge;
-    ibv_qp_ex::wr_set_sge_list = softverbs::wr_set_sge_list;
-    ibv_qp_ex::wr_set_inline_data = softverbs::wr_set_inline_data;
-    ibv_qp_ex::wr_set_inline_data_list = softverbs::wr_set_inline_data_list;
-    // As in a driver, functions that were not requested at creation are not there.
+    // As in a driver, functions that were not requested at creation are not there; nor are, in this one, those
+    // that no backend calls: lists of pieces, inline data and abort.
     const auto ops = init.send_ops_flags;
     if ((ops & IBV_QP_EX_WITH_RDMA_WRITE) != 0) ibv_qp_ex::wr_rdma_write = softverbs::wr_rdma_write;
     if ((ops & IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM) != 0) {
@@ -130,15 +114,9 @@ void SrdQp::set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t key) {
     current_->addressed = true;
 }
 
-// A write takes one piece.
-void SrdQp::set_sge(std::size_t count, const ibv_sge* list) {
-    if (error_ == 0 && (current_ == nullptr || count > 1)) error_ = EINVAL;
-    if (error_ == 0 && count == 1) current_->source = *list;
-}
-
-// Inline data would go with SENDs alone.
-void SrdQp::refuse_inline() {
-    if (error_ == 0) error_ = EINVAL;
+void SrdQp::set_sge(const ibv_sge& piece) {
+    if (error_ == 0 && current_ == nullptr) error_ = EINVAL;
+    if (error_ == 0) current_->source = piece;
 }
 
 int SrdQp::complete() {
@@ -152,11 +130,6 @@ int SrdQp::complete() {
     sq_lock_.unlock();
     if (error == 0) context_.wake();
     return error;
-}
-
-void SrdQp::abort() {
-    current_ = nullptr;
-    sq_lock_.unlock();
 }
 
 int SrdQp::post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad) {
@@ -207,31 +180,14 @@ void SrdQp::enter_error() {
 
 void SrdQp::complete_send(std::uint64_t id, std::uint32_t bytes, ibv_wc_status status,
                           std::uint32_t vendor_err) {
-    Cq::Entry entry{};
-    entry.wc.wr_id = id;
-    entry.wc.status = status;
-    entry.wc.opcode = IBV_WC_RDMA_WRITE;
-    entry.wc.vendor_err = vendor_err;
-    entry.wc.byte_len = bytes;
-    entry.wc.qp_num = qp_base.qp_num;
-    entry.qp = this;
+    Cq::Entry entry =
+        Cq::ended(this, IBV_WC_RDMA_WRITE, qp_base.qp_num, id, bytes, status, vendor_err);
     entry.reclaim_to = 1;
     if (!context_.complete(qp_base.send_cq, entry)) enter_error();
 }
 
 void SrdQp::complete_receive(std::uint64_t id, ibv_wc_status status, const FlowMessage& m) {
-    Cq::Entry entry{};
-    entry.wc.wr_id = id;
-    entry.wc.status = status;
-    entry.wc.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
-    entry.wc.byte_len = m.total;
-    entry.wc.qp_num = qp_base.qp_num;
-    entry.wc.src_qp = m.source;
-    if (m.opcode == Opcode::write_imm) {
-        entry.wc.imm_data = m.imm;
-        entry.wc.wc_flags = IBV_WC_WITH_IMM;
-    }
-    entry.qp = this;
+    const Cq::Entry entry = Cq::received(this, qp_base.qp_num, m.source, id, status, m);
     if (!context_.complete(qp_base.recv_cq, entry)) enter_error();
 }
 

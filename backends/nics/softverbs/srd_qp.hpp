@@ -53,15 +53,13 @@ struct SrdQp final : ibv_qp_ex, SlotOwner {
     static SrdQp& of(ibv_qp_ex* qp) { return *static_cast<SrdQp*>(qp); }
     static SrdQp& of(ibv_qp* qp) { return of(reinterpret_cast<ibv_qp_ex*>(qp)); }
 
-    // The functions that the ibv_wr_* calls use. start() takes the lock that complete() and abort() release;
-    // the first error of a batch stays, and complete() then posts nothing of it.
+    // The functions that the ibv_wr_* calls use. start() takes the lock that complete() releases; the first
+    // error of a batch stays, and complete() then posts nothing of it.
     void start();
     int complete();
-    void abort();
     void begin(Opcode opcode, std::uint32_t rkey, std::uint64_t remote_addr, std::uint32_t imm);
     void set_address(ibv_ah* ah, std::uint32_t qpn, std::uint32_t queue_key);
-    void set_sge(std::size_t count, const ibv_sge* list);
-    void refuse_inline();
+    void set_sge(const ibv_sge& piece);
 
     int post_recv(ibv_recv_wr* wr, ibv_recv_wr** bad);
     void reclaim(std::uint64_t slots) override {

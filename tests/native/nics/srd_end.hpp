@@ -100,9 +100,10 @@ struct End : DeviceEnd {
         return ibv_wr_complete(qp);
     }
     void stage(ibv_ah* ah, const Address& peer, std::uint64_t id, std::uint32_t bytes,
-               std::int64_t imm = -1, std::uint64_t from = 0, std::uint64_t to = 0) {
+               std::int64_t imm = -1, std::uint64_t from = 0, std::uint64_t to = 0,
+               unsigned flags = IBV_SEND_SIGNALED) {
         qp->wr_id = id;
-        qp->wr_flags = IBV_SEND_SIGNALED;
+        qp->wr_flags = flags;
         if (imm < 0) {
             ibv_wr_rdma_write(qp, peer.rkey, peer.memory + to);
         } else {
