@@ -24,6 +24,7 @@
 #include "backends/nics/verbs/loader.hpp"
 #include "backends/transport/clock.hpp"
 #include "backends/transport/mover.hpp"
+#include "tests/native/nics/pair.hpp"
 
 namespace mkernel::nics::testing {
 
@@ -207,6 +208,21 @@ class FakeMover {
     std::deque<Batch> batches_;
     std::uint64_t waiting_ = 0;  // bytes
     std::uint64_t last_ = 0;
+};
+
+// Memory of the device; `flushed`: what arrives in it is flushed.
+class DeviceRegion final : public Region {
+  public:
+    explicit DeviceRegion(std::size_t bytes, bool flushed = false) {
+        FakeMover& mover = FakeMover::get();
+        const std::uint64_t address = mover.allocate(bytes);
+        local_ = {address, bytes, true, ::dup(0), 0, flushed ? FakeMover::flush() : nullptr};
+        data_ = mover.contents(address);
+    }
+    ~DeviceRegion() override {
+        FakeMover::get().free(address());
+        ::close(local_.dmabuf);
+    }
 };
 
 }  // namespace mkernel::nics::testing

@@ -22,9 +22,27 @@
 
 namespace mkernel::nics::testing {
 
-class Memory {
+// Memory that a rank registers, and what its owner sees in it.
+class Region {
   public:
-    explicit Memory(std::size_t bytes, bool shared = true) : bytes_(bytes) {
+    virtual ~Region() = default;
+    Region(const Region&) = delete;
+    Region& operator=(const Region&) = delete;
+    [[nodiscard]] const LocalMemory& local() const { return local_; }
+    [[nodiscard]] std::byte* data() const { return data_; }
+    [[nodiscard]] std::size_t bytes() const { return local_.bytes; }
+    [[nodiscard]] std::uint64_t address() const { return local_.address; }
+
+  protected:
+    Region() = default;
+    LocalMemory local_{};
+    std::byte* data_ = nullptr;
+};
+
+// Memory of the host.
+class Memory final : public Region {
+  public:
+    explicit Memory(std::size_t bytes, bool shared = true) {
         if (shared) {
             fd_ = ::memfd_create("test", MFD_CLOEXEC);
             if (fd_ < 0 || ::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) throw std::bad_alloc();
@@ -33,20 +51,14 @@ class Memory {
                             shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd_, 0);
         if (data == MAP_FAILED) throw std::bad_alloc();
         data_ = static_cast<std::byte*>(data);
+        local_ = {reinterpret_cast<std::uint64_t>(data), bytes};
     }
-    ~Memory() {
-        ::munmap(data_, bytes_);
+    ~Memory() override {
+        ::munmap(data_, bytes());
         if (fd_ >= 0) ::close(fd_);
     }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-    [[nodiscard]] std::byte* data() const { return data_; }
-    [[nodiscard]] std::size_t bytes() const { return bytes_; }
-    [[nodiscard]] std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(data_); }
 
   private:
-    std::byte* data_ = nullptr;
-    std::size_t bytes_;
     int fd_ = -1;
 };
 
@@ -78,16 +90,22 @@ struct Setup {
 
 // One rank. Order: endpoints and key → exchange → join, or connect and start.
 class Rank {
+    std::unique_ptr<Region> region_;  // outlives the session
+
   public:
-    Rank(const std::string& library, std::uint32_t peer, std::size_t bytes, const Setup& setup = {})
-        : memory(bytes),
+    Rank(const std::string& library, std::uint32_t peer, std::unique_ptr<Region> region,
+         const Setup& setup = {})
+        : region_(std::move(region)),
+          memory(*region_),
           pad_memory_(transport::SignalPad::bytes(kSignals)),
           pad(transport::SignalPad::format(pad_memory_.data(), kSignals)),
           session(setup.nic(library), setup.slots),
           peer_(peer) {
         endpoints = session.nic().add_peer(peer, setup.rails());
-        key = session.nic().register_memory(0, {memory.address(), memory.bytes()});
+        key = session.nic().register_memory(0, memory.local());
     }
+    Rank(const std::string& library, std::uint32_t peer, std::size_t bytes, const Setup& setup = {})
+        : Rank(library, peer, std::make_unique<Memory>(bytes), setup) {}
     void connect(const std::vector<Endpoint>& remote, const RemoteKey& remote_key) {
         session.nic().connect(peer_, remote);
         session.nic().bind(0, peer_, remote_key);
@@ -108,13 +126,21 @@ class Rank {
         c.value = value;
         return session.put(c, 30);
     }
+    // Asks for an own signal once all puts so far are complete.
+    transport::WaitResult complete(std::uint32_t signal, std::uint32_t value = 1) {
+        transport::PutCommand c;
+        c.peer = transport::PutCommand::kSelf;
+        c.signal = signal;
+        c.value = value;
+        return session.put(c, 30);
+    }
     bool wait(std::uint32_t signal, std::uint64_t value, double seconds = 30) {
         return pad.wait(signal, value,
                         transport::monotonic_ns() + static_cast<std::uint64_t>(seconds * 1e9),
                         {}) == transport::WaitResult::ok;
     }
 
-    Memory memory;
+    Region& memory;
 
   private:
     Memory pad_memory_;
@@ -131,11 +157,15 @@ class Rank {
 
 // Two joined ranks of this process.
 struct Couple {
-    Couple(const std::string& library, std::size_t bytes, const Setup& here, const Setup& there)
-        : one(library, 1, bytes, here), other(library, 0, bytes, there) {
+    template <class Memories>  // a size or a Region each
+    Couple(const std::string& library, Memories of_one, Memories of_other, const Setup& here,
+           const Setup& there)
+        : one(library, 1, std::move(of_one), here), other(library, 0, std::move(of_other), there) {
         one.join(other.endpoints, other.key);
         other.join(one.endpoints, one.key);
     }
+    Couple(const std::string& library, std::size_t bytes, const Setup& here, const Setup& there)
+        : Couple(library, bytes, bytes, here, there) {}
     Couple(const std::string& library, std::size_t bytes, const Setup& both)
         : Couple(library, bytes, both, both) {}
     Rank one;

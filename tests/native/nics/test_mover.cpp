@@ -1,5 +1,5 @@
-// Device memory through the software device, of both personalities: every byte goes through a mover, here
-// one over host memory that nobody else can touch (fake_mover.hpp).
+// Memory of every kind through the software device, of both personalities. Every byte of device memory goes
+// through a mover, here one over host memory that nobody else can touch (fake_mover.hpp).
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -32,92 +32,28 @@ namespace {
 constexpr std::uint64_t kKiB = 1 << 10;
 constexpr std::uint64_t kMiB = 1 << 20;
 
-// How a rank's region is made.
+using testing::Rank;
+
+// Where a rank's region lies.
 struct Kind {
     bool device = true;
     bool flush = false;
 };
 
-// A session with one region, in the device's memory or in the host's.
-class Rank {
-  public:
-    Rank(std::uint32_t peer, std::size_t bytes, const testing::Setup& setup, Kind kind = {})
-        : pad_memory_(transport::SignalPad::bytes(testing::kSignals)),
-          pad(transport::SignalPad::format(pad_memory_.data(), testing::kSignals)),
-          session(setup.nic(library), setup.slots),
-          peer_(peer),
-          bytes_(bytes) {
-        endpoints = session.nic().add_peer(peer, setup.rails());
-        if (kind.device) {
-            address_ = FakeMover::get().allocate(bytes);
-            contents = FakeMover::get().contents(address_);
-            const int dmabuf = ::dup(0);
-            key = session.nic().register_memory(
-                0, {address_, bytes, true, dmabuf, 0, kind.flush ? FakeMover::flush() : nullptr});
-            ::close(dmabuf);
-        } else {
-            host_.emplace(bytes);
-            contents = host_->data();
-            key = session.nic().register_memory(0, {host_->address(), bytes});
-        }
-    }
-    ~Rank() {
-        session.close();
-        if (address_ != 0) FakeMover::get().free(address_);
-    }
-    void join(const std::vector<Endpoint>& remote, const RemoteKey& remote_key) {
-        session.nic().connect(peer_, remote);
-        session.nic().bind(0, peer_, remote_key);
-        session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {});
-    }
-    bool put(std::uint64_t bytes, std::uint64_t local, std::uint64_t remote, std::uint32_t signal) {
-        PutCommand c;
-        c.local_offset = local;
-        c.remote_offset = remote;
-        c.bytes = bytes;
-        c.peer = peer_;
-        c.signal = signal;
-        c.value = 1;
-        return session.put(c, 30) == WaitResult::ok;
-    }
-    bool complete(std::uint32_t signal) {
-        PutCommand c;
-        c.peer = PutCommand::kSelf;
-        c.signal = signal;
-        c.value = 1;
-        return session.put(c, 30) == WaitResult::ok;
-    }
-    bool wait(std::uint32_t signal, std::uint64_t value) {
-        return pad.wait(signal, value, monotonic_ns() + 30'000'000'000, {}) == WaitResult::ok;
-    }
-    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+std::unique_ptr<testing::Region> region(std::size_t bytes, Kind kind) {
+    if (kind.device) return std::make_unique<testing::DeviceRegion>(bytes, kind.flush);
+    return std::make_unique<testing::Memory>(bytes);
+}
 
-  private:
-    testing::Memory pad_memory_;
-    std::optional<testing::Memory> host_;
-    std::uint64_t address_ = 0;
-
-  public:
-    transport::SignalPad pad;
-    Session session;
-    std::vector<Endpoint> endpoints;
-    RemoteKey key;
-    std::byte* contents = nullptr;  // what the region's owner sees in it
-
-  private:
-    std::uint32_t peer_;
-    std::size_t bytes_;
-};
-
-struct Couple {
+struct Couple : testing::Couple {
     Couple(std::size_t bytes, const testing::Setup& setup, Kind here = {}, Kind there = {})
-        : one(1, bytes, setup, here), other(0, bytes, setup, there) {
-        one.join(other.endpoints, other.key);
-        other.join(one.endpoints, one.key);
-    }
-    Rank one;
-    Rank other;
+        : testing::Couple(library, region(bytes, here), region(bytes, there), setup, setup) {}
 };
+
+bool put(Rank& from, std::uint64_t bytes, std::uint64_t local, std::uint64_t remote,
+         std::uint32_t signal) {
+    return from.put(bytes, signal, 1, local, remote) == WaitResult::ok;
+}
 
 testing::Setup setup(bool srd, std::uint32_t qps = 1) {
     testing::Setup made;
@@ -161,7 +97,7 @@ void fill(std::byte* to, std::uint64_t bytes, std::uint64_t seed) {
     for (; at < bytes; ++at) to[at] = static_cast<std::byte>((at + seed) * kOdd >> 32);
 }
 void fill(Rank& rank, std::uint64_t seed) {
-    fill(rank.contents, rank.bytes(), seed);
+    fill(rank.memory.data(), rank.memory.bytes(), seed);
 }
 
 // Puts of these sizes, misaligned at both ends: each is all there when its signal is seen, and nothing
@@ -174,14 +110,14 @@ void arrive(Couple& pair, const std::vector<std::uint64_t>& sizes, std::byte mas
         ++step;
         const std::uint64_t local = step * 3 % 61;
         const std::uint64_t remote = kGuard + step * 7 % 59;
-        const std::byte* source = pair.one.contents + local;
-        std::byte* target = pair.other.contents + remote;
-        fill(pair.one.contents + local, size, step);
+        const std::byte* source = pair.one.memory.data() + local;
+        std::byte* target = pair.other.memory.data() + remote;
+        fill(pair.one.memory.data() + local, size, step);
         std::vector<std::byte> wanted(kGuard + size + kGuard, kUntouched);
         copy_masked(wanted.data() + kGuard, source, size, mask);
         std::fill_n(target - kGuard, wanted.size(), kUntouched);
         copy_masked(target, source, size, ~mask);  // differs from what comes in every bit
-        CHECK(pair.one.put(size, local, remote, 5));
+        CHECK(put(pair.one, size, local, remote, 5));
         CHECK(pair.other.wait(5, step));
         const bool right = std::memcmp(target - kGuard, wanted.data(), wanted.size()) == 0;
         if (!right) std::printf("  %llu bytes are wrong\n", static_cast<unsigned long long>(size));
@@ -191,23 +127,31 @@ void arrive(Couple& pair, const std::vector<std::uint64_t>& sizes, std::byte mas
     CHECK(!pair.one.session.failure() && !pair.other.session.failure());
 }
 
-const std::vector<std::uint64_t> kSizes{1,       2,       7,     8,        9,           63,
-                                        64,      65,      255,   1000,     1023,        1024,
-                                        1025,    4096,    65535, 65536,    65537,       256 * kKiB,
-                                        262'143, 262'145, kMiB,  kMiB + 1, 3 * kMiB + 5};
+const std::vector<std::uint64_t> kSizes{
+    0,     1,     2,          3,       4,       5,    6,        7,           8,    9,
+    63,    64,    65,         255,     1000,    1023, 1024,     1025,        4096, 65535,
+    65536, 65537, 256 * kKiB, 262'143, 262'145, kMiB, kMiB + 1, 3 * kMiB + 5};
 
 TEST(every_size_arrives_between_every_two_kinds_of_memory) {
     for (const bool srd : {false, true}) {
         for (const std::uint32_t qps : {1u, 4u}) {
             for (const auto& [here, there] :
-                 {std::pair{true, true}, {false, true}, {true, false}}) {
+                 {std::pair{false, false}, {true, true}, {false, true}, {true, false}}) {
                 FakeMover& mover = fresh(20'000);
                 Couple pair(3 * kMiB + 256, setup(srd, qps), {here}, {there});
                 arrive(pair, kSizes);
-                CHECK(mover.copies > kSizes.size());
+                CHECK(here || there ? mover.copies > kSizes.size() : mover.copies == 0);
             }
             CHECK(FakeMover::get().attached() == 0);
         }
+    }
+}
+
+TEST(puts_of_several_messages_arrive) {
+    const Setting longest("MKERNEL_SOFTVERBS_MAX_MESSAGE", "1000");
+    for (const bool srd : {false, true}) {
+        Couple pair(kMiB, setup(srd), {false}, {false});
+        arrive(pair, {999, 1000, 1001, 1999, 2000, 2001, 2999, 3000, 3001, 3999, 4000, 4001});
     }
 }
 
@@ -277,12 +221,13 @@ TEST(signals_come_after_their_bytes_and_copies_in_batches) {
             const auto run = [&](Rank& from, Rank& to, std::uint64_t half) {
                 for (std::uint32_t i = 0; i < kPuts; ++i) {
                     const std::uint64_t at = half + i * kPiece;
-                    CHECK(from.put(kPiece - 1, at, at + 1, i));
+                    CHECK(put(from, kPiece - 1, at, at + 1, i));
                 }
                 for (std::uint32_t i = 0; i < kPuts; ++i) {
                     const std::uint64_t at = half + i * kPiece;
                     CHECK(to.wait(i, 1));
-                    CHECK(std::memcmp(from.contents + at, to.contents + at + 1, kPiece - 1) == 0);
+                    CHECK(std::memcmp(from.memory.data() + at, to.memory.data() + at + 1,
+                                      kPiece - 1) == 0);
                 }
             };
             std::thread back([&] { run(pair.other, pair.one, kPuts * kPiece); });
@@ -310,7 +255,7 @@ bool copied_ahead(bool srd, int mbps) {
     const auto place = [](std::uint32_t i) { return i * 37 % kPuts; };
     for (std::uint32_t i = 0; i < kPuts; ++i) {
         const std::uint64_t at = place(i) * kPiece;
-        CHECK(pair.one.put(kPiece, at, at, place(i)));
+        CHECK(put(pair.one, kPiece, at, at, place(i)));
     }
     while (mover.copies < kPuts && monotonic_ns() - start < kPuts * link_ns / 2) {
         std::this_thread::yield();
@@ -320,7 +265,7 @@ bool copied_ahead(bool srd, int mbps) {
         const std::uint64_t at = place(i) * kPiece;
         CHECK(pair.other.wait(place(i), 1));
         CHECK(monotonic_ns() - start >= (i + 1) * link_ns);
-        CHECK(std::memcmp(pair.one.contents + at, pair.other.contents + at, kPiece) == 0);
+        CHECK(std::memcmp(pair.one.memory.data() + at, pair.other.memory.data() + at, kPiece) == 0);
     }
     CHECK(mover.copies == kPuts);
     CHECK(pair.one.session.flush(10));
@@ -335,26 +280,34 @@ TEST(copies_go_ahead_of_arrivals_and_signals_do_not) {
     }
 }
 
-// A completion of the sender comes after the last read of the source, also of what is placed twice.
+// A completion of the sender comes after the last read of the source, also of what is placed twice or held
+// back: what arrives is what the source held when it was put.
+void source_may_be_written_again(const testing::Setup& both, bool device) {
+    const Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "100");
+    fresh(50'000);
+    constexpr std::uint64_t kPiece = 3000;
+    const std::uint32_t rounds = device ? 100 : 300;
+    Couple pair((rounds + 1) * kPiece, both, {device}, {device});
+    for (std::uint32_t round = 1; round <= rounds; ++round) {
+        std::memset(pair.one.memory.data(), static_cast<int>(round), kPiece);
+        CHECK(put(pair.one, kPiece, 0, round * kPiece, 1));
+        CHECK(pair.one.complete(9, 2) == WaitResult::ok);
+        CHECK(pair.one.wait(9, 2 * std::uint64_t{round}));
+    }
+    CHECK(pair.other.wait(1, rounds));
+    std::uint64_t wrong = 0;
+    for (std::uint64_t i = kPiece; i < (rounds + 1) * kPiece; ++i) {
+        wrong += pair.other.memory.data()[i] != static_cast<std::byte>(i / kPiece) ? 1 : 0;
+    }
+    CHECK(wrong == 0);
+    CHECK(pair.one.session.statistics().puts == rounds);
+}
+
 TEST(a_source_may_be_written_again_after_a_completion) {
     for (const bool srd : {false, true}) {
-        const Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "100");
-        fresh(50'000);
-        constexpr std::uint64_t kPiece = 3000;
-        constexpr std::uint32_t kRounds = 100;
-        Couple pair((kRounds + 1) * kPiece, setup(srd));
-        for (std::uint32_t round = 1; round <= kRounds; ++round) {
-            std::memset(pair.one.contents, static_cast<int>(round), kPiece);
-            CHECK(pair.one.put(kPiece, 0, round * kPiece, 1));
-            CHECK(pair.one.complete(9));
-            CHECK(pair.one.wait(9, round));
-        }
-        CHECK(pair.other.wait(1, kRounds));
-        std::uint64_t wrong = 0;
-        for (std::uint64_t i = kPiece; i < (kRounds + 1) * kPiece; ++i) {
-            wrong += pair.other.contents[i] != static_cast<std::byte>(i / kPiece) ? 1 : 0;
-        }
-        CHECK(wrong == 0);
+        source_may_be_written_again(setup(srd), true);
+        for (const std::uint32_t qps : {1u, 4u})
+            source_may_be_written_again(setup(srd, qps), false);
     }
 }
 
@@ -363,9 +316,10 @@ TEST(later_puts_overwrite_earlier_ones_on_an_ordered_queue_pair) {
     Couple pair(64 * kKiB, setup(false));
     constexpr std::uint64_t kPuts = 500;
     fill(pair.one, 4);
-    for (std::uint64_t i = 0; i < kPuts; ++i) CHECK(pair.one.put(2000, i * 64, 0, 1));
+    for (std::uint64_t i = 0; i < kPuts; ++i) CHECK(put(pair.one, 2000, i * 64, 0, 1));
     CHECK(pair.other.wait(1, kPuts));
-    CHECK(std::memcmp(pair.one.contents + (kPuts - 1) * 64, pair.other.contents, 2000) == 0);
+    CHECK(std::memcmp(pair.one.memory.data() + (kPuts - 1) * 64, pair.other.memory.data(), 2000) ==
+          0);
 }
 
 TEST(a_mover_without_room_is_back_pressure) {
@@ -409,11 +363,11 @@ TEST(a_flush_that_is_left_out_is_seen) {
             fill(pair.one, 6);
             for (std::uint64_t i = 1; i <= 50; ++i) {
                 const std::uint64_t size = i * 4000;
-                std::memset(pair.other.contents, 0xee, kMiB);
-                CHECK(pair.one.put(size, i, 2 * i, 1));
+                std::memset(pair.other.memory.data(), 0xee, kMiB);
+                CHECK(put(pair.one, size, i, 2 * i, 1));
                 CHECK(pair.other.wait(1, i));
-                const bool there =
-                    std::memcmp(pair.one.contents + i, pair.other.contents + 2 * i, size) == 0;
+                const bool there = std::memcmp(pair.one.memory.data() + i,
+                                               pair.other.memory.data() + 2 * i, size) == 0;
                 CHECK(there == flushes);
             }
             CHECK((mover.flushes > 0) == flushes);
@@ -440,11 +394,11 @@ TEST(bytes_that_come_behind_their_signal_are_seen) {
             fresh();
             Couple pair(kMiB, setup(srd));
             fill(pair.one, 6);
-            std::memset(pair.other.contents, 0xee, kMiB);
+            std::memset(pair.other.memory.data(), 0xee, kMiB);
             const auto there = [&] {
-                return equal_now(pair.one.contents, pair.other.contents, 70'000);
+                return equal_now(pair.one.memory.data(), pair.other.memory.data(), 70'000);
             };
-            CHECK(pair.one.put(70'000, 0, 0, 1));
+            CHECK(put(pair.one, 70'000, 0, 0, 1));
             CHECK(pair.other.wait(1, 1));
             CHECK(there() != late);
             const std::uint64_t limit = transport::monotonic_ns() + 20'000'000'000;
@@ -460,7 +414,7 @@ TEST(a_failed_flush_is_a_failure_of_the_session) {
     Couple pair(kMiB, setup(false));
     const std::uint64_t more = FakeMover::get().allocate(4096);
     pair.other.session.nic().register_memory(1, {more, 4096, true, 0, 0, &broken});
-    CHECK(pair.one.put(100, 0, 0, 1));
+    CHECK(put(pair.one, 100, 0, 0, 1));
     CHECK(!pair.other.wait(1, 1));
     CHECK(pair.other.pad.load(1) == 0);  // what its bytes were to come with is not told
     CHECK(pair.other.session.failure() && pair.other.session.failure()->status == "FLUSH_FAILED");
@@ -472,10 +426,10 @@ TEST(a_mover_that_fails_is_a_failure_of_the_receiver) {
     for (const bool srd : {false, true}) {
         FakeMover& mover = fresh();
         Couple pair(kMiB, setup(srd));
-        CHECK(pair.one.put(100, 0, 0, 1));
+        CHECK(put(pair.one, 100, 0, 0, 1));
         CHECK(pair.other.wait(1, 1));
         mover.copy_error = -EIO;
-        CHECK(pair.one.put(100, 0, 0, 1));
+        CHECK(put(pair.one, 100, 0, 0, 1));
         CHECK(!pair.other.wait(1, 2));
         const auto failure = pair.other.session.failure();
         CHECK(failure && failure->status == "DEVICE_FATAL");
@@ -493,7 +447,7 @@ TEST(an_engine_is_awake_for_who_polls_on) {
     for (const bool srd : {false, true}) {
         for (const bool device : {false, true}) {
             fresh();
-            Rank rank(1, kKiB, setup(srd), {device});
+            Rank rank(library, 1, region(kKiB, {device}), setup(srd));
             const testing::NamedThread engine("softverbs");
             std::this_thread::sleep_for(std::chrono::milliseconds(50));
             const double before = engine.cpu_s();
@@ -506,50 +460,61 @@ TEST(an_engine_is_awake_for_who_polls_on) {
     }
 }
 
-// Regions of device memory come and go beside traffic; the peer lets go of them too.
+// Regions come and go beside traffic; the peer lets go of device memory too.
+void regions_come_and_go(bool srd, bool device) {
+    FakeMover& mover = fresh(5'000);
+    testing::Setup both = setup(srd, 2);
+    both.slots = 64;  // what a round waits behind
+    Couple pair(kMiB, both, {device}, {device});
+    std::atomic<bool> over{false};
+    std::uint64_t puts = 0;
+    std::thread producer([&] {
+        for (; !over; ++puts) CHECK(put(pair.one, puts % 9000, 0, 0, 2));
+    });
+    Session& mine = pair.one.session;
+    Session& theirs = pair.other.session;
+    PutCommand c;
+    c.bytes = kMiB;
+    c.peer = 1;
+    c.region = 1;
+    c.signal = 3;
+    c.value = 1;
+    for (std::uint32_t round = 1; round <= 20; ++round) {
+        const auto here = region(kMiB, {device});
+        const auto there = region(kMiB, {device});
+        mine.nic().register_memory(1, here->local());
+        mine.nic().bind(1, 1, theirs.nic().register_memory(1, there->local()));
+        std::memset(here->data(), static_cast<int>(round), kMiB);
+        CHECK(mine.put(c, 10) == WaitResult::ok);
+        CHECK(pair.other.wait(3, round));
+        CHECK(there->data()[0] == static_cast<std::byte>(round));
+        CHECK(std::memcmp(there->data(), there->data() + 1, kMiB - 1) == 0);
+        for (Session* session : {&mine, &theirs}) {
+            const auto count = [&] {
+                const Registrations all = session->nic().registrations();
+                return device ? all.dmabuf : all.host;
+            };
+            CHECK(count() == 2);
+            CHECK(session->deregister(1, 10));
+            CHECK(count() == 1);
+        }
+    }
+    over = true;
+    producer.join();
+    CHECK(pair.other.wait(2, puts));
+    const std::uint64_t late = monotonic_ns() + 10'000'000'000;
+    while (mover.attached() > 2 && monotonic_ns() < late) std::this_thread::yield();
+    CHECK(mover.attached() <= 2);  // what the two regions 0 need
+    CHECK(!mine.failure() && !theirs.failure());
+    // It is gone: a put of it is refused, not written anywhere.
+    CHECK(mine.put(c, 10) == WaitResult::ok);
+    CHECK(!mine.flush(10));
+    CHECK(mine.failure() && mine.failure()->status == "INVALID_PUT");
+}
+
 TEST(regions_come_and_go_beside_traffic) {
     for (const bool srd : {false, true}) {
-        FakeMover& mover = fresh(5'000);
-        Couple pair(kMiB, setup(srd, 2));
-        std::atomic<bool> over{false};
-        std::uint64_t puts = 0;
-        std::thread producer([&] {
-            for (; !over; ++puts) CHECK(pair.one.put(puts % 9000, 0, 0, 2));
-        });
-        const auto& sessions = {&pair.one.session, &pair.other.session};
-        const std::size_t before = mover.attached();
-        for (std::uint32_t round = 1; round <= 20; ++round) {
-            std::vector<std::uint64_t> made;
-            std::vector<RemoteKey> keys;
-            for (Session* session : sessions) {
-                made.push_back(mover.allocate(kMiB));
-                keys.push_back(session->nic().register_memory(1, {made.back(), kMiB, true, 0, 0}));
-            }
-            pair.one.session.nic().bind(1, 1, keys[1]);
-            std::memset(mover.contents(made[0]), static_cast<int>(round), kMiB);
-            PutCommand c;
-            c.bytes = kMiB;
-            c.peer = 1;
-            c.region = 1;
-            c.signal = 3;
-            c.value = 1;
-            CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
-            CHECK(pair.other.wait(3, round));
-            const std::byte* came = mover.contents(made[1]);
-            CHECK(came[0] == static_cast<std::byte>(round));
-            CHECK(std::memcmp(came, came + 1, kMiB - 1) == 0);
-            for (Session* session : sessions) CHECK(session->deregister(1, 10));
-            for (const std::uint64_t each : made) mover.free(each);
-        }
-        over = true;
-        producer.join();
-        CHECK(pair.other.wait(2, puts));
-        const std::uint64_t late = monotonic_ns() + 10'000'000'000;
-        while (mover.attached() > std::max<std::size_t>(before, 2) && monotonic_ns() < late) {
-            std::this_thread::yield();
-        }
-        CHECK(mover.attached() <= 2);  // what the two regions 0 need
-        CHECK(!pair.one.session.failure() && !pair.other.session.failure());
+        for (const bool device : {false, true}) regions_come_and_go(srd, device);
     }
     CHECK(FakeMover::get().attached() == 0);
 }
@@ -567,7 +532,7 @@ TEST(two_processes_reach_each_others_memory) {
         const int out = parent ? to_child[1] : to_parent[1];
         const int in = parent ? to_parent[0] : to_child[0];
         constexpr std::uint64_t kPiece = 100'000;
-        Rank me(parent ? 1 : 0, 40 * kPiece, setup(srd));
+        Rank me(library, parent ? 1 : 0, region(40 * kPiece, {}), setup(srd));
         fill(me, parent ? 1 : 2);
         testing::say(out, me.endpoints[0], me.key);
         const testing::Hello peer = testing::hear(in);
@@ -575,19 +540,20 @@ TEST(two_processes_reach_each_others_memory) {
         char ready = 1;  // both are connected
         CHECK(::write(out, &ready, 1) == 1 && ::read(in, &ready, 1) == 1);
         for (std::uint64_t i = 0; i < 20; ++i) {
-            me.put(kPiece - i, i * kPiece, (20 + i) * kPiece, 1);
+            put(me, kPiece - i, i * kPiece, (20 + i) * kPiece, 1);
         }
         bool right = me.wait(1, 20);
-        const std::vector<std::byte> came(me.contents + 20 * kPiece, me.contents + 40 * kPiece);
+        const std::vector<std::byte> came(me.memory.data() + 20 * kPiece,
+                                          me.memory.data() + 40 * kPiece);
         right = me.session.flush(10) && right;  // the peer has read what is written now
         fill(me, parent ? 2 : 1);               // what the peer had
         for (std::uint64_t i = 0; i < 20; ++i) {
-            right = right && std::memcmp(me.contents + i * kPiece, came.data() + i * kPiece,
+            right = right && std::memcmp(me.memory.data() + i * kPiece, came.data() + i * kPiece,
                                          kPiece - i) == 0;
         }
         if (!parent) {
             me.session.flush(10);
-            me.put(0, 0, 0, right ? 2 : 3);
+            put(me, 0, 0, 0, right ? 2 : 3);
             me.session.flush(10);
             ::pause();
             ::_exit(0);
@@ -597,7 +563,7 @@ TEST(two_processes_reach_each_others_memory) {
         CHECK(me.wait(2, 1));
         ::kill(child, SIGKILL);
         ::waitpid(child, nullptr, 0);
-        CHECK(me.put(kPiece, 0, 0, 1));
+        CHECK(put(me, kPiece, 0, 0, 1));
         CHECK(!me.wait(4, 1));
         const auto failure = me.session.failure();
         CHECK(failure &&

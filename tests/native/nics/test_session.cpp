@@ -86,30 +86,6 @@ TEST(puts_arrive_whole_over_every_shape) {
     }
 }
 
-// One put of each size, each at a place of its own.
-void sizes_arrive(const std::vector<std::uint64_t>& sizes) {
-    constexpr std::uint64_t kApart = 8192;
-    for (const bool srd : {false, true}) {
-        const auto both = setup(srd, 1, 1);
-        testing::Couple pair(library, kBytes, both, both);
-        fill_unlike(pair, 1);
-        for (std::uint32_t i = 0; i < sizes.size(); ++i) {
-            CHECK(pair.one.put(sizes[i], i, 1, i * kApart, i * kApart) == WaitResult::ok);
-            CHECK(pair.other.wait(i, 1));
-            check_whole(pair, i * kApart, sizes[i]);
-        }
-    }
-}
-
-TEST(puts_of_few_bytes_arrive) {
-    sizes_arrive({0, 1, 2, 3, 4, 5, 6, 7});
-}
-
-TEST(puts_of_several_messages_arrive) {
-    const testing::Setting longest("MKERNEL_SOFTVERBS_MAX_MESSAGE", "1000");
-    sizes_arrive({999, 1000, 1001, 1999, 2000, 2001, 2999, 3000, 3001, 3999, 4000, 4001});
-}
-
 // What connecting two ends says that cannot be connected; empty: it did.
 std::string refusal(const testing::Setup& here, const testing::Setup& there) {
     try {
@@ -134,12 +110,6 @@ TEST(ends_of_unlike_shapes_are_refused) {
               "plan");
         CHECK(refusal(setup(srd, 1, 1), setup(srd, 1, 2)).find("made 2") != std::string::npos);
     }
-}
-
-TEST(a_device_without_rdma_writes_is_refused) {
-    const testing::Setting without("MKERNEL_SOFTVERBS_RDMA_WRITE", "0");
-    const auto both = setup(true, 1, 1);
-    CHECK(refusal(both, both).find("has no RDMA write, which `efa` needs") != std::string::npos);
 }
 
 TEST(lanes_that_cannot_be_are_refused) {
@@ -330,91 +300,6 @@ TEST(a_late_request_holds_up_none_behind_it) {
     CHECK(monotonic_ns() - start < 700'000'000);
     for (std::uint32_t i = 0; i < kPuts; ++i) CHECK(pair.other.wait(i, 1));
     CHECK(pair.one.session.flush(10));
-}
-
-// A region comes and goes while another is put through all the time.
-TEST(regions_come_and_go_beside_traffic) {
-    for (const bool srd : {false, true}) {
-        auto both = setup(srd, 1, 2);
-        both.slots = 64;  // what a round waits behind
-        testing::Couple pair(library, kBytes, both);
-        const testing::Memory here(1 << 16);
-        const testing::Memory there(1 << 16);
-        std::atomic<bool> over{false};
-        std::uint64_t puts = 0;
-        std::thread producer([&] {
-            while (!over) {
-                CHECK(pair.one.put(puts % 9000, 2) == WaitResult::ok);
-                ++puts;
-            }
-        });
-        Nic& mine = pair.one.session.nic();
-        Nic& theirs = pair.other.session.nic();
-        for (std::uint32_t round = 1; round <= 30; ++round) {
-            mine.register_memory(1, {here.address(), here.bytes()});
-            mine.bind(1, 1, theirs.register_memory(1, {there.address(), there.bytes()}));
-            CHECK(mine.registrations().host == 2);
-            std::memset(here.data(), static_cast<int>(round), here.bytes());
-            transport::PutCommand c;
-            c.bytes = here.bytes();
-            c.peer = 1;
-            c.region = 1;
-            c.signal = 3;
-            c.value = 1;
-            CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
-            CHECK(pair.other.wait(3, round));
-            CHECK(there.data()[there.bytes() - 1] == static_cast<std::byte>(round));
-            CHECK(pair.one.session.deregister(1, 10));
-            CHECK(pair.other.session.deregister(1, 10));
-            CHECK(mine.registrations().host == 1);
-        }
-        over = true;
-        producer.join();
-        CHECK(pair.other.wait(2, puts));
-        CHECK(!pair.one.session.failure());
-        // It is gone: a put of it is refused, not written anywhere.
-        transport::PutCommand c;
-        c.bytes = 8;
-        c.peer = 1;
-        c.region = 1;
-        CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
-        CHECK(!pair.one.session.flush(10));
-        CHECK(pair.one.session.failure() && pair.one.session.failure()->status == "INVALID_PUT");
-    }
-}
-
-// A source that is written again as soon as the NIC says so, over and over: what arrives is what it
-// held when it was put. The SRD device repeats puts and holds them back.
-TEST(a_source_may_be_written_again_after_a_completion) {
-    constexpr std::uint32_t kRounds = 300;
-    constexpr std::uint64_t kPiece = 3000;
-    for (const bool srd : {false, true}) {
-        for (const std::uint32_t qps : {1u, 4u}) {
-            const testing::Setting twice("MKERNEL_SOFTVERBS_DUPLICATES", "100");
-            testing::Couple pair(library, kBytes, setup(srd, 1, qps));
-            for (std::uint32_t round = 1; round <= kRounds; ++round) {
-                const std::uint64_t to = round * kPiece;
-                std::memset(pair.one.memory.data(), static_cast<int>(round), kPiece);
-                CHECK(pair.one.put(kPiece, 1, 1, 0, to) == WaitResult::ok);
-                transport::PutCommand c;
-                c.peer = transport::PutCommand::kSelf;
-                c.signal = 9;
-                c.value = 2;
-                CHECK(pair.one.session.put(c, 10) == WaitResult::ok);
-                CHECK(pair.one.wait(9, 2 * std::uint64_t{round}));
-            }
-            CHECK(pair.other.wait(1, kRounds));
-            std::uint64_t wrong = 0;
-            for (std::uint32_t round = 1; round <= kRounds; ++round) {
-                const auto* came = pair.other.memory.data() + round * kPiece;
-                for (std::uint64_t i = 0; i < kPiece; ++i) {
-                    wrong += came[i] != static_cast<std::byte>(round) ? 1 : 0;
-                }
-            }
-            CHECK(wrong == 0);
-            CHECK(pair.one.session.statistics().puts == kRounds);
-        }
-    }
 }
 
 // One of several lanes breaks: the failure names it, and both ends learn of it.
