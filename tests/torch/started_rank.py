@@ -1,7 +1,7 @@
 """One rank of a job, started by whatever starts ranks: ``python started_rank.py HOW FOLDER``.
 
-HOW: ``torch``: torch.distributed is initialized first, from the environment; ``alone``: it is not;
-``actors``, ``processes``: this process starts the ranks.
+HOW: ``alone``: torch.distributed is not initialized; ``actors``, ``processes``: this process starts the
+ranks, which initialize it first.
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ def as_processes(size: int, folder: str) -> None:
 
 if __name__ == "__main__":
     how, where = sys.argv[1:]
-    if how == "torch":
-        distributed.init_process_group("gloo")
-        work(where)
-        distributed.destroy_process_group()
-    elif how == "alone":
+    if how == "alone":
         work(where)
     elif how == "actors":
         as_actors(2, where)

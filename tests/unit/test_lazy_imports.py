@@ -58,7 +58,6 @@ def test_the_package_alone_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--nodes", "2", "--ranks-per-node", "2"),
         ("--nodes", "1", "--ranks-per-node", "4", "--accelerator", "streams"),
         ("--nodes", "2", "--nic", "efa", "--explain", "--simulate"),
     ],
@@ -85,12 +84,9 @@ def test_planning_for_real_machines_imports_no_torch(tmp_path: Path) -> None:
     assert "on hopper" in told
 
 
-@pytest.mark.parametrize("options", [(), ("--json",), ("--matrix",)], ids=" ".join)
-def test_probing_imports_no_torch(
-    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probing_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_STREAMS_DEVICE", "cpu")
-    assert without_torch("probe", *options)
+    assert without_torch("probe")
 
 
 def test_probing_a_file_imports_no_torch(tmp_path: Path) -> None:
@@ -146,11 +142,10 @@ def test_public_packages_are_there_once_they_are_used() -> None:
     )
 
 
-@pytest.mark.parametrize("first", ["mkernel.launch", "mkernel.plan.model", "mkernel.world.world"])
-def test_a_function_stays_where_a_submodule_has_its_name(first: str) -> None:
+def test_a_function_stays_where_a_submodule_has_its_name() -> None:
     python(
         "import mkernel",
-        f"import {first}",
+        "import mkernel.plan.model",
         "import mkernel.launch, mkernel.plan.planner, mkernel.world",
         "for name in ('launch', 'plan', 'world'):",
         "    assert type(getattr(mkernel, name)).__name__ == 'function', name",

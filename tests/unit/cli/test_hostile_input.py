@@ -120,14 +120,8 @@ def refused(command: Callable[..., Done], imports: Done) -> Callable[..., str]:
     return judged
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["plan", "ag_gemm", "--nodes", "1000000"], ["plan", "e\x1b[2J"], ["--version"]],
-    ids=["refused", "escaped", "done"],
-)
-def test_an_own_process_says_the_same(
-    command: Callable[..., Done], arguments: Sequence[str]
-) -> None:
+def test_an_own_process_says_the_same(command: Callable[..., Done]) -> None:
+    arguments = ["plan", "e\x1b[2J"]
     forked = command(*arguments)
     alone = subprocess.run(
         [sys.executable, "-m", "mkernel", *arguments],

@@ -155,6 +155,8 @@ NAMED: dict[str, list[Callable[[], Any]]] = {
         lambda: mkernel.all_reduce(A),
         lambda: mkernel.all_reduce(A.clone().requires_grad_(), norm_weight=A[0]),
     ],
+    "moe_dispatch_gemm": [lambda: mkernel.moe_dispatch_gemm(A, IDS, A[None])],
+    "ring_attention": [lambda: mkernel.ring_attention(*(A.view(1, 1, 8, 8),) * 3)],
 }
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"):
     NAMED["gemm_all_reduce"].append(

@@ -24,10 +24,10 @@ def member(identity: Identity, exchange: Any = None, *companions: str) -> Member
 
 
 class Exchange:
-    """Where rank 1 says the same as rank 0, but for ``changes``."""
+    """Where rank 1 says the same as rank 0, but for ``told``, and for ``changes`` of its world."""
 
-    def __init__(self, **changes: Any) -> None:
-        self.changes = changes
+    def __init__(self, told: dict[str, Any] | None = None, **changes: Any) -> None:
+        self.told, self.changes = told or {}, changes
         self.hello: dict[str, Any] = {}
 
     def publish(self, key: str, value: Any) -> None:
@@ -36,7 +36,8 @@ class Exchange:
 
     def collect(self, key: str) -> dict[int, Any]:
         assert key == "hello"
-        return {0: self.hello, 1: self.hello | {"world": self.hello["world"] | self.changes}}
+        other = self.hello | self.told | {"world": self.hello["world"] | self.changes}
+        return {0: self.hello, 1: other}
 
 
 def test_ranks_that_say_the_same_know_each_other() -> None:
@@ -64,6 +65,12 @@ def test_what_another_rank_says_otherwise_is_named(
         member(Identity(0, 1, 2), Exchange(**changes))._meet()
     found = raised.value
     assert (found.ranks, found.field, found.values) == ((0, 1), field, values)
+
+
+def test_a_hello_of_another_version_may_mean_anything() -> None:
+    strange = Exchange({"host": {"a host": "in other words"}}, mkernel="0.0.7")
+    with pytest.raises(PlanMismatch, match=r"0\.0\.7.*install the same version"):
+        member(Identity(0, 1, 2), strange)._meet()
 
 
 def engine(name: str, device: str = "cpu", *, process_group: bool = False) -> Any:
