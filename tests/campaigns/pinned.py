@@ -1,4 +1,5 @@
-"""Turns that every campaign plays again: those that found defects, and others of the kinds that did."""
+"""Turns that every campaign plays again: those that found defects, others of the kinds that did, and
+one of each fault of a device on each NIC."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from campaigns.draw import draw
-from campaigns.faults import KINDS
+from campaigns.faults import DEVICE_FAULTS, KINDS
 from campaigns.pinned import pinned
 from campaigns.turns import campaign
 
@@ -29,9 +29,12 @@ def test_turns_of_the_campaign(turns: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_turns_that_found_defects(tmp_path: Path) -> None:
+def test_pinned_turns(tmp_path: Path) -> None:
+    """Those that found defects, and every fault of a device, on each NIC."""
     turns = [each.turn() for each in pinned()]
     assert any(turn.group_nodes > 1 for turn in turns)
+    broken = {(turn.nic, turn.fault.kind) for turn in turns if turn.fault.device}
+    assert broken == {(nic, kind) for nic in ("cx7", "efa") for kind in DEVICE_FAULTS}
     for result in islice(campaign(tmp_path, SEED, before=turns), len(turns)):
         print(result.turn, result.outcome.summary())
         assert not result.wrong, "\n".join([result.turn.in_full(), *result.wrong])

@@ -1,4 +1,5 @@
-"""Worlds that break: every rank raises the same kind of error within the deadline, and says why."""
+"""Worlds that break, beside what the kit judges (`killed-rank`, `absent-rank`, `mismatched-call`):
+every rank raises the same kind of error within the deadline, and says why."""
 
 from __future__ import annotations
 
@@ -27,36 +28,19 @@ CASE = case_of("all_gather_gemm")({"m": 1024, "n": 512, "k": 512}, "float16", "f
 launch = partial(mkernel.launch, timeout_s=DEADLINE_S, accelerator="ascend")
 
 
-def broken(action: str, victim: int, nodes: int) -> list[tuple[str, float, str]]:
-    """How each other rank of a world heard of it: (error type, seconds, message)."""
-    return survivors(
-        CASE, victim, action,
-        nodes=nodes, ranks_per_node=2, timeout_s=DEADLINE_S, accelerator="ascend",
-    )  # fmt: skip
-
-
 def call(rows: int = 256, n: int = 512) -> torch.Tensor:
     return mkernel.all_gather_gemm(
         torch.randn(rows, 512).half(), torch.randn(512, n).half(), out_dtype=torch.float32
     )
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_is_a_peer_failure_everywhere(nodes: int, victim: int) -> None:
-    for kind, seconds, message in broken("kill", victim, nodes):
-        assert kind == "PeerFailure"
-        assert f"rank {victim}" in message
-        assert seconds < TOLD_S
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_absent_rank_is_a_time_out_everywhere_and_is_named(
-    strict: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_strict_simulation_adds_who_waits_for_what_where_a_rank_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A strict simulation adds who waits for what."""
-    monkeypatch.setenv("MKERNEL_ASCEND_STRICT", str(int(strict)))
-    results = broken("absent", 3, 2)
+    monkeypatch.setenv("MKERNEL_ASCEND_STRICT", "1")
+    results = survivors(
+        CASE, 3, "absent", nodes=2, ranks_per_node=2, timeout_s=DEADLINE_S, accelerator="ascend"
+    )
     for kind, seconds, message in results:
         assert kind == "Timeout"
         assert 0.75 * ABSENT_S < seconds < TOLD_S
@@ -65,9 +49,9 @@ def test_absent_rank_is_a_time_out_everywhere_and_is_named(
         )
         assert told, message
         rank, signal_ = told.groups()
-        assert (f"; all that waited on rank {rank} then: " in message) == strict
+        assert f"; all that waited on rank {rank} then: " in message
         each = rf" for signal {signal_} of rank 3 to be \d+, now \d+ \(\w+\.hpp:\d+\)"
-        assert bool(re.search(each, message)) == strict
+        assert re.search(each, message)
     assert len({message for _, _, message in results}) == 1
 
 
