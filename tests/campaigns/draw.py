@@ -208,10 +208,17 @@ def _settings(
 
 
 def _cases(world: WorldKind, chance: random.Random) -> tuple[Case, ...]:
-    subject = _subject(world.accelerator)
-    ops = subject.claimed_in((world.nodes, world.ranks_per_node))
-    found = []
-    for _ in range(chance.randint(1, 3)):
+    shape = world.nodes, world.ranks_per_node
+    return tuple(draw_cases(_subject(world.accelerator), shape, chance, chance.randint(1, 3)))
+
+
+def draw_cases(
+    subject: AcceleratorSubject, world: tuple[int, int], chance: random.Random, count: int
+) -> list[Case]:
+    """Draw calls of a world of (nodes, ranks per node), each with a seed of its own."""
+    ops = subject.claimed_in(world)
+    found: list[Case] = []
+    for _ in range(count):
         seeded = AcceleratorSubject(subject.name, seed=chance.randrange(1 << 30))
-        found += grid.draws(seeded, chance.choice(ops), world.size, 1)
-    return tuple(found)
+        found += grid.draws(seeded, chance.choice(ops), world[0] * world[1], 1)
+    return found

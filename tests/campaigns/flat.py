@@ -21,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from campaigns.sample import Sample
-from campaigns.sockets import new_sockets
 
 LEAST = 9
 """Samples below which memory is not judged."""
@@ -97,8 +96,6 @@ def piled_up(samples: Sequence[Sample]) -> list[str]:
         more = sample.held - samples[0].held
         if more:
             told = ", ".join(f"{count} more of {what}" for what, count in sorted(more.items()))
-            if new := new_sockets(samples[0].sockets, sample.sockets):
-                told += f" (new sockets: {new})"
             return [f"{told} after {sample.calls} calls than after {samples[0].calls}"]
     return []
 

@@ -9,10 +9,8 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-
-from campaigns.sockets import new_sockets, sockets
 
 _KEPT = {"ascend-core"}
 """Names of threads that a simulator keeps for its next call, in whatever world."""
@@ -40,17 +38,21 @@ def _thread_names() -> Iterator[str]:
             yield Path(f"/proc/self/task/{task}/comm").read_text().strip()
 
 
-def more_than(before: Counter[str], patience_s: float, known: Mapping[str, str]) -> list[str]:
-    """Report what is held beyond ``before``, once that has had time to go. ``known``: the sockets of
-    then."""
-    gc.collect()  # an error's traceback may be what still holds a world
-    end = time.monotonic() + patience_s
-    while (more := held() - before) and time.monotonic() < end:
+def settled(before: Counter[str], patience_s: float) -> Counter[str]:
+    """Return what is held, once that is no more than ``before``, or has had time to be. One look
+    decides: what a thread holds for a moment, as one that writes of a broken world, must not be in it.
+    """
+    late = time.monotonic() + patience_s
+    while (now := held()) - before and time.monotonic() < late:
         time.sleep(0.02)
-    told = [f"{count} more of {what}" for what, count in sorted(more.items())]
-    if told and (new := new_sockets(known, sockets(owners=True))):
-        told.append(f"new sockets ({new})")
-    return told
+    return now
+
+
+def more_than(before: Counter[str], patience_s: float) -> list[str]:
+    """Report what is held beyond ``before``, once that has had time to go."""
+    gc.collect()  # an error's traceback may be what still holds a world
+    more = settled(before, patience_s) - before
+    return [f"{count} more of {what}" for what, count in sorted(more.items())]
 
 
 def own_bytes() -> int:

@@ -16,17 +16,16 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+from campaigns.draw import draw_cases
 from campaigns.flat import LEAST
 from campaigns.held import held, more_than
 from campaigns.planted import Planted, keep, lose_an_epoch, spoil
 from campaigns.replay import Replayed
 from campaigns.sample import Sample, take
-from campaigns.sockets import sockets
 from torch import distributed
 from torch.distributed import ProcessGroup, TCPStore
 
 import mkernel
-from mkernel.cases import Case
 from mkernel.conformance import grid
 from mkernel.conformance.accelerator import AcceleratorSubject
 from mkernel.conformance.ranks import Judge
@@ -117,7 +116,7 @@ def live(life: Life, say: Say) -> Lived:
     """Live one life; return its outcome, and what it left behind."""
     global _lived  # noqa: PLW0603 - of the process
     lived = Lived(life.rank)
-    before, known = held(), sockets()
+    before = held()
     try:
         with _torch(life):
             _Living(life, lived, say).until_the_end()
@@ -126,7 +125,7 @@ def live(life: Life, say: Say) -> Lived:
             _note(lived, error)
     if _lived:
         # A message to a rank that is gone may block torch.distributed up to its deadline.
-        lived.left = more_than(before, TIMEOUT_S + 10, known)
+        lived.left = more_than(before, TIMEOUT_S + 10)
     _lived += 1
     lived.after = take(lived.calls, {})
     return lived
@@ -240,7 +239,11 @@ class _Living:
                 continue
             world = mkernel.init(group, accelerator=self._life.accelerator)
             worlds.default = world
-            judges = [Judge(case) for case in _cases(self._life, world.size, seed)]
+            cases = draw_cases(
+                AcceleratorSubject(self._life.accelerator), (1, world.size), random.Random(seed),
+                self._life.cases,
+            )  # fmt: skip
+            judges = [Judge(case) for case in cases]
             self._places[name] = Place(world, judges, Counter(), {})
         if torch.cuda.is_initialized():
             self._streams = [torch.cuda.Stream() for _ in range(3)]
@@ -391,13 +394,3 @@ def _told(world: World) -> tuple[str, str]:
             return type(error).__name__, str(error)
         time.sleep(0.02)
     return "", f"the world still stands after {NOTICED_S:g} s"
-
-
-def _cases(life: Life, size: int, seed: int) -> list[Case]:
-    chance = random.Random(seed)
-    ops = AcceleratorSubject(life.accelerator).claimed_in((1, size))
-    found: list[Case] = []
-    for _ in range(life.cases):
-        seeded = AcceleratorSubject(life.accelerator, seed=chance.randrange(1 << 30))
-        found += grid.draws(seeded, chance.choice(ops), size, 1)
-    return found

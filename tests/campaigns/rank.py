@@ -23,7 +23,6 @@ from campaigns.group import Group
 from campaigns.held import held, more_than, own_bytes
 from campaigns.limits import exhaust, limits
 from campaigns.planted import Planted, misbehave, spoil, write_late
-from campaigns.sockets import sockets
 from torch.distributed import TCPStore
 
 import mkernel
@@ -112,7 +111,7 @@ def play(part: Part, say: Say) -> RankOutcome:
     told = RankOutcome(part.rank)
     turn = part.turn
     kind = f"{turn.world.accelerator} {turn.nic} {turn.world.nodes > 1}"
-    before, known = held(), sockets()
+    before = held()
     try:
         with limits():
             _world(part, told, say)
@@ -121,7 +120,7 @@ def play(part: Part, say: Say) -> RankOutcome:
         mkernel.finalize(error)
     if kind in _familiar:
         # A message to a rank that is gone may block torch.distributed up to its deadline.
-        told.left = more_than(before, TIMEOUT_S + 10, known)
+        told.left = more_than(before, TIMEOUT_S + 10)
     elif told.reached == "leave":
         _familiar.add(kind)
     told.bytes = own_bytes()

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from campaigns.held import held
-from campaigns.sockets import sockets
+from campaigns.held import held, settled
 
 from mkernel.backends.cuda.native import pci_address
 from mkernel.world.world import World
@@ -61,7 +60,6 @@ class Sample(NamedTuple):
             counts them for this process, where it does, ``device_used`` as it counts them for all.
         held: descriptors, threads and shared mappings by name.
         worlds: by the world's name in the life.
-        sockets: what each is, by its name among descriptors.
     """
 
     calls: int
@@ -69,7 +67,6 @@ class Sample(NamedTuple):
     memory: Mapping[str, int]
     held: Counter[str]
     worlds: Mapping[str, Progress]
-    sockets: Mapping[str, str]
 
 
 def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = None) -> Sample:
@@ -78,27 +75,9 @@ def take(calls: int, worlds: Mapping[str, World], before: Counter[str] | None = 
     is in use."""
     gc.collect()
     _libc.malloc_trim(0)
-    memory, now = _memory(), _settled(before)
-    piled_up = before is not None and bool(now - before)
-    return Sample(
-        calls,
-        time.monotonic(),
-        memory,
-        now,
-        {name: progress(world) for name, world in worlds.items()},
-        sockets(owners=piled_up),
-    )
-
-
-def _settled(before: Counter[str] | None) -> Counter[str]:
-    """What is held, once that is no more than before, or has had time to be. One look decides: what a
-    thread holds for a moment, as one that writes of a world that just broke, must not be in it."""
-    late = time.monotonic() + _PATIENCE_S
-    while (now := held()) - (now if before is None else before):
-        if time.monotonic() > late:
-            break
-        time.sleep(0.02)
-    return now
+    memory, now = _memory(), held() if before is None else settled(before, _PATIENCE_S)
+    counts = {name: progress(world) for name, world in worlds.items()}
+    return Sample(calls, time.monotonic(), memory, now, counts)
 
 
 def progress(world: World) -> Progress:

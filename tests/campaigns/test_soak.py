@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from campaigns.many import BLOCKS, SLOWER, WARM_CALLS, Many, RankOutcome, drift,
 from campaigns.planted import GROWTH_BYTES, Planted
 from campaigns.report import Report, merge
 from campaigns.sample import Progress, Sample
-from campaigns.sockets import new_sockets, sockets
 
 CASES = 2
 
@@ -29,7 +26,6 @@ def sample(calls: int, **changes: object) -> Sample:
         {"own": 100 << 20},
         Counter({"thread mkernel": 2}),
         {"all": Progress(*3 * (calls,))},
-        {"socket:[1]": "tcp 127.0.0.1:45265, listening"},
     )
     return begin._replace(**changes)  # type: ignore[arg-type]
 
@@ -88,43 +84,6 @@ def test_a_descriptor_or_a_thread_more_is_no_longer_flat() -> None:
     more = sample(20, held=Counter({"thread mkernel": 3}))
     assert piled_up([sample(0), sample(10), more]) == [
         "1 more of thread mkernel after 20 calls than after 0"
-    ]
-
-
-def _connect(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.recv(2)
-
-
-def test_a_socket_more_is_named() -> None:
-    """By its addresses, and by the process that has its other end: another one, or none any more."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        port = listening.getsockname()[1]
-        before = sockets()
-        assert f"tcp 127.0.0.1:{port}, listening" in before.values()
-        connected = multiprocessing.get_context("fork").Process(target=_connect, args=(port,))
-        connected.start()
-        accepted, (_, other) = listening.accept()
-        with accepted:
-            told = f"tcp 127.0.0.1:{port} to 127.0.0.1:{other}, established"
-            assert new_sockets(before, sockets()) == told
-            there = new_sockets(before, sockets(owners=True))
-            assert there == f"{told}, other end in process {connected.pid}"
-            accepted.send(b"go")
-            connected.join()
-            closed = told.replace("established", "closed by the other end")
-            gone = new_sockets(before, sockets(owners=True))
-            assert gone == f"{closed}, other end in no process here"
-    assert new_sockets(before, sockets()) == ""
-    more = sample(
-        20,
-        held=Counter({"thread mkernel": 2, "descriptor socket:[N]": 1}),
-        sockets={"socket:[1]": "tcp, as before", "socket:[2]": "unix"},
-    )
-    assert piled_up([sample(0), sample(10), more]) == [
-        "1 more of descriptor socket:[N] (new sockets: unix) after 20 calls than after 0"
     ]
 
 
