@@ -1,8 +1,6 @@
-// Whole calls of the GEMM ops, several ranks in this process, against float64. Meant to run under
-// ThreadSanitizer too: ranks, cores and epochs meet only through signals.
-#include <cmath>
+// Whole calls of the GEMM ops, several ranks in this process. Meant to run under ThreadSanitizer too:
+// ranks, cores and epochs meet only through signals. The conformance kit judges their results.
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "backends/accelerators/ascend/host/ops.hpp"
@@ -14,18 +12,12 @@ using namespace mkernel::ascend;
 
 namespace {
 
-// An op's geometry and tensors, and what its output must be.
+// An op's geometry and the rows of its tensors.
 struct AllGather {
     using Args = ag_gemm::Args;
     ag_gemm::Geometry g;
     [[nodiscard]] std::uint32_t rows_of_a() const { return g.m_local; }
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.world * g.m_local; }
-    // Whose a gives a row of the output (sums: everybody's), and its row there.
-    [[nodiscard]] std::uint32_t source(std::uint32_t row) const { return row / g.m_local; }
-    [[nodiscard]] std::uint32_t row_of_a(std::uint32_t, std::uint32_t row) const {
-        return row % g.m_local;
-    }
-    static constexpr bool kSums = false;
 };
 
 struct Reduce {
@@ -33,11 +25,6 @@ struct Reduce {
     gemm_reduce::Geometry g;
     [[nodiscard]] std::uint32_t rows_of_a() const { return g.m; }
     [[nodiscard]] std::uint32_t rows_of_out() const { return g.grid_rows(); }
-    [[nodiscard]] std::uint32_t source(std::uint32_t) const { return 0; }
-    [[nodiscard]] std::uint32_t row_of_a(std::uint32_t rank, std::uint32_t row) const {
-        return g.area(rank, 0).row + row;
-    }
-    static constexpr bool kSums = true;
 };
 
 template <class Op>
@@ -66,48 +53,9 @@ class World {
 
     [[nodiscard]] const test::WorldMemory& memory() const { return memory_; }
 
-    void call(std::uint64_t epoch, host::View view) {
-        std::mt19937 random(static_cast<unsigned>(epoch));
-        std::uniform_real_distribution<float> uniform(-1, 1);
-        for (std::uint32_t r = 0; r < op_.g.world; ++r) {
-            for (float& x : a_[r]) x = uniform(random);
-            for (float& x : b_[r]) x = uniform(random);
-            for (float& x : out_[r]) x = NAN;
-        }
-        test::run_all(*this, epoch, view);
-        if (view == host::View::compute_only) return;
-        for (std::uint32_t r = 0; r < op_.g.world; ++r) CHECK(error(r) < 1e-5);
-    }
-
   private:
     static std::byte* bytes(std::vector<float>& values) {
         return reinterpret_cast<std::byte*>(values.data());
-    }
-
-    double element(std::uint32_t rank, std::uint32_t row, std::uint32_t col) const {
-        const auto& g = op_.g;
-        const auto product = [&](std::uint32_t of_a, std::uint32_t of_b) {
-            const float* a = a_[of_a].data() + std::size_t{op_.row_of_a(rank, row)} * g.k;
-            double sum = 0;
-            for (std::uint32_t p = 0; p < g.k; ++p) {
-                sum += static_cast<double>(a[p]) * b_[of_b][p * g.n + col];
-            }
-            return sum;
-        };
-        if (!Op::kSums) return product(op_.source(row), rank);
-        double sum = 0;
-        for (std::uint32_t each = 0; each < g.world; ++each) sum += product(each, each);
-        return sum;
-    }
-
-    double error(std::uint32_t rank) const {
-        test::Error error;
-        for (std::uint32_t row = 0; row < op_.rows_of_out(); ++row) {
-            for (std::uint32_t col = 0; col < op_.g.n; ++col) {
-                error.add(out_[rank][row * op_.g.n + col], element(rank, row, col));
-            }
-        }
-        return error.relative();
     }
 
     Op op_;

@@ -1,8 +1,7 @@
-// MoE: routing tables against a plain computation; whole layers of several ranks in this process
-// against float64, meant to run under ThreadSanitizer too; every wait, flag and fence of the kernels
-// taken away in turn.
+// MoE: routing tables against a plain computation; whole layers of several ranks in this process, meant
+// to run under ThreadSanitizer too, whose results the conformance kit judges; every wait, flag and fence
+// of the kernels taken away in turn.
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <random>
 #include <string>
@@ -231,33 +230,12 @@ class World {
 
     // A layer: a dispatch and its combine.
     void call(std::uint64_t epoch, host::View view) {
-        std::mt19937 random(static_cast<unsigned>(epoch));
-        std::uniform_real_distribution<float> uniform(-1, 1);
         ids_ = ids_of_all(g_.world, 0);
-        std::shuffle(ids_.begin(), ids_.end(), random);
-        for (Rank& rank : ranks_) {
-            for (auto* values : {&rank.x, &rank.w, &rank.weights}) {
-                for (float& each : *values) each = uniform(random);
-            }
-            for (auto* values : {&rank.out, &rank.result}) {
-                for (float& each : *values) each = NAN;
-            }
-        }
+        std::shuffle(ids_.begin(), ids_.end(), std::mt19937(static_cast<unsigned>(epoch)));
         for (const std::uint32_t which : {0u, 1u}) {
             Half half{*this, which};
             test::run_all(half, 2 * epoch - 1 + which, view);
         }
-        if (view == host::View::compute_only) return;
-        test::Error error;
-        for (std::uint32_t home = 0; home < g_.world; ++home) {
-            for (std::uint32_t token = 0; token < kTokens; ++token) {
-                for (std::uint32_t column = 0; column < kFeatures; column += 7) {
-                    error.add(ranks_[home].result[token * kFeatures + column],
-                              element(home, token, column));
-                }
-            }
-        }
-        CHECK(error.relative() < 1e-5);
     }
 
     host::Call prepared(std::uint32_t which, std::uint32_t rank, std::uint64_t epoch,
@@ -269,23 +247,6 @@ class World {
     }
 
   private:
-    double element(std::uint32_t home, std::uint32_t token, std::uint32_t column) const {
-        double sum = 0;
-        for (std::uint32_t slot = 0; slot < kTopK; ++slot) {
-            const std::uint32_t place = token * kTopK + slot;
-            const auto id = static_cast<std::uint32_t>(ids_[home * g_.routing.places() + place]);
-            const float* w =
-                ranks_[id / kExperts].w.data() + std::size_t{id % kExperts} * kHidden * kFeatures;
-            double product = 0;
-            for (std::uint32_t p = 0; p < kHidden; ++p) {
-                product += static_cast<double>(ranks_[home].x[token * kHidden + p]) *
-                           w[p * kFeatures + column];
-            }
-            sum += product * ranks_[home].weights[place];
-        }
-        return sum;
-    }
-
     std::shared_ptr<host::Kernels> kernels(std::uint32_t which, std::uint32_t rank) {
         const std::vector<std::uint32_t> order = test::order_from(rank, g_.world);
         Rank& own = ranks_[rank];
