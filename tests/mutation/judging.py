@@ -1,26 +1,20 @@
-"""Whether tests notice a mutant: in forks of a process that has collected them, then in new imports."""
+"""Whether tests notice a mutant: each time in a process that imports the mutated tree anew."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import pytest
 from coverage import Coverage
-from in_place import Functions
-from mutants import Mutant
 
 _OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0")
-_NOT_IN_PLACE = 98
 _IMPORTING_S = 60.0
 
 Lines = dict[str, dict[int, list[str]]]
@@ -79,10 +73,7 @@ def run_anew(tree: Path, limits: dict[str, float]) -> str:
     def body() -> int:
         return int(pytest.main([*_OPTIONS, *limits], [_Limits(limits)]))
 
-    return _outcome(in_child(tree, sum(limits.values()) + _IMPORTING_S, body))
-
-
-def _outcome(code: int | None) -> str:
+    code = in_child(tree, sum(limits.values()) + _IMPORTING_S, body)
     if code is None or code == -signal.SIGALRM:
         return "killed by time"
     return "killed" if code else "survived"
@@ -103,127 +94,26 @@ class _Limits:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-class Collected:
-    """A process that has imported and collected tests. Each mutant is judged in a fork of it, where it
-    replaces the code of functions: what a mutant costs is then its tests alone.
+def traced(tree: Path, tests: tuple[str, ...], files: list[str]) -> tuple[Lines, dict[str, float]]:
+    """Which tests execute which lines, and how long each takes. All of them pass."""
 
-    ``files``: those that are mutated. What importing and collecting execute of them is not judged so:
-    what they made of it is there already.
-    """
+    def body() -> int:
+        tracer = _Tracer(files)
+        code = int(pytest.main([*_OPTIONS, *tests], [tracer]))
+        told = [tracer.lines(files), tracer.seconds]
+        (tree / "traced.json").write_text(json.dumps(told))
+        return code
 
-    def __init__(self, tree: Path, tests: tuple[str, ...], files: list[str]) -> None:
-        self._tree, self._files = tree, files
-        self._pipe, theirs = Pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._pipe.close()
-            options = [*_OPTIONS, "-s", f"--basetemp={tree}/tests.tmp", *tests]
-            _alone(tree, "collected", lambda: _Server(tree, theirs, files).serve(options))
-        theirs.close()
-
-    def traced(self) -> tuple[Lines, dict[str, float]]:
-        """Which tests execute which lines, and how long each takes. All of them pass."""
-        code = self._ask("traced")
-        if code != 0:
-            print((self._tree / "log").read_text()[-3000:])
-            raise SystemExit(f"the tests do not pass unmutated (exit {code})")
-        lines, seconds = json.loads((self._tree / "traced.json").read_text())
-        found = {
-            name: {int(line): tests for line, tests in of.items() if tests}
-            for name, of in lines.items()
-        }
-        return found, seconds
-
-    def judge(self, name: str, mutant: Mutant, limits: dict[str, float]) -> str | None:
-        """The outcome of tests, each within a limit in seconds; None: it takes new imports."""
-        code = self._ask("judged", name, mutant, limits)
-        return None if code == _NOT_IN_PLACE else _outcome(code)
-
-    def _ask(self, *asked: Any) -> int | None:
-        self._pipe.send(asked)
-        try:
-            answer: int | None = self._pipe.recv()
-        except EOFError:
-            print((self._tree / "collected").read_text()[-3000:])
-            raise SystemExit("the tests cannot be collected") from None
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        # To close the pipe says nothing while a process that was forked later has a copy of this end.
-        self._pipe.send(None)
-        os.waitpid(self._pid, 0)
-        self._pipe.close()
-
-
-class _Server:
-    """A pytest plugin that answers a :class:`Collected` instead of running what was collected."""
-
-    def __init__(self, tree: Path, pipe: Any, files: list[str]) -> None:
-        self._tree, self._pipe, self._files = tree, pipe, files
-        self._sources = {name: (tree / name).read_text() for name in files}
-        self._importing = Coverage(data_file=None, include=files)
-
-    def serve(self, options: list[str]) -> int:
-        """Collect tests and answer; pytest's exit code."""
-        self._importing.start()
-        return int(pytest.main(options, [self]))
-
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self._importing.stop()
-        data = self._importing.get_data()
-        self._imported = {
-            name: set(data.lines(os.path.realpath(name)) or ()) for name in self._files
-        }
-        self._session = session
-        self._items = {item.nodeid: item for item in session.items}
-        self._functions = Functions()
-        gc.collect()
-        gc.freeze()  # what forks share is not written to
-        with contextlib.suppress(EOFError):
-            while asked := self._pipe.recv():
-                name, *arguments = asked
-                self._pipe.send(getattr(self, f"_{name}")(*arguments))
-        return True
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            print(report.nodeid, report.longreprtext, flush=True)
-
-    def _traced(self) -> int | None:
-        def body() -> int:
-            tracer = _Tracer(self._files)
-            self._session.config.pluginmanager.register(tracer)
-            tracer.coverage.start()
-            code = self._run(list(self._items))
-            tracer.coverage.stop()
-            told = [tracer.lines(self._files), tracer.seconds]
-            (self._tree / "traced.json").write_text(json.dumps(told))
-            return code
-
-        return in_child(self._tree, 3600, body)
-
-    def _judged(self, name: str, mutant: Mutant, limits: dict[str, float]) -> int | None:
-        if self._imported[name].intersection(mutant.lines):
-            return _NOT_IN_PLACE
-        source = self._sources[name]
-
-        def body() -> int:
-            if not self._functions.replace(name, source, mutant.applied(source)):
-                return _NOT_IN_PLACE
-            self._session.config.pluginmanager.register(_Limits(limits))
-            return self._run(list(limits))
-
-        return in_child(self._tree, sum(limits.values()) + _IMPORTING_S, body)
-
-    def _run(self, tests: list[str]) -> int:
-        """0 or 1: a test failed, the last that was run."""
-        items = [self._items[test] for test in tests]
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if self._session.testsfailed:
-                return 1
-        return 0
+    code = in_child(tree, 3600, body)
+    if code != 0:
+        print((tree / "log").read_text()[-3000:])
+        raise SystemExit(f"the tests do not pass unmutated (exit {code})")
+    lines, seconds = json.loads((tree / "traced.json").read_text())
+    found = {
+        name: {int(line): tests for line, tests in of.items() if tests}
+        for name, of in lines.items()
+    }
+    return found, seconds
 
 
 class _Tracer:
@@ -232,6 +122,12 @@ class _Tracer:
     def __init__(self, files: list[str]) -> None:
         self.coverage = Coverage(data_file=None, include=files, concurrency=["thread"])
         self.seconds: dict[str, float] = {}
+
+    def pytest_collection_finish(self) -> None:
+        self.coverage.start()  # what importing executes is no test's
+
+    def pytest_sessionfinish(self) -> None:
+        self.coverage.stop()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

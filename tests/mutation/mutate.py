@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from judging import Collected, Lines, run_anew
+from judging import Lines, run_anew, traced
 from modules import MODULES, Module
 from mutants import Mutant, mutants
 from tree_copy import ROOT, copy_of_tree
@@ -50,7 +50,6 @@ def judges(mutant: Mutant, executed: dict[int, list[str]], seconds: dict[str, fl
 
 def outcome(
     tree: Path,
-    collected: Collected,
     name: str,
     mutant: Mutant,
     limits: dict[str, float],
@@ -63,9 +62,7 @@ def outcome(
         path.write_text(mutant.applied(source))
         # Another time than any bytecode's, and than that of the mutant before.
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9 * (2 + mutant.start)))
-        how = collected.judge(name, mutant, limits) if limits else "survived"
-        if how is None:
-            how = run_anew(tree, limits)
+        how = run_anew(tree, limits) if limits else "survived"
         if how == "survived" and further:
             how = run_anew(tree, dict.fromkeys(further, _FURTHER_S))
         return how
@@ -98,7 +95,6 @@ def drawn(
 
 def work(
     tree: Path,
-    collected: Collected,
     module: Module,
     lines: Lines,
     seconds: dict[str, float],
@@ -113,13 +109,13 @@ def work(
             return
         ids = judges(mutant, lines[name], seconds)
         limits = {test: _SLACK * seconds[test] + _SLACK_S for test in ids}
-        how = outcome(tree, collected, name, mutant, limits, module.further)
+        how = outcome(tree, name, mutant, limits, module.further)
         done.put((name, mutant, len(ids), how))
 
 
 def judged(
     chosen: list[tuple[str, Mutant]],
-    workers: dict[Path, Collected],
+    trees: list[Path],
     module: Module,
     lines: Lines,
     seconds: dict[str, float],
@@ -131,10 +127,10 @@ def judged(
         todo.put(one)
     time.sleep(0.1)  # until the queue's thread has fed the first
     pids = []
-    for tree, collected in workers.items():
+    for tree in trees:
         pid = os.fork()
         if pid == 0:
-            work(tree, collected, module, lines, seconds, todo, done)
+            work(tree, module, lines, seconds, todo, done)
             done.close()
             done.join_thread()
             os._exit(0)
@@ -206,8 +202,7 @@ def main() -> None:
     trees = [ROOT / "build/mutation" / f"{given.module}{i}" for i in range(given.jobs)]
     for tree in trees:
         copy_of_tree(tree)
-    workers = {tree: Collected(tree, module.tests, files) for tree in trees}
-    lines, seconds = workers[trees[0]].traced()
+    lines, seconds = traced(trees[0], module.tests, files)
     seconds = {test: took for test, took in seconds.items() if took <= given.longest}
     population, unseen = drawn(files, lines, module, given.seed)
     chosen = population[given.first : given.first + given.sample]
@@ -218,13 +213,12 @@ def main() -> None:
         flush=True,
     )
     report = Report(given.module, given.seed, given.first, len(population), unseen)
-    for name, mutant, tests, how in judged(chosen, workers, module, lines, seconds):
+    for name, mutant, tests, how in judged(chosen, trees, module, lines, seconds):
         report.add(name, mutant, tests, how)
         if given.out:  # so far: whoever ends it can go on from here
             given.out.write_text(json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
     print(f"{given.module}: {report.outcomes} in {report.seconds} s", flush=True)
-    for tree, collected in workers.items():
-        collected.close()
+    for tree in trees:
         shutil.rmtree(tree, ignore_errors=True)
 
 

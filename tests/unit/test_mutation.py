@@ -56,19 +56,18 @@ def test_unnoticed():
 JUDGED = """
 import sys
 from pathlib import Path
+import hypothesis, xdist  # once, for all that is forked
 sys.path.insert(0, sys.argv[1])
-from judging import Collected, run_anew
+from judging import traced
 from mutants import mutants
+from mutate import outcome
 tree = Path.cwd()
 name = "code_to_mutate.py"
-collected, another = (Collected(tree, ("test_it.py",), [name]) for _ in range(2))
-lines, seconds = collected.traced()
+lines, seconds = traced(tree, ("test_it.py",), [name])
 for mutant in mutants((tree / name).read_text()):
     tests = sorted({test for line in mutant.lines for test in lines[name].get(line, [])})
     if tests:
-        print(mutant, "|", collected.judge(name, mutant, dict.fromkeys(tests, 3.0)))
-collected.close()  # of the one that the other knows the pipe of
-another.close()
+        print(mutant, "|", outcome(tree, name, mutant, dict.fromkeys(tests, 3.0), ()))
 """
 
 
@@ -78,12 +77,12 @@ def test_each_mutant_is_judged_by_the_tests_that_execute_it(tmp_path: Path) -> N
     (tmp_path / "test_it.py").write_text(TESTS)
     told = subprocess.run(
         [sys.executable, "-c", JUDGED, str(MUTATION)],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert told.returncode == 0, told.stdout + told.stderr
     assert dict(line.split(" | ") for line in told.stdout.splitlines()) == {
         "`return inner([self.count])` → `return None`": "killed",
-        "`return [each + much for each in x]` → `return None`": "None",  # closes over less
+        "`return [each + much for each in x]` → `return None`": "killed",
         "`each + much` → `(each - much)`": "killed",
         "`x < 0` → `(x <= 0)`": "survived",
         "`x += 1` → `pass`": "killed by time",
@@ -97,28 +96,6 @@ def test_each_mutant_is_judged_by_the_tests_that_execute_it(tmp_path: Path) -> N
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(MUTATION))
-
-
-@pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize(
-    ("before", "after", "in_place"),
-    [
-        ("each + much", "each - much", True),
-        ("x * 2", "x * 3", True),
-        ("LIMIT = 4", "LIMIT = 5", False),
-        ("first=1", "first=2", False),
-        ("return x\n", "return SOURCE\n", False),  # of which there is no function here
-    ],
-)
-def test_what_importing_executes_is_not_replaced(before: str, after: str, in_place: bool) -> None:
-    from in_place import Functions
-
-    names: dict[str, object] = {}
-    exec(compile(SOURCE, "here.py", "exec", dont_inherit=True), names)
-    del names["unnoticed"]
-    counter = names["Counter"]
-    assert Functions().replace("here.py", SOURCE, SOURCE.replace(before, after)) is in_place
-    assert counter().outer(3) == ([-2] if before.startswith("each") else [4])  # type: ignore[operator]
 
 
 @pytest.mark.usefixtures("parts")
