@@ -18,8 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import results_file
 import torch
@@ -27,20 +27,21 @@ import torch
 from mkernel import api
 from mkernel.backends.accelerators.ascend import AscendAccelerator, _ascend
 from mkernel.backends.accelerators.ascend.machine import Machine, load_machine
+from mkernel.backends.accelerators.ascend.moe import table_words
 from mkernel.backends.accelerators.ascend.timeline import model
-from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
-from mkernel.backends.transport import _transport
-from mkernel.cases import case_of
 from mkernel.harness.modelled import shapes
 from mkernel.harness.spec import GEMMS, Shape
-from mkernel.plan.model import LaunchPlan, OpName
-from mkernel.world.memory import Arena
+from mkernel.plan.model import LaunchPlan, MoeShape, OpName
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit" / "ascend"))
+
+from rig import World
 
 BARS = {"gemm_ratio": 0.6, "strict_times": 5.0, "model_only_cpu_s": 10.0}
 WARM_UP = 2
 TIMEOUT_S = 120.0
 M, N, K = 2048, 1024, 2048
+PRODUCT = {"m": M, "n": N, "k": K}
 SIZES: dict[OpName, dict[str, int]] = {
     **{op: {"m": M, "n": N, "k": K // 2} for op in GEMMS},
     "moe_dispatch_gemm": {
@@ -52,66 +53,20 @@ SIZES: dict[OpName, dict[str, int]] = {
 }  # fmt: skip
 """Of the calls of two ranks."""
 
-Layout = Literal["row", "column"]
 Tensors = dict[str, torch.Tensor]
 
 
-class World:
-    """Ranks of one node in this process, with calls of one plan. Closed by ``close``."""
-
-    def __init__(self, plan: LaunchPlan, backend: AscendAccelerator) -> None:
-        self.plan, self._backend = plan, backend
-        self._epoch = 0
-        self._ranks = range(plan.world_size)
-        self._memory = ExitStack()
-        self.close = self._memory.close
-        space = backend.workspace(plan)
-        self._pads = [self._allocate(_transport.pad_bytes(space.signals)) for _ in self._ranks]
-        for pad in self._pads:
-            _transport.pad_format(pad.address, space.signals)
-        self._arena = Arena(space.areas)
-        self._spaces = [self._allocate(self._arena.nbytes) for _ in self._ranks]
-
-    def _allocate(self, nbytes: int) -> SymmetricMemory:
-        memory = self._backend.allocate(nbytes)
-        self._memory.callback(memory.close)
-        return memory
-
-    def call(self, tensors: list[Tensors], trace: bool) -> list[bytes]:
-        """One call of all ranks, to its end; the ranks' traces where asked for."""
-        self._epoch += 1
-        memory = [
-            PeerMemory(pad=pad.address, workspace=space.address)
-            for pad, space in zip(self._pads, self._spaces, strict=True)
-        ]
-        launches = [
-            self._backend.launch(
-                Call(
-                    plan=self.plan,
-                    rank=rank,
-                    tensors=tensors[rank],
-                    epoch=self._epoch,
-                    number=self._epoch,
-                    pad=memory[rank].pad,
-                    workspace=memory[rank].workspace,
-                    areas=self._arena.offsets,
-                    peers={peer: memory[peer] for peer in self._ranks if peer != rank},
-                    region=0,
-                    fifo=0,
-                    timeout_s=TIMEOUT_S,
-                    trace=trace,
-                    options=options(self.plan),
-                )
-            )
-            for rank in self._ranks
-        ]
-        if not all(launch.wait(TIMEOUT_S) for launch in launches):
-            raise TimeoutError(f"a call of {self.plan.op} did not end within {TIMEOUT_S} s")
-        return [launch.trace() or b"" for launch in launches]
+def call(world: World, tensors: list[Tensors], trace: bool) -> list[bytes]:
+    """Make one call of all ranks, to its end; return the ranks' traces where asked for."""
+    world.epoch += 1
+    launches = [world.launch(rank, own, trace=trace) for rank, own in enumerate(tensors)]
+    if not all(launch.wait(TIMEOUT_S) for launch in launches):
+        raise TimeoutError(f"a call of {world.plan.op} did not end within {TIMEOUT_S} s")
+    return [launch.trace() or b"" for launch in launches]
 
 
-def planned(op: OpName, ranks: int, sizes: dict[str, Any], layout: Layout = "row") -> LaunchPlan:
-    """As the planner has it, on all cores of the simulated chip."""
+def planned(op: OpName, ranks: int, sizes: dict[str, int], layout: str = "row") -> LaunchPlan:
+    """Plan a call on all cores of the simulated chip."""
     return api.plan(
         op,
         out_dtype="float32" if op in GEMMS else "float16",
@@ -123,27 +78,17 @@ def planned(op: OpName, ranks: int, sizes: dict[str, Any], layout: Layout = "row
     )
 
 
-def inputs(plan: LaunchPlan, seed: int) -> list[Tensors]:
-    """Fresh ones for each rank, and what the caller allocates, full of NaN."""
-    case = case_of(plan.op)(
-        sizes=plan.shape.model_dump(exclude={"kind"}),
-        dtype=plan.dtype,
-        out_dtype=plan.out_dtype,
-        layout=plan.b_layout,
-    )
-    made = []
-    for rank in range(plan.world_size):
-        tensors = case.inputs(rank, plan.world_size, seed)
-        if not plan.op.startswith("moe"):  # whose outputs the backend allocates
-            for name, (shape, dtype) in case.results(plan.world_size).items():
-                tensors[name] = torch.full(shape, float("nan"), dtype=dtype)
-        made.append(tensors)
+def inputs(world: World, seed: int) -> list[Tensors]:
+    """Draw fresh ones for each rank, beside what the caller allocates, full of poison."""
+    made: list[Tensors] = world.tensors(seed)
+    plan = world.plan
+    if isinstance(shape := plan.shape, MoeShape):  # the backend allocates its outputs
+        words = 1 + table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+        for own in made:
+            for name in world.case.results(plan.world_size):
+                del own[name]
+            own["routing"] = torch.empty(words, dtype=torch.int32)
     return made
-
-
-def options(plan: LaunchPlan) -> dict[str, Any]:
-    """The op's scalars."""
-    return {"scale": plan.shape.head_dim**-0.5} if plan.op == "ring_attention" else {}
 
 
 def seconds(action: Callable[..., object], *arguments: Any, **named: Any) -> float:
@@ -155,67 +100,40 @@ def seconds(action: Callable[..., object], *arguments: Any, **named: Any) -> flo
 
 def traced_and_replayed(world: World, tensors: list[Tensors], machine: Machine) -> None:
     """A call, and its modelled time."""
-    model(world.call(tensors, trace=True), machine, tracks=False)
+    model(call(world, tensors, trace=True), machine, tracks=False)
 
 
-def gemm(layout: Layout, slots: int, repeat: int) -> dict[str, float]:
-    """One rank's product, functional and strict, and torch's: medians and how they compare."""
-    plan = planned("all_gather_gemm", 1, {"m": M, "n": N, "k": K}, layout)
-    functional = World(plan, AscendAccelerator(slots=slots))
-    strict = World(plan, AscendAccelerator(slots=slots, strict=_ascend.Strict()))
-    machine = load_machine()
-    took: dict[str, list[float]] = {"functional": [], "strict": [], "torch": []}
-    worst = 0.0
-    for i in range(WARM_UP + repeat):
-        tensors = inputs(plan, i)
-        wide = [tensors[0][name].float() for name in ("a", "b")]
-        want = torch.empty(M, N)
-        times = {
-            "functional": seconds(functional.call, tensors, trace=False),
-            "torch": seconds(torch.mm, *wide, out=want),
-        }
-        difference = torch.linalg.norm(tensors[0]["out"] - want) / torch.linalg.norm(want)
-        worst = max(worst, float(difference))
-        times["strict"] = seconds(traced_and_replayed, strict, tensors, machine)
-        for name, each in times.items():
-            if i >= WARM_UP:
-                took[name].append(each)
-    functional.close()
-    strict.close()
+def compared(plan: LaunchPlan, slots: int, repeat: int) -> dict[str, float]:
+    """Time a call's functional and its strict run by turns, and torch's product where one rank's is the
+    whole call: medians and how they compare."""
+    machine, took, worst = load_machine(), dict[str, list[float]](), 0.0
+    with (
+        World(plan, slots=slots) as functional,
+        World(plan, slots=slots, strict=_ascend.Strict()) as strict,
+    ):
+        for i in range(WARM_UP + repeat):
+            tensors = inputs(functional, i)
+            times = {"functional": seconds(call, functional, tensors, trace=False)}
+            if plan.world_size == 1:
+                want = torch.empty(M, N)
+                wide = [tensors[0][name].float() for name in ("a", "b")]
+                times["torch"] = seconds(torch.mm, *wide, out=want)
+                off = torch.linalg.norm(tensors[0]["out"] - want) / torch.linalg.norm(want)
+                worst = max(worst, float(off))
+            times["strict"] = seconds(traced_and_replayed, strict, tensors, machine)
+            for name, each in times.items():
+                if i >= WARM_UP:
+                    took.setdefault(name, []).append(each)
     middle = {name: statistics.median(each) for name, each in took.items()}
-    flops = 2.0 * M * N * K
-    return {
-        **{f"{name}_ms": round(each * 1e3, 2) for name, each in middle.items()},
-        "functional_gflops": round(flops / middle["functional"] / 1e9, 1),
-        "torch_gflops": round(flops / middle["torch"] / 1e9, 1),
-        "gemm_ratio": round(middle["torch"] / middle["functional"], 3),
-        "strict_times": round(middle["strict"] / middle["functional"], 2),
-        "worst_difference": worst,
-    }
-
-
-def strict_call(op: OpName, slots: int, repeat: int) -> dict[str, float]:
-    """A whole call of two ranks: strict and timed against functional."""
-    plan = planned(op, 2, SIZES[op])
-    functional = World(plan, AscendAccelerator(slots=slots))
-    strict = World(plan, AscendAccelerator(slots=slots, strict=_ascend.Strict()))
-    machine = load_machine()
-    plain, checked = [], []
-    for i in range(WARM_UP + repeat):
-        tensors = inputs(plan, i)
-        first = seconds(functional.call, tensors, trace=False)
-        then = seconds(traced_and_replayed, strict, tensors, machine)
-        if i >= WARM_UP:
-            plain.append(first)
-            checked.append(then)
-    functional.close()
-    strict.close()
-    mine, other = statistics.median(plain), statistics.median(checked)
-    return {
-        "functional_ms": round(mine * 1e3, 2),
-        "strict_ms": round(other * 1e3, 2),
-        "strict_times": round(other / mine, 2),
-    }
+    found = {f"{name}_ms": round(each * 1e3, 2) for name, each in middle.items()}
+    found["strict_times"] = round(middle["strict"] / middle["functional"], 2)
+    if plan.world_size == 1:
+        flops = 2.0 * M * N * K
+        found["functional_gflops"] = round(flops / middle["functional"] / 1e9, 1)
+        found["torch_gflops"] = round(flops / middle["torch"] / 1e9, 1)
+        found["gemm_ratio"] = round(middle["torch"] / middle["functional"], 3)
+        found["worst_difference"] = worst
+    return found
 
 
 def model_only(op: OpName) -> dict[str, float]:
@@ -238,9 +156,12 @@ def main() -> int:
     cpus = len(os.sched_getaffinity(0))
     torch.set_num_threads(cpus)
     parts: dict[str, dict[str, dict[str, float]]] = {
-        "gemm": {f"b_{b}_major": gemm(b, cpus, repeat) for b in ("row", "column")},
+        "gemm": {
+            f"b_{b}_major": compared(planned("all_gather_gemm", 1, PRODUCT, b), cpus, repeat)
+            for b in ("row", "column")
+        },
         "strict": {
-            op: strict_call(op, cpus, max(3, repeat // 3))
+            op: compared(planned(op, 2, SIZES[op]), cpus, max(3, repeat // 3))
             for op in AscendAccelerator().capabilities().ops
             if op in SIZES  # moe_combine follows a dispatch, which has most of the work
         },
@@ -256,7 +177,7 @@ def main() -> int:
     results_file.write(
         "ascend_speed",
         {
-            "shape": {"m": M, "n": N, "k": K},
+            "shape": PRODUCT,
             "calls_of_two_ranks": SIZES,
             "threads": cpus,
             "load": [round(each, 1) for each in os.getloadavg()],

@@ -117,7 +117,7 @@ def of_one_rank(calls: int, repeats: int, shapes: int, cuda: bool) -> dict[str, 
         with torch.enable_grad():
             found[f"{op} known, grad"] = timer.us(lambda run=run, a=a, b=weight: run(a, b))
     found |= left_behind(*operands(OPS[2], device))
-    firsts, after = [], []
+    firsts = []
     run = getattr(mkernel, OPS[2])
     ranks, most = mkernel.world().size, 8 * shapes
     b = torch.ones(64, 64, dtype=a.dtype, device=device)
@@ -137,7 +137,6 @@ def of_one_rank(calls: int, repeats: int, shapes: int, cuda: bool) -> dict[str, 
         run = getattr(mkernel, op)
         a, b = operands(op, device)
         found[f"{op} several"] = timer.us(lambda run=run, a=a, b=b: run(a, b))
-        after.append(found[f"{op} several"])
     return found
 
 
