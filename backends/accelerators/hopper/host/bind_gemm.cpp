@@ -277,8 +277,6 @@ void bind_few_rows(py::module_& module) {
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH_BYTES") = kFewDepthBytes;
     module.attr("MAIL_BYTES") = kMailBytes;
-    module.def("trace_few_rows", &trace_few_rows, "address"_a, "calls"_a);
-    module.attr("FEW_ROWS_MARKS") = static_cast<int>(FewRowsMark::count);
     module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 

@@ -40,8 +40,6 @@ void check_norm(int ranks, const Product& product, const FewRowsSchedule& schedu
     }
 }
 
-Trace trace_of_calls;
-
 auto* launch_of(const Product& product) {
     if (product.scaling != Scaling::none) {
         return product.half ? &launch_few_rows<__half, __nv_fp8_e4m3>
@@ -52,11 +50,6 @@ auto* launch_of(const Product& product) {
 }
 
 }  // namespace
-
-void trace_few_rows(std::uint64_t address, std::uint32_t calls) {
-    if (!kTraced) throw std::runtime_error("few_rows is traced in builds with MKERNEL_TRACE alone");
-    trace_of_calls = {reinterpret_cast<std::uint64_t*>(address), calls};
-}
 
 int few_rows_height(int m) {
     for (const int height : {16, 32, 64, 128}) {
@@ -104,7 +97,6 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
     args.norm = norm;
-    args.trace = trace_of_calls;
     cuda::check(launch_of(product)(args, product.n_major, schedule.splits, product.blocks,
                                    cuda::stream_at(stream)),
                 "launching few_rows");

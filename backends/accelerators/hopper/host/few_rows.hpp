@@ -27,10 +27,6 @@ void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
               const RowNorm& norm, std::uint64_t stream);
 
-// Makes later calls of this process leave their traces there (device/trace.cuh), of the last `calls` epochs;
-// only in a build with MKERNEL_TRACE.
-void trace_few_rows(std::uint64_t address, std::uint32_t calls);
-
 // A plan's calls in one world.
 class FewRowsCalls {
   public:

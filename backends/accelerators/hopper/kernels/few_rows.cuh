@@ -24,7 +24,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "backends/accelerators/hopper/device/trace.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/row_norm.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
@@ -53,21 +52,6 @@ struct FewRowsArgs {
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
     RowNorm norm;    // of AllReduce, where there are as many clusters as tiles
-    Trace trace;
-};
-
-// The marks of a block's trace, in order; they are the first multiplier's, except `loaded`, the loader's.
-enum class FewRowsMark : std::uint8_t {
-    begun,       // the block
-    free,        // the grid before is over
-    come,        // the first weights
-    loaded,      // the last loads are under way
-    multiplied,  // all weights
-    together,    // partial sums of the cluster are there
-    sent,        // this thread's part of them
-    taken,       // what the peers sent
-    ended,
-    count
 };
 
 // Returns the rows of the kernel which runs m rows, a multiple of 16; boxes of `a` are as high.

@@ -25,7 +25,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const bool multiplies = threadIdx.x < kFewMultipliers;
 
     if (threadIdx.x == 0) {
-        shared.mark(FewRowsMark::begun);
         for (int stage = 0; stage < S::kStages; ++stage) {
             shared.full[stage].init(1);
             shared.empty[stage].init(kFewMultipliers / 32);
@@ -53,7 +52,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             if (loads) {
                 load_few<kRows, In, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
                 if (tile + clusters >= tiles) ptx::let_next_grid_start();
-                shared.mark(FewRowsMark::loaded);
             }
             __syncwarp();
             for (int barrier = 0; barrier < 2; ++barrier) ptx::cluster_barrier();
@@ -64,28 +62,22 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     ptx::more_registers<232>();
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-    const bool marks = kTraced && threadIdx.x == 0;
-    if (marks) shared.mark(FewRowsMark::free);
     Cursor<S::kStages> stage;
     for (int tile = begin; tile < tiles; tile += clusters) {
         {
             float sum[kRows / 2];
             multiply_few<kRows, In, kNMajorB>(shared, stage, group, end - first, sum);
-            if (marks) shared.mark(FewRowsMark::multiplied);
             multipliers_barrier();  // all have read the stages
             write_few<kRows>(shared, group, args.m, sum);
         }
         ptx::cluster_barrier();  // partial sums are there
-        if (marks) shared.mark(FewRowsMark::together);
         const FewShare share(args, tile, part, splits);
         const auto exchange = [&]<bool kUnrounded>() {
             FewExchange<kRows, Element, In, kUnrounded> parts(shared, args, share);
             parts.send(splits);
-            if (marks) shared.mark(FewRowsMark::sent);
             __syncwarp();
             ptx::cluster_arrive();  // and have been read
             parts.receive(waiter, tile);
-            if (marks) shared.mark(FewRowsMark::taken);
             __syncwarp();
         };
         if (args.unrounded) {
@@ -99,10 +91,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     }
     if (args.norm.weight != nullptr) {
         FewNorm<kRows, Element>(shared, args, begin, part, splits).run();
-    }
-    if (marks) {
-        shared.mark(FewRowsMark::ended);
-        shared.trace.store(args.trace, shared.epoch);
     }
 }
 

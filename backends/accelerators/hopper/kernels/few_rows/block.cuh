@@ -30,9 +30,6 @@ struct FewRows {
     ptx::Mbarrier empty[kStages];
     std::uint64_t epoch;
     int normalises;  // FewNorm's
-    BlockTrace<static_cast<int>(FewRowsMark::count)> trace;
-
-    __device__ void mark(FewRowsMark which) { trace.mark(static_cast<int>(which)); }
 
     // The partial sums [kRows, kPitch], in the place of the stages once all of them were multiplied.
     __device__ float* sums() { return reinterpret_cast<float*>(stages); }

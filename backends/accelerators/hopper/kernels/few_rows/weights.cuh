@@ -54,7 +54,6 @@ __device__ __forceinline__ void multiply_few(FewRows<kRows>& shared,
     Cursor<S::kStages> before = stage;
     for (int step = 0; step < steps; ++step) {
         shared.full[stage.slot].wait(stage.parity);
-        if (kTraced && step == 0 && threadIdx.x == 0) shared.mark(FewRowsMark::come);
         const unsigned char* at = shared.stages[stage.slot];
         std::uint64_t weights = ptx::descriptor(at + group * S::kWeightBytes / 2, 0, kAtomBytes);
         std::uint64_t rows = ptx::descriptor(at + S::kWeightBytes, 0, kAtomBytes);
