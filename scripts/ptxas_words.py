@@ -20,17 +20,15 @@ QUICK = "--Ofast-compile=max"
 
 
 def words_of(built: Path, source: Path) -> str | None:
-    """What was said when ``source`` became ``built``. None where that is not known, where a file that
-    nvcc read then, ``source`` among them, is another one now, and where it was built with traces or
-    without optimisation."""
+    """Return what was said when ``source`` became ``built``. None where that is not known, where a file
+    that nvcc read then, ``source`` among them, is another one now, and where it was built without
+    optimisation."""
     try:
         kept = json.loads(Path(f"{built}.ptxas").read_text())
     except FileNotFoundError:
         return None
     read, command = kept["read"], kept["command"]
-    if str(source) not in read or "-O3" not in command:
-        return None
-    if "-DMKERNEL_TRACE" in command or QUICK in command:
+    if str(source) not in read or "-O3" not in command or QUICK in command:
         return None
     try:
         same = all(_digest(Path(file)) == digest for file, digest in read.items())

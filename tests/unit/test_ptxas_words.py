@@ -68,12 +68,12 @@ def test_nothing_is_told_of_files_that_are_others_now(
     assert kernel.words() is not None
 
 
-def test_nothing_is_told_of_another_source_or_of_other_options(kernel: Kernel) -> None:
+def test_nothing_is_told_of_another_source_or_of_kernels_compiled_quickly(kernel: Kernel) -> None:
     assert ptxas_words.main(kernel.command) == 0
     assert ptxas_words.words_of(kernel.built, kernel.source.with_name("other.cu")) is None
     others = kernel.command.copy()
     others[3] = "-O0"
-    for command in (others, [*kernel.command, "-DOTHER"]):
+    for command in (others, [*kernel.command, ptxas_words.QUICK]):
         assert ptxas_words.main(command) == 0
         assert kernel.words() is None
 
