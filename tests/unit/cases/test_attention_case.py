@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from judged import wrong
 
 from mkernel.cases import attention, case_of
 from mkernel.cases.attention import RingAttentionCase
-from mkernel.cases.base import TOLERANCE, Case, Outcome
+from mkernel.cases.base import TOLERANCE, Case
 from mkernel.cases.comparison import Comparison
 
 WORLD, RANK = 4, 1
@@ -65,13 +66,7 @@ def right(
 
 
 def judge(each: Case, outputs: Outputs, iteration: int = 2) -> set[str]:
-    """Which outputs are wrong."""
-    outcome = Outcome(outputs, None, None)  # type: ignore[arg-type]
-    found = each.judge(outcome, RANK, WORLD, iteration)
-    limits = each.tolerances()
-    wrong = {name for name, one in found.items() if not one.error <= limits[name]}
-    assert each.passed(found) == (not wrong)
-    return wrong
+    return wrong(each, outputs, RANK, WORLD, iteration)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -158,9 +153,9 @@ def unwritten(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_fail(fault: str) -> None:
-    causal, wrong, planted = FAULTS[fault]
+    causal, names, planted = FAULTS[fault]
     each = case(causal)
-    assert judge(each, planted(each)) == wrong
+    assert judge(each, planted(each)) == names
 
 
 @pytest.mark.parametrize("causal", [False, True])

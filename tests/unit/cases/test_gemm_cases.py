@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from judged import wrong
 
 from mkernel.cases import Comparison, case_of, gemm
-from mkernel.cases.base import TOLERANCE, Case, Outcome
+from mkernel.cases.base import TOLERANCE, Case
 from mkernel.errors import UnknownOp
 
 WORLD = 4
@@ -33,8 +34,7 @@ def right(each: Case, iteration: int = 2, rank: int = 1) -> torch.Tensor:
 
 
 def judge(each: Case, result: torch.Tensor, iteration: int = 2) -> bool:
-    outcome = Outcome({"out": result}, None, None)  # type: ignore[arg-type]
-    return each.passed(each.judge(outcome, 1, WORLD, iteration))
+    return not wrong(each, {"out": result}, 1, WORLD, iteration)
 
 
 @pytest.mark.parametrize("op", GEMMS)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from judged import wrong
 
 from mkernel.cases import case_of
-from mkernel.cases.base import Case, Outcome
+from mkernel.cases.base import Case
 from mkernel.cases.moe import ROUTINGS
 from mkernel.conformance.ranks import _differs
 
@@ -83,13 +84,9 @@ def right(
 
 
 def judge(each: Case, outputs: Outputs, iteration: int = 2) -> tuple[bool, set[str]]:
-    """The verdict, and which outputs are wrong."""
-    outcome = Outcome(outputs, None, None)  # type: ignore[arg-type]
-    found = each.judge(outcome, RANK, WORLD, iteration)
-    limits = each.tolerances()
-    wrong = {name for name, one in found.items() if not one.error <= limits.get(name, 0.0)}
-    assert each.passed(found) == (not wrong)
-    return not wrong, wrong
+    """Return the verdict, and which outputs are wrong."""
+    names = wrong(each, outputs, RANK, WORLD, iteration)
+    return not names, names
 
 
 @pytest.mark.parametrize(
@@ -187,8 +184,8 @@ def rows_of(each: Case) -> int:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_fail(fault: str) -> None:
     each = case()
-    wrong, planted = FAULTS[fault]
-    assert judge(each, planted(each)) == (False, wrong)
+    names, planted = FAULTS[fault]
+    assert judge(each, planted(each)) == (False, names)
 
 
 @pytest.mark.parametrize("fault", ["weights ignored", "off by one expert"])
@@ -285,13 +282,13 @@ def combined(each: Case, iteration: int = 2, *, shift: int = 0, weighted: bool =
 def test_combine(routing: str) -> None:
     each = combine_case(routing=routing)
     assert judge(each, combined(each))[0]
-    for wrong in (
+    for off in (
         combined(each, shift=1),
         combined(each, weighted=False),
         combined(each, iteration=1),
         {"out": torch.zeros(SIZES["tokens"], SIZES["features"])},
     ):
-        assert not judge(each, wrong)[0]
+        assert not judge(each, off)[0]
 
 
 def test_a_row_that_may_be_rounded_either_way_excuses_its_elements_alone() -> None:
