@@ -68,15 +68,10 @@ def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
     assert run.provenance["commit_from"] == "asserted"
     assert run.provenance["dirty"] is None
     assert run.provenance["hardware"]["device"] in ("cpu", "cuda")
+    chosen = ("test_some.py", "-k", "passes", "-m", "not xfail")
     found = pytest_with_report(
-        tmp_path, "test_some.py", "-k", "passes", "--commit", "c" * 40,
-        MKERNEL_RANKS_PER_DEVICE="2",
-    )  # fmt: skip
+        tmp_path, *chosen, "--commit", "c" * 40, MKERNEL_RANKS_PER_DEVICE="2"
+    )  # what is chosen otherwise is a run of its own
     assert [each.counts["passed"] for each in found.runs] == [2, 2]
-    assert found.runs[1].selection == ("test_some.py", "-k", "passes")
-    found = pytest_with_report(
-        tmp_path, "test_some.py", "-m", "not xfail", "--commit", "c" * 40
-    )  # what other marks choose is a run of its own
-    assert len(found.runs) == 3
-    assert found.runs[2].selection == ("test_some.py", "-m", "not xfail")
+    assert found.runs[1].selection == chosen
     assert found.runs[1].ranks_per_device == 2
