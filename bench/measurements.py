@@ -52,7 +52,7 @@ WRONG_ORDERS = ("flag_before_data", "flag_on_another_stream")
 SCHEDULING = {os.SCHED_RR: "real-time, round robin", os.SCHED_OTHER: "normal"}
 JOBS = 3
 GPUS, NICS_EACH = 8, 4
-NODES = (1, 64, 1024, 4096, 16384)
+NODES = (1, 64, 1024, 4096, 8192)  # the hopper backend has flags for 114,688 ranks
 PLANNED = {"m": 131072, "n": 28672, "k": 8192}
 PLAN = """
 import atexit, pathlib, sys
