@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import kept_ranks
 import numpy as np
 import pytest
 import torch
@@ -43,7 +44,7 @@ def keys_after(shapes: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize(("accelerator", "nodes"), [("streams", 1), ("ascend", 2)])
 def test_the_store_forgets_what_every_rank_has_read(accelerator: str, nodes: int) -> None:
     options: dict[str, Any] = {"nodes": nodes, "ranks_per_node": 2 // nodes}
-    for few, many in mkernel.launch(keys_after, (5, 40), accelerator=accelerator, **options):
+    for few, many in kept_ranks.run(keys_after, (5, 40), accelerator=accelerator, **options):
         assert many <= few + 4  # a rank may be about to delete what it told last
 
 
@@ -78,7 +79,7 @@ def kept_after(shapes: int) -> tuple[list[int], float]:
 @pytest.mark.parametrize("name", ["queueing_backend:Queueing", "streams", "ascend"])
 def test_a_world_keeps_the_last_shapes_only(name: str) -> None:
     """A shape that comes back is planned, agreed on and given its workspace again."""
-    found = mkernel.launch(kept_after, 5 * FEW, accelerator=name, ranks_per_node=2)
+    found = kept_ranks.run(kept_after, 5 * FEW, accelerator=name, ranks_per_node=2)
     assert found == [([*kept], 0.0) for kept, _ in found]
     for kept, _ in found:
         assert max(kept) <= 2 * FEW
@@ -159,7 +160,7 @@ def test_any_number_of_shapes_shares_memory_and_signals(nic: str | None) -> None
     way: dict[str, Any] = {"nodes": 2, "ranks_per_node": 1, "nic": nic, "verbs": "soft"}
     if nic is None:
         way = {"ranks_per_node": 2}
-    found = mkernel.launch(many_shapes, 20 * FEW, accelerator="ascend", **way)
+    found = kept_ranks.run(many_shapes, 20 * FEW, accelerator="ascend", **way)
     for wrong, (some, all_of_them) in found:
         assert not wrong
         assert all_of_them == some

@@ -22,7 +22,6 @@ pytestmark = [
 
 BACKEND = "starting_backend:Starting"
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-MODES = ("row", "block", "tensor", "number")
 M, N, K = 64, 256, 256
 SCALES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "row": ((M, 1), (1, N)),
@@ -97,15 +96,20 @@ def repeated(op: str, mode: str, stale: bool) -> tuple[list[bool], list[float]]:
     return began, errors
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "mode"),
+    [
+        *((op, mode) for op in OPS for mode in ("row", "block")),
+        ("all_gather_gemm", "tensor"), ("gemm_all_reduce", "number"),
+    ],
+)  # fmt: skip
 def test_every_call_has_its_own_scales(op: str, mode: str) -> None:
     for began, errors in in_ranks(repeated, op, mode, False, ranks=2):
         assert began == [False, True, True, True]
         assert max(errors) < WRONG
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SCALES)
 def test_scales_of_the_call_before_are_caught(mode: str) -> None:
     """The planted fault; the first call by a starter has none before it."""
     for began, errors in in_ranks(repeated, "gemm_all_reduce", mode, True, ranks=2):
@@ -133,7 +137,8 @@ def test_scales_that_were_written_to_between_calls() -> None:
 
 
 def situations() -> dict[str, tuple[int, str]]:
-    """By situation: calls that began without Python (of one), and what was raised."""
+    """By situation: calls that began without Python (of one), and what was raised. What is said of
+    wrong ones is in tests/unit/ops/test_refused_alone.py."""
     op, of = "gemm_all_reduce", given(0)
     called(op, of)
     found: dict[str, tuple[int, str]] = {}
@@ -192,30 +197,6 @@ def test_what_differs_goes_through_python(found: dict[str, tuple[int, str]]) -> 
         "the same", "the same again", "that out_dtype again", "no_grad", "out again", "a bias again",
         "the registered op",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("situation", "kind", "names"),
-    [
-        ("a_scale of other rows", "ShapeError", "a_scale"),
-        ("b_scale of other columns", "ShapeError", "b_scale"),
-        ("a_scale in float64", "DtypeError", "a_scale.dtype"),
-        ("b_scale in float64", "DtypeError", "b_scale.dtype"),
-        ("a_scale elsewhere", "", "a_scale"),
-        ("b_scale elsewhere", "", "b_scale"),
-        ("no a_scale", "ArgumentError", "a_scale"),
-        ("no b_scale", "ArgumentError", "b_scale"),
-        ("a_scale requires grad", "ArgumentError", "a_scale = a tensor that requires grad"),
-        ("b_scale requires grad", "ArgumentError", "b_scale = a tensor that requires grad"),
-    ],
-)
-def test_it_is_refused_by_name(
-    found: dict[str, tuple[int, str]], situation: str, kind: str, names: str
-) -> None:
-    calls, raised = found[situation]
-    assert calls == 0
-    assert raised.startswith(kind)
-    assert names in raised
 
 
 def test_what_is_legal_is_computed(found: dict[str, tuple[int, str]]) -> None:

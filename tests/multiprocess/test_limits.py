@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import kept_ranks
 import pytest
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def test_one_element_and_sizes_that_nothing_divides() -> None:
     sizes += [("ring_attention",
                {"batch": 1, "heads": 1, "kv_heads": 1, "sequence": 2, "head_dim": 8,
                 "causal": 0})]  # fmt: skip
-    assert mkernel.launch(judged, sizes, accelerator="streams", ranks_per_node=2) == [[], []]
+    assert kept_ranks.run(judged, sizes, accelerator="streams", ranks_per_node=2) == [[], []]
 
 
 def test_as_many_ranks_as_every_machine_starts() -> None:
@@ -123,7 +124,7 @@ SAID = {
 
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
 def test_beyond_a_limit_the_limit_the_value_and_what_to_do_are_named(accelerator: str) -> None:
-    for said in mkernel.launch(refusals, accelerator, accelerator=accelerator, ranks_per_node=2):
+    for said in kept_ranks.run(refusals, accelerator, accelerator=accelerator, ranks_per_node=2):
         assert said.keys() == SAID.keys()
         for name, words in SAID.items():
             assert [word for word in words if word not in said[name]] == [], (name, said[name])
@@ -167,7 +168,7 @@ def routed(kind: str) -> list[str]:
 @pytest.mark.parametrize(("accelerator", "nodes"), [("streams", 1), ("ascend", 1), ("ascend", 2)])
 def test_routings_at_their_edge(accelerator: str, nodes: int, kind: str) -> None:
     ranks: dict[str, Any] = {"nodes": nodes, "ranks_per_node": 2}
-    assert mkernel.launch(routed, kind, accelerator=accelerator, **ranks) == [[]] * 2 * nodes
+    assert kept_ranks.run(routed, kind, accelerator=accelerator, **ranks) == [[]] * 2 * nodes
 
 
 def far_out() -> list[str]:
@@ -190,4 +191,4 @@ def far_out() -> list[str]:
 
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
 def test_offsets_beyond_32_bits(accelerator: str) -> None:
-    assert mkernel.launch(far_out, accelerator=accelerator, ranks_per_node=2) == [[], []]
+    assert kept_ranks.run(far_out, accelerator=accelerator, ranks_per_node=2) == [[], []]

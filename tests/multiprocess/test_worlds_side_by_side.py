@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import kept_ranks
 import pytest
 from in_world import DEADLINE_S, gathers, stores
 
@@ -55,9 +56,9 @@ def alternates(port: int, default_ends_first: bool) -> None:
 )
 def test_two_worlds_take_turns(accelerator: str, nodes: int, default_ends_first: bool) -> None:
     store, port = host_store(2 * nodes, 30)
-    mkernel.launch(
+    kept_ranks.run(
         alternates, port, default_ends_first,
-        nodes=nodes, ranks_per_node=2, accelerator=accelerator, timeout_s=DEADLINE_S,
+        nodes=nodes, ranks_per_node=2, accelerator=accelerator
     )  # fmt: skip
     del store
 
@@ -77,8 +78,8 @@ def threads_left(port: int) -> int:
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
 def test_worlds_leave_no_thread(accelerator: str) -> None:
     store, port = host_store(2, 30)
-    found = mkernel.launch(
-        threads_left, port, ranks_per_node=2, accelerator=accelerator, timeout_s=DEADLINE_S,
+    found = kept_ranks.run(
+        threads_left, port, ranks_per_node=2, accelerator=accelerator
     )  # fmt: skip
     assert found == [0, 0]
     del store
@@ -106,8 +107,8 @@ def fails_beside(port: int) -> None:
 @pytest.mark.parametrize(("accelerator", "nodes"), [("streams", 2), ("ascend", 1), ("ascend", 2)])
 def test_a_world_outlives_the_failure_of_another(accelerator: str, nodes: int) -> None:
     store, port = host_store(2 * nodes, 30)
-    mkernel.launch(
+    kept_ranks.run(
         fails_beside, port,
-        nodes=nodes, ranks_per_node=2, accelerator=accelerator, timeout_s=DEADLINE_S,
+        nodes=nodes, ranks_per_node=2, accelerator=accelerator
     )  # fmt: skip
     del store

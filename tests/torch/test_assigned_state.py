@@ -107,9 +107,8 @@ def unshared(name: str, make: Callable[[], Module], usual: Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_keeps_its_part_alone(ranks: int) -> None:
-    assert not any(on_ranks(assigned, ranks=ranks))
+def test_a_rank_keeps_its_part_alone() -> None:
+    assert not any(on_ranks(assigned))
 
 
 def from_parameters() -> None:

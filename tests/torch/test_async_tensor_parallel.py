@@ -591,9 +591,7 @@ def local(x: Tensor | None) -> Tensor:
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
-def steps(
-    world: mkernel.World, sequence_dim: int | None, bias: bool, codegen: bool
-) -> tuple[Step, Step]:
+def steps(world: mkernel.World, sequence_dim: int | None, bias: bool) -> tuple[Step, Step]:
     """One step of a model as it is, and one of it compiled: output and gradients, all of them whole."""
     mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
@@ -616,13 +614,7 @@ def steps(
 
     plain = step(model, Report())
     with mkernel.enable_async_tensor_parallel() as enabled:
-        if not codegen:
-            return plain, step(compiled(model), enabled.report)
-        with (
-            config.patch(fx_graph_cache=False),
-            functorch_config.patch(enable_autograd_cache=False),
-        ):
-            return plain, step(torch.compile(model, fullgraph=True), enabled.report)
+        return plain, step(compiled(model), enabled.report)
 
 
 FUSED: dict[int | None, list[str]] = {
@@ -633,21 +625,9 @@ FUSED[1] = FUSED[0]
 """A step's calls. What gate and up add to the input's gradient is summed apart."""
 
 
-@pytest.mark.parametrize(
-    ("sequence_dim", "bias", "codegen"),
-    [
-        (None, True, False),
-        (0, False, False),
-        (1, True, False),
-        (1, False, True),
-    ],
-)
-def test_models_of_parallelize_module(
-    sequence_dim: int | None, bias: bool, codegen: bool, tmp_path: Path
-) -> None:
-    found = ranks(
-        with_a_world, tmp_path, steps, sequence_dim, bias, codegen, size=RANKS,
-    )  # fmt: skip
+@pytest.mark.parametrize(("sequence_dim", "bias"), [(None, True), (0, False), (1, True)])
+def test_models_of_parallelize_module(sequence_dim: int | None, bias: bool, tmp_path: Path) -> None:
+    found = ranks(with_a_world, tmp_path, steps, sequence_dim, bias, size=RANKS)
     for plain, fused in found:
         assert plain.calls == []
         assert fused.calls == FUSED[sequence_dim]

@@ -149,27 +149,3 @@ def within_a_function_mode() -> str:
 def test_a_function_mode_sees_the_call() -> None:
     for name in on_ranks(within_a_function_mode):
         assert name.startswith("GeneratedBackwardFor_mkernel_all_gather_gemm")
-
-
-def needs(which: int) -> list[bool]:
-    """Whether a and b have a gradient."""
-    world = mkernel.world()
-    given = [operand("a", world.rank, ROWS, K), operand("b", 0, K, N)]
-    given[which].requires_grad_()
-    mkernel.all_gather_gemm(*given).sum().backward()
-    return [each.grad is not None for each in given]
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_only_what_requires_a_gradient_gets_one(which: int) -> None:
-    assert on_ranks(needs, which) == [[which == 0, which == 1]] * 2
-
-
-def test_calls_without_gradients_leave_no_graph() -> None:
-    assert on_ranks(leaves_no_graph) == [True, True]
-
-
-def leaves_no_graph() -> bool:
-    a = operand("a", 0, ROWS, K).requires_grad_()
-    with torch.no_grad():
-        return mkernel.all_gather_gemm(a, operand("b", 0, K, N)).grad_fn is None

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Linear, Module, Sequential
 
 import mkernel
-from mkernel.errors import ArgumentError
 from mkernel.nn import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -95,40 +94,3 @@ def test_a_pair_of_layers_is_the_unsharded_one(
             torch.testing.assert_close(
                 found[name].double(), each, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
-
-
-def reloaded() -> tuple[bool, str]:
-    """Whether its own state dict and the whole layer's load alike; what is said of another's."""
-    whole = Linear(HIDDEN, INNER)
-    made = ColumnParallelLinear(HIDDEN, INNER)
-    made.load_state_dict(whole.state_dict())
-    again = ColumnParallelLinear(HIDDEN, INNER)
-    again.load_state_dict(made.state_dict())
-    same = all(
-        torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True)
-    )
-    try:
-        made.load_state_dict(Linear(HIDDEN, INNER + 2).state_dict())
-    except RuntimeError as error:
-        return same, str(error)
-    return same, ""
-
-
-def refused() -> str:
-    try:
-        RowParallelLinear(HIDDEN + 1, INNER)
-    except ArgumentError as error:
-        return str(error)
-    return ""
-
-
-def test_state_dicts_of_the_part_and_of_the_whole_are_loaded() -> None:
-    for same, error in on_ranks(reloaded):
-        assert same
-        assert "size mismatch" in error
-
-
-def test_features_that_ranks_cannot_share_are_refused_by_name() -> None:
-    for error in on_ranks(refused):
-        assert "in_features" in error
-        assert str(HIDDEN + 1) in error

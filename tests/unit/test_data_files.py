@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.hopper import machine as hopper
 from mkernel.backends.cuda import chips
 from mkernel.errors import InputFileError
-from mkernel.topology.cost import LinkConstants, MachineConstants
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = tuple(
@@ -49,47 +46,6 @@ def test_every_number_has_a_source_in_words(file: Path) -> None:
     found = list(sections(json.loads(file.read_text())))
     assert found
     assert [where for where, sourced in found if not sourced] == []
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_backend_leads_to_one_file_beside_it(name: str) -> None:
-    backend = registry.accelerator(name)
-    folder = ROOT / "backends" / "accelerators" / name
-    file = backend.machine_file
-    assert file is not None
-    assert file.resolve() == folder / "machine.json"
-    assert sorted(folder.rglob("*.json")) == sorted(
-        {folder / "machine.json", *folder.glob("reference/*.json")}
-    )
-    constants = backend.capabilities().constants
-    assert constants is not None
-    assert constants.source
-
-
-def test_topology_holds_no_constants_of_accelerators() -> None:
-    """Those are their backends'; links, NICs and hosts are nobody's."""
-    own = (
-        MachineConstants.model_fields.keys()
-        - LinkConstants.model_fields.keys()
-        - {"name", "source"}
-    )
-    for file in DATA:
-        keys = set(re.findall(r'"(\w+)":', file.read_text()))
-        assert keys & own == set(), file
-
-
-def test_rates_are_in_the_file_alone() -> None:
-    """No number of Hopper's file stands in the Python that schedules by it, but small whole ones."""
-    tree = ast.parse((ROOT / "backends/accelerators/hopper/tuning.py").read_text())
-    written = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-    }
-    # The layout of the flags, of a tile of few rows and of mail, which test_hopper_tuning compares.
-    native = {114_688, 16, 128, 64, 8, 20, 48, 10}
-    assert {value for value in written if isinstance(value, float)} <= {1e6}
-    assert {value for value in written if value > 2} - native <= {1e6}
 
 
 def test_schedules_follow_the_file() -> None:

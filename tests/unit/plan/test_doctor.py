@@ -209,12 +209,6 @@ def test_pyverbs_is_had_by_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert str(package) in there.detail
 
 
-def test_nothing_of_a_pretended_package_is_left() -> None:
-    """What is imported stays for every later test of the process, whose output had its path."""
-    left = [module for name, module in sys.modules.items() if name.partition(".")[0] == "pyverbs"]
-    assert not [each for each in left if "pytest-of-" in str(each.__file__)]
-
-
 def test_exit_codes_and_json(install: Install) -> None:
     install({"ascend": FakeAccelerator(GOOD)}, {"cx7": FakeNic(usable=("soft",))})
     text = run(command.command, "--json")

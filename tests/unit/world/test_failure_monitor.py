@@ -112,12 +112,6 @@ def test_a_failure_is_kept_as_soon_as_it_is_heard_of(kept: list[dict[str, Any]])
     assert len(kept) == 1
 
 
-def test_what_the_user_wanted_is_no_failure(kept: list[dict[str, Any]]) -> None:
-    monitor = alone()
-    monitor.take(Notice("Cancelled", 1, "rank 1 was stopped by its user", {}))
-    assert kept == []
-
-
 def test_what_a_failure_led_to_is_not_its_cause(kept: list[dict[str, Any]]) -> None:
     """Memory of a peer that is gone, or the connection to it. What the caller did wrong is his."""
     monitor = alone()
