@@ -20,7 +20,7 @@ from mkernel.harness import bench_run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-WIDTHS = (60, 80, 120, 200)
+WIDTHS = (60, 80, 200)
 _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\n)|(\r)")
 _LONG_US = re.compile(r"\b\d{4,}(\.\d+)? us\b")
 _DIGEST = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{12,}\b")

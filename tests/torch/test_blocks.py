@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import mkernel
 from mkernel.errors import ArgumentError
-from mkernel.nn import ParallelAttention, ParallelMLP
+from mkernel.nn import ColumnParallelLinear, ParallelAttention, ParallelMLP
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -145,6 +145,7 @@ class Layer(Module):
 def reloaded() -> tuple[bool, str]:
     """Whether what a rank saved is what it loads, inside of another module; what is said of sizes that
     do not fit."""
+    assert ColumnParallelLinear.from_linear(Linear(H, INNER, bias=False)).bias is None
     whole = Layer(unsharded("mlp", True)[0], unsharded("attention", True)[0])
     made, again = (
         Layer(block("mlp", True, True), block("attention", True, True)) for _ in range(2)

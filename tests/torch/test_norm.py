@@ -1,6 +1,9 @@
-"""GEMM+AllReduce with a residual and RMSNorm: as torch computes them, differentiated, refused."""
+"""AllReduce and GEMM+AllReduce with a residual and RMSNorm: differentiated, compiled, refused. Their
+values are judged by the kit's checks ``norms`` and ``shapes``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -13,26 +16,34 @@ from mkernel.errors import PlanMismatch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-RANKS = 2
+RANKS = 3
 M, K, N = 6, 16, 24
 EPS = 7.0  # far from nothing beside squares of about K
+OPS = ("all_reduce", "gemm_all_reduce")
+Tensors = dict[str, Tensor]
 
 
-def parts(dtype: torch.dtype, lead: tuple[int, ...] = (M,)) -> list[tuple[Tensor, Tensor]]:
-    """(a, b) of every rank."""
-    return [
-        (operand("a", rank, *lead, K, dtype=dtype), operand("b", rank, K, N, dtype=dtype))
-        for rank in range(RANKS)
-    ]
+def operands(op: str, rank: int, dtype: torch.dtype, lead: tuple[int, ...] = (M,)) -> Tensors:
+    """Return what a rank gives alone, and its bias, which all give alike."""
+    if op == "all_reduce":
+        return {"x": operand("x", rank, *lead, N, dtype=dtype)}
+    return {
+        "a": operand("a", rank, *lead, K, dtype=dtype),
+        "b": operand("b", rank, K, N, dtype=dtype),
+        "bias": operand("bias", 0, N, dtype=dtype),
+    }
 
 
-def given(dtype: torch.dtype, lead: tuple[int, ...] = (M,)) -> dict[str, Tensor]:
-    """What every rank gives alike."""
+def given(dtype: torch.dtype, lead: tuple[int, ...] = (M,)) -> Tensors:
+    """Return what every rank gives alike."""
     return {
         "residual": operand("residual", 0, *lead, N, dtype=dtype) * 4,
         "norm_weight": operand("weight", 0, N, dtype=dtype),
-        "bias": operand("bias", 0, N, dtype=dtype),
     }
+
+
+def summand(tensors: Tensors) -> Tensor:
+    return tensors["x"] if "x" in tensors else tensors["a"] @ tensors["b"]
 
 
 @pytest.mark.parametrize("accelerator", ["streams", "ascend"])
@@ -47,8 +58,8 @@ def planned() -> list[tuple[str, bool]]:
     from mkernel.ops.gemm_all_reduce import OP
 
     alike, found = given(torch.float32), []
-    a, b = parts(torch.float32)[mkernel.world().rank]
-    for bias in (None, alike["bias"]):
+    a, b, own = operands("gemm_all_reduce", mkernel.world().rank, torch.float32).values()
+    for bias in (None, own):
         norm = Normed(alike["residual"], alike["norm_weight"], EPS)
         done = OP.call(a, b, bias, norm=norm, out_dtype=torch.float32)
         assert done.plan.norm is not None
@@ -56,57 +67,57 @@ def planned() -> list[tuple[str, bool]]:
     return found
 
 
-def gradients(compile: bool, lead: tuple[int, ...]) -> None:
-    dtype = torch.float64
-    rank, alike = mkernel.world().rank, given(dtype, lead)
-    names = ("a", "b", "residual", "norm_weight", "bias")
-    mine = dict(zip(names, (*parts(dtype, lead)[rank], *alike.values()), strict=True))
-    leaves = {name: value.clone().requires_grad_() for name, value in mine.items()}
+def gradients(op: str, compile: bool, lead: tuple[int, ...]) -> None:
+    dtype, rank, call = torch.float64, mkernel.world().rank, getattr(mkernel, op)
+    own = operands(op, rank, dtype, lead)
+    mine = own | given(dtype, lead)
+    leaves, truth = (
+        {name: value.clone().requires_grad_() for name, value in mine.items()} for _ in range(2)
+    )
 
-    def loss(tensors: dict[str, Tensor]) -> Tensor:
-        out, new = mkernel.gemm_all_reduce(eps=EPS, **tensors)  # type: ignore[misc, arg-type]
-        return (out.square() * 3).sum() + new.sin().sum()
+    def loss(tensors: Tensors) -> Any:
+        plain = {name: each for name, each in tensors.items() if name in own}
+        out, new = call(eps=EPS, **tensors)
+        return (out.square() * 3).sum() + new.sin().sum() + call(**plain).square().sum()
 
     (torch.compile(loss, fullgraph=True, backend="aot_eager") if compile else loss)(
         leaves
     ).backward()
 
-    truth = {name: value.clone().requires_grad_() for name, value in mine.items()}
-    others = [x @ y for at, (x, y) in enumerate(parts(dtype, lead)) if at != rank]
-    total = truth["a"] @ truth["b"] + sum(others, torch.zeros(())) + truth["bias"]
+    others = [summand(operands(op, other, dtype, lead)) for other in range(RANKS) if other != rank]
+    total = summand(truth) + sum(others, torch.zeros(())) + truth.get("bias", 0)
     new = total + truth["residual"]
     out = rms_norm(new, (N,), truth["norm_weight"], EPS)
-    ((out.square() * 3).sum() + new.sin().sum()).backward()
-    for name in names:
+    ((out.square() * 3).sum() + new.sin().sum() + total.square().sum()).backward()
+    for name in mine:
         close(leaves[name].grad, truth[name].grad, 1e-10, name)
 
 
-@pytest.mark.parametrize("lead", [(M,), (2, 3)], ids=["matrix", "activation"])
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-def test_gradients(compile: bool, lead: tuple[int, ...]) -> None:
-    on_ranks(gradients, compile, lead)
+@pytest.mark.parametrize(("compile", "lead"), [(False, (M,)), (False, (2, 3)), (True, (2, 3))])
+@pytest.mark.parametrize("op", OPS)
+def test_gradients(op: str, compile: bool, lead: tuple[int, ...]) -> None:
+    on_ranks(gradients, op, compile, lead, ranks=RANKS)
 
 
-def without_residual() -> None:
-    rank, alike = mkernel.world().rank, given(torch.float64)
-    a, b = (each.requires_grad_() for each in parts(torch.float64)[rank])
-    weight = alike["norm_weight"].requires_grad_()
-    mkernel.gemm_all_reduce(a, b, norm_weight=weight, eps=EPS).sum().backward()
-    assert a.grad is not None
-    assert b.grad is not None
-    assert weight.grad is not None
-
-
-def test_gradients_without_a_residual() -> None:
-    on_ranks(without_residual)
-
-
-def another_eps() -> None:
-    alike, rank = given(torch.float32), mkernel.world().rank
-    a, b = parts(torch.float32)[rank]
+def another_eps(op: str) -> None:
+    rank, weight = mkernel.world().rank, given(torch.float32)["norm_weight"]
     with pytest.raises(PlanMismatch, match="eps"):
-        mkernel.gemm_all_reduce(a, b, norm_weight=alike["norm_weight"], eps=1.0 + rank)
+        getattr(mkernel, op)(
+            **operands(op, rank, torch.float32), norm_weight=weight, eps=1.0 + rank
+        )
 
 
-def test_another_eps_on_another_rank_is_refused() -> None:
-    on_ranks(another_eps)
+@pytest.mark.parametrize("op", OPS)
+def test_another_eps_on_another_rank_is_refused(op: str) -> None:
+    on_ranks(another_eps, op, ranks=RANKS)
+
+
+def companion() -> str:
+    terms = [operands("all_reduce", rank, torch.float16)["x"] for rank in range(RANKS)]
+    truth = sum((each.double() for each in terms), torch.zeros(()))
+    close(mkernel.all_reduce(terms[mkernel.world().rank]), truth, 2e-3)
+    return mkernel.plan("all_reduce", m=M, n=N, dtype="float16").accelerator
+
+
+def test_a_companion_has_it_where_the_first_accelerator_has_not() -> None:
+    assert on_ranks(companion, accelerator="ascend,streams", ranks=RANKS) == ["streams"] * RANKS

@@ -109,6 +109,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MkernelError], str]] = [
     (lambda: summed(A.int()), DtypeError, "x.dtype"),
     (lambda: summed(A, out_dtype=torch.int8), DtypeError, "out_dtype"),
     (lambda: scatter(A.clone().requires_grad_(), B, out=ones(4, 8)), ArgumentError, "requires grad"),
+    (lambda: summed(A.clone().requires_grad_(), out=ones(4, 8)), ArgumentError, "requires grad"),
     # several products
     (lambda: gather(A, []), ArgumentError, "an empty list"),
     (lambda: gather(A, [B, ones(7, 16)]), ShapeError, r"b\[0\] = .*K = 7"),
