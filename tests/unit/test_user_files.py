@@ -55,14 +55,6 @@ def test_a_file_that_is_not_there_is_said_to_be_missing(reader: str, name: str) 
         READERS[reader](Path(name))
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_json_is_said_to_be_none(tmp_path: Path, reader: str) -> None:
-    file = tmp_path / "half.json"
-    file.write_text('{"shapes": [')
-    with pytest.raises(InputFileError, match=r"half\.json is not JSON"):
-        READERS[reader](file)
-
-
 def test_a_folder_of_results_is_one(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()

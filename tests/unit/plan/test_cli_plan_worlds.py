@@ -193,15 +193,6 @@ def test_more_ranks_than_hopper_takes_are_a_what_if(tmp_path: Path) -> None:
     assert "missing" not in alone
 
 
-def test_an_exchange_that_no_backend_has(tmp_path: Path) -> None:
-    assert planned(tmp_path, nodes=4).accelerator == "streams"
-    asked = what_if(tmp_path, "--exchange", "hierarchical", nodes=4)
-    assert asked.exchange == "hierarchical"
-    assert asked.missing == (
-        "accelerator 'streams' does not run the exchange 'hierarchical' of 'all_gather_gemm'",
-    )
-
-
 def test_the_exchange_of_a_plan_is_chosen_by_prediction_or_asked_for(tmp_path: Path) -> None:
     found = report(tmp_path, *HOPPER, "--explain", nodes=2)
     assert found.plan is not None
@@ -226,18 +217,6 @@ def test_a_setting_asks_for_an_exchange(tmp_path: Path, monkeypatch: pytest.Monk
         assert made.part(GatherSchedule).exchange == wanted
         digests.add(made.digest())
     assert len(digests) == 2
-
-
-def test_devices_that_do_not_reach_each_other(tmp_path: Path) -> None:
-    """Nobody stages bytes in host memory: a process group carries them, or it is a what-if."""
-    (node,) = machine().nodes
-    apart = worlds(node.model_copy(update={"no_p2p": (("gpu0", "gpu1"),)}))
-    assert what_if(tmp_path, *HOPPER, world=apart, nodes=1).missing == (
-        "gpu0 of node 0 does not reach the memory of gpu1 of node 0, and no accelerator backend stages "
-        "what it sends in host memory",
-    )
-    made = planned(tmp_path, "--accelerator", "streams", world=apart, nodes=1)
-    assert made.carrier == "torch.distributed (nccl)"
 
 
 def test_chips_that_no_backend_knows(tmp_path: Path) -> None:
@@ -366,22 +345,6 @@ def test_json_with_everything_that_was_asked_for(tmp_path: Path) -> None:
     }
     assert "not measured" in trace["otherData"]["clock"]
     assert b"<svg" in (tmp_path / "growth.svg").read_bytes()
-
-
-def test_for_people(tmp_path: Path) -> None:
-    text = run(tmp_path, *HOPPER, "--explain", "--simulate")
-    for wanted in ("exchange", "hierarchical", "chosen", "simulated", "at least", "exposed"):
-        assert wanted in text
-
-
-def test_a_world_of_a_thousand_nodes_is_small(tmp_path: Path) -> None:
-    text = run(tmp_path, *HOPPER, "--json", nodes=1024)
-    made = PlanReport.model_validate_json(text).what_if
-    assert made is not None
-    assert made.world_size == 8192
-    assert sum(one.pairs for one in made.routes.classes) == 8192 * 8191
-    assert len(text) < 200_000
-    assert made.route(0, 8191).rails[0].src_nic == "n0"
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,15 @@ from typing import Any, ClassVar
 import pytest
 from commands import run
 from devices import SIM, SOFT
-from plan_worlds import CAPABILITIES, make, world
+from plan_worlds import CAPABILITIES, world
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
-from mkernel.errors import ArgumentError, BackendUnavailable, ShapeError, UnknownBackend, UnknownOp
+from mkernel.errors import BackendUnavailable
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.standard import by_rows
 from mkernel.probe.report import ProbeReport
 from mkernel.settings import NicSettings
 from mkernel.topology.lanes import NicUse
@@ -103,45 +102,6 @@ def test_plan_options_reach_the_planner() -> None:
     assert made.schedule.rows_per_chunk == 2
 
 
-def test_plan_for_people() -> None:
-    shown = run(plan_command.command, "ag_gemm")
-    assert "topology" in shown
-    assert "predicted" in shown
-
-
-def test_plan_of_a_world_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "world.json"
-    file.write_text(world(2, 2).model_dump_json())
-    sizes = ("--m", "2048", "--n", "1024", "--k", "2048")
-    text = run(plan_command.command, "ag_gemm", *sizes, "--topology", str(file), "--json")
-    assert plan_of(text) == make(schedule=by_rows)
-
-
-def test_plan_repeats_the_machine_of_a_file(tmp_path: Path) -> None:
-    one = world(1, 4)
-    file = tmp_path / "machine.json"
-    file.write_text(one.model_dump_json())
-    flags = ("--topology", str(file), "--nodes", "3", "--ranks-per-node", "4", "--m", "12000")
-    text = run(plan_command.command, "ag_gemm", *flags, "--json")
-    made = plan_of(text)
-    assert (made.world_size, made.placement[11].accelerator) == (12, "ascend-sim3")
-
-
-@pytest.mark.parametrize(
-    ("flags", "error", "message"),
-    [
-        (("ag_gem",), UnknownOp, "did you mean"),
-        (("ag_gemm", "--m", "2047"), ShapeError, "m = 2047"),
-        (("ag_gemm", "--verbs", "sotf"), UnknownBackend, "one of: system, soft"),
-        (("ag_gemm", "--verbs", "system"), BackendUnavailable, "no library; install it"),
-        (("ag_gemm", "--nodes", "0"), ArgumentError, "nodes = 0"),
-    ],
-)
-def test_plan_errors_are_raised(flags: tuple[str, ...], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        run(plan_command.command, *flags)
-
-
 def test_plan_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeAscend, "devices", ())
     with pytest.raises(BackendUnavailable, match=r"no simulator; build it.*--topology"):
@@ -180,19 +140,6 @@ def test_probe_of_a_recorded_tree_asks_nobody_else(tmp_path: Path) -> None:
     shown = run(probe_command.command, "--sysfs-root", str(tmp_path))
     assert "CPUs 0-63" in shown
     assert "note:" in shown
-
-
-def test_probe_output_can_be_planned_for(tmp_path: Path) -> None:
-    file = tmp_path / "probe.json"
-    file.write_text(run(probe_command.command, "--json"))
-    flags = ("--topology", str(file), "--ranks-per-node", "1", "--json")
-    made = plan_of(run(plan_command.command, "ag_gemm", *flags))
-    assert made.world_size == 2
-
-
-def test_probe_refuses_a_folder_without_sys(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="root"):
-        run(probe_command.command, "--sysfs-root", str(tmp_path))
 
 
 def test_simulators_of_a_probed_machine_make_the_usual_world(tmp_path: Path) -> None:

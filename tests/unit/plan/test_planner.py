@@ -37,10 +37,6 @@ def test_the_main_job() -> None:
     assert [made.route(0, dst).kind for dst in (1, 2, 3)] == ["p2p", "nic", "nic"]
 
 
-def test_an_alias_gives_the_same_plan() -> None:
-    assert make(op="ag_gemm") is make(op="all_gather_gemm")
-
-
 def test_equal_inputs_give_the_cached_plan_and_others_do_not() -> None:
     assert make() is make(topology=world(2, 2))
     assert make() is not make(chunk=2)
@@ -196,11 +192,6 @@ def test_the_nodes_are_those_of_the_topology() -> None:
     backends = {"accelerator": "ascend", "nic": "cx7", "verbs": "soft"}
     with pytest.raises(ArgumentError, match=r"nodes = 2 .* expected 1"):
         mkernel.plan("ag_gemm", nodes=2, topology=world(1, 4), **backends, **sizes)
-
-
-def test_the_legal_neighbours_that_a_message_names_are_legal() -> None:
-    for m in (2044, 2048):
-        assert make(m=m).shape.m == m
 
 
 @given(st.integers(1, 10**6), st.integers(1, 1000))

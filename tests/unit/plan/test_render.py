@@ -63,15 +63,6 @@ def test_what_a_plan_makes_no_use_of_is_shown_where_all_of_it_is() -> None:
         assert ("head_start_cycles 0" in shown) is ("peers_together no" in shown) is unused
 
 
-def test_no_schedule_is_said() -> None:
-    assert render._schedule(None, unused=True) == "none yet"
-
-
-def test_rails_are_those_of_ways_that_have_some() -> None:
-    text = "\n".join(lines(render.plan(make(2, 2))))
-    assert "1 rail x " in text
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_a_numa_node_is_named_where_there_are_several(several: bool) -> None:
     one = node((gpu(0, numa_node=0), gpu(1, numa_node=int(several))))
@@ -98,10 +89,6 @@ def test_ranges(numbers: set[int]) -> None:
         back.update(range(int(first), int(last or first) + 1))
     assert back == numbers
     assert render.ranges([0, 1, 2, 5]) == "0-2,5"
-
-
-def test_values_are_shown_as_words() -> None:
-    assert [render._word(value) for value in (None, True, False, 3)] == ["none", "yes", "no", "3"]
 
 
 @pytest.mark.parametrize(
@@ -132,16 +119,6 @@ def test_ops_that_are_no_products_show_their_sizes_by_name() -> None:
     assert render.sizes(made) == "m 64, n 32"
     made.shape = GemmShape(m=64, n=32, k=16)
     assert render.sizes(made) == "M 64 x N 32 x K 16"
-
-
-@pytest.mark.parametrize("stripe", [None, 4096])
-def test_how_puts_lie_on_ports(stripe: int | None) -> None:
-    nics: Any = SimpleNamespace(queue_pairs=4, small_puts="in turn", stripe_bytes=stripe)
-    routes: Any = SimpleNamespace(
-        classes=[SimpleNamespace(rails=[0, 1]), SimpleNamespace(rails=[])]
-    )
-    behind = "; puts in turn, on all from 4096 bytes on" if stripe else ""
-    assert render._lanes(nics, routes) == f"2 rails x 4 queue pairs a peer{behind}"
 
 
 def test_nodes_are_shown_as_far_as_there_is_room() -> None:

@@ -227,11 +227,6 @@ def test_matrix_and_tree_of_a_file(dump: Path) -> None:
     assert "cuda0: H200" in run("--from", str(dump))
 
 
-def test_a_file_twice_is_one_machine(dump: Path) -> None:
-    data = json.loads(run("--from", str(dump), "--from", str(dump), "--json"))
-    assert (len(data["accelerators"]), data["notes"]) == (2, [])
-
-
 def test_a_plot_is_written_beside_the_report(dump: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     json.loads(run("--from", str(dump), "--json", "--plot", str(tmp_path / "topo.svg")))

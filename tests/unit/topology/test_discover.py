@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from devices import SIM, SOFT, nic, node, world
+from devices import SIM, SOFT, node, world
 from sysfs_tree import SysfsTree
 
 from mkernel.errors import ArgumentError, InputFileError
@@ -27,22 +27,6 @@ def test_a_recorded_machine(tmp_path: Path) -> None:
     assert [a.id for a in one.accelerators] == ["ascend-sim0"]
     assert [n.id for n in one.nics] == ["mlx5_0", "soft0"]
     assert Topology.model_validate_json(found.topology.model_dump_json()) == found.topology
-
-
-def test_the_same_pci_address_is_the_same_device(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    found = discover(tmp_path, nics=[nic(9, name="a", pci="0000:00:05.0")])
-    assert [n.id for n in found.topology.nodes[0].nics] == ["mlx5_0"]
-    assert found.notes == ()
-
-
-def test_a_contradiction_is_reported_not_averaged(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    found = discover(tmp_path, nics=[nic(0, pci="0000:00:05.0", speed_gbps=200, numa_node=1)])
-    (kept,) = found.topology.nodes[0].nics
-    assert (kept.speed_gbps, kept.numa_node) == (400.0, 0)
-    fields = [note.message.split()[1] for note in found.notes]
-    assert sorted(fields) == ["numa_node", "speed_gbps"]
 
 
 def test_nothing_at_all_is_still_a_machine(tmp_path: Path) -> None:
