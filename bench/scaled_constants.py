@@ -32,7 +32,7 @@ from path_constants import STEPS, plan_of, searched
 from mkernel.backends.accelerators.hopper import parts_tuning, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, Scaled, machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule, TilingName
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 
 CORES = machine().cores

@@ -7,8 +7,7 @@ from typing import Literal
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError
-from mkernel.plan.arguments import check_world, path_of
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around, check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 from mkernel.plan.ops import canonical
@@ -66,7 +65,7 @@ def plan(
         dtype: dtype of the inputs; out_dtype: dtype of the result, default float32 (the inputs' if
             the accelerator keeps it). Names: float16, bfloat16, float32. For GEMM ops with
             ``scales`` the inputs' is float8_e4m3fn, with bfloat16 as the default of the result.
-        scales, use_fast_accum: options of e4m3 inputs (:mod:`mkernel.plan.scales`), whose
+        scales, use_fast_accum: options of e4m3 inputs (:mod:`mkernel.plan.arguments`), whose
             ``b_layout`` is column.
         chunk: tiles (or rows) per chunk; default: the planner's choice.
         path: path of a GEMM op; default: the setting ``MKERNEL_PATH``.

@@ -1,4 +1,4 @@
-"""Products of e4m3 operands with scales (``mkernel/plan/scales.py``) in torch: the reference, which
+"""Products of e4m3 operands with scales (``mkernel/plan/arguments.py``) in torch: the reference, which
 is always available, and torch's product with block scales.
 
 The latter is cuBLAS', which requires its own layouts: scales of A with K outermost, scales of B
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mkernel.plan.scales import BLOCK
+from mkernel.plan.arguments import BLOCK
 
 
 def dequantised(matrix: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

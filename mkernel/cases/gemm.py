@@ -36,7 +36,7 @@ from mkernel.ops.around import Normed
 from mkernel.ops.common import Execution
 from mkernel.ops.gemm import GemmOp
 from mkernel.ops.scales import Scaled
-from mkernel.plan.scales import scale_sizes
+from mkernel.plan.arguments import scale_sizes
 
 _A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)
 _FAST_LOSS = 2**-13 / math.sqrt(16 * math.log(2))

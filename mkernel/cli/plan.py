@@ -17,8 +17,7 @@ from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
-from mkernel.plan.arguments import check_world, path_of
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around, check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan, Scales

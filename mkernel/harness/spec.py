@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.cases.moe_layer import OP as MOE_LAYER
+from mkernel.plan.arguments import RESULTS
 from mkernel.plan.model import DtypeName, OpName, ScaleMode
-from mkernel.plan.scales import RESULTS
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from mkernel.topology.model import Model, Name

@@ -25,7 +25,7 @@ from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, seen_by_torch, untraced
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.plan.around import Around, Norm
+from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.model import LaunchPlan
 from mkernel.world import profiling
 from mkernel.world.groups import Group

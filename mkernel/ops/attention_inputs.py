@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 from mkernel.ops import validate
-from mkernel.plan.documents import checked_boundaries
 from mkernel.plan.model import AttentionLayout
+from mkernel.plan.shapes import checked_boundaries
 from mkernel.world.engine import Engine
 
 

@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 import torch
 
 from mkernel.backends.contracts.instrumented import View
-from mkernel.plan.arguments import path_of
-from mkernel.plan.around import NOTHING, Around
+from mkernel.plan.arguments import NOTHING, Around, path_of
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
 from mkernel.plan.planner import plan
 from mkernel.plan.shapes import takes

@@ -25,10 +25,9 @@ from mkernel.ops.scales import (
     refuse_gradients,
     scale_strides,
 )
-from mkernel.plan.around import Around, Norm
+from mkernel.plan.arguments import RESULTS, Around, Norm, scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, PathChoice
-from mkernel.plan.scales import RESULTS, scale_sizes
 from mkernel.plan.strides import Stored, Strides, copied, rows_of, stored
 from mkernel.world import profiling
 from mkernel.world.groups import Group

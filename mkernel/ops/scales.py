@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
+from mkernel.plan.arguments import BLOCK, scale_sizes
 from mkernel.plan.model import ScaleMode, Scales
-from mkernel.plan.scales import BLOCK, scale_sizes
 from mkernel.plan.strides import Strides
 
 

@@ -17,7 +17,7 @@ from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
-from mkernel.plan.scales import RESULTS
+from mkernel.plan.arguments import RESULTS
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World

@@ -1,20 +1,23 @@
-"""Checks of a plan's arguments other than sizes against what the backend claims."""
+"""The arguments of a plan other than sizes, and their checks against what the backend claims: dtypes,
+layouts, paths, exchanges, scales, and what an op does on its own rank around the launch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from mkernel.errors import ArgumentError, DtypeError, LayoutError, Unsupported
-from mkernel.plan.model import E4M3, DtypeName, OpName, PathChoice
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.plan.model import E4M3, Copied, DtypeName, OpName, PathChoice, ScaleMode, Scales
 from mkernel.plan.ops import COMPANIONS, canonical, forward
 from mkernel.plan.pipeline import Exchange, Returns
-from mkernel.plan.shapes import check_integer
+from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.plan.strides import Layout
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
+
 
 MAX_RANKS = 131072
 """The largest world that is planned."""
@@ -24,7 +27,7 @@ _NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", *COMPANIONS)
 node."""
 
 
-_GEMMS: tuple[str, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+_GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 _WITHOUT_B: tuple[str, ...] = ("all_reduce", "moe_combine", "ring_attention")
 _EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 _PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
@@ -134,3 +137,163 @@ def check_layout(
             why=f"accelerator {accelerator!r} does not read it",
         )
     return value
+
+
+# ---- scales of e4m3 operands ---------------------------------------------------------------------
+#
+# With a of [M, K] and b of [K, N] in float8_e4m3fn, and float32 scales,
+#
+#     C[m, n] = sum over k of (a[m, k] * a_scale[m, k]) * (b[k, n] * b_scale[k, n])
+#
+# where the scales of a mode are spread over the elements that they are of:
+#
+#     tensor  a_scale [1, 1]          b_scale [1, 1]
+#     row     a_scale [M, 1]          b_scale [1, N]
+#     block   a_scale [M, K / 128]    b_scale [K / 128, N / 128], N / 128 rounded up
+#
+# as ``torch._scaled_mm`` has them. The scales of A are a rank's own and go where its rows go.
+
+BLOCK = 128
+"""The number of elements of a row of A, and of rows and columns of B, that share a scale by
+blocks."""
+RESULTS: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
+"""Dtypes of results of e4m3 operands, the default first."""
+
+
+def scale_sizes(
+    mode: ScaleMode, rows: int, n: int, k: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of the scales of an A of so many rows, and of B."""
+    if mode == "tensor":
+        return (1, 1), (1, 1)
+    if mode == "row":
+        return (rows, 1), (1, n)
+    return (rows, k // BLOCK), (k // BLOCK, -(-n // BLOCK))
+
+
+def check_scales(
+    dtype: str,
+    out_dtype: str | None,
+    layout: str,
+    scales: Scales | None,
+    claims: AcceleratorCapabilities,
+    accelerator: str,
+) -> None:
+    """Check the scales of a GEMM op against its dtypes, its layout and the backend's claims.
+
+    Raises:
+        DtypeError: operands without scales that need some, or the other way round; scales that the
+            backend does not claim; a result that e4m3 operands do not have. ArgumentError: fewer
+            bits for sums of blocks. LayoutError: B.
+    """
+    if (scales is not None) != (dtype == E4M3):
+        legal = "operands of float8_e4m3fn beside scales, and no others"
+        raise DtypeError(
+            "dtype", repr(dtype), legal, why="a_scale and b_scale are of such operands"
+        )
+    if scales is None:
+        return
+    if scales.mode not in claims.scale_modes:
+        claimed = f"{' or '.join(claims.scale_modes)} scales" if claims.scale_modes else "none"
+        raise DtypeError(
+            "dtype",
+            f"{dtype!r} with {scales.mode} scales",
+            f"what accelerator {accelerator!r} takes: of e4m3 operands {claimed}; else "
+            + ", ".join(claims.dtypes),
+        )
+    if scales.mode == "block" and scales.use_fast_accum:
+        raise ArgumentError(
+            "use_fast_accum", True, "False: sums of products with scales by blocks are float32"
+        )
+    if out_dtype is not None and out_dtype not in RESULTS:
+        raise DtypeError(
+            "out_dtype", repr(out_dtype), f"one of: {', '.join(RESULTS)}", why="operands are e4m3"
+        )
+    if layout != "column":
+        raise LayoutError(
+            "b",
+            "row-major",
+            "K-major, as matrix units read e4m3: the transpose of a contiguous [N, K], such as "
+            "weight.t(); else b.t().contiguous().t()",
+        )
+
+
+def check_blocks(scales: Scales | None, k: int) -> None:
+    """Raise ShapeError if blocks of scales do not cover K."""
+    if scales is not None and scales.mode == "block" and k % BLOCK:
+        raise ShapeError("k", k, f"a multiple of {BLOCK}, with scales by blocks")
+
+
+# ---- steps around a launch -----------------------------------------------------------------------
+
+NORMALISES: tuple[OpName, ...] = ("gemm_all_reduce", "all_reduce")
+"""Ops that give every rank whole rows of a sum over ranks, which can be normalised."""
+
+
+class Norm(NamedTuple):
+    """The normalisation of the rows of a sum over ranks: ``residual`` says whether a residual is
+    added before it, and ``eps`` is added to the mean of squares."""
+
+    residual: bool
+    eps: float
+
+
+class Around(NamedTuple):
+    """The steps around a launch, from which :class:`mkernel.plan.model.CommonPart` is made.
+
+    Attributes:
+        copies: tensors that the op copies: operands before, results after the launch.
+        bias: whether a bias is added.
+        norm: the normalisation, for ops that give every rank whole rows; None: there is none.
+        products: columns of each B where AllGather+GEMM is given several; the most of these are N.
+        scales: scales of e4m3 operands; None: the operands have another dtype.
+    """
+
+    copies: tuple[Copied, ...] = ()
+    bias: bool = False
+    products: tuple[int, ...] = ()
+    norm: Norm | None = None
+    scales: Scales | None = None
+
+
+NOTHING = Around()
+
+
+def check_around(op: OpName, around: Around, columns: int | None) -> None:
+    """Raise ArgumentError for steps that an op does not do.
+
+    Args:
+        columns: columns of the product that is launched.
+    """
+    _check_norm(op, around.norm)
+    if op not in _GEMMS:
+        for argument, value in around._replace(norm=None)._asdict().items():
+            if value:
+                raise ArgumentError(argument, repr(value), f"nothing: {op} has no such step")
+        return
+    legal = [one for one in get_args(Copied) if one != "gathered" or op == "all_gather_gemm"]
+    if not around.bias:
+        legal.remove("bias")
+    if around.scales is None:
+        legal = [one for one in legal if not one.endswith("_scale")]
+    for name in around.copies:
+        if name not in legal:
+            raise ArgumentError("copies", repr(name), f"of {', '.join(legal)}")
+    products = around.products
+    if products and op != "all_gather_gemm":
+        raise ArgumentError("products", products, f"(): {op} has one product")
+    for each in products:
+        check_integer(ArgumentError, "products", each, MAX_DIMENSION)
+    if products and max(products) != columns:
+        raise ArgumentError(
+            "products", products, f"at most {columns} columns, those of the launched one"
+        )
+
+
+def _check_norm(op: OpName, norm: Norm | None) -> None:
+    if norm is None:
+        return
+    if op not in NORMALISES:
+        raise ArgumentError("norm", repr(norm), f"nothing: {op} has no such step")
+    if not 0 < norm.eps < math.inf:
+        raise ArgumentError("eps", norm.eps, "a finite number above 0")

@@ -41,7 +41,7 @@ class AcceleratorCapabilities(Model):
     scale_modes: tuple[ScaleMode, ...] = ()
     """Scale modes with which GEMM ops take e4m3 operands, whose B is column-major; empty: they take
     none. Results of such products have the dtypes in ``out_dtypes`` that
-    :data:`mkernel.plan.scales.RESULTS` lists."""
+    :data:`mkernel.plan.arguments.RESULTS` lists."""
     fused_scale_modes: tuple[ScaleMode, ...] = ()
     """Scale modes that the backend's own kernels take beside a library, if products may be added
     with fewer bits (``use_fast_accum``) and the world has one node."""

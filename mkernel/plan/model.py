@@ -85,7 +85,7 @@ AnySchedule = Annotated[SerializeAsAny[Schedule], BeforeValidator(Schedule.read)
 
 DtypeName = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
 E4M3: DtypeName = "float8_e4m3fn"
-"""The dtype of operands of GEMM ops that come with scales (:mod:`mkernel.plan.scales`), and of
+"""The dtype of operands of GEMM ops that come with scales (:mod:`mkernel.plan.arguments`), and of
 nothing else."""
 ScaleMode = Literal["tensor", "row", "block"]
 """The modes of scales of e4m3 operands. ``tensor``: one scale each. ``row``: one for each row of A
@@ -223,6 +223,15 @@ Shape = Annotated[
     GemmShape | SumShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape,
     Field(discriminator="kind"),
 ]
+
+
+def rows_of_a_rank(shape: Shape, world: int) -> int:
+    """Return the number of rows (positions, tokens) that each rank has."""
+    if isinstance(shape, GemmShape | SumShape):
+        return -(-shape.m // world)
+    if isinstance(shape, AttentionShape):
+        return shape.sequence // world
+    return shape.tokens
 
 
 class Prediction(Model):

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan import arguments, missing, paths
-from mkernel.plan.around import NOTHING, Around, Norm, check_around
+from mkernel.plan.arguments import (
+    NOTHING,
+    RESULTS,
+    Around,
+    Norm,
+    check_around,
+    check_blocks,
+    check_scales,
+)
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import (
     E4M3,
@@ -34,7 +42,6 @@ from mkernel.plan.model import (
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.request import Alternative, Scheduled, Scheduler, ScheduleRequest, TooLarge
-from mkernel.plan.scales import RESULTS, check_blocks, check_scales
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
 from mkernel.plan.strides import Layout
@@ -100,7 +107,7 @@ def explain(
         chunk: tiles (or rows, whatever the backend cuts by) a chunk. None: the backend's choice.
         compute_blocks, comm_blocks: cores of each kernel, for backends that deal them out. None:
             the backend's choice, by default all compute cores, and as many for communication as
-            :func:`mkernel.plan.chunking.comm_blocks` says.
+            :func:`mkernel.plan.standard.comm_blocks` says.
         path: ``library``; ``fused``, where it keeps the limit of error and takes the operands
             (:func:`mkernel.plan.paths.fusable`) and so large a call; ``auto``: the one that is
             predicted to be faster.

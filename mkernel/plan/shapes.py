@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from mkernel.plan.paths import partials_of_experts
 
 if TYPE_CHECKING:
     from mkernel.plan.capabilities import AcceleratorCapabilities
+
 
 MAX_DIMENSION = 2**31 - 1
 """The largest size: kernels index rows and columns with 32-bit signed integers."""
@@ -286,3 +288,22 @@ def _check_attention(
     if shape.documents and op not in capabilities.documents:
         why = f"this accelerator takes none that are packed, in {op}"
         raise ArgumentError("documents", True, f"False: {why}")
+
+
+def checked_boundaries(values: Sequence[int], sequence: int) -> Sequence[int]:
+    """Check and return the boundaries [N + 1] of N documents in a sequence: document i is positions
+    values[i] to values[i + 1] - 1; it may be empty.
+
+    Raises ArgumentError if they do not begin with 0, or end with the sequence's length, or one is
+    smaller than the one before.
+    """
+    ordered = all(first <= second for first, second in pairwise(values))
+    if len(values) < 2 or values[0] != 0 or values[-1] != sequence or not ordered:
+        shown = [*values] if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
+        raise ArgumentError(
+            "cu_seqlens",
+            shown,
+            f"where each document begins: from 0 to {sequence}, the length of the whole sequence, "
+            "none smaller than the one before",
+        )
+    return values

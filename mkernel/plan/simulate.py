@@ -16,7 +16,6 @@ from typing import NamedTuple
 from pydantic import Field
 
 from mkernel.errors import Unsupported
-from mkernel.plan.chunking import rows_of_a_rank
 from mkernel.plan.messages import (
     MESSAGES,
     Arrivals,
@@ -26,7 +25,7 @@ from mkernel.plan.messages import (
     gather,
     scatter,
 )
-from mkernel.plan.model import CommonPart, GemmShape
+from mkernel.plan.model import CommonPart, GemmShape, rows_of_a_rank
 from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.plan.predict import sent_by
 from mkernel.topology.cost import MachineConstants

@@ -1,4 +1,5 @@
-"""The decisions that most backends share, and the schedules of those that bring none of their own.
+"""The decisions that most backends share: the rules that cut what a rank communicates into tiles and
+chunks, and the schedules of backends that bring none of their own.
 
 :func:`by_rows` and :func:`by_tiles` decide chunks, order and cores by predicted times. A backend that
 has more to say puts a schedule of its own into what they found:
@@ -13,8 +14,18 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from mkernel.plan import chunking, predict
-from mkernel.plan.model import CommonPart, Prediction, Schedule
+from mkernel.plan import predict
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    CommonPart,
+    DtypeName,
+    GemmShape,
+    OpName,
+    Prediction,
+    Schedule,
+    Shape,
+    rows_of_a_rank,
+)
 from mkernel.plan.pipeline import (
     USUAL_TILE,
     Chunking,
@@ -23,10 +34,126 @@ from mkernel.plan.pipeline import (
     Pipeline,
     Returns,
     Runs,
+    Tiling,
 )
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
+
+MAX_CHUNKS = 128
+"""Chunks a source that the default aims to stay within: each chunk costs a signal."""
+MIN_TILES, MAX_TILES = 4, 64
+"""The least and the most tiles a chunk by default: in steps of 4, so that a chunk is a whole number
+of 256 KiB."""
+
+
+def chunking(
+    rows: int, k: int, dtype: DtypeName, chunk: int | None = None, tile: GemmTile = USUAL_TILE
+) -> Chunking:
+    """Cut one rank's A [rows, k] into pieces of ``tile``, usually 128 rows by 512 bytes of K (64
+    KiB), and these into chunks.
+
+    A chunk is 4 tiles; where that gives
+    more than 128 chunks it is ceil(tiles / 128) rounded up to a multiple of 4, at most 64 tiles
+    (then with as many chunks as it takes). ``chunk`` overrides the tiles of a chunk; a chunk is
+    never larger than all tiles.
+    """
+    depth = tile.depth_bytes // DTYPE_BYTES[dtype]
+    return _chunks_of(-(-rows // tile.rows) * -(-k // depth), dtype, chunk, tile)
+
+
+def cut(
+    op: OpName,
+    shape: GemmShape,
+    world: int,
+    dtype: DtypeName,
+    chunk: int | None = None,
+    tile: GemmTile = USUAL_TILE,
+) -> Chunking:
+    """Cut what a GEMM op on ``world`` ranks communicates: A if it is gathered; if partial results
+    are reduced, the output tiles that a rank owns, by the same rule."""
+    if op == "all_gather_gemm":
+        return chunking(shape.m // world, shape.k, dtype, chunk, tile)
+    rows = shape.m // world if op == "gemm_reduce_scatter" else shape.m
+    tiles = -(-rows // tile.rows) * -(-shape.n // tile.columns)
+    if op == "gemm_all_reduce":
+        tiles = -(-tiles // world)  # the ranks share all of them
+    return _chunks_of(tiles, dtype, chunk, tile)
+
+
+def tiling(dtype: DtypeName, tile: GemmTile = USUAL_TILE) -> Tiling:
+    """Return a backend's output tile in elements of ``dtype``."""
+    return Tiling(
+        tile_m=tile.rows,
+        tile_n=tile.columns,
+        tile_k=tile.depth_bytes // DTYPE_BYTES[dtype],
+        step_k=tile.step_bytes // DTYPE_BYTES[dtype],
+    )
+
+
+def _chunks_of(tiles: int, dtype: DtypeName, chunk: int | None, tile: GemmTile) -> Chunking:
+    if chunk is None:
+        chunk = MIN_TILES
+        if -(-tiles // chunk) > MAX_CHUNKS:
+            least = -(-tiles // MAX_CHUNKS)
+            chunk = min(MAX_TILES, -(-least // MIN_TILES) * MIN_TILES)
+    tiles_per_chunk = min(chunk, tiles)
+    return Chunking(
+        **dict(tiling(dtype, tile)),
+        tiles_per_chunk=tiles_per_chunk,
+        chunks_per_rank=-(-tiles // tiles_per_chunk),
+    )
+
+
+def others(
+    default: Chunking,
+    op: OpName,
+    shape: GemmShape,
+    world: int,
+    dtype: DtypeName,
+    tile: GemmTile = USUAL_TILE,
+) -> list[Chunking]:
+    """Return the chunkings with more or fewer tiles a chunk than the default."""
+    made = {default.chunks_per_rank: default}
+    tiles = MIN_TILES
+    while tiles <= MAX_TILES:
+        other = cut(op, shape, world, dtype, tiles, tile)
+        made.setdefault(other.chunks_per_rank, other)
+        tiles *= 2
+    return [other for other in made.values() if other is not default]
+
+
+def row_chunk(shape: Shape, world: int, chunk: int | None, chunks: int) -> int:
+    """Return the rows (positions, tokens) of a chunk for backends that cut by rows; at most one
+    rank's rows.
+
+    By default a rank's rows make ``chunks`` chunks; 1 where nothing overlaps and chunks only cost.
+    """
+    rows = rows_of_a_rank(shape, world)
+    return min(rows, chunk or -(-rows // chunks))
+
+
+def other_row_chunks(shape: Shape, world: int, default: int, chunks: int) -> list[int]:
+    """Return the rows a chunk that make 1, 2, 4, ... chunks a rank, up to four times ``chunks``;
+    without the default."""
+    counts = (1 << power for power in range((4 * chunks).bit_length()))
+    found = dict.fromkeys(row_chunk(shape, world, None, count) for count in counts)
+    return [rows for rows in found if rows != default]
+
+
+BLOCKS_PER_DESTINATION = 4
+
+
+def comm_blocks(nodes: int, ranks_per_node: int, cores: int) -> int:
+    """Return the number of blocks of the communication kernel: 4 a destination; all other nodes
+    together are one destination.
+
+    More do not help: they start every chunk at once and share one link, so that all of them arrive
+    late, while few bring the first chunks early.
+    """
+    destinations = ranks_per_node - 1 + (nodes > 1)
+    return max(1, min(cores, BLOCKS_PER_DESTINATION * destinations))
+
 
 _ROW_CHUNKS = 4
 _DETAIL = 1000
@@ -71,10 +198,10 @@ def by_rows(
         grouped: messages to all peers leave as one, chunk by chunk.
     """
     plan = request.plan
-    rows = chunking.row_chunk(plan.shape, plan.world_size, request.chunk, chunks)
+    rows = row_chunk(plan.shape, plan.world_size, request.chunk, chunks)
     cuts: list[int] = []
     if request.chunk is None and chunks > 1:
-        cuts = [rows, *chunking.other_row_chunks(plan.shape, plan.world_size, rows, chunks)]
+        cuts = [rows, *other_row_chunks(plan.shape, plan.world_size, rows, chunks)]
         if one_kernel_per_chunk:  # each must gain what it costs: the fewest first
             cuts.sort(reverse=True)
     usual = _usual(
@@ -99,26 +226,26 @@ def by_tiles(
         orders: as in :func:`by_rows`.
     """
     plan = request.plan
-    cut = chunking.cut(plan.op, plan.gemm, plan.world_size, plan.dtype, request.chunk, tile)
-    cuts = [cut]
+    usual_cut = cut(plan.op, plan.gemm, plan.world_size, plan.dtype, request.chunk, tile)
+    cuts = [usual_cut]
     if request.chunk is None:
-        cuts += chunking.others(cut, plan.op, plan.gemm, plan.world_size, plan.dtype, tile)
-    usual = _usual(request, orders, chunking=cut)
+        cuts += others(usual_cut, plan.op, plan.gemm, plan.world_size, plan.dtype, tile)
+    usual = _usual(request, orders, chunking=usual_cut)
     found, prediction, alternatives = _decided(request, usual, cuts, (), orders)
-    schedule = TileSchedule(chunking=found.chunking or cut, order=found.order.runs)
+    schedule = TileSchedule(chunking=found.chunking or usual_cut, order=found.order.runs)
     return Scheduled(schedule, found, prediction, alternatives)
 
 
-def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cut: Any) -> Pipeline:
+def _usual(request: ScheduleRequest, orders: tuple[Runs, ...], **cuts: Any) -> Pipeline:
     plan, claims = request.plan, request.capabilities
-    few = chunking.comm_blocks(plan.nodes, plan.ranks_per_node, claims.comm_cores)
+    few = comm_blocks(plan.nodes, plan.ranks_per_node, claims.comm_cores)
     return Pipeline(
         order=ConsumptionOrder(plan.nodes, plan.ranks_per_node, orders[0]),
         compute_blocks=request.compute_blocks or claims.compute_cores,
         comm_blocks=request.comm_blocks or few,
         exchange=request.exchanges[0],
         returns=request.returns or _fewer_rows(plan, claims.ways_home(plan.nodes)),
-        **cut,
+        **cuts,
     )
 
 
@@ -177,7 +304,7 @@ def _decided(
     if cuts:
         found, considered = choose(
             "chunk",
-            [replace(found, chunking=cut) for cut in cuts],
+            [replace(found, chunking=each) for each in cuts],
             pipelined_us,
             lambda option: f"{option.chunking.tiles_per_chunk if option.chunking else 0} tiles",
         )

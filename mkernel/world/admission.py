@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
     AttentionShape,
@@ -22,7 +23,6 @@ from mkernel.plan.model import (
     first_difference,
 )
 from mkernel.plan.planner import common_part
-from mkernel.plan.scales import scale_sizes
 from mkernel.plan.strides import rows_of
 from mkernel.topology.world_map import WorldMap
 from mkernel.world.identity import Backends

@@ -12,8 +12,7 @@ import torch
 from mkernel.errors import PlanMismatch, Timeout
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.recent import Recent
-from mkernel.world.board import Board
-from mkernel.world.exchange import Exchange
+from mkernel.world.exchange import Board, Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.memory import Place
 

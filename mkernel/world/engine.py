@@ -25,10 +25,9 @@ from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
-from mkernel.world.group_store import GroupStore
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.memory import SymmetricHeap
-from mkernel.world.process_group import open_group
+from mkernel.world.process_group import GroupStore, open_group
 
 DRAIN_S = 5.0
 """Seconds for which a rank that stops waits for what still runs on its device."""

@@ -1,16 +1,19 @@
-"""Reads this process's place in a job from the environment: torchrun's variables, or SLURM's."""
+"""Reads this process's place in a job from the environment (torchrun's variables, or SLURM's), and the
+device that it uses or is meant to use."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 from torch.distributed import Store
 
+from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import ArgumentError, PeerFailure, Timeout
 from mkernel.settings import MAX_TIMEOUT_S
 from mkernel.world.bootstrap import STORES_HOST
@@ -178,3 +181,37 @@ def _check_rank(name: str, rank: int, total: str, size: int) -> None:
 def restarts() -> str:
     """Return how often torchrun has started this job's processes anew."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A device of this process: torch's name of its kind, and its index there."""
+
+    kind: str
+    index: int
+
+    def described(self, backend: AcceleratorBackend) -> tuple[str | None, int] | None:
+        """Return its PCI address, if known, and index; None: it is none of the backend's devices."""
+        if backend.device != self.kind:
+            return None
+        for one in backend.probe():
+            if one.index == self.index and not one.emulated:
+                return one.pci, one.index
+        return None
+
+
+def chosen() -> Chosen | None:
+    """Return the current device, where the process has used any, else that of LOCAL_RANK; None:
+    there is neither. Call it before backends look at devices, since to look may be to use one."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    kind, module = found.type, torch.get_device_module(found.type)
+    text = os.environ.get("LOCAL_RANK", "")
+    if module.is_initialized():
+        return Chosen(kind, int(module.current_device()))
+    if text.isdecimal() and int(text) < module.device_count():
+        return Chosen(kind, int(text))
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -10,10 +11,13 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from mkernel.errors import ArgumentError
-from mkernel.world.group_store import innermost
+from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.process_group import innermost
+from mkernel.world.watchdog import host_identity
 
 if TYPE_CHECKING:
     from mkernel.world.world import World
+
 
 Group: TypeAlias = Union[str, ProcessGroup, DeviceMesh, "World", None]
 """Names a world of this process: by its torch process group, a mesh of one dimension, the group's
@@ -79,3 +83,45 @@ def _hashed(group: ProcessGroup) -> str:
     """Return a hash that differs between groups of a job, also where torch names them alike."""
     ranks = ",".join(map(str, global_ranks(group)))
     return hashlib.sha256(f"{group.group_name}/{ranks}".encode()).hexdigest()[:16]
+
+
+def meet(
+    store: Store, key: bytes, rank: int, size: int, part: int, timeout_s: float
+) -> list[tuple[str, int]]:
+    """Gather the host of every rank, and the emulated node of it: each rank says which one it is on,
+    and nobody assumes it. Collective. Timeout, Untrusted.
+
+    Args:
+        key: seals the messages. part: this rank's emulated node; 0 where hosts are not split.
+    """
+    told = Bootstrap(store, key)
+    told.publish(f"host/{rank}", [host_identity(), part])
+    found = told.collect("host", range(size), timeout_s)
+    return [(found[each][0], found[each][1]) for each in range(size)]
+
+
+def nodes(hosts: Sequence[tuple[str, int]], names: Sequence[int]) -> int:
+    """Count the nodes of a group whose ranks are on these hosts.
+
+    Args:
+        names: what to call the ranks in messages.
+
+    Raises:
+        ArgumentError: hosts have different numbers of ranks, or a host's do not follow one another.
+    """
+    on: dict[tuple[str, int], list[int]] = {}
+    for rank, host in enumerate(hosts):
+        on.setdefault(host, []).append(rank)
+    shown = "; ".join(
+        f"{host.partition('/')[0]}: {', '.join(str(names[rank]) for rank in ranks)}"
+        for (host, _), ranks in on.items()
+    )
+    if len({len(ranks) for ranks in on.values()}) != 1:
+        raise ArgumentError(
+            "group", f"ranks on {shown}", "a group with as many ranks on every host that it is on"
+        )
+    if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in on.values()):
+        raise ArgumentError(
+            "group", f"ranks on {shown}", "a group in which ranks of one host follow one another"
+        )
+    return len(on)

@@ -27,13 +27,12 @@ from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.model import Topology
 from mkernel.version import __version__
 from mkernel.world.admission import admit_plan, admit_tensors
-from mkernel.world.devices import Chosen
 from mkernel.world.engine import Engine
+from mkernel.world.environment import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
-from mkernel.world.group_store import GroupStore
 from mkernel.world.identity import Backends, Identity
-from mkernel.world.process_group import group_store
+from mkernel.world.process_group import GroupStore, group_store
 from mkernel.world.watchdog import Peer, host_identity
 
 _SAME_ON_ALL_RANKS = (

@@ -14,7 +14,7 @@ from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
-from mkernel.world import devices, environment, groups, hosts
+from mkernel.world import environment, groups
 from mkernel.world.environment import Started
 from mkernel.world.groups import Group
 from mkernel.world.handshake import world_key
@@ -96,7 +96,7 @@ def init(
     if default is not None:
         accelerator = accelerator or default.backends.accelerators
         nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs
-    wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs, devices.chosen())
+    wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs, environment.chosen())
     if group is None and (stores is not None or not has_users_default()):
         return _of_job(wanted, settings, stores)
     return _of_group(groups.process_group(group or torch.distributed.group.WORLD), wanted, settings)
@@ -110,7 +110,7 @@ class _Wanted(NamedTuple):
     accelerator: str | Sequence[str] | None
     nic: str | None
     verbs: str | None
-    device: devices.Chosen | None
+    device: environment.Chosen | None
 
     def backends(self, settings: Settings, nodes: int, ranks: int) -> Backends:
         return selection.backends(
@@ -160,10 +160,10 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
             waits = _of_join(settings, deadline)
             key = world_key(one, rank, size, name=name, one_host=None, settings=waits)
             limit_s = deadline.wait_s(settings.timeout_s)
-            return (one, two), key, hosts.meet(one, key, rank, size, part, limit_s)
+            return (one, two), key, groups.meet(one, key, rank, size, part, limit_s)
 
         stores, key, met = deadline.within(_SILENT, meet)
-        found = hosts.nodes(met, groups.global_ranks(group))
+        found = groups.nodes(met, groups.global_ranks(group))
         identity = _identity(
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
@@ -210,7 +210,7 @@ def join(
     """
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(prefix):
-        chosen = devices.chosen()
+        chosen = environment.chosen()
         world = _join(identity, backends, settings, stores, prefix, prefix, chosen, deadline)
         worlds.add(world, default=False)
     return world
@@ -223,7 +223,7 @@ def _join(
     stores: tuple[Store, Store],
     prefix: str,
     name: str,
-    device: devices.Chosen | None,
+    device: environment.Chosen | None,
     deadline: JoinDeadline,
 ) -> World:
     one, two = (PrefixStore(prefix, store) for store in stores)

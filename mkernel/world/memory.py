@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import math
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,15 +21,112 @@ from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, DtypeError, NicError, PeerFailure, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.recent import Recent
-from mkernel.world import board, symmetric
-from mkernel.world.board import Board
-from mkernel.world.exchange import Exchange
+from mkernel.world.exchange import Board, Exchange, board_bytes, native_board
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Identity
-from mkernel.world.symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from mkernel.backends.runtime._known_calls import KnownCalls
+
+
+class Source(Protocol):
+    """A source of memory: an accelerator backend, or the host's own pages."""
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Allocate zeroed memory that peers of the node can map."""
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map what a same-node peer exported."""
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """One rank's view of a buffer. ``peers``: same-node ranks' memory, mapped here; ``region``: number
+    for NIC puts; ``nbytes`` is the same on every rank."""
+
+    region: int
+    nbytes: int
+    local: SymmetricMemory
+    peers: Mapping[int, SymmetricMemory]
+
+    def close(self) -> None:
+        """Unmap the peers' memory and free the own. The NIC must have let go of it before."""
+        for memory in (*self.peers.values(), self.local):
+            memory.close()
+
+
+def allocate(
+    region: int,
+    nbytes: int,
+    *,
+    identity: Identity,
+    source: Source,
+    session: NicSession | None,
+    exchange: Exchange,
+    prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
+) -> SymmetricBuffer:
+    """Allocate, exchange and connect one buffer. Collective: every rank, in the same order.
+
+    A same-node peer gets the descriptor that maps the memory; a rank of another node gets a NIC key and
+    nothing else, so it has no other way to the bytes.
+
+    Args:
+        prepare: called with the own memory before any peer can reach it.
+
+    Raises:
+        Timeout: a rank did not take part. PeerFailure: one is gone. OSError: no memory.
+    """
+    rank, own = identity.rank, identity.node
+    near = [r for r, node in enumerate(identity.node_of) if node == own and r != rank]
+    far = [r for r, node in enumerate(identity.node_of) if node != own]
+    with contextlib.ExitStack() as undo:
+        local = source.allocate(nbytes)
+        undo.callback(local.close)
+        prepare(local)
+        if session is not None:
+            key = _register(session, region, local, nbytes)
+            exchange.publish(f"region/{region}/nic/{rank}", key)
+        exchange.publish(f"region/{region}/node{own}/{rank}", local.export())
+
+        peers: dict[int, SymmetricMemory] = {}
+        told = exchange.collect(f"region/{region}/node{own}", near)
+        for peer in near:
+            try:
+                peers[peer] = source.attach(told[peer])
+            except (FileNotFoundError, ProcessLookupError) as error:  # before the watchdog saw it
+                text = (
+                    f"rank {peer} died, or ended its world, before its memory was mapped ({error}); "
+                    "look at its own output"
+                )
+                raise PeerFailure(text, peer) from error
+            undo.callback(peers[peer].close)
+        if session is not None:
+            keys = exchange.collect(f"region/{region}/nic", far)
+            for peer in far:
+                session.bind(region, peer, keys[peer])
+        # A peer may put here as soon as it has the key; it must not before all are bound, so that
+        # a failure above leaves nobody writing into freed memory.
+        exchange.gather("ready", True)
+        undo.pop_all()
+    for which in ("nic", f"node{own}"):  # all have read them
+        exchange.forget(f"region/{region}/{which}/{rank}")
+    return SymmetricBuffer(region, nbytes, local, peers)
+
+
+def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes: int) -> str:
+    """Register host or device memory with the NIC, and return its key."""
+    try:
+        dmabuf = memory.dmabuf()
+    except OSError:
+        dmabuf = -1  # the NIC may have another way to it
+    if dmabuf is None:
+        return session.register(region, memory.address, nbytes)
+    try:
+        return session.register_device(region, memory.address, nbytes, dmabuf, flush=memory.flush())
+    finally:
+        if dmabuf >= 0:
+            os.close(dmabuf)
+
 
 Place = tuple[int, int]
 """The place of a tensor in symmetric memory: number of the buffer of ``empty``, offset in bytes."""
@@ -149,13 +247,13 @@ class SymmetricHeap:
         # lies the rank's board.
         pad_bytes = _transport.pad_bytes(_transport.MOST_SIGNALS)
         self._pad = self._allocate(
-            pad_bytes + board.nbytes(),
+            pad_bytes + board_bytes(),
             lambda memory: _transport.pad_format(memory.address, _transport.MOST_SIGNALS),
             HostPages(),
         )
         self.pad = self._pad.local.address
         self.board: Board | None = None
-        made = board.native()
+        made = native_board()
         if identity.nodes == 1 and made is not None:
             pads = {identity.rank: self._pad.local, **self._pad.peers}
             boards = {rank: pads[rank].address + pad_bytes for rank in sorted(pads)}
@@ -174,14 +272,14 @@ class SymmetricHeap:
         self,
         nbytes: int,
         prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
-        source: symmetric.Source | None = None,
+        source: Source | None = None,
     ) -> SymmetricBuffer:
         """Allocate a buffer, until the end of the world, from the accelerator or another source.
         Collective."""
         region = next(self._regions)
         unreached = self.staged and source is None
         try:
-            buffer = symmetric.allocate(
+            buffer = allocate(
                 region,
                 nbytes,
                 identity=self._identity,

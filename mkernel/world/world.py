@@ -23,15 +23,15 @@ from mkernel.topology.world_map import WorldMap
 from mkernel.world import profiling
 from mkernel.world.agreement import Agreement
 from mkernel.world.calls import CallRecord, Calls
-from mkernel.world.devices import Chosen
 from mkernel.world.engine import DRAIN_S, Engine
+from mkernel.world.environment import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
-from mkernel.world.group_store import GroupStore, innermost
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
 from mkernel.world.join_deadline import JoinDeadline
 from mkernel.world.order import Turns
+from mkernel.world.process_group import GroupStore, innermost
 from mkernel.world.sealing import Seal
 from mkernel.world.statistics import Statistics, Way
 

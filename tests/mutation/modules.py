@@ -40,7 +40,7 @@ MODULES = {
             "mkernel/world/a*.py",
             "mkernel/world/b*.py",
             "mkernel/world/exchange.py",
-            "mkernel/world/group_store.py",
+            "mkernel/world/process_group.py",
             "mkernel/world/h*.py",
             "mkernel/world/identity.py",
             "mkernel/world/order.py",

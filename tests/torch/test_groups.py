@@ -21,8 +21,8 @@ import mkernel
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import MkernelError, PeerFailure, Timeout
 from mkernel.settings import Settings
+from mkernel.world import groups as groups_module
 from mkernel.world import handshake, join
-from mkernel.world import hosts as hosts_module
 from mkernel.world.bootstrap import Bootstrap
 from mkernel.world.groups import Group
 from mkernel.world.sealing import Seal
@@ -274,7 +274,7 @@ def on_hosts(hosts: str, secret: str, group: list[int]) -> tuple[int, float] | s
         update={"timeout_s": TIMEOUT_S, "job_secret": SecretStr(secret)}
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (handshake, hosts_module, join):
+        for module in (handshake, groups_module, join):
             patch.setattr(module, "host_identity", lambda: f"{hosts[mine]}/boot/pid")
         try:
             world = mkernel.init(made, accelerator="streams", settings=settings)

@@ -14,7 +14,7 @@ import mkernel
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import ArgumentError, DtypeError, PlanMismatch, ShapeError
-from mkernel.plan.scales import scale_sizes
+from mkernel.plan.arguments import scale_sizes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 

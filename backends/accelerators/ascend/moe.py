@@ -12,9 +12,9 @@ from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepar
 from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import CapacityExceeded
-from mkernel.plan.chunking import tiling
 from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
 from mkernel.plan.pipeline import Tiling
+from mkernel.plan.standard import tiling
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.ascend import _ascend

@@ -24,7 +24,6 @@ from mkernel.backends.accelerators.ascend.predict import (
 from mkernel.backends.accelerators.ascend.predict_moe import combined, dispatched
 from mkernel.backends.accelerators.ascend.settings import AscendSettings
 from mkernel.errors import ArgumentError
-from mkernel.plan.chunking import MAX_CHUNKS, comm_blocks, cut, tiling
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -38,7 +37,7 @@ from mkernel.plan.model import (
 from mkernel.plan.paths import LEAST_FUSED_SUMS
 from mkernel.plan.pipeline import Chunking, GemmTile, Pipeline, Tiling
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
-from mkernel.plan.standard import by_rows, by_tiles
+from mkernel.plan.standard import MAX_CHUNKS, by_rows, by_tiles, comm_blocks, cut, tiling
 from mkernel.settings import load_as, variable
 
 _PREFIX = str(AscendSettings.model_config["env_prefix"])

@@ -40,8 +40,8 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.cuda import long_products
 from mkernel.errors import ArgumentError
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan
-from mkernel.plan.scales import scale_sizes
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper

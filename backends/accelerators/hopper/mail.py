@@ -8,8 +8,8 @@ fence nor flag follows the data. Pure functions of a plan's sizes.
 from __future__ import annotations
 
 from mkernel.backends.accelerators.hopper.schedule import Way
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
-from mkernel.plan.scales import scale_sizes
 
 MAIL_BYTES = 16 << 20
 """Bytes that one call may send; as in device/workspace.cuh."""

@@ -1,6 +1,6 @@
 """Products of the library path, by torch: sums are rounded once, to the dtype of the result.
 
-Products of e4m3 operands have scales (``mkernel/plan/scales.py``).
+Products of e4m3 operands have scales (``mkernel/plan/arguments.py``).
 """
 
 from __future__ import annotations

@@ -12,8 +12,13 @@ from typing import Any
 import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
-from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange, take
-from mkernel.backends.accelerators.streams.rows import chunks, rotation
+from mkernel.backends.accelerators.streams.exchange import (
+    Arrivals,
+    chunks,
+    exchange,
+    rotation,
+    take,
+)
 from mkernel.backends.accelerators.streams.scaled import Rows, as_bytes, own_rows, products
 from mkernel.backends.accelerators.streams.schedule import GatherSchedule
 from mkernel.backends.contracts.accelerator import Call

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
-from mkernel.backends.accelerators.streams.exchange import exchange, take
-from mkernel.backends.accelerators.streams.rows import share
+from mkernel.backends.accelerators.streams.exchange import exchange, share, take
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.plan.model import NormStep

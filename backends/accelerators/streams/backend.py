@@ -30,8 +30,8 @@ from mkernel.topology.model import Accelerator, KindName
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.accelerators.streams.abort_word import AbortWord
-    from mkernel.backends.accelerators.streams.windows import Windows
+    from mkernel.backends.accelerators.streams.call_streams import AbortWord
+    from mkernel.backends.accelerators.streams.window import Windows
     from mkernel.backends.accelerators.streams.worker import Op, StreamsLaunch, Worker
 
 _OPS = {
@@ -185,7 +185,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         otherwise at once."""
         words = None if self._windows is None else self._windows.words(call)
         if self._abort is None:
-            from mkernel.backends.accelerators.streams.abort_word import AbortWord  # native code
+            from mkernel.backends.accelerators.streams.call_streams import AbortWord  # native code
 
             self._abort = AbortWord(call.pad)
         launch = self._worker.start(call, _op(call.plan.op), self._device, words, self._abort)
@@ -217,7 +217,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 def _windows(device: Device) -> Windows | None:
     if not device.copies:
         return None
-    from mkernel.backends.accelerators.streams.windows import Windows  # needs torch
+    from mkernel.backends.accelerators.streams.window import Windows  # needs torch
 
     return Windows(device)
 

@@ -11,14 +11,14 @@ import ctypes
 import importlib
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mkernel.backends.accelerators.streams import npu
 from mkernel.backends.accelerators.streams.machine import torch_device
 from mkernel.backends.accelerators.streams.schedule import DeviceName
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
@@ -29,6 +29,7 @@ from mkernel.topology.model import Accelerator, KindName
 
 if TYPE_CHECKING:
     import torch
+
 
 _COLLECTIVES: dict[DeviceName, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _KINDS: dict[str, KindName] = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
@@ -78,7 +79,7 @@ class Device:
             return None
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
-        return npu.missing(self._module())
+        return _npu_lacks(self._module())
 
     def probe(self) -> tuple[Accelerator, ...]:
         """Return the devices of this machine; for ``cpu`` one prototype, which is copied per rank."""
@@ -217,7 +218,7 @@ class Device:
         core in ``share`` is for messages. Only on ``npu``; 0: no limits are set."""
         if not share:
             return nullcontext()
-        return npu.shared_cores(self._module(), device, compute, comm, share)
+        return _shared_cores(self._module(), device, compute, comm, share)
 
     def _module(self) -> ModuleType | Any:
         if self.name == "npu":
@@ -243,3 +244,42 @@ def _gpu_driver() -> bool:
     except OSError:
         return Path("/dev/kfd").exists()
     return True
+
+
+_NEEDED = ("set_stream_limit", "reset_stream_limit", "get_device_limit")
+
+
+def _npu_lacks(module: Any) -> str | None:
+    """Return what ``torch.npu`` lacks, in words: a device, or functions that :func:`_shared_cores`
+    needs."""
+    if not module.is_available():
+        return "torch_npu sees no NPU"
+    lacking = [name for name in _NEEDED if not hasattr(module, name)]
+    return f"torch_npu is too old: torch.npu lacks {', '.join(lacking)}" if lacking else None
+
+
+@contextmanager
+def _shared_cores(
+    module: Any, device: torch.device, compute: Any, comm: Any, share: int
+) -> Iterator[None]:
+    """Reserve one in ``share`` vector cores for ``comm`` and the others for ``compute``; afterwards
+    both may use all again.
+
+    ``compute`` is the caller's own stream, so it must not stay limited. Everything that was put on
+    the streams must have ended when the context is left.
+
+    Never run on an NPU. From torch_npu's public documentation:
+    ``torch.npu.set_stream_limit(stream, cube_num, vector_num)`` applies to operators written in Ascend
+    C that are put on the stream from then on; ``reset_stream_limit(stream)`` undoes it;
+    ``get_device_limit(device)`` returns the number of cores.
+    """
+    cores = module.get_device_limit(device.index or 0)
+    cubes, vectors = cores["cube_core_num"], cores["vector_core_num"]
+    moving = max(1, vectors // share)
+    try:
+        module.set_stream_limit(comm, 1, moving)  # of 1 at least
+        module.set_stream_limit(compute, cubes, max(1, vectors - moving))
+        yield
+    finally:
+        module.reset_stream_limit(comm)
+        module.reset_stream_limit(compute)

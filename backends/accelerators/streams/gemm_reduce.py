@@ -16,7 +16,7 @@ import torch
 
 from mkernel.backends.accelerators.streams.all_reduce import shares_of, spread
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Sent
-from mkernel.backends.accelerators.streams.rows import chunks, rotation
+from mkernel.backends.accelerators.streams.exchange import chunks, rotation
 from mkernel.backends.accelerators.streams.scaled import own_rows, products
 from mkernel.backends.accelerators.streams.schedule import RotatingSchedule
 from mkernel.backends.contracts.accelerator import Call

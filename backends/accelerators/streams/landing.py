@@ -6,8 +6,8 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
-from mkernel.plan.scales import scale_sizes
 
 _ALIGNMENT = 256
 _GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mkernel.backends.accelerators.streams.activation import activate
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.matmul import Factor, grouped_product
@@ -42,7 +41,7 @@ from mkernel.backends.accelerators.streams.routing import (
 from mkernel.backends.accelerators.streams.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import CapacityExceeded, ShapeError
-from mkernel.plan.model import CombineShape, GemmCombineShape, MoeShape
+from mkernel.plan.model import Activation, CombineShape, GemmCombineShape, MoeShape
 
 
 def routing_words(world: int, tokens: int, top_k: int) -> int:
@@ -255,3 +254,11 @@ def segments(routing: Routing, source: int | None) -> Iterator[tuple[int, int, i
         if edges[low] < edges[high]:
             yield expert, edges[low], edges[high]
         start = edges[-1]
+
+
+def activate(activation: Activation, sums: torch.Tensor, out: torch.Tensor) -> None:
+    """Compute out [R, I] = silu(gate) * up from ``sums`` [R, 2I], whose first half of the columns
+    is the gate; rounded once."""
+    assert activation == "silu_and_mul"
+    gate, up = sums.chunk(2, dim=1)
+    out.copy_(torch.nn.functional.silu(gate).mul_(up))

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Sent
+from mkernel.backends.accelerators.streams.exchange import chunks
 from mkernel.backends.accelerators.streams.merged_attention import MergedAttention
-from mkernel.backends.accelerators.streams.rows import chunks
 from mkernel.backends.accelerators.streams.schedule import AttentionSchedule
 from mkernel.backends.accelerators.streams.torch_attention import attend, compute_dtype
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.plan.documents import checked_boundaries
 from mkernel.plan.model import AttentionShape
+from mkernel.plan.shapes import checked_boundaries
 
 
 class Part(NamedTuple):

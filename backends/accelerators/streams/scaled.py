@@ -1,4 +1,4 @@
-"""Products of e4m3 operands with scales (``mkernel/plan/scales.py``), and rows with optional
+"""Products of e4m3 operands with scales (``mkernel/plan/arguments.py``), and rows with optional
 scales.
 
 They use ``torch._scaled_mm`` if the plan chooses it; otherwise the reference: operands are

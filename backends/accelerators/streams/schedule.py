@@ -11,7 +11,6 @@ from mkernel.backends.accelerators.streams.landing import landing_bytes
 from mkernel.backends.accelerators.streams.machine import scaled_mm, torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.chunking import rows_of_a_rank
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -24,6 +23,7 @@ from mkernel.plan.model import (
     OpName,
     ScaleMode,
     Schedule,
+    rows_of_a_rank,
 )
 from mkernel.plan.pipeline import Pipeline, Returns, Runs
 from mkernel.plan.predict import messages_us, payloads, predict

@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.accelerators.streams.abort_word import AbortWord
-from mkernel.backends.accelerators.streams.call_streams import Broken, CallStreams, Stopped
+from mkernel.backends.accelerators.streams.call_streams import (
+    AbortWord,
+    Broken,
+    CallStreams,
+    Scratch,
+    Stopped,
+)
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.accelerators.streams.window import Words
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes

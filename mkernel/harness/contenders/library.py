@@ -22,9 +22,9 @@ from mkernel.harness.contenders.collectives import all_gather, collective
 from mkernel.harness.contenders.experts import kept, padded
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import ScaleMode
 from mkernel.plan.ops import COMPANIONS
-from mkernel.plan.scales import scale_sizes
 
 
 def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:

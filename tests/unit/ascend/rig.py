@@ -29,9 +29,9 @@ from mkernel.backends.transport._transport import AbortCode, Diagnosis
 from mkernel.cases import case_of, poison
 from mkernel.cases.base import Case
 from mkernel.cases.comparison import Comparison
-from mkernel.plan.chunking import cut
 from mkernel.plan.model import LaunchPlan, OpName
 from mkernel.plan.pipeline import USUAL_TILE, GemmTile
+from mkernel.plan.standard import cut
 from mkernel.world.memory import Arena
 
 SCALE = 0.11

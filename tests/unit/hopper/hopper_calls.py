@@ -11,8 +11,8 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import LaunchPlan, SumShape
-from mkernel.plan.scales import scale_sizes
 
 GAP = 24
 WORKSPACES = (1 << 21, 1 << 30)

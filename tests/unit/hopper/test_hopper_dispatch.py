@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import BackendUnavailable
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, Scales
 
 STARTS = (

@@ -30,7 +30,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import Unsupported
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 

@@ -30,7 +30,7 @@ from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecuto
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.errors import ArgumentError
 from mkernel.plan import paths, planner
-from mkernel.plan.around import Around, Norm
+from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales
 from mkernel.plan.request import GAIN
 

@@ -32,7 +32,7 @@ from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError, LayoutError, ShapeError, Unsupported
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, Scales
 
 OPS = capabilities.OPS

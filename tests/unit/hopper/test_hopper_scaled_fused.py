@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     TilingName,
 )
 from mkernel.errors import ArgumentError, BackendUnavailable
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.topology.cost import PathConstants
 

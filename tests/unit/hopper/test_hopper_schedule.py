@@ -41,7 +41,7 @@ from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
-from mkernel.plan.around import Around, Norm
+from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
 from mkernel.topology.cost import MailCalls

@@ -17,7 +17,7 @@ from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, ReduceSchedule
 from mkernel.errors import BackendUnavailable, Unsupported
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import Scales
 
 MEMORY = 144 << 30

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mkernel.plan.chunking import (
+from mkernel.plan.model import AttentionShape, CombineShape, DtypeName, GemmShape
+from mkernel.plan.pipeline import ConsumptionOrder, Runs
+from mkernel.plan.standard import (
     chunking,
     cut,
     other_row_chunks,
@@ -14,8 +16,6 @@ from mkernel.plan.chunking import (
     row_chunk,
     rows_of_a_rank,
 )
-from mkernel.plan.model import AttentionShape, CombineShape, DtypeName, GemmShape
-from mkernel.plan.pipeline import ConsumptionOrder, Runs
 
 dtypes: st.SearchStrategy[DtypeName] = st.sampled_from(["float16", "bfloat16", "float32"])
 

@@ -9,9 +9,8 @@ from plan_worlds import CAPABILITIES, explained
 
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError, LayoutError, ShapeError
-from mkernel.plan.around import Around, Norm
+from mkernel.plan.arguments import BLOCK, Around, Norm, scale_sizes
 from mkernel.plan.model import E4M3, AttentionShape, Scales, first_difference
-from mkernel.plan.scales import BLOCK, scale_sizes
 from mkernel.plan.shapes import GEMMS, takes
 
 ATTENTION = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 48, "head_dim": 16}

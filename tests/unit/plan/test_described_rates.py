@@ -9,7 +9,7 @@ from devices import gpu, node
 from devices import world as worlds
 
 from mkernel.backends import registry
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import OpName, Scales
 from mkernel.plan.planner import explain
 from mkernel.plan.predict import payloads

@@ -14,7 +14,7 @@ from shipped import constants_of
 
 from mkernel.backends import registry
 from mkernel.backends.accelerators.streams.backend import StreamsAccelerator
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import (
     E4M3,
     AttentionShape,

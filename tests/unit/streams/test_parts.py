@@ -10,10 +10,10 @@ from gpu_plans import gpu_plan
 
 from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.accelerators.streams import device as device_module
+from mkernel.backends.accelerators.streams.call_streams import Scratch
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.matmul import Factor, float32_sums
 from mkernel.backends.accelerators.streams.schedule import GatherSchedule
-from mkernel.backends.accelerators.streams.scratch import Scratch
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError
 from mkernel.plan.ops import BACKWARD

@@ -25,8 +25,8 @@ from mkernel.backends.accelerators.streams import (
     window,
     windows,
 )
-from mkernel.backends.accelerators.streams.abort_word import AbortWord
 from mkernel.backends.accelerators.streams.backend import PUT_OPS, StreamsAccelerator, _op
+from mkernel.backends.accelerators.streams.call_streams import Scratch
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.machine import scaled_mm
 from mkernel.backends.accelerators.streams.routing import route
@@ -35,16 +35,15 @@ from mkernel.backends.accelerators.streams.schedule import (
     DispatchSchedule,
     GemmCombineSchedule,
 )
-from mkernel.backends.accelerators.streams.scratch import Scratch
-from mkernel.backends.accelerators.streams.windows import Windows
-from mkernel.backends.accelerators.streams.worker import StreamsLaunch
+from mkernel.backends.accelerators.streams.window import Windows
+from mkernel.backends.accelerators.streams.worker import AbortWord, StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError
-from mkernel.plan.around import Around
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import (
     E4M3,
     CombineShape,

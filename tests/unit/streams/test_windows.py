@@ -9,9 +9,8 @@ import pytest
 import torch
 from window_plans import plan
 
-from mkernel.backends.accelerators.streams import windows
-from mkernel.backends.accelerators.streams.window import words_of
-from mkernel.backends.accelerators.streams.windows import Windows
+from mkernel.backends.accelerators.streams import window as windows
+from mkernel.backends.accelerators.streams.window import Windows, words_of
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mkernel.errors import PeerFailure, Timeout
-from mkernel.world import board
-from mkernel.world.board import Board
+from mkernel.world import exchange
+from mkernel.world.exchange import Board
 
-native = board.native()
+native = exchange.native_board()
 pytestmark = pytest.mark.skipif(native is None, reason="native modules of an older build")
 
 
@@ -26,7 +26,7 @@ class Boards:
     """Boards of the ranks of one node, in this process."""
 
     def __init__(self, ranks: int, timeout_s: float = 30.0) -> None:
-        self._memory = [ctypes.create_string_buffer(board.nbytes()) for _ in range(ranks)]
+        self._memory = [ctypes.create_string_buffer(exchange.board_bytes()) for _ in range(ranks)]
         addresses = {rank: ctypes.addressof(one) for rank, one in enumerate(self._memory)}
         self.of = [Board(native, addresses, monitor(rank, timeout_s)) for rank in range(ranks)]  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from mkernel.machine import seated
 from mkernel.settings import Settings
 from mkernel.topology.model import Accelerator, Node, Topology
 from mkernel.topology.placement import place
-from mkernel.world.devices import Chosen, chosen
+from mkernel.world.environment import Chosen, chosen
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
 

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from mkernel.errors import PeerFailure, Timeout, Unsupported, Untrusted
 from mkernel.world.bootstrap import Bootstrap
-from mkernel.world.group_store import GroupStore, innermost
+from mkernel.world.process_group import GroupStore, innermost
 
 
 def stores(raw: HashStore, secret: bytes = b"secret") -> tuple[GroupStore, PrefixStore]:

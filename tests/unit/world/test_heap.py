@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.world import board, memory, symmetric
+from mkernel.world import memory
 from mkernel.world.identity import Identity
 from mkernel.world.memory import Arena, PlanMemory, SymmetricHeap
 
@@ -25,7 +25,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         local = SimpleNamespace(address=4096 * (region + 1))
         return Mock(region=region, nbytes=nbytes, local=local, peers={1: local})
 
-    monkeypatch.setattr(symmetric, "allocate", allocate)
+    monkeypatch.setattr(memory, "allocate", allocate)
     return given
 
 
@@ -53,8 +53,8 @@ def test_ranks_of_one_node_have_boards(
     sessions: list[Any], nodes: int, built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not built:
-        monkeypatch.setattr(board, "native", lambda: None)
-    elif board.native() is None:
+        monkeypatch.setattr(memory, "native_board", lambda: None)
+    elif memory.native_board() is None:
         pytest.skip("native modules of an older build have none")
     assert (heap(nodes).board is not None) == (nodes == 1 and built)
 
@@ -128,8 +128,8 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(SimpleNamespace(nbytes=nbytes, local=peer, peers={0: local}, close=Mock()))
         return made[-1]
 
-    monkeypatch.setattr(symmetric, "allocate", allocate)
-    monkeypatch.setattr(board, "native", lambda: None)
+    monkeypatch.setattr(memory, "allocate", allocate)
+    monkeypatch.setattr(memory, "native_board", lambda: None)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.world.hosts import nodes
+from mkernel.world.groups import nodes
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from torch.distributed import HashStore, ProcessGroup, distributed_c10d
 
 from mkernel.world import process_group
 from mkernel.world.bootstrap import Bootstrap
-from mkernel.world.group_store import GroupStore
-from mkernel.world.process_group import _Groups, _loopback, open_group
+from mkernel.world.process_group import GroupStore, _Groups, _loopback, open_group
 
 _FROM_LOOPBACK = re.compile(rb"(\x02\x00)..(\x7f\x00\x00\x01)", re.DOTALL)
 """A `sockaddr_in` of 127.0.0.1: its family, port and address."""

@@ -12,7 +12,7 @@ import pytest
 from mkernel.backends.runtime.host_memory import HostPages
 from mkernel.errors import PeerFailure
 from mkernel.world.identity import Identity
-from mkernel.world.symmetric import allocate
+from mkernel.world.memory import allocate
 
 
 class Memory:
