@@ -31,7 +31,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.ops import forward
 from mkernel.plan.predict import prediction
-from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows
 from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
@@ -119,7 +119,7 @@ def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None)
 
 
 def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | None:
-    """Return the rows of a piece, a power of two; None: keys and values travel whole.
+    """Return the rows of a piece, a power of two; None: keys and values travel whole. TooLarge.
 
     Parts take memory for the queries' results on each, and for the peers' keys and values. A row of
     pieces takes memory for three parts' results, for the results so far in float32, and for its
@@ -133,6 +133,11 @@ def piece_rows(shape: AttentionShape, world: int, element_bytes: int) -> int | N
     a_row = queries * 3 + queries // element_bytes * 4 + keys * how.slots * (world - 1)
     found = max(_FEWEST_ROWS, 1 << max(1, how.pieces_bytes // a_row).bit_length() - 1)
     while flags(shape, world, found) > FLAGS:
+        if found >= rows:
+            raise TooLarge(
+                f"ring attention on {world} ranks: pieces of whole shards need "
+                f"{flags(shape, world, found)} flags, and there are {FLAGS}"
+            )
         found *= 2
     return found
 

@@ -235,7 +235,7 @@ def gather(
     """Schedule AllGather+GEMM. A rank has ``rows`` rows, in chunks of ``chunk`` as planned.
     ``tiles`` None: the fastest. ``engines`` None: copies are as fast as they were measured."""
     tiles = tiles or tiling(rows, world, n, k, processors)
-    chunk = max(chunk, _up(rows, FLAGS // world))
+    chunk = max(chunk, _least_rows(rows, world))
     engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
     within = engines.choose("local", nbytes)
     if world == 1:
@@ -295,9 +295,10 @@ def gather_between_nodes(
     send, in puts of a size that keeps a NIC busy."""
     network = _MACHINE.network
     blocks = _network_blocks(local, exchange)
-    chunk = max(chunk, _up(rows, FLAGS // world))
+    least = _least_rows(rows, world)
+    chunk = max(chunk, least)
     if chunk == rows:  # no chunk was requested: the shard is published in parts
-        chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), _up(rows, FLAGS // world)))
+        chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), least))
     within = _MACHINE.copies.choose("local", rows * k * ELEMENT_BYTES)
     return GatherSchedule(
         tiling=tiling(rows, world, n, k, processors - blocks),
@@ -309,6 +310,17 @@ def gather_between_nodes(
         gathered_blocks=max(1, within.blocks),
         exchange=exchange,
     )
+
+
+def _least_rows(rows: int, world: int) -> int:
+    """Return the fewest rows of a chunk if each chunk of ``world`` ranks' ``rows`` rows has a flag.
+    TooLarge."""
+    if world > FLAGS:
+        raise TooLarge(
+            f"AllGather+GEMM on {world} ranks: the fused kernel has {FLAGS} flags, and each rank's "
+            "rows need one"
+        )
+    return _up(rows, FLAGS // world)
 
 
 def _network_blocks(local: int, exchange: Exchange) -> int:

@@ -12,13 +12,13 @@ import pytest
 from gpu_plans import gpu_plan
 from plan_walk import WalkedWorld
 
-from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper import attention_tuning, tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, ReduceSchedule
 from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.plan.arguments import Around
-from mkernel.plan.model import Scales
+from mkernel.plan.model import AttentionShape, Scales
 
 MEMORY = 144 << 30
 """Bytes of the largest GPU of this architecture."""
@@ -160,3 +160,15 @@ def test_between_nodes_what_has_no_flags_is_not_planned(backend: HopperAccelerat
         Unsupported, match=r"\[131072, 16384\] on 16 ranks.* 122880 flags .* 114688"
     ):
         world.plan("gemm_all_reduce", {**sizes, "n": 16_384}, dtype="bfloat16")
+
+
+def test_more_ranks_than_flags_are_refused_by_name() -> None:
+    """A what-if of 16,384 nodes ended in a division by zero, and one of attention not at all."""
+    for gather in (tuning.gather, tuning.gather_between_nodes):
+        with pytest.raises(Unsupported, match=f"{FLAGS + 1} ranks.* {FLAGS} flags"):
+            gather(1, 1024, 8192, FLAGS + 1, 1, 132)
+    shape = AttentionShape(
+        batch=1, heads=64, kv_heads=8, head_dim=128, sequence=FLAGS << 10, causal=False
+    )
+    with pytest.raises(Unsupported, match=f"{FLAGS} ranks.* {2 * FLAGS} flags"):
+        attention_tuning.piece_rows(shape, FLAGS, 2)
