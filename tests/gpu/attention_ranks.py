@@ -24,7 +24,6 @@ from mkernel.backends.accelerators.hopper import (
     attention_merge,
     attention_ring,
     attention_tuning,
-    capabilities,
 )
 from mkernel.backends.accelerators.hopper.attention_documents import Bounds, Documents
 from mkernel.backends.accelerators.hopper.attention_library import attend
@@ -331,7 +330,7 @@ def by_core(shapes: Sequence[Attention], fn: Callable[..., Any], *arguments: Any
     """Return what ``fn`` finds of shapes whose parts, of any length, our own kernel computes. For a
     process of its own."""
     os.environ["MKERNEL_HOPPER_ATTENTION"] = "parts"
-    with _constants(core_rows=1), mock.patch.object(capabilities, "UNCLAIMED", ()):
+    with _constants(core_rows=1):
         schedule = Attention(1, 2, 2, 256).planned().schedule
         assert isinstance(schedule, AttentionSchedule)
         assert schedule.library == "mkernel"

@@ -24,7 +24,6 @@ from test_parts_on_gpus import MIXED as IN_PARTS
 from test_parts_on_gpus import drawn as drawn_parts
 
 import mkernel
-from mkernel.backends.accelerators.hopper import capabilities
 
 GATHER: Final = "all_gather_gemm"
 SCATTER: Final = "gemm_reduce_scatter"
@@ -61,13 +60,7 @@ class Family:
     around: Callable[..., Any] | None = None
     least: int = 1
     everywhere: bool = False
-    claim: str | None = None
     accelerator: str = "hopper"
-
-    @property
-    def is_claimed(self) -> bool:
-        """Return whether the backend claims what it needs."""
-        return self.claim is None or capabilities.claimed(self.claim)
 
     def run(
         self, world: int, fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
@@ -279,7 +272,7 @@ FAMILIES = {
         repeated=[Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)],
     ),
     "documents": Family(
-        [], 0, 0, 0, times=0, drawn=attention_ranks.drawn_packed, claim="documents"
+        [], 0, 0, 0, times=0, drawn=attention_ranks.drawn_packed
     ),
     "attention-kernel": Family(
         BY_KERNEL, 24, 24, 24, streams=16, drawn=attention_ranks.drawn_for_kernel, draws=40,
@@ -291,14 +284,13 @@ FAMILIES = {
         around=attention_ranks.by_core,
     ),
     "attention-pieces": Family(
-        BY_PIECES, 12, 12, 10, times=0, around=attention_ranks.in_pieces, claim="pieces"
+        BY_PIECES, 12, 12, 10, times=0, around=attention_ranks.in_pieces
     ),
     "gradients": Family(
         trained(ATTENTION), 40, 40, 10, drawn=drawn_gradients, draws=64, times=8,
         in_graphs=trained([Attention(1, 8, 4, 256, causal=c) for c in (False, True)], by_op=True),
         repeated=trained([Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)],
                          deterministic=True),
-        claim="ring_attention_backward",
     ),
     "experts": EXPERTS,
     "experts-permuted": replace(EXPERTS, decisions=PERMUTED),

@@ -16,24 +16,11 @@ from in_world import TOLD_S
 from kept_ranks import none_failed, right
 
 import mkernel
-from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.errors import ShapeError
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
 both = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
-def claimed(what: str) -> Any:
-    return pytest.mark.skipif(
-        not capabilities.claimed(what),
-        reason=f"hopper does not claim {what!r} (capabilities.py: UNCLAIMED)",
-    )
-
-
-gradients = claimed("ring_attention_backward")
-pieces = claimed("pieces")
-packs = claimed("documents")
 
 
 def launched(world: int, fn: Any, *arguments: Any, accelerator: str = "hopper") -> list[Any]:
@@ -128,7 +115,6 @@ def test_sizes_that_are_refused(world: int) -> None:
 
 
 @several
-@packs
 def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
     shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 256 * world))
     right(world, attention_ranks.other_boundaries, shape, 10)
@@ -137,7 +123,6 @@ def test_documents_that_begin_elsewhere_in_every_replay(world: int) -> None:
 @pytest.mark.alone
 @pair
 @both
-@pieces
 def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
     for found in launched(world, attention_ranks.a_million, causal):
         print(found)
@@ -146,7 +131,6 @@ def test_a_million_positions_in_a_gibibyte(world: int, causal: bool) -> None:
 
 
 @several
-@gradients
 def test_gradients_in_lots_of_heads(world: int) -> None:
     chance = random.Random(world)
     shapes = [drawn_gradients(chance, world).shape for _ in range(16)]
@@ -155,14 +139,12 @@ def test_gradients_in_lots_of_heads(world: int) -> None:
 
 
 @worlds
-@gradients
 def test_gradients_of_large_ones(world: int) -> None:
     shapes = [Trained(Attention(1, 8, 2, 2048, causal=causal)) for causal in (False, True)]
     right(world, calls.judged, shapes, 1)
 
 
 @several
-@gradients
 def test_gradients_of_the_log_sum_exp(world: int) -> None:
     shapes = [
         Trained(Attention(2, 4, 2, 128, width, causal, dtype, lies), of_sums=True)

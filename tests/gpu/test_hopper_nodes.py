@@ -23,7 +23,6 @@ from survivors import judge_survivors
 
 import mkernel
 from mkernel.backends import registry
-from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.settings import load
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
@@ -181,10 +180,6 @@ def test_what_a_nic_wrote_is_flushed_before_it_is_raised(monkeypatch: pytest.Mon
     right(calls.judged, MIXED[:1], 8, nic="cx7")
 
 
-claimed = pytest.mark.skipif(
-    not capabilities.claimed("between nodes"),
-    reason="hopper does not claim attention between nodes (capabilities.py: UNCLAIMED)",
-)
 ATTENTION = [
     Attention(1, 4, 4, 256, causal=True),
     Attention(2, 4, 1, 128, width=64, lies="positions"),
@@ -196,7 +191,6 @@ ATTENTION = [
 @worlds
 @nics
 @both
-@claimed
 def test_attention(
     nodes: int, ranks: int, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +199,6 @@ def test_attention(
 
 
 @nics
-@claimed
 def test_attention_of_random_shapes(nic: str) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
@@ -215,7 +208,6 @@ def test_attention_of_random_shapes(nic: str) -> None:
 
 
 @nics
-@claimed
 def test_attention_of_late_ranks_between_products_and_in_graphs(nic: str) -> None:
     right(calls.skewed, ATTENTION, 12, 2, nic=nic)
     right(calls.replayed, ATTENTION, 12, nic=nic)
@@ -223,7 +215,6 @@ def test_attention_of_late_ranks_between_products_and_in_graphs(nic: str) -> Non
 
 @nics
 @both
-@claimed
 def test_keys_cross_once_for_each_rank_of_another_node(
     nic: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +233,6 @@ def test_keys_cross_once_for_each_rank_of_another_node(
 
 
 @nics
-@claimed
 def test_a_rank_killed_while_attention_waits_for_it(
     nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,16 +242,11 @@ def test_a_rank_killed_while_attention_waits_for_it(
 
 
 @nics
-@claimed
 def test_attention_of_packed_documents(nic: str) -> None:
     shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 512))
     right(calls.judged, [shape], 1, nic=nic)
 
 
-experts = pytest.mark.skipif(
-    not capabilities.claimed("experts between nodes"),
-    reason="hopper does not claim MoE between nodes (capabilities.py: UNCLAIMED)",
-)
 EXPERTS = [
     Moe(37, hidden=72, features=136, experts=3, top_k=3),
     Moe(300, 512, 264, 4, 4, routing="padded", capacity=4 * 300 * 4, narrow=True),
@@ -273,7 +258,6 @@ EXPERTS = [
 @worlds
 @nics
 @both
-@experts
 def test_experts(
     nodes: int, ranks: int, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +268,6 @@ def test_experts(
 
 @nics
 @both
-@experts
 def test_experts_of_late_ranks_and_in_graphs(
     nic: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +278,6 @@ def test_experts_of_late_ranks_and_in_graphs(
 
 
 @nics
-@experts
 def test_tokens_cross_once_for_each_rank_of_another_node(
     nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +295,6 @@ def test_tokens_cross_once_for_each_rank_of_another_node(
 
 
 @nics
-@experts
 def test_a_rank_killed_while_experts_wait_for_it(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_NIC", nic)
     monkeypatch.setenv("MKERNEL_VERBS", "soft")

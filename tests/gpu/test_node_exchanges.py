@@ -7,13 +7,12 @@ import calls
 import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
-from hopper_ranks import Shape
+from hopper_ranks import OPS, Shape
 from in_world import TOLD_S
 from kept_ranks import none_failed
 from test_hopper_nodes import both, nics, random_shapes, right, take
 
 import mkernel
-from mkernel.backends.accelerators.hopper.capabilities import hierarchical_ops
 from mkernel.plan.request import GAIN
 
 pytestmark = [takes_ranks(4), pytest.mark.usefixtures("leaves_nothing")]
@@ -28,10 +27,6 @@ SHARED = [
 ]
 """Of 4 ranks."""
 
-claimed = pytest.mark.skipif(
-    "gemm_all_reduce" not in hierarchical_ops(),
-    reason="hopper does not claim the hierarchical all-reduce (capabilities.py: UNCLAIMED)",
-)
 exchanges = pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
 shared = pytest.mark.parametrize(
     ("nodes", "ranks"),
@@ -76,7 +71,7 @@ def test_the_bytes_over_the_rails_are_those_of_the_exchange(
         ("gemm_reduce_scatter", "direct"),
         ("gemm_reduce_scatter", "hierarchical"),
         ("gemm_all_reduce", "direct"),
-        pytest.param("gemm_all_reduce", "hierarchical", marks=claimed),
+        ("gemm_all_reduce", "hierarchical"),
     ],
 )
 @shared
@@ -105,7 +100,7 @@ def test_the_sums_over_the_rails_are_those_of_the_exchange(
     [
         Shape("all_gather_gemm", 2048, 512, 1024),
         Shape("gemm_reduce_scatter", 2048, 1024, 512),
-        pytest.param(Shape("gemm_all_reduce", 2048, 1024, 512), marks=claimed),
+        Shape("gemm_all_reduce", 2048, 1024, 512),
     ],
     ids=lambda shape: shape.op,
 )
@@ -136,7 +131,7 @@ def test_hierarchical_random_shapes(
     take(route, monkeypatch)
     monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
     right(
-        calls.judged, random_shapes(nodes * ranks, hierarchical_ops()), 1,
+        calls.judged, random_shapes(nodes * ranks, OPS), 1,
         nic=nic, nodes=nodes, ranks=ranks,
     )  # fmt: skip
 
@@ -147,12 +142,11 @@ def test_hierarchical_reuse_of_memory(way: str, nic: str, monkeypatch: pytest.Mo
     """Late ranks, calls that the host does not wait for, and graphs, with shapes mixed."""
     monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
     seed = () if way == "replayed" else (2,)
-    shapes = [shape for shape in SHARED if shape.op in hierarchical_ops()]
-    right(getattr(calls, way), shapes, 30, *seed, nic=nic, nodes=2, ranks=2)
+    right(getattr(calls, way), SHARED, 30, *seed, nic=nic, nodes=2, ranks=2)
 
 
 @nics
-@pytest.mark.parametrize("op", hierarchical_ops())
+@pytest.mark.parametrize("op", OPS)
 def test_hierarchical_results_are_always_the_same_bits(
     op: str, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, flags
 from mkernel.backends.accelerators.hopper.machine import CallTimes, machine
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -83,8 +82,7 @@ def _forward(
     wished = load_as(HopperSettings).attention
     parts = _by_parts(plan, cores * _MACHINE.attention.merge_blocks_a_core, constants)
     judged = plan.world_size <= _MACHINE.attention.kernel_ranks
-    claimed = wished == "kernel" or (judged and capabilities.claimed("attention kernel"))
-    if wished == "parts" or not claimed or not kernel_takes(plan):
+    if wished == "parts" or not (judged or wished == "kernel") or not kernel_takes(plan):
         return parts, ()
     how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores)
     times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants)
@@ -105,7 +103,7 @@ def _by_parts(plan: CommonPart, blocks: int, constants: MachineConstants | None)
     """Schedule parts, or pieces if parts would take more memory than allowed; between nodes keys
     always travel whole."""
     rows = piece_rows(attention_shape(plan), plan.world_size, DTYPE_BYTES[plan.dtype])
-    if rows is None or plan.nodes > 1 or not capabilities.claimed("pieces"):
+    if rows is None or plan.nodes > 1:
         shape, own_rows = attention_shape(plan), _MACHINE.attention.core_rows
         core = core_takes(shape) and shape.sequence // plan.world_size >= own_rows
         library = "mkernel" if core else library_of(shape)
@@ -270,9 +268,8 @@ def library_of(shape: AttentionShape) -> AttentionLibrary:
 
 
 def core_takes(shape: AttentionShape) -> bool:
-    """Return whether our own kernel supports such attention and is enabled: heads of 128, no packed
-    documents."""
-    return shape.head_dim == 128 and not shape.documents and capabilities.claimed("attention core")
+    """Return whether our own kernel supports such attention: heads of 128, no packed documents."""
+    return shape.head_dim == 128 and not shape.documents
 
 
 def kernel_takes(plan: CommonPart) -> bool:

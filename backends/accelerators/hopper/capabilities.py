@@ -14,13 +14,6 @@ OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 SUMS = ("all_reduce",)
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
-UNCLAIMED: tuple[str, ...] = ()
-"""Names of features that have kernels but that worlds do not run yet, because they have not been
-seen to be right on GPUs: ops; for ring attention also packed ``documents``, worlds ``between
-nodes``, long sequences in ``pieces``, our own kernel on parts, ``attention core``, and instead of
-parts, ``attention kernel``; for MoE ``experts between nodes``; for GEMM+AllReduce on nodes of
-several ranks ``hierarchical all-reduce``; for 16-bit operands on the library path ``products in
-parts``."""
 MOST_RANKS = 16
 """The most ranks of a world; as in device/network.cuh."""
 _TORCH = (2, 8)
@@ -32,30 +25,13 @@ _SCALED_TORCH = (2, 10)
 
 
 def ops() -> tuple[str, ...]:
-    """Return the names of the ops that have kernels and are enabled."""
-    written = (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
-    return tuple(op for op in written if claimed(op))
-
-
-def claimed(what: str) -> bool:
-    """Return whether worlds run the feature of that name."""
-    return what not in UNCLAIMED
-
-
-def documents() -> tuple[str, ...]:
-    """Return the names of the ops that take packed documents."""
-    return ("ring_attention",) if claimed("documents") else ()
+    """Return the names of the ops that run with this torch."""
+    return (*OPS, *SUMS, *MOE, *ATTENTION) if torch_is_fit() else (*OPS, *SUMS, *MOE)
 
 
 def one_node_ops() -> tuple[str, ...]:
     """Return the names of the ops that run on one node only."""
-    attention = ATTENTION[1:] if claimed("between nodes") else ATTENTION
-    return (*SUMS, *attention, *(() if claimed("experts between nodes") else MOE))
-
-
-def hierarchical_ops() -> tuple[str, ...]:
-    """Return the names of the ops that nodes of several ranks also exchange hierarchically."""
-    return OPS if claimed("hierarchical all-reduce") else OPS[:2]
+    return (*SUMS, *ATTENTION[1:])
 
 
 def library_ops() -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.hopper import tuning
-from mkernel.backends.accelerators.hopper.capabilities import hierarchical_ops
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -51,9 +50,9 @@ if TYPE_CHECKING:
 
 def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> bool:
     """Return whether the exchange is hierarchical. ArgumentError: it equals the direct one if there
-    is one node or one rank per node, and not every op supports it."""
+    is one node or one rank per node."""
     wanted = how.exchange == "hierarchical"
-    if wanted and (1 in (plan.nodes, plan.ranks_per_node) or plan.op not in hierarchical_ops()):
+    if wanted and 1 in (plan.nodes, plan.ranks_per_node):
         raise ArgumentError(
             "plan.schedule.exchange",
             repr(how.exchange),

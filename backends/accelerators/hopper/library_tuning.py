@@ -10,7 +10,6 @@ bits of a result may differ between the two; the order of sums is the same.
 from __future__ import annotations
 
 from mkernel.backends.accelerators.hopper import mail, parts_tuning
-from mkernel.backends.accelerators.hopper.capabilities import claimed
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.parts_tuning import WHOLE, Times
 from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, LibrarySchedule, Way
@@ -31,7 +30,7 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     cores = found.pipeline.compute_blocks
     if plan.world_size > 1 and request.path == "library" and request.chunk is not None:
         options: tuple[int, ...] = (parts_tuning.wished(plan, request.chunk),)
-    elif whole is None or not claimed("products in parts"):
+    elif whole is None:
         options = (WHOLE,)
     else:
         options = parts_tuning.ways(plan)

@@ -23,6 +23,7 @@ from mkernel.backends.accelerators.hopper import (
     attention_core,
     attention_merge,
     attention_ring,
+    attention_tuning,
     capabilities,
     device_world,
     native,
@@ -600,8 +601,7 @@ def test_areas_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert staged.staging == keys.area_bytes(2)
 
 
-def test_what_runs_on_one_node_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
+def test_what_runs_on_one_node_says_so() -> None:
     claims = HopperAccelerator().capabilities()
     wanted = claims.model_copy(update={"ops": capabilities.ATTENTION})
     assert of_op("ring_attention", "hopper", wanted, 2) == ()
@@ -625,7 +625,7 @@ ALONE = {
 def test_predicted_times_are_near_the_measured_ones(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, causal: bool
 ) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))
+    monkeypatch.setattr(attention_tuning, "core_takes", lambda shape: False)
     for sequence, alone in ALONE[heads, kv_heads, causal].items():
         made = planned(
             2, batch=1, heads=heads, kv_heads=kv_heads, sequence=sequence, head_dim=128,
@@ -701,21 +701,6 @@ def test_layouts_that_a_plan_is_not_of_are_refused() -> None:
             world.admit(plan, {"q": wrong})
 
 
-def test_what_is_not_claimed_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has not been seen right on GPUs."""
-    monkeypatch.setattr(
-        capabilities,
-        "UNCLAIMED",
-        ("ring_attention_backward", "documents", "between nodes", "pieces"),
-    )
-    claims = HopperAccelerator().capabilities()
-    assert claims.documents == ()
-    assert set(capabilities.ATTENTION) <= set(claims.one_node_ops)
-    assert "ring_attention_backward" not in claims.ops
-    long = {"batch": 1, "heads": 16, "kv_heads": 4, "head_dim": 128, "sequence": 1 << 21}
-    assert isinstance(planned(2, **long).schedule, AttentionSchedule)
-
-
 @pytest.mark.parametrize(
     ("sizes", "library"),
     [
@@ -725,12 +710,6 @@ def test_what_is_not_claimed_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> 
         ({"head_dim": 64}, "cudnn"),
     ],
 )
-def test_our_own_kernel_computes_long_parts_of_heads_of_128(
-    sizes: Sizes, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_kernel_computes_long_parts_of_heads_of_128(sizes: Sizes, library: str) -> None:
     long = {"batch": 1, "head_dim": 128, "sequence": 2 * 8192, **sizes}
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     assert planned(2, **long).part(AttentionSchedule).library == library
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ("attention core",))
-    another = {**long, "batch": 2}  # plans are kept
-    assert planned(2, **another).part(AttentionSchedule).library == "cudnn"

@@ -410,7 +410,6 @@ def test_heads_are_cut_evenly() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
 def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     started = Started(native.native())
     for module in (attention_backward, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)

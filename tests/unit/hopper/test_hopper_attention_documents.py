@@ -66,11 +66,6 @@ def various(
     return out, lse, torch.empty(0), torch.empty(0), torch.empty(0)
 
 
-@pytest.fixture(autouse=True)
-def claims_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
-
-
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
     def make(world: int) -> Fabric:

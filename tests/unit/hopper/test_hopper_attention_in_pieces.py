@@ -32,7 +32,6 @@ from mkernel.backends.accelerators.hopper import (
     attention_merge,
     attention_ring,
     attention_tuning,
-    capabilities,
     device_world,
     native,
 )
@@ -110,11 +109,6 @@ def in_pieces(plan: LaunchPlan, rows: int, slots: int = 2) -> LaunchPlan:
         library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=slots
     )
     return plan.model_copy(update={"schedule": how})
-
-
-@pytest.fixture(autouse=True)
-def claims_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
 
 
 @pytest.fixture

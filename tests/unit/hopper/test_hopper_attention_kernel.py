@@ -31,7 +31,6 @@ from mkernel.backends.accelerators.hopper import (
     attention_kernel,
     attention_ring,
     attention_tuning,
-    capabilities,
     device_world,
     native,
 )
@@ -304,25 +303,16 @@ def test_one_node_only() -> None:
         executor_of(kernel(2)).workspace(between_nodes(kernel(2), 1))
 
 
-@pytest.mark.parametrize(
-    ("wished", "claimed", "kernel"),
-    [
-        ("kernel", False, True), ("parts", True, False), ("auto", False, False), ("auto", True, True),
-    ],
-)  # fmt: skip
-def test_who_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch, wished: str, claimed: bool, kernel: bool
-) -> None:
-    """By name; by its predicted time only where it is claimed."""
+@pytest.mark.parametrize(("wished", "kernel"), [("kernel", True), ("parts", False), ("auto", True)])
+def test_who_asks_for_it(monkeypatch: pytest.MonkeyPatch, wished: str, kernel: bool) -> None:
+    """By name, or by its predicted time."""
     monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", wished)
-    monkeypatch.setattr(capabilities, "UNCLAIMED", () if claimed else ("attention kernel",))
     plan = planned(2, **CHOSEN)
     assert isinstance(plan.schedule, AttentionKernelSchedule) == kernel
 
 
 def test_a_plan_says_what_either_way_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     noted: list[Scheduled] = []
 
     def schedule(request: ScheduleRequest) -> Scheduled:
@@ -347,7 +337,6 @@ def test_auto_is_for_worlds_in_which_it_was_judged(monkeypatch: pytest.MonkeyPat
     )
     planner._planned.cache_clear()
     monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     assert isinstance(planned(most + 1, **{**CHOSEN, "sequence": 6144}).schedule, AttentionSchedule)
 
 
@@ -365,7 +354,6 @@ def test_the_way_that_is_chosen_was_the_faster_one_or_nearly(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, sequence: int, causal: bool
 ) -> None:
     monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     sizes = {**LONG, "heads": heads, "kv_heads": kv_heads, "sequence": sequence, "causal": causal}
     plan = planned(2, **sizes)
     times = MEASURED[heads, kv_heads, sequence, causal]
@@ -378,7 +366,6 @@ def test_the_way_that_is_chosen_was_the_faster_one_or_nearly(
 
 def test_a_slow_kernel_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     machine = attention_tuning._MACHINE
     slow = machine.attention.kernel.model_copy(update={"tflops": 300.0})
     how = machine.attention.model_copy(update={"kernel": slow})

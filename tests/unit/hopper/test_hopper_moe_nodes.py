@@ -11,7 +11,7 @@ import torch
 from plan_walk import WalkedWorld, decorations
 from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
-from mkernel.backends.accelerators.hopper import capabilities, moe, moe_nodes, moe_tuning, native
+from mkernel.backends.accelerators.hopper import moe, moe_nodes, moe_tuning, native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import MOE
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
@@ -35,7 +35,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     for each in (moe, moe_nodes):
         monkeypatch.setattr(each, "native", lambda: module)
     monkeypatch.setattr(DispatchContext, "network_of", lambda self, call: None)
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return module
 

@@ -17,7 +17,12 @@ from gpu_plans import gpu_plan
 from parts_fabric import BESIDE, Order, started
 from parts_runs import call_of, case, fabrics, run
 
-from mkernel.backends.accelerators.hopper import capabilities, library_tuning, reduce_parts
+from mkernel.backends.accelerators.hopper import (
+    capabilities,
+    library_tuning,
+    parts_tuning,
+    reduce_parts,
+)
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
@@ -275,7 +280,7 @@ def test_plans_take_parts_where_these_are_faster(op: str, monkeypatch: pytest.Mo
         chunks = getattr(made.schedule, "chunks", 0)
         us = {parts: predicted(path="library", chunk=m // 2 // parts)[1] for parts in (1, 2)}
         with monkeypatch.context() as patched:
-            patched.setattr(capabilities, "UNCLAIMED", ("products in parts",))
+            patched.setattr(parts_tuning, "ways", lambda plan: (parts_tuning.WHOLE,))
             planner._planned.cache_clear()
             us[0] = predicted(path="library")[1]
         planner._planned.cache_clear()
@@ -289,16 +294,11 @@ def test_plans_take_parts_where_these_are_faster(op: str, monkeypatch: pytest.Mo
     assert taken in ({0, 1}, {0, 1, 2}, {0, 2})
 
 
-def test_some_plans_take_parts_unless_nobody_claims_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_some_plans_take_parts() -> None:
     sizes = ("all_gather_gemm", 694, 1152, 15112, 2)
     made = planned(*sizes)
     assert made.path == "library"
     assert executor_of(made) is GatherPartsExecutor
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ("products in parts",))
-    planner._planned.cache_clear()
-    assert executor_of(planned(*sizes)) is LibraryExecutor
 
 
 @every_op

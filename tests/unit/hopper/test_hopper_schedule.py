@@ -13,7 +13,6 @@ from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
     all_reduce,
-    capabilities,
     dispatch,
     few_rows,
     gather_parts,
@@ -443,7 +442,6 @@ def mapped(call: Call, context: DispatchContext) -> object:
 def test_no_field_is_decoration_between_nodes_of_several_ranks(
     started: Started, monkeypatch: pytest.MonkeyPatch, op: str, exchange: str
 ) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     monkeypatch.setattr(gemm, "device_world", mapped)
     world = two_nodes(False, ranks=2)
     usual = world.plan(op, SIZES, dtype="bfloat16", exchange=exchange)
@@ -463,29 +461,12 @@ def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
     monkeypatch: pytest.MonkeyPatch,
     started: Started,
 ) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ())
     m, n, k = sizes
     if exchange == "direct":  # what travels has few columns
         n, k = (n, 256) if op == "all_gather_gemm" else (256, k)
     found = two_nodes(True, ranks=2).plan(op, {"m": m, "n": n, "k": k}, dtype="bfloat16")
     assert found.schedule is not None
     assert found.schedule.model_dump()["exchange"] == exchange
-
-
-def test_a_hierarchical_all_reduce_is_refused_where_it_is_not_claimed(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capabilities, "UNCLAIMED", ("hierarchical all-reduce",))
-    world = two_nodes(True, ranks=2)
-    usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16")
-    assert usual.schedule is not None
-    other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
-    with pytest.raises(ArgumentError, match=r"plan\.schedule\.exchange = 'hierarchical'"):
-        dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": other}))
-    with pytest.raises(
-        Unsupported, match="not run the exchange 'hierarchical' of 'gemm_all_reduce"
-    ):
-        world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", exchange="hierarchical")
 
 
 @pytest.mark.parametrize("op", OPS)

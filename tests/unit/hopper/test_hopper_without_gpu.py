@@ -11,7 +11,7 @@ import torch
 
 from mkernel.backends import cuda
 from mkernel.backends.accelerators.hopper import backend as backend_module
-from mkernel.backends.accelerators.hopper import capabilities, native
+from mkernel.backends.accelerators.hopper import native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_session import HopperLaunch, StartedCalls
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
@@ -118,7 +118,7 @@ def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake")
 def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     claimed = HopperAccelerator().capabilities()
-    assert claimed.ops == tuple(op for op in FUSED if op not in capabilities.UNCLAIMED)
+    assert claimed.ops == tuple(FUSED)
     assert claimed.compute_cores == 100
     assert claimed.stream_ordered
     assert not claimed.multicast
