@@ -265,20 +265,15 @@ def _scaling() -> SimpleNamespace:
     )
 
 
-class By(Mapping[Any, Any]):
+class By(dict[Any, Any]):
     """A mapping whose values a function returns when they are asked for."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
         self._function = function
 
-    def __getitem__(self, key: Any) -> Any:
+    def __missing__(self, key: Any) -> Any:
         return self._function(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 _SOURCES: dict[str, Callable[[], Any]] = {
