@@ -85,7 +85,7 @@ class Opener(NicBackend):
         around: that backend. session: class of the sessions around its sessions.
         environment, settings, schedule: changed before a device is opened. mistake: made at the
             verbs, by a library between the backend and the software device
-            (``softverbs/planted.cpp``), which only a built repository has.
+            (``tests/native/nics/planted_verbs.cpp``), which only a built repository has.
     """
 
     name: ClassVar[str] = "a planted fault"
