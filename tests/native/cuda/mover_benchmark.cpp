@@ -26,7 +26,6 @@
 using namespace mkernel;
 using namespace mkernel::nics;
 using mkernel::transport::monotonic_ns;
-using mkernel::transport::PutCommand;
 
 namespace {
 
@@ -35,50 +34,24 @@ constexpr int kTurns = 3;
 constexpr int kTrips = 200;
 constexpr std::uint64_t kGap = 256;  // between puts that do not follow each other
 
-class Rank {
+using testing::Rank;
+
+// Memory of a GPU.
+class GpuRegion final : public testing::Region {
   public:
-    Rank(const std::string& library, std::uint32_t peer, int device, bool srd)
-        : memory_(cuda::DeviceMemory::create(device, kBuffer)),
-          pad_memory_(transport::SignalPad::bytes(testing::kSignals)),
-          pad(transport::SignalPad::format(pad_memory_.data(), testing::kSignals)),
-          session(nic(library, srd), 1024),
-          peer_(peer),
-          device_(device) {
-        endpoints = session.nic().add_peer(peer, testing::kOneLane);
-        const int dmabuf = memory_.export_dmabuf();
-        key = session.nic().register_memory(
-            0, {memory_.address(), kBuffer, true, dmabuf, 0, cuda::device_flush(device)});
-        ::close(dmabuf);
+    explicit GpuRegion(int device)
+        : device_(device), memory_(cuda::DeviceMemory::create(device, kBuffer)) {
+        local_ = {memory_.address(),       kBuffer, true,
+                  memory_.export_dmabuf(), 0,       cuda::device_flush(device)};
     }
-    void join(const Endpoint& remote, const RemoteKey& remote_key) {
-        session.nic().connect(peer_, {remote});
-        session.nic().bind(0, peer_, remote_key);
-        session.start(reinterpret_cast<std::uint64_t>(pad_memory_.data()), {});
-    }
-    void put(std::uint64_t bytes, std::uint64_t local, std::uint64_t remote, std::uint32_t signal) {
-        PutCommand c;
-        c.local_offset = local;
-        c.remote_offset = remote;
-        c.bytes = bytes;
-        c.peer = peer_;
-        c.signal = signal;
-        c.value = 1;
-        if (session.put(c, 30) != transport::WaitResult::ok) throw std::runtime_error("put");
-    }
-    void wait(std::uint32_t signal, std::uint64_t value) const {
-        if (pad.wait(signal, value, monotonic_ns() + 60'000'000'000, {}) !=
-            transport::WaitResult::ok) {
-            const auto failure = session.failure();
-            throw std::runtime_error(failure ? failure->message : "no signal in time");
-        }
-    }
+    ~GpuRegion() override { ::close(local_.dmabuf); }
     void fill(std::uint32_t seed) {
         std::vector<std::uint32_t> words(kBuffer / 4);
         for (std::size_t i = 0; i < words.size(); ++i) {
             words[i] = (static_cast<std::uint32_t>(i) * 2654435761u) ^ seed;
         }
         const cuda::DeviceScope scope(device_);
-        cuda::check(cudaMemcpy(reinterpret_cast<void*>(memory_.address()), words.data(), kBuffer,
+        cuda::check(cudaMemcpy(reinterpret_cast<void*>(address()), words.data(), kBuffer,
                                cudaMemcpyHostToDevice),
                     "cudaMemcpy");
     }
@@ -86,7 +59,7 @@ class Rank {
     bool holds(std::uint32_t seed, std::uint64_t source, std::uint64_t at, std::size_t bytes) {
         std::vector<std::uint32_t> words(bytes / 4);
         const cuda::DeviceScope scope(device_);
-        cuda::check(cudaMemcpy(words.data(), reinterpret_cast<void*>(memory_.address() + at), bytes,
+        cuda::check(cudaMemcpy(words.data(), reinterpret_cast<void*>(address() + at), bytes,
                                cudaMemcpyDeviceToHost),
                     "cudaMemcpy");
         for (std::size_t i = 0; i < words.size(); ++i) {
@@ -97,29 +70,28 @@ class Rank {
     }
 
   private:
-    static std::unique_ptr<Nic> nic(const std::string& library, bool srd) {
-        // The mover first: whether device memory is taken is asked when the device is opened.
-        const verbs::Library opened(library);
-        int (*set)(transport::Mover*) = opened.need("mkernel_softverbs_set_mover", nullptr, "");
-        if (set(cuda::mover()) != 0) throw std::runtime_error("set_mover");
-        testing::Setup setup;
-        setup.srd = srd;
-        return setup.nic(library);
-    }
-
-    cuda::DeviceMemory memory_;
-    testing::Memory pad_memory_;
-
-  public:
-    transport::SignalPad pad;
-    Session session;
-    std::vector<Endpoint> endpoints;
-    RemoteKey key;
-
-  private:
-    std::uint32_t peer_;
     int device_;
+    cuda::DeviceMemory memory_;
 };
+
+void put(Rank& me, std::uint64_t bytes, std::uint64_t local, std::uint64_t remote,
+         std::uint32_t signal) {
+    if (me.put(bytes, signal, 1, local, remote) != transport::WaitResult::ok) {
+        throw std::runtime_error("put");
+    }
+}
+void await(Rank& me, std::uint32_t signal, std::uint64_t value) {
+    if (me.wait(signal, value, 60)) return;
+    const auto failure = me.session.failure();
+    throw std::runtime_error(failure ? failure->message : "no signal in time");
+}
+
+// Before a device is opened, which then asks whether device memory is taken.
+void set_mover(const std::string& library) {
+    const verbs::Library opened(library);
+    int (*set)(transport::Mover*) = opened.need("mkernel_softverbs_set_mover", nullptr, "");
+    if (set(cuda::mover()) != 0) throw std::runtime_error("set_mover");
+}
 
 constexpr std::array<std::size_t, 7> kSizes{4 << 10, 16 << 10, 64 << 10, 256 << 10,
                                             1 << 20, 4 << 20,  16 << 20};
@@ -137,7 +109,7 @@ double turn(Rank& me, std::size_t size, std::size_t stride, std::size_t total,
     const std::uint64_t start = monotonic_ns();
     for (std::size_t i = 0; i < puts; ++i) {
         const std::uint64_t at = i % slots * stride;
-        me.put(size, at, at, 2);
+        put(me, size, at, at, 2);
     }
     if (!me.session.flush(60)) throw std::runtime_error("flush");
     const double gbps =
@@ -164,34 +136,39 @@ int main(int argc, char** argv) {
     const int out = child == 0 ? to_parent[1] : to_child[1];
     const int in = child == 0 ? to_child[0] : to_parent[0];
     try {
-        Rank me(library, 1 - rank, std::atoi(argv[3 + rank]), srd);
-        me.fill(rank == 0 ? 7 : 9);
+        set_mover(library);
+        auto made = std::make_unique<GpuRegion>(std::atoi(argv[3 + rank]));
+        GpuRegion& memory = *made;
+        testing::Setup setup;
+        setup.srd = srd;
+        Rank me(library, 1 - rank, std::move(made), setup);
+        memory.fill(rank == 0 ? 7 : 9);
         testing::say(out, me.endpoints[0], me.key);
         const testing::Hello peer = testing::hear(in);
-        me.join(peer.endpoint, peer.key);
+        me.join({peer.endpoint}, peer.key);
         char ready = 1;  // both are connected
         if (::write(out, &ready, 1) != 1 || ::read(in, &ready, 1) != 1) return 1;
         if (child == 0) {
             std::uint64_t asked = 0;
             for (int i = 1; i <= kTrips; ++i) {
-                me.wait(0, static_cast<std::uint64_t>(i));
-                me.put(8, 0, kBuffer - 64, 1);
+                await(me, 0, static_cast<std::uint64_t>(i));
+                put(me, 8, 0, kBuffer - 64, 1);
             }
             for (const std::size_t size : kSizes) {
-                me.wait(3, ++asked);
-                const bool right = me.holds(7, 0, 0, size) && me.holds(7, size, size, size);
-                me.fill(9);
-                me.put(0, 0, 0, right ? 3 : 4);
+                await(me, 3, ++asked);
+                const bool right = memory.holds(7, 0, 0, size) && memory.holds(7, size, size, size);
+                memory.fill(9);
+                put(me, 0, 0, 0, right ? 3 : 4);
             }
-            me.wait(5, 1);
+            await(me, 5, 1);
             me.session.close();
             return 0;
         }
         std::vector<double> trips;
         for (int i = 1; i <= kTrips; ++i) {
             const std::uint64_t start = monotonic_ns();
-            me.put(8, 0, 0, 0);
-            me.wait(1, static_cast<std::uint64_t>(i));
+            put(me, 8, 0, 0, 0);
+            await(me, 1, static_cast<std::uint64_t>(i));
             trips.push_back(static_cast<double>(monotonic_ns() - start) / 2e3);
         }
         std::printf("{\"half_round_trip_us\": %.2f, \"puts\": [", median(trips));
@@ -207,9 +184,9 @@ int main(int argc, char** argv) {
                 joined.push_back(one);
                 apart.push_back(other);
             }
-            me.put(size, 0, 0, 2);
-            me.put(size, size, size, 2);
-            me.put(0, 0, 0, 3);
+            put(me, size, 0, 0, 2);
+            put(me, size, size, size, 2);
+            put(me, 0, 0, 0, 3);
             if (!me.session.flush(60)) throw std::runtime_error("flush");
             ++checked;
             const std::uint64_t deadline = monotonic_ns() + 60'000'000'000;
@@ -220,7 +197,7 @@ int main(int argc, char** argv) {
                         size == kSizes[0] ? "" : ", ", size, median(joined), median(apart));
         }
         std::printf("], \"right\": %s}\n", me.pad.load(4) == 0 ? "true" : "false");
-        me.put(0, 0, 0, 5);
+        put(me, 0, 0, 0, 5);
         me.session.flush(10);
         me.session.close();
     } catch (const std::exception& error) {
