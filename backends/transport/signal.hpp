@@ -43,7 +43,7 @@
 //   too early; one that moved too far lets it time out.
 //
 // Both orders, the waits, and that calls which end as they do may use memory again, are tried in every
-// interleaving (tests/native/model/test_words_model.cpp).
+// interleaving (tests/native/model: test_words_model, test_call_end_model, test_ascend_model).
 #pragma once
 
 #include <cstdint>
