@@ -333,6 +333,7 @@ class Watchdog:
             beat, state = told["beat"], told["state"]
             if not isinstance(beat, int):
                 raise TypeError(f"beat {beat!r}")
+            elsewhere = told.get("elsewhere") and (told["call"], str(told["elsewhere"]))
         except (LookupError, TypeError) as error:
             raise Untrusted(f"a heartbeat of rank {rank} that no rank writes: {error}") from error
         if beat < latest:
@@ -340,8 +341,8 @@ class Watchdog:
                 f"heartbeat {beat} of rank {rank} was put in the place of its heartbeat {latest}; "
                 "keep strangers from the store's port"
             )
-        if told.get("elsewhere"):
-            self._elsewhere[rank] = (told["call"], str(told["elsewhere"]))
+        if elsewhere:
+            self._elsewhere[rank] = elsewhere
         if beat > latest:
             self._last[rank] = (beat, time.monotonic())
         if state == "left":
