@@ -295,29 +295,6 @@ def test_ranks_import_the_launchers_mkernel_wherever_it_is(
     assert done.stdout == f"{(mkernel.__file__, 2)} {(mkernel.__file__, 2)}\n", done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_launcher_takes_its_ranks_along(tmp_path: Path, how: signal.Signals) -> None:
-    script = tmp_path / "stopped.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
-    assert len(group_of(process.pid)) >= 4  # itself, the fork server and two ranks
-    process.send_signal(how)
-    process.wait(TOLD_S)
-    if how == signal.SIGINT:
-        assert process.returncode == 130
-        assert process.stdout.read() == "interrupted\n"
-    process.stdout.close()
-    assert ends(process.pid)
-
-
 @pytest.mark.parametrize(
     ("script", "said"),
     [
