@@ -276,12 +276,13 @@ def provider(
             that has the op refuses the call.
     """
     leader = READS_OF.get(op, op)
-    claims = {name: registry.accelerator(name).capabilities() for name in backends.accelerators}
+    names = (backends.accelerator, *backends.companions)
+    claims = {name: registry.accelerator(name).capabilities() for name in names}
     have = {name: each for name, each in claims.items() if leader in each.ops}
     fit = (name for name, each in have.items() if each.provides(leader, nodes) and takes(each))
     found = next(fit, next(iter(have), None))
     if found is None:
-        require_op(backends.accelerators, claims[backends.accelerator], op)
+        require_op(names, claims[backends.accelerator], op)
         return backends.accelerator
     if op not in claims[found].ops and claims[found].routing_of_ids:
         readers = (

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
-from mkernel.topology.bounds import believed
 from mkernel.topology.merge import merge
 from mkernel.topology.model import (
     MAX_ACCELERATORS,
     Accelerator,
+    Bridge,
+    FabricLink,
     Model,
     Nic,
     Node,
@@ -23,7 +25,7 @@ from mkernel.topology.model import (
     first_error,
 )
 from mkernel.topology.rails import fast, real_ports
-from mkernel.topology.sources import cpu, drivers, formats, infiniband, pci, pci_tree
+from mkernel.topology.sources import cpu, formats, infiniband, npu, nvml, pci, verbs
 from mkernel.topology.sources.files import read_text
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.user_files import parse_json, read_file
@@ -66,9 +68,9 @@ def discover(
     cpus = cpu.read(root)
     sources = [replace(cpus, hostname=hostname), infiniband.read(root)]
     if root == _REAL_ROOT:
-        sources += drivers.read(root, cpus.numa)
+        sources += [verbs.read(), nvml.read(root), npu.read(cpus.numa)]
     sources.append(Findings("accelerator backends", accelerators=tuple(accelerators)))
-    tree = pci_tree.read(root)
+    tree = pci.read_tree(root)
     if root == _REAL_ROOT:
         tree = _driven(tree, merge(sources).accelerators)
     sources += [tree, Findings("NIC backends", nics=tuple(nics))]
@@ -219,3 +221,51 @@ def _from_json(text: bytes, path: Path) -> Discovery:
     return Discovery(
         topology=Topology(nodes=tuple(nodes)) if notes else topology, notes=tuple(notes)
     )
+
+
+# ---- rates that no machine has -----------------------------------------------------------------
+
+_Part = TypeVar("_Part", Accelerator, Nic, Bridge, FabricLink)
+
+_MOST: Mapping[type[Model], Mapping[str, float]] = MappingProxyType(
+    {
+        Accelerator: {"pcie_gbs": 512, "cores": 4096},
+        Nic: {"speed_gbps": 6400, "pcie_gbs": 512},
+        Bridge: {"pcie_gbs": 512},
+        FabricLink: {"gbs": 16384, "count": 1024},
+    }
+)
+"""The largest plausible value by kind of part: 32 lanes of PCIe 7, and some eight times the values
+of the fastest ports, links and chips of 2026."""
+
+
+def believed(found: _Sized, source: str) -> tuple[_Sized, tuple[Note, ...]]:
+    """Return the findings without numbers that no machine has, and a note of ``source`` about each
+    of these."""
+    notes = Notes(source)
+    parts: dict[str, Any] = {
+        name: _believed(getattr(found, name), notes)
+        for name in ("accelerators", "nics", "bridges", "fabric")
+    }
+    if not notes.all():
+        return found, ()
+    if isinstance(found, Node):
+        return found.model_copy(update=parts), notes.all()
+    return replace(found, **parts), notes.all()
+
+
+def _believed(parts: Iterable[_Part], notes: Notes) -> tuple[_Part, ...]:
+    return tuple(_within(part, notes) for part in parts)
+
+
+def _within(part: _Part, notes: Notes) -> _Part:
+    most = _MOST[type(part)]
+    wrong = [field for field in most if (getattr(part, field) or 0) > most[field]]
+    name = f"{part.kind} {'-'.join(part.ends)}" if isinstance(part, FabricLink) else part.id
+    for field in wrong:
+        value = getattr(part, field)
+        notes.add(
+            f"{name}: {field} is {value:g}, and no machine has more than {most[field]:g}; counted as "
+            "unknown"
+        )
+    return part.model_copy(update=dict.fromkeys(wrong)) if wrong else part

@@ -19,8 +19,7 @@ from mkernel.topology.cost import LinkConstants, transfer_us
 from mkernel.topology.defaults import defaults
 from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.model import FABRIC_SWITCH, Accelerator, Nic, Node, Topology
-from mkernel.topology.paths import CLASSES, NodePaths, classify
-from mkernel.topology.placement import WorldPlacement, usable_nics
+from mkernel.topology.placement import CLASSES, NodePaths, WorldPlacement, classify, usable_nics
 from mkernel.topology.routes import Crossed, Ends, Rail, RouteClass, RouteTable, Way, pair_classes
 from mkernel.topology.sources.chips import is_card
 from mkernel.topology.sources.kinds import protocol

@@ -10,8 +10,8 @@ from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.lanes import ANY_NIC, NicPlan, NicUse, nic_schedule
 from mkernel.topology.model import Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
+from mkernel.topology.routes import SharedLinks
 from mkernel.topology.routing import routes
-from mkernel.topology.shared_links import SharedLinks
 from mkernel.topology.sources.chips import architecture, cores
 
 

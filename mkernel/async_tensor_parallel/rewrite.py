@@ -33,10 +33,10 @@ from mkernel.async_tensor_parallel.patterns import (
 from mkernel.async_tensor_parallel.report import Decision, Report
 from mkernel.errors import MkernelError, NotInitialized
 from mkernel.ops.all_gather_gemm import OP as GATHER_OP
+from mkernel.ops.around import Scaled
 from mkernel.ops.gemm import GemmOp
 from mkernel.ops.gemm_all_reduce import OP as REDUCE_OP
 from mkernel.ops.gemm_reduce_scatter import OP as SCATTER_OP
-from mkernel.ops.scales import Scaled
 from mkernel.ops.symm_mem import dtype_of_sum
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World

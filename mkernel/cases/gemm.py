@@ -32,10 +32,9 @@ from mkernel.cases.base import (
     times,
 )
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
-from mkernel.ops.around import Normed
+from mkernel.ops.around import Normed, Scaled
 from mkernel.ops.common import Execution
 from mkernel.ops.gemm import GemmOp
-from mkernel.ops.scales import Scaled
 from mkernel.plan.arguments import scale_sizes
 
 _A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)

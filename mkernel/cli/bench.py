@@ -15,7 +15,7 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.cli import terminal
-from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
+from mkernel.cli.sizes import FAST_ACCUM, layout_of, scales_of
 from mkernel.cli.terminal import MATPLOTLIB, Terminal, writing
 from mkernel.errors import ArgumentError
 from mkernel.harness import (

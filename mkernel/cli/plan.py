@@ -11,8 +11,7 @@ import typer
 from mkernel import selection
 from mkernel.backends import registry
 from mkernel.cli.plan_world import planned_world
-from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
-from mkernel.cli.sizes import OP_HELP, Given, with_sizes
+from mkernel.cli.sizes import FAST_ACCUM, OP_HELP, Given, layout_of, scales_of, with_sizes
 from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render

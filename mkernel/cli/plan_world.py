@@ -15,12 +15,11 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import OpName
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
-from mkernel.topology import mixture
 from mkernel.topology.discover import load
 from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import usable_nics
 from mkernel.topology.rails import keep_rails, real_ports
-from mkernel.topology.reshape import replicate
+from mkernel.topology.reshape import of_one_kind, ranks_on_each, replicate, require_ports
 from mkernel.world.identity import Backends
 
 
@@ -57,7 +56,7 @@ def planned_world(
     """
     world, left_out = world_of_file(file, nodes) if file else (None, ())
     if world is not None and ranks_per_node is None:
-        ranks_per_node, uneven = mixture.ranks_on_each(world)
+        ranks_per_node, uneven = ranks_on_each(world)
         left_out += uneven
     if world is not None and not world.nodes[0].accelerators[0].emulated:
         assert ranks_per_node is not None
@@ -120,7 +119,7 @@ def _elsewhere(
             f"nic {nic!r} drives no RDMA port of these nodes ({'; '.join(left_out)}); leave --nic "
             "away, and the backend that drives them is taken"
         )
-    mixture.require_ports(every, world, nic)
+    require_ports(every, world, nic)
     backends = Backends(name, nic, SYSTEM if verbs == AUTO else verbs)
     return PlannedWorld(world, ranks_per_node, backends, claims, True, passed_over + left_out)
 
@@ -140,7 +139,7 @@ def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple
     every = [one for node in found.nodes for one in node.accelerators]
     if not every or (len(found.nodes) == 1 and _prototypes(every)):
         return None, ()
-    found, left_out = mixture.of_one_kind(found)
+    found, left_out = of_one_kind(found)
     if len(found.nodes) == 1:
         return replicate(found, 2 if nodes is None else nodes), left_out
     if nodes is not None and len(found.nodes) != nodes:

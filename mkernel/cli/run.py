@@ -18,8 +18,7 @@ from mkernel.backends.contracts import instrumented
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
-from mkernel.cli.scales import FAST_ACCUM, layout_of, scales_of
-from mkernel.cli.sizes import OP_HELP, Given, with_sizes
+from mkernel.cli.sizes import FAST_ACCUM, OP_HELP, Given, layout_of, scales_of, with_sizes
 from mkernel.cli.terminal import MATPLOTLIB, Terminal, write_json, writing
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.harness import inputs, rank, timeline, timeline_picture

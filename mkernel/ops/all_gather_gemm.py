@@ -22,10 +22,7 @@ from typing_extensions import TypedDict, Unpack
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.errors import ArgumentError
 from mkernel.ops import around, derivatives, flops, validate
-from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
-from mkernel.ops.plain import plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scales import (
+from mkernel.ops.around import (
     Scaled,
     as_matrix,
     check_alike,
@@ -33,6 +30,9 @@ from mkernel.ops.scales import (
     scale_of_rows,
     scaled,
 )
+from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
+from mkernel.ops.plain import plain, seen_by_torch, untraced
+from mkernel.ops.registration import group_name, ops, register
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 

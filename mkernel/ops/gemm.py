@@ -15,20 +15,29 @@ from typing_extensions import Unpack
 
 from mkernel.errors import DtypeError, ShapeError
 from mkernel.ops import around, flops, validate
-from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
-from mkernel.ops.plain import local, plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scales import (
+from mkernel.ops.around import (
     Scaled,
     as_matrix,
     check_scaled,
     refuse_gradients,
     scale_strides,
 )
-from mkernel.plan.arguments import RESULTS, Around, Norm, scale_sizes
+from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
+from mkernel.ops.plain import local, plain, seen_by_torch, untraced
+from mkernel.ops.registration import group_name, ops, register
+from mkernel.plan.arguments import (
+    RESULTS,
+    Around,
+    Norm,
+    Stored,
+    Strides,
+    copied,
+    rows_of,
+    scale_sizes,
+    stored,
+)
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, PathChoice
-from mkernel.plan.strides import Stored, Strides, copied, rows_of, stored
 from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current

@@ -18,12 +18,11 @@ from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
-from mkernel.ops.around import EPS, Normed
+from mkernel.ops.around import EPS, Normed, scaled
 from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import local, seen_by_torch
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import group_name, ops, register
-from mkernel.ops.scales import scaled
 from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from mkernel.ops import derivatives
+from mkernel.ops.around import scaled
 from mkernel.ops.gemm import GemmOp
-from mkernel.ops.scales import scaled
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)

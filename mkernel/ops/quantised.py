@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.scales import refuse_gradients
+from mkernel.ops.around import refuse_gradients
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

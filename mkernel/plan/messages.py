@@ -19,8 +19,7 @@ from mkernel.plan.model import CommonPart
 from mkernel.plan.pipeline import Exchange, Pipeline
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Message
-from mkernel.topology.routes import Ends
-from mkernel.topology.shared_links import Link, Subflow, capacities, subflows
+from mkernel.topology.routes import Ends, Link, Subflow, capacities, subflows
 
 MESSAGES = 4_000
 """The approximate limit of messages in a simulation: it weighs the cost against the detail."""

@@ -20,8 +20,7 @@ from mkernel.schema_version import SchemaVersion
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Model, fingerprint
 from mkernel.topology.placement import WorldPlacement
-from mkernel.topology.routes import Route, RouteTable
-from mkernel.topology.shared_links import egress_gbs
+from mkernel.topology.routes import Route, RouteTable, egress_gbs
 
 
 class Schedule(Model):

@@ -19,6 +19,7 @@ from mkernel.plan.arguments import (
     NOTHING,
     RESULTS,
     Around,
+    Layout,
     Norm,
     check_around,
     check_blocks,
@@ -44,9 +45,8 @@ from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.request import Alternative, Scheduled, Scheduler, ScheduleRequest, TooLarge
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
-from mkernel.plan.strides import Layout
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.routes import SharedLinks
 from mkernel.topology.world_map import WorldMap
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from mkernel.topology.cost import (
     gemm_us,
     transfer_us,
 )
-from mkernel.topology.routes import RouteClass
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.routes import RouteClass, SharedLinks
 
 
 def predict(
@@ -213,7 +212,7 @@ def all_gather_gemm(
     """Predict AllGather+GEMM: T_c = 2·M·K·N_r/C in waves, T_m = (W-1)/W·M·K·s/B over the slowest
     link.
 
-    Links: those that :mod:`mkernel.topology.shared_links` names; a NIC's routes share it, each
+    Links: those that :mod:`mkernel.topology.routes` names; a NIC's routes share it, each
     direction by itself. The communication blocks that serve one destination share its bytes and
     chunks, and each chunk adds a signal to their time.
 

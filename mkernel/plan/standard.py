@@ -1,16 +1,16 @@
-"""The decisions that most backends share: the rules that cut what a rank communicates into tiles and
-chunks, and the schedules of backends that bring none of their own.
+"""The decisions that most backends share, and the schedules of those that bring none of their own.
 
-:func:`by_rows` and :func:`by_tiles` decide chunks, order and cores by predicted times. A backend that
-has more to say puts a schedule of its own into what they found:
+:func:`choose` takes the default, or what is predicted to beat it. The rules behind it cut what a rank
+communicates into tiles and chunks. :func:`by_rows` and :func:`by_tiles` decide chunks, order and cores
+by predicted times. A backend that has more to say puts a schedule of its own into what they found:
 ``by_rows(request)._replace(schedule=…)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -36,9 +36,43 @@ from mkernel.plan.pipeline import (
     Runs,
     Tiling,
 )
-from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
 from mkernel.plan.simulate import simulate
 from mkernel.topology.cost import MachineConstants
+
+GAIN = 0.03
+"""An option must be predicted to be faster than the default by this share: less is within the
+model's error, and plans should not change with the last digit of a constant."""
+
+_Option = TypeVar("_Option")
+
+
+def choose(
+    decision: str,
+    options: Sequence[_Option],
+    cost: Callable[[_Option], float],
+    name: Callable[[_Option], str] = str,
+    by: str = "",
+) -> tuple[_Option, tuple[Alternative, ...]]:
+    """Choose the fastest option if it gains enough over the first one, the default; else choose the
+    default. Returns the choice and all options as alternatives. ``by`` says how the costs were
+    found, if not by the closed forms."""
+    if len(options) == 1:
+        return options[0], ()
+    times = [cost(option) for option in options]
+    best = min(range(len(options)), key=times.__getitem__)
+    chosen = best if times[best] < (1 - GAIN) * times[0] else 0
+    return options[chosen], tuple(
+        Alternative(
+            decision=decision,
+            option=name(option),
+            predicted_us=time,
+            chosen=number == chosen,
+            why=", ".join(filter(None, ("default" * (number == 0), by))),
+        )
+        for number, (option, time) in enumerate(zip(options, times, strict=True))
+    )
+
 
 MAX_CHUNKS = 128
 """Chunks a source that the default aims to stay within: each chunk costs a signal."""

@@ -6,7 +6,7 @@ import re
 
 from mkernel.plan.render import ranges
 from mkernel.topology.model import Accelerator, Nic, Node
-from mkernel.topology.paths import NodePaths
+from mkernel.topology.placement import NodePaths
 from mkernel.topology.sources.kinds import COUNTED_CLASSES, FABRIC_LEGEND
 
 _LEGEND = {

@@ -15,8 +15,7 @@ from mkernel.topology.model import (
     Note,
     Topology,
 )
-from mkernel.topology.paths import DevicePath, NodePaths, PathClass
-from mkernel.topology.placement import assign_nics
+from mkernel.topology.placement import DevicePath, NodePaths, PathClass, assign_nics
 from mkernel.topology.rails import rails
 
 

@@ -26,7 +26,7 @@ from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.model import Topology
 from mkernel.version import __version__
-from mkernel.world.admission import admit_plan, admit_tensors
+from mkernel.world.agreement import admit_plan, admit_tensors
 from mkernel.world.engine import Engine
 from mkernel.world.environment import Chosen
 from mkernel.world.exchange import Exchange
@@ -162,7 +162,7 @@ class Membership:
                 self._failure.close()
 
     def check(self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.admission`)."""
+        """Refuse a plan of another world or of other tensors (:mod:`mkernel.world.agreement`)."""
         engine = self.engines.get(plan.accelerator, self.engine)
         if self._own_plans[id(plan)] is not plan:
             admit_plan(plan, engine.map, engine.backends, engine.accelerator)

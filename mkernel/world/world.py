@@ -46,6 +46,7 @@ class World:
     Attributes:
         name: of the process group that it was made of (``group_name``), else one of its own; no other
             world of this process has it, and it is the same on all ranks.
+        rank, size: this rank, 0 to ``size`` - 1, and the number of ranks.
         ended: whether it has been closed.
         on_end: called once, when it begins to close.
         planned: plans of this world's calls by what was asked for; belongs to ``mkernel.ops``.
@@ -78,6 +79,7 @@ class World:
         self.ended = False
         self.on_end: Callable[[World], None] = lambda world: None
         self.identity = identity
+        self.rank, self.size = identity.rank, identity.size
         self.backends = backends
         self.settings = settings
         self.planned: Recent[Hashable, LaunchPlan] = Recent()
@@ -124,16 +126,6 @@ class World:
         return f"<World {self.name!r}: rank {self.rank} of {self.size}, {state}>"
 
     # ---- what it consists of -------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """Return this rank, 0 to ``size`` - 1."""
-        return self.identity.rank
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks in the world."""
-        return self.identity.size
 
     @property
     def accelerator(self) -> AcceleratorBackend:

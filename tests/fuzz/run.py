@@ -50,9 +50,9 @@ READERS = {
         "mkernel/world/bootstrap.py", "mkernel/world/sealing.py", "backends/nics/session.py",
     ),
     "topology": (
-        "topology/discover.py", "topology/bounds.py", "topology/merge.py", "topology/model.py",
+        "topology/discover.py", "topology/merge.py", "topology/model.py",
         "topology/sources/formats.py", "topology/sources/hwloc.py",
-        "topology/sources/hwloc_links.py", "topology/sources/nccl.py", "topology/sources/npu.py",
+        "topology/sources/nccl.py", "topology/sources/npu.py",
         "topology/sources/xml.py",
     ),
     "arguments": (

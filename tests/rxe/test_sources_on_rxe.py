@@ -8,7 +8,7 @@ from rxe_guest import DEVICE, only_in_guest, only_with_pyverbs
 
 from mkernel.topology.merge import merge
 from mkernel.topology.model import Nic
-from mkernel.topology.sources import infiniband, pci_tree, verbs
+from mkernel.topology.sources import infiniband, pci, verbs
 from mkernel.topology.sources.findings import Findings
 
 pytestmark = only_in_guest
@@ -51,7 +51,7 @@ def test_pyverbs_says_the_same() -> None:
 
 def test_the_guests_ethernet_cards_are_found() -> None:
     """virtio's, whose interfaces lie a folder below the PCI function."""
-    found = {nic.id: nic for nic in pci_tree.read().nics}
+    found = {nic.id: nic for nic in pci.read_tree().nics}
     assert set(found) == {"eth0", "eth1"}
     assert {nic.kind for nic in found.values()} == {"ethernet"}
     assert all(nic.pci and nic.pci_path for nic in found.values())

@@ -90,7 +90,7 @@ def test_it_is_the_dequantised_product(op: str, mode: str) -> None:
 
 def planned(mode: str) -> tuple[Any, ...]:
     from mkernel.ops.all_gather_gemm import OP
-    from mkernel.ops.scales import Scaled
+    from mkernel.ops.around import Scaled
 
     given = drawn(mode, mkernel.world().rank)
     scaled = Scaled(given["a_scale"], given["b_scale"], False)

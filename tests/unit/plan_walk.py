@@ -16,7 +16,7 @@ from mkernel.plan.model import GemmShape, LaunchPlan, SumShape
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import world_map
-from mkernel.world.admission import admit_plan, admit_tensors
+from mkernel.world.agreement import admit_plan, admit_tensors
 from mkernel.world.identity import Backends
 
 FOLLOWED_BY_OPS = ("copies", "bias", "norm", "products")

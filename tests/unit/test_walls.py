@@ -391,7 +391,11 @@ PLANTED: list[tuple[str, str, Callable[[Path], object]]] = [
     ("topology/routing.py", "RATES = {'H100': 450}", vendors),
     ("mkernel/plan/planner.py", "x = torch.npu.synchronize", vendors),
     ("mkernel/world/world.py", "import nvidia_ml", vendors),
-    ("topology/model.py", "from mkernel.topology import paths", lambda root: circle(loads(root))),
+    (
+        "topology/model.py",
+        "from mkernel.topology import placement",
+        lambda root: circle(loads(root)),
+    ),
     (
         "mkernel/conformance/accelerator_subject.py",
         "def f():\n    from mkernel.conformance import checks",

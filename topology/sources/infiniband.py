@@ -46,7 +46,7 @@ def _device(entry: Path, root: Path, notes: Notes) -> list[Nic]:
             update={
                 "kind": kinds.rdma(read_int(function / "vendor")),
                 "pci": pci.normalise(function.name),
-                "pci_path": pci.bridges(function),
+                "pci_path": pci.bridges_above(function),
                 "pcie_gbs": pci.device_gbs(function, idles=False),
                 "numa_node": pci.numa_node(function, notes),
             }

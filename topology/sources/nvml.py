@@ -91,7 +91,7 @@ def _gpus(library: Any, root: Path, notes: Notes) -> Iterator[tuple[Accelerator,
         else:
             function = pci.folder(root, address)
             if function is not None:
-                path = pci.bridges(function)
+                path = pci.bridges_above(function)
                 gbs = pci.device_gbs(function, idles=True)
                 numa = pci.numa_node(function, notes)
         yield (

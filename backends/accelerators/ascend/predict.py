@@ -16,7 +16,7 @@ from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, DtypeNam
 from mkernel.plan.pipeline import Pipeline, Tiling
 from mkernel.plan.predict import messages_us, payloads, prediction, work
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.routes import SharedLinks
 
 L1, L0AB, L0C = 512 << 10, 64 << 10, 128 << 10
 """Bytes of a cube core's buffers (``isa/tile.hpp``)."""

@@ -15,7 +15,7 @@ from mkernel.plan.model import DTYPE_BYTES, CombineShape, CommonPart, MoeShape, 
 from mkernel.plan.pipeline import Pipeline, Tiling
 from mkernel.plan.predict import messages_us, payloads, prediction
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.routes import SharedLinks
 
 _ID_BYTES = 4
 _BAND_BYTES, _BAND_COLUMNS = 16 << 10, 512

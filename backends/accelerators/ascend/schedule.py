@@ -36,8 +36,8 @@ from mkernel.plan.model import (
 )
 from mkernel.plan.paths import LEAST_FUSED_SUMS
 from mkernel.plan.pipeline import Chunking, GemmTile, Pipeline, Tiling
-from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, choose
-from mkernel.plan.standard import MAX_CHUNKS, by_rows, by_tiles, comm_blocks, cut, tiling
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
+from mkernel.plan.standard import MAX_CHUNKS, by_rows, by_tiles, choose, comm_blocks, cut, tiling
 from mkernel.settings import load_as, variable
 
 _PREFIX = str(AscendSettings.model_config["env_prefix"])

@@ -16,7 +16,8 @@ from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, L
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
 from mkernel.plan.predict import payloads, prediction
-from mkernel.plan.request import Scheduled, ScheduleRequest, choose
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.standard import choose
 from mkernel.topology.cost import MachineConstants, fastest, products
 
 _MACHINE = machine()

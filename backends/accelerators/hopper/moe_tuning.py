@@ -33,8 +33,8 @@ from mkernel.plan.model import (
     Schedule,
 )
 from mkernel.plan.predict import payloads, predict
-from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge, choose
-from mkernel.plan.standard import by_rows
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge
+from mkernel.plan.standard import by_rows, choose
 from mkernel.settings import load_as
 
 TILE_ROWS = 256

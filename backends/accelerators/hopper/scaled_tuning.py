@@ -18,8 +18,8 @@ from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, Scale
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction, Schedule
 from mkernel.plan.predict import payloads, prediction
-from mkernel.plan.request import Scheduled, ScheduleRequest, choose
-from mkernel.plan.standard import by_rows
+from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.standard import by_rows, choose
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,

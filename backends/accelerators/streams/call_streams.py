@@ -22,8 +22,7 @@ import torch
 from torch import distributed
 
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.landing import landings
-from mkernel.backends.accelerators.streams.schedule import GatherSchedule, StreamsSchedule
+from mkernel.backends.accelerators.streams.schedule import GatherSchedule, StreamsSchedule, landings
 from mkernel.backends.accelerators.streams.window import Window, Words
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.transport import _transport

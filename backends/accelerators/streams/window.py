@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.landing import landings
-from mkernel.backends.accelerators.streams.schedule import StreamsSchedule
+from mkernel.backends.accelerators.streams.schedule import StreamsSchedule, landings
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.cuda.memory import DeviceMemory, bytes_at

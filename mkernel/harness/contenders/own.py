@@ -17,9 +17,9 @@ from mkernel.harness.contenders.experts import kept, padded, without_padding
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops import moe
+from mkernel.ops.around import Scaled
 from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.ops.registration import group_name, ops
-from mkernel.ops.scales import Scaled
 from mkernel.plan.ops import COMPANIONS
 from mkernel.world.lifecycle import current
 

@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.ascend.schedule import GemmSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import CombineShape, LaunchPlan
 from mkernel.topology.reshape import split_into_nodes
-from mkernel.world.admission import planned_tensors
+from mkernel.world.agreement import planned_tensors
 
 MACHINE = devices.world(devices.node())
 SIZES: dict[str, dict[str, int]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 import mkernel
 from mkernel.backends.contracts.output_memory import is_torchs
 from mkernel.ops.all_gather_gemm import OP as GATHER
-from mkernel.ops.scales import Scaled, scale_strides
+from mkernel.ops.around import Scaled, scale_strides
 from mkernel.world.world import World
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

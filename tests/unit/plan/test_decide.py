@@ -13,9 +13,8 @@ from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.pipeline import Runs
 from mkernel.plan.planner import Planned
-from mkernel.plan.request import GAIN, choose
 from mkernel.plan.simulate import simulate
-from mkernel.plan.standard import RowSchedule, TileSchedule, by_rows, by_tiles
+from mkernel.plan.standard import GAIN, RowSchedule, TileSchedule, by_rows, by_tiles, choose
 
 CONSTANTS = constants_of("ascend")
 

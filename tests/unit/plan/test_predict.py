@@ -33,7 +33,7 @@ from mkernel.plan.pipeline import Exchange
 from mkernel.plan.planner import Planned, explain, plan
 from mkernel.plan.predict import Payloads, messages_us, payloads, predict, work
 from mkernel.plan.simulate import simulate
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.routes import SharedLinks
 from mkernel.topology.world_map import world_map
 from mkernel.world.statistics import sent
 

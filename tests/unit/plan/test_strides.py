@@ -10,9 +10,8 @@ from plan_worlds import make
 
 from mkernel.errors import ArgumentError
 from mkernel.plan import render
-from mkernel.plan.arguments import Around, check_around
+from mkernel.plan.arguments import Around, Stored, check_around, copied, rows_of, stored
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.strides import Stored, copied, rows_of, stored
 
 STEP = 8
 

@@ -18,8 +18,7 @@ from mkernel.probe.report import report
 from mkernel.topology.cost import load_constants
 from mkernel.topology.discover import Discovery
 from mkernel.topology.model import Accelerator, FabricLink, Topology
-from mkernel.topology.paths import NodePaths
-from mkernel.topology.placement import visible
+from mkernel.topology.placement import NodePaths, visible
 
 
 def chip(index: int) -> Accelerator:

@@ -23,10 +23,9 @@ from mkernel.backends.accelerators.streams import (
     scaled,
     torch_attention,
     window,
-    windows,
 )
 from mkernel.backends.accelerators.streams.backend import PUT_OPS, StreamsAccelerator, _op
-from mkernel.backends.accelerators.streams.call_streams import Scratch
+from mkernel.backends.accelerators.streams.call_streams import AbortWord, Scratch
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.machine import scaled_mm
 from mkernel.backends.accelerators.streams.routing import route
@@ -36,7 +35,7 @@ from mkernel.backends.accelerators.streams.schedule import (
     GemmCombineSchedule,
 )
 from mkernel.backends.accelerators.streams.window import Windows
-from mkernel.backends.accelerators.streams.worker import AbortWord, StreamsLaunch
+from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.contracts.scaled import dequantised
@@ -57,7 +56,7 @@ from mkernel.plan.ops import BACKWARD
 from mkernel.plan.shapes import GEMMS
 from mkernel.topology.model import Topology
 from mkernel.topology.reshape import split_into_nodes
-from mkernel.world.admission import planned_tensors
+from mkernel.world.agreement import planned_tensors
 
 SIZES: dict[str, dict[str, int]] = {
     "all_gather_gemm": {"m": 96, "n": 16, "k": 8},
@@ -230,8 +229,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(matmul, "_product_of_groups", product_of_all)
     monkeypatch.setattr(ring_attention, "attend", attend)
     monkeypatch.setattr(ring_attention_backward, "gradients", gradients)
-    for module in (window, windows):
-        monkeypatch.setattr(module, "native", lambda: RecordedNative(made))
+    monkeypatch.setattr(window, "native", lambda: RecordedNative(made))
     return made
 
 

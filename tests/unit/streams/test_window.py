@@ -14,12 +14,15 @@ import torch
 from window_plans import plan
 
 from mkernel.backends.accelerators.streams import window
-from mkernel.backends.accelerators.streams.call_streams import CallStreams, Scratch, Sent
+from mkernel.backends.accelerators.streams.call_streams import AbortWord, CallStreams, Scratch, Sent
 from mkernel.backends.accelerators.streams.exchange import exchange, share
-from mkernel.backends.accelerators.streams.landing import landing_bytes, landings
-from mkernel.backends.accelerators.streams.schedule import GatherSchedule, StreamsSchedule
+from mkernel.backends.accelerators.streams.schedule import (
+    GatherSchedule,
+    StreamsSchedule,
+    landing_bytes,
+    landings,
+)
 from mkernel.backends.accelerators.streams.window import Words, words_of
-from mkernel.backends.accelerators.streams.worker import AbortWord
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.runtime.host_memory import HostMemory

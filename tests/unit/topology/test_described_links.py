@@ -11,7 +11,7 @@ from shipped import constants_of
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.discover import read
 from mkernel.topology.model import Bridge, FabricLink, Node, Topology
-from mkernel.topology.shared_links import SharedLinks
+from mkernel.topology.routes import SharedLinks
 from mkernel.topology.world_map import WorldMap, world_map
 
 HOPPER = constants_of("hopper")

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from mkernel.topology.model import Accelerator, Bridge, FabricLink, Nic, Node
-from mkernel.topology.paths import CLASSES, NodePaths
+from mkernel.topology.placement import CLASSES, NodePaths
 
 UP, DOWN = "0000:39:00.0", "0000:3a:00.0"
 BELOW = ("pci0000:38", "0000:38:01.0", UP)

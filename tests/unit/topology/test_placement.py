@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from mkernel.errors import ArgumentError
 from mkernel.topology.kinds import node_kinds
 from mkernel.topology.model import Nic, Node, NumaNode
-from mkernel.topology.paths import CLASSES, classify, distance
 from mkernel.topology.placement import (
+    CLASSES,
     Pinning,
     WorldPlacement,
     assign_nics,
     balance,
+    classify,
     cpus_near,
+    distance,
     place,
     usable_nics,
     visible,

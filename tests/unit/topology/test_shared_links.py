@@ -10,8 +10,8 @@ from devices import gpu, nic, node, world
 from shipped import constants_of
 
 from mkernel.topology.placement import place
+from mkernel.topology.routes import _fabric, subflows
 from mkernel.topology.routing import routes
-from mkernel.topology.shared_links import _fabric, subflows
 
 CONSTANTS = constants_of("hopper")
 

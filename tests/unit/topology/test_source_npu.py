@@ -9,7 +9,7 @@ import pytest
 
 from mkernel.topology.discover import read
 from mkernel.topology.model import NumaNode
-from mkernel.topology.paths import NodePaths
+from mkernel.topology.placement import NodePaths
 from mkernel.topology.sources import npu
 
 NUMA = tuple(NumaNode(id=i, cpus=tuple(range(24 * i, 24 * i + 24))) for i in range(8))

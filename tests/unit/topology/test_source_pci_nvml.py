@@ -38,13 +38,13 @@ def test_normalising_twice_changes_nothing(domain: int, bus: int, dev: int, func
 
 def test_what_is_no_address_is_no_bridge() -> None:
     device = Path("/sys/devices/pci0000:00/0000:00:01.0/virtual/0000:01:00.0")
-    assert pci.bridges(device) == ("pci0000:00", "0000:00:01.0")
+    assert pci.bridges_above(device) == ("pci0000:00", "0000:00:01.0")
 
 
 def test_bridges_start_at_the_host_bridge() -> None:
     path = Path("/backup/0000:99:00.0/sys/devices/pci0000:80/0000:80:01.0/0000:81:00.0")
-    assert pci.bridges(path) == ("pci0000:80", "0000:80:01.0")
-    assert pci.bridges(Path("/sys/devices/virtual/0000:81:00.0")) == ()
+    assert pci.bridges_above(path) == ("pci0000:80", "0000:80:01.0")
+    assert pci.bridges_above(Path("/sys/devices/virtual/0000:81:00.0")) == ()
 
 
 class FakeNvml:

@@ -10,7 +10,7 @@ from sysfs_tree import SysfsTree
 from mkernel.topology import discover as discovery
 from mkernel.topology.discover import discover
 from mkernel.topology.model import Accelerator
-from mkernel.topology.sources import nvml, pci_tree
+from mkernel.topology.sources import nvml, pci
 from mkernel.topology.sources.findings import Findings
 
 SPEED = ("16.0 GT/s PCIe", "16")
@@ -24,7 +24,7 @@ def test_accelerators_with_bridges_and_rates(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     gpu(tree, "pci0000:40/0000:40:01.0/0000:41:00.0", link=SPEED)
     gpu(tree, "pci0000:38/0000:38:01.0/0000:39:00.0", link=("32.0 GT/s PCIe", "16"))
-    found = pci_tree.read(tmp_path)
+    found = pci.read_tree(tmp_path)
     assert [(a.id, a.pci, a.name, a.pcie_gbs) for a in found.accelerators] == [
         ("cuda0", "0000:39:00.0", "10de:2330", 63.015),
         ("cuda1", "0000:41:00.0", "10de:2330", 31.508),
@@ -44,7 +44,7 @@ def test_links_of_gpus_that_idle_count_at_full_speed_and_those_of_nics_as_they_a
     (slow / "net/eth0").mkdir(parents=True)
     for function in (idle, slow):
         (function / "current_link_speed").write_text("2.5 GT/s PCIe\n")
-    found = pci_tree.read(tmp_path)
+    found = pci.read_tree(tmp_path)
     assert [one.pcie_gbs for one in found.accelerators] == [31.508]
     assert [one.pcie_gbs for one in found.nics] == [4.0]
 
@@ -57,7 +57,7 @@ def test_ethernet_with_its_rate(tmp_path: Path, interfaces: str) -> None:
         (function / interfaces / name).mkdir(parents=True)
         (function / interfaces / name / "speed").write_text(speed)
     (function / interfaces / "eth2").mkdir()
-    assert [(n.id, n.kind, n.speed_gbps) for n in pci_tree.read(tmp_path).nics] == [
+    assert [(n.id, n.kind, n.speed_gbps) for n in pci.read_tree(tmp_path).nics] == [
         ("eth0", "ethernet", 25.0),
         ("eth1", "ethernet", None),
         ("eth2", "ethernet", None),
@@ -79,7 +79,7 @@ def test_odd_files_are_survived(tmp_path: Path) -> None:
             f"pci0000:00/0000:00:0{number}.0", class_=text, vendor=text, device=text, numa=text
         )
     gpu(tree, "pci0000:00/0000:00:0a.0", numa="x")
-    found = pci_tree.read(tmp_path)
+    found = pci.read_tree(tmp_path)
     assert [(a.id, a.numa_node, a.pcie_gbs) for a in found.accelerators] == [("cuda0", None, None)]
     assert "numa_node holds 'x'" in found.notes[0].message
 
@@ -110,7 +110,7 @@ def test_what_is_left_out_is_noted(tmp_path: Path) -> None:
     tree.pci("pci0000:00/0000:00:06.0", vendor="0x1002\n", class_="0x030000\n", device="0x515e\n")
     tree.pci("pci0000:00/0000:00:07.0", vendor="0x1002\n", class_="0x030000\n", device="0x66a1\n")
     tree.pci("pci0000:00/0000:00:08.0", vendor="0x1a03\n", class_="0x030000\n", device="0x2000\n")
-    found = pci_tree.read(tmp_path)
+    found = pci.read_tree(tmp_path)
     assert [(one.kind, one.pci) for one in found.accelerators] == [("rocm", "0000:00:07.0")]
     assert [note.message.partition(", ")[0] for note in found.notes] == [
         "0000:00:06.0: 1002:515e",

@@ -25,8 +25,7 @@ from machines import machines as any_machine
 from mkernel.probe.report import ProbeReport, report
 from mkernel.topology.discover import load, read
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
-from mkernel.topology.paths import NodePaths
-from mkernel.topology.placement import assign_nics, usable_nics
+from mkernel.topology.placement import NodePaths, assign_nics, usable_nics
 
 FORMATS = ("nccl", "hwloc", "sysfs")
 

@@ -25,7 +25,7 @@ from mkernel.plan.model import (
     Scales,
     SumShape,
 )
-from mkernel.world.admission import admit_tensors, planned_tensors
+from mkernel.world.agreement import admit_tensors, planned_tensors
 
 
 @pytest.fixture(scope="module")
