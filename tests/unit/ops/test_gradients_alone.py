@@ -122,9 +122,9 @@ def test_derivatives_are_those_that_are_seen(name: str) -> None:
     generator = torch.Generator().manual_seed(len(name))
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     places = range(len(values))
-    for some in (
-        [(each,) for each in places] + [*combinations(places, len(values) - 1)] + [(*places,)]
-    ):
+    # Backwards of products call other ops for other pairs of inputs; others' inputs are independent.
+    pairs = [] if name.startswith(("moe", "ring")) else combinations(places, len(values) - 1)
+    for some in [*((each,) for each in places), *pairs, (*places,)]:
         if not some or (name.endswith("lse alone") and some == (2,)):  # no function of v
             continue
         inputs: list[Tensor] = [
