@@ -99,7 +99,7 @@ def plan_of(op: str, sizes: dict[str, int], world: int, **options: Any) -> Launc
     claims = HopperAccelerator().capabilities().model_copy(
         update={
             "ops": OPS, "library_ops": OPS, "scale_modes": modes, "fused_scale_modes": modes[:2],
-            "fused_float32_scale_modes": modes,
+            "fused_float32_scale_modes": modes[:2],
         }
     )  # fmt: skip
     gpus = tuple(

@@ -96,8 +96,8 @@ def samples(files: Iterable[Path]) -> Iterator[Sample]:
     for one in ways.measured(files):
         # The planner took the library's path as long as it knew no times of the fused one.
         library = one.us.get("mkernel-library", one.us.get("mkernel"))
-        if one.scales is None or one.mode != "graph" or library is None:
-            continue
+        if one.scales in (None, "block") or one.mode != "graph" or library is None:
+            continue  # scales by blocks have the library's path alone
         if "mkernel-fused" in one.us:
             sizes = {"m": one.m, "n": one.n, "k": one.k}
             made = fused_plan(one.op, sizes, one.ranks, one.scales, one.fast_accum)

@@ -111,9 +111,6 @@ def faulty_fused(fault: str, shape: Shape) -> int:
         elif fault == "scales of the call before":
             place = call.tensors["out"].data_ptr()
             scale, kept[place] = kept.get(place, scale), scale.clone()
-        elif fault == "a block of K without its scale":
-            scale = scale.clone()
-            scale[:, 0] = 1
         elif fault == "scales of b left out":
             columns = found.b_scale.clone()
             columns[..., :: columns.shape[-1] // 4] = 1

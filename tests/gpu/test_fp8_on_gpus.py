@@ -59,10 +59,10 @@ FUSED = [
 ]
 # By our own kernels, added up in float32.
 PROMOTED = [
-    promoted("all_gather_gemm", 2048, 512, 1024, "block"),
+    promoted("all_gather_gemm", 2048, 512, 1024),
     promoted("all_gather_gemm", 128, 784, 1040, out_dtype="float16"),
-    promoted("gemm_reduce_scatter", 2048, 768, 512, "block"),
-    promoted("gemm_all_reduce", 1000, 1040, 640, "block", bias=True),
+    promoted("gemm_reduce_scatter", 2048, 768, 512),
+    promoted("gemm_all_reduce", 1000, 1040, 640, bias=True),
     fused("gemm_reduce_scatter", 2048, 768, 512),
     promoted("all_gather_gemm", 512, 256, 512, "tensor", bias=True),
     promoted("gemm_reduce_scatter", 512, 1024, 528),
@@ -83,18 +83,7 @@ EXACT = [
     fused("all_gather_gemm", 256, 10240, 512),  # of 192 columns
     fused("gemm_reduce_scatter", 256, 10240, 512),
 ]
-EXACT_PROMOTED = [
-    *(dataclasses.replace(shape, fast=False) for shape in EXACT),
-    promoted("all_gather_gemm", 64, 256, 512, "block"),
-    promoted("all_gather_gemm", 2400, 1040, 512, "block"),
-    promoted("all_gather_gemm", 8192, 2048, 1024, "block", out_dtype="float16"),
-    promoted("all_gather_gemm", 128, 144, 384, "block"),  # a row's scales are no whole 16 bytes
-    promoted("all_gather_gemm", 8192, 2048, 640, "block"),
-    promoted("gemm_reduce_scatter", 256, 272, 512, "block"),
-    promoted("gemm_reduce_scatter", 8192, 2048, 1024, "block"),
-    promoted("gemm_all_reduce", 300, 272, 512, "block"),
-    promoted("gemm_all_reduce", 4096, 2064, 384, "block", out_dtype="float16"),
-]
+EXACT_PROMOTED = [dataclasses.replace(shape, fast=False) for shape in EXACT]
 # Small ones, which the planner leaves to a library, and larger ones, which it does not.
 KNOWN = [
     scaled("all_gather_gemm", 128, 512, 1024, fast=True),
@@ -125,7 +114,7 @@ MIXED = [
 def drawn(chance: random.Random, world: int, make: Any = scaled, most_k: int = 2600) -> Shape:
     """Any legal shape, a third of them in parts."""
     size = partial(drawn_size, chance)
-    op, mode = chance.choice(OPS), chance.choice(MODES[:2] if make is fused else MODES)
+    op, mode = chance.choice(OPS), chance.choice(MODES if make is scaled else MODES[:2])
     rows = size(3000, 1 if op == "gemm_all_reduce" else world)
     return make(
         op,
@@ -173,10 +162,9 @@ def test_known_calls(world: int, shapes: list[Shape]) -> None:
 
 
 @several
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[:2])
 def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
-    make = promoted if mode == "block" else fused
-    right(world, fp8_ranks.gathered, make("all_gather_gemm", 256 * world, 512, 512, mode))
+    right(world, fp8_ranks.gathered, fused("all_gather_gemm", 256 * world, 512, 512, mode))
 
 
 @several
@@ -187,14 +175,15 @@ def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
         "scales of other rows",
         "scales of the call before",
         "scales of b left out",
-        "a block of K without its scale",
     ],
 )
 def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:
-    by_blocks = "block" in fault
-    shape = promoted(op, 2048, 512, 1024, "block") if by_blocks else fused(op, 2048, 512, 1024)
     found = kept_ranks.run(
-        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper"
+        fp8_ranks.faulty_fused,
+        fault,
+        fused(op, 2048, 512, 1024),
+        ranks_per_node=world,
+        accelerator="hopper",
     )
     assert sum(found) > 0
 

@@ -45,13 +45,8 @@ def scale_modes() -> tuple[ScaleMode, ...]:
 
 
 def fused_scale_modes() -> tuple[ScaleMode, ...]:
-    """Return the scales of e4m3 operands that the kernels take if they add with fewer bits."""
+    """Return the scales of e4m3 operands that the kernels take, whatever bits they add with."""
     return tuple(mode for mode in scale_modes() if mode != "block")
-
-
-def fused_float32_scale_modes() -> tuple[ScaleMode, ...]:
-    """Return the scales of e4m3 operands that the kernels take if they add in float32."""
-    return scale_modes()
 
 
 def torch_is_fit(least: tuple[int, int] = _TORCH) -> bool:

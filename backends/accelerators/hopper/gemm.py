@@ -70,6 +70,8 @@ def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule
             f"{how.push_blocks}, slices {how.slices}",
             "blocks that send, and 1 slice, between nodes",
         )
+    if how.columns_ahead != 0:
+        raise ArgumentError("plan.schedule.columns_ahead", how.columns_ahead, "0")
     if how.gathered_engine == "copy_engine" and how.gathered_blocks != 1:
         raise ArgumentError(
             "plan.schedule.gathered_blocks", how.gathered_blocks, "1 for a copy engine"
@@ -78,7 +80,6 @@ def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule
         rows,
         how.chunk_rows,
         how.push_blocks,
-        how.columns_ahead,
         how.slices,
         _hierarchical(plan, how),
     )
@@ -429,11 +430,15 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
 
 
 def scaling(plan: LaunchPlan) -> _hopper.Scaling:
+    """Return the kind of a plan's scales. ArgumentError: kernels take none by blocks."""
     made = native().Scaling
     by: dict[ScaleMode | None, _hopper.Scaling] = {
-        None: made.none, "tensor": made.single, "row": made.by_rows, "block": made.by_blocks,
+        None: made.none, "tensor": made.single, "row": made.by_rows,
     }  # fmt: skip
-    return by[None if plan.scales is None else plan.scales.mode]
+    mode = None if plan.scales is None else plan.scales.mode
+    if mode not in by:
+        raise ArgumentError("plan.scales.mode", repr(mode), "'tensor' or 'row' on the fused path")
+    return by[mode]
 
 
 def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:

@@ -16,7 +16,7 @@ from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.backends.cuda.chips import ChipMachine
 from mkernel.plan import paths
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, OpName
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape
 from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
@@ -60,7 +60,6 @@ class Slicing(Sourced):
     slices: int = Field(ge=1)
     from_share: float = Field(ge=0, description="of the product's time, that the copies take")
     slice_us: float = Field(ge=0, description="what each further slice costs")
-    late: float = Field(ge=1, description="rows come later than copies alone take, by this factor")
 
 
 class Partials(Sourced):
@@ -144,9 +143,6 @@ class Scaled(Sourced):
     promoted: PathConstants | None = Field(
         None, description="the fused kernels that add up in float32; None: not measured"
     )
-    promoted_by_blocks: float = Field(
-        ge=1, description="of the time of promoted, what it is with such scales"
-    )
     by_blocks: float = Field(ge=1, description="of a product's time, what it is with such scales")
     scale_us: float = Field(ge=0, description="start and end of the kernel that scales products")
     scale_gbs: float = Field(gt=0, description="what it reads and writes")
@@ -163,7 +159,6 @@ class Parts(Sourced):
     sum_blocks_a_core: int = Field(ge=1)
     end_us: float = Field(ge=0, description="until all ranks have ended a call")
     chunks: tuple[int, ...] = Field(min_length=1, description="of a rank's rows, to choose from")
-    ops_of_16_bits: tuple[OpName, ...] = Field(description="that may run so with 16-bit operands")
     chunks_of_16_bits: tuple[int, ...] = Field(
         min_length=1, description="the same of 16-bit operands"
     )

@@ -38,10 +38,10 @@ class Times(NamedTuple):
 
 def ways(plan: CommonPart) -> tuple[int, ...]:
     """Return the numbers of parts of each rank in which a call may run, :data:`WHOLE` first."""
-    how, wide = _MACHINE.parts, plan.scales is None
-    if plan.world_size == 1 or (wide and plan.op not in how.ops_of_16_bits):
+    how = _MACHINE.parts
+    if plan.world_size == 1:
         return (WHOLE,)
-    chunks = how.chunks_of_16_bits if wide else how.chunks
+    chunks = how.chunks_of_16_bits if plan.scales is None else how.chunks
     return (WHOLE, *(parts for parts in chunks if parts * how.least_rows <= rows_of(plan)))
 
 

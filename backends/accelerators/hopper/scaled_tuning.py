@@ -4,8 +4,7 @@ parts. It also predicts the time of the fused path, whose schedules :mod:`.tunin
 Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
 
 ``wgmma`` adds e4m3 products with about 14 bits, as cuBLAS does with ``use_fast_accum``. Calls that
-ask for float32 sums, or have scales by blocks, take tiles that add every step of K up in float32
-(``promoted``).
+ask for float32 sums take tiles that add every step of K up in float32 (``promoted``).
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ def fused(
     ours, _ = paths.fused(
         plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, cores, found, constants
     )
-    longer = how.promoted_by_blocks if plan.scales.mode == "block" else 1.0
-    return prediction(
-        longer * ours.compute, ours.comm, longer * ours.pipelined, found.start_us, constants
-    )
+    return prediction(*ours, found.start_us, constants)
 
 
 def of_few_rows(

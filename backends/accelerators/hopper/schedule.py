@@ -31,7 +31,7 @@ class GatherSchedule(Schedule):
 
     A rank's rows travel in chunks of ``chunk_rows``, moved by the kernel's first ``push_blocks``
     blocks or, if that is 0, by copy engines; these move the chunk that comes last in ``slices`` of
-    K. ``columns_ahead`` tile columns of the own rows are computed before the others' rows; 0: all.
+    K. ``columns_ahead``: of plans of earlier versions; own rows are computed before the others'.
     ``band`` rows of clusters share columns of B in L2. ``blocks``: blocks of the kernel, at most
     one per multiprocessor. If a call has a tensor for the gathered rows,
     ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines).
@@ -42,7 +42,7 @@ class GatherSchedule(Schedule):
     tiling: TilingName
     chunk_rows: int = Field(ge=1)
     push_blocks: int = Field(ge=0)
-    columns_ahead: int = Field(0, ge=0)
+    columns_ahead: int = Field(0, ge=0, le=0)
     slices: int = Field(1, ge=1)
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)

@@ -261,8 +261,6 @@ def gather(
         blocks = 0  # their part of the product, or the last rows, would be later
     if _up(rows, chunk) > COPIED_CHUNKS:
         blocks = PUSH_BLOCKS
-    put = by_blocks if blocks else by_engines
-    ahead = _columns_ahead(work, (world - 1) * put.microseconds, processors - blocks)
     if blocks:
         slices = 1
         if chunk == rows:  # they publish it in parts
@@ -272,7 +270,6 @@ def gather(
         tiling=tiles,
         chunk_rows=chunk,
         push_blocks=blocks,
-        columns_ahead=ahead,
         slices=slices,
         band=BAND,
         blocks=processors,
@@ -355,21 +352,6 @@ def _finish_us(work: _Tiles, put: Choice, processors: int, slices: int = 1) -> f
     arrived; by then the last of the ``slices`` of K is left to do."""
     there_us = (work.world - 1) * put.microseconds + (slices - 1) * _MACHINE.slicing.slice_us
     return max(work.product_us(processors), there_us + work.tile_us / slices)
-
-
-def _columns_ahead(work: _Tiles, there_us: float, processors: int) -> int:
-    """Return the tile columns of the own rows that keep the device busy until all other rows have
-    arrived; 0: all.
-
-    From then on all ranks' rows share the columns of B in L2. If own and others' rows are computed
-    separately, B is read again for each rank, which costs nothing if a rank's rows fill the bands
-    of the raster.
-    """
-    if work.rows >= BAND:
-        return 0
-    waves = math.ceil(_MACHINE.slicing.late * there_us / work.tile_us)
-    ahead = _up(waves * (processors // work.cluster), work.rows)
-    return ahead if ahead < work.columns else 0
 
 
 def reduce(

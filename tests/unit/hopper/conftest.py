@@ -1,12 +1,24 @@
-"""What plans of Hopper depend on beside their arguments."""
+"""What plans of Hopper depend on beside their arguments, and the native module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from mkernel.backends.accelerators.hopper import native
+from mkernel.errors import BackendUnavailable
 from mkernel.plan import planner
+
+
+@pytest.fixture
+def made() -> Any:
+    """The native module. Without it the test is skipped."""
+    try:
+        return native.native()
+    except BackendUnavailable as error:
+        pytest.skip(f"this build has no kernels for Hopper: {error}")
 
 
 @pytest.fixture(autouse=True)

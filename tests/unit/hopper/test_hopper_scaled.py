@@ -57,7 +57,7 @@ def planned(
     which a kernel takes in the dtype of results."""
     of_a_build_with_kernels = {
         "ops": OPS, "library_ops": OPS, "scale_modes": MODES, "fused_scale_modes": MODES[:-1],
-        "fused_float32_scale_modes": MODES,
+        "fused_float32_scale_modes": MODES[:2],
     }  # fmt: skip
     claims = HopperAccelerator().capabilities().model_copy(update=of_a_build_with_kernels)
     around = Around(bias=bias, scales=Scales(mode=mode, use_fast_accum=fast))
@@ -367,7 +367,7 @@ def test_a_block_of_k_without_its_scale_is_wrong(
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-@every_mode
+@pytest.mark.parametrize("mode", MODES[:2])
 @every_op
 def test_plans_take_the_path_that_is_asked_for_or_the_faster_one(op: str, mode: Any) -> None:
     times = {}

@@ -8,7 +8,7 @@ import pytest
 from gpu_plans import gpu_plan
 from hopper_calls import last_rank
 
-from mkernel.backends.accelerators.hopper import gemm, native, scaled_tuning
+from mkernel.backends.accelerators.hopper import gemm, scaled_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, machine
@@ -17,7 +17,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ReduceSchedule,
     TilingName,
 )
-from mkernel.errors import ArgumentError, BackendUnavailable
+from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.topology.cost import PathConstants
@@ -33,7 +33,7 @@ def planned(
         update={
             "ops": OPS, "library_ops": OPS, "scale_modes": ("tensor", "row", "block"),
             "fused_scale_modes": ("tensor", "row"),
-            "fused_float32_scale_modes": ("tensor", "row", "block") if float32 else (),
+            "fused_float32_scale_modes": ("tensor", "row") if float32 else (),
         }
     )  # fmt: skip
     around = Around(scales=Scales(mode=mode, use_fast_accum=fast))
@@ -42,14 +42,6 @@ def planned(
         **options,
     }  # fmt: skip
     return gpu_plan(HopperAccelerator(), op, 2, {"m": m, "n": 2048, "k": 8192}, **given)
-
-
-@pytest.fixture
-def made() -> Any:
-    try:
-        return native.native()
-    except BackendUnavailable as error:
-        pytest.skip(f"this build has no kernels for Hopper: {error}")
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, times: float | None) -> None:
@@ -85,12 +77,12 @@ def test_it_is_planned_where_it_is_asked_for(op: str, mode: str) -> None:
 @every_op
 def test_it_is_not_planned_where_results_would_not_be_as_asked_for(op: str) -> None:
     assert planned(op, fast=False, path="fused").path == "library"
-    assert planned(op, "block", fast=False, path="fused").path == "library"
+    assert planned(op, "block", fast=False, path="fused", float32=True).path == "library"
     few = planned(op, path="fused", m=2)
     assert few.path == ("fused" if op == "all_gather_gemm" else "library")
 
 
-@pytest.mark.parametrize("mode", ["tensor", "row", "block"])
+@pytest.mark.parametrize("mode", ["tensor", "row"])
 @every_op
 def test_sums_in_float32_have_tiles_of_their_own(op: str, mode: str) -> None:
     plan = planned(op, mode, fast=False, path="fused", float32=True)
@@ -98,10 +90,9 @@ def test_sums_in_float32_have_tiles_of_their_own(op: str, mode: str) -> None:
     assert (plan.path, plan.schedule.tiling) == ("fused", "promoted")
     if isinstance(plan.schedule, ReduceSchedule):
         assert plan.schedule.product_tiling == "promoted"
-    if mode != "block":
-        fast = planned(op, mode, path="fused", float32=True).schedule
-        assert isinstance(fast, GatherSchedule | ReduceSchedule)
-        assert fast.tiling != "promoted"
+    fast = planned(op, mode, path="fused", float32=True).schedule
+    assert isinstance(fast, GatherSchedule | ReduceSchedule)
+    assert fast.tiling != "promoted"
 
 
 @every_op
@@ -142,9 +133,8 @@ def test_its_kernels_take_half_as_long_a_k(made: Any) -> None:
 
 
 def test_rows_and_their_scales_have_places_in_the_workspace(made: Any) -> None:
-    for mode, scales in (("row", 8192), ("tensor", 2), ("block", 8192 * 64)):
-        fast = mode != "block"
-        plan = planned("all_gather_gemm", mode, fast=fast, path="fused", float32=True)
+    for mode, scales in (("row", 8192), ("tensor", 2)):
+        plan = planned("all_gather_gemm", mode, path="fused")
         needed = gemm.AllGatherExecutor.workspace(plan).areas[0]
         assert needed == made.DATA_OFFSET + made.gathered_scales_at(8192 * 8192) + 4 * scales
     assert made.gathered_scales_at(129) == 256
@@ -168,11 +158,7 @@ def test_products_that_kernels_do_not_have_are_refused(made: Any) -> None:
         made.Product(**{**product, "k": 72})
     with pytest.raises(ValueError, match="n_major = 1; expected 0 of e4m3 operands"):
         made.Product(**{**product, "n_major": True})
-    with pytest.raises(ValueError, match=r"tiling = 0; expected promoted, with scales by blocks"):
-        made.Product(**{**product, "k": 128, "scaling": made.Scaling.by_blocks})
     promoted = {**product, "tiling": made.Tiling.promoted}
     made.Product(**promoted)
-    with pytest.raises(ValueError, match="k = 192; expected a multiple of 128"):
-        made.Product(**{**promoted, "k": 192, "scaling": made.Scaling.by_blocks})
     with pytest.raises(ValueError, match="tiling = 4; expected another one than promoted"):
         made.Product(**{**promoted, "scaling": made.Scaling.none})

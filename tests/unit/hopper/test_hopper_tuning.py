@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import mail, native, tuning
+from mkernel.backends.accelerators.hopper import mail, tuning
 from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
-from mkernel.errors import BackendUnavailable
 from mkernel.plan import few_rows
 from mkernel.plan.model import GemmShape
 
@@ -29,7 +28,7 @@ def by_copy_engines(
     how: GatherSchedule, tiling: TilingName, rows: int, slices: int = 1
 ) -> GatherSchedule:
     """The schedule, but for what moves the rows."""
-    moved = {"push_blocks": 0, "slices": slices, "columns_ahead": 0}
+    moved = {"push_blocks": 0, "slices": slices}
     return how.model_copy(update={"tiling": tiling, "chunk_rows": rows, **moved})
 
 
@@ -116,16 +115,6 @@ def test_every_thread_that_pushes_has_a_part_of_a_shard() -> None:
     assert gathered(64, 1536, 16_384, 4, 64).chunk_rows == 4
 
 
-def test_own_columns_go_ahead_until_the_others_rows_are_there() -> None:
-    """Only where a rank has too few rows to use a column of B again and again."""
-    wide = gathered(512, 28_672, 8192, 2, 512)
-    assert wide.columns_ahead == 33  # 66 clusters of two rows each: one wave, of 93 us
-    assert gathered(512, 28_672, 8192, 4, 512).columns_ahead == 66
-    assert gathered(256, 14_336, 4096, 2, 256).columns_ahead == 0  # one wave is all of them
-    assert gathered(2048, 28_672, 8192, 2, 2048).columns_ahead == 0  # 8 cluster rows: a band
-    assert gathered(512, 28_672, 8192, 1, 512).columns_ahead == 0
-
-
 def test_a_planned_chunk_is_kept_while_there_are_flags() -> None:
     kept = gathered(4096, 1024, 4096, 4, 1024)
     assert kept == by_copy_engines(kept, "wide", 1024)
@@ -188,14 +177,6 @@ def test_rows_that_come_last_come_in_slices_where_copies_take_long() -> None:
 # ---- with the native module ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def made() -> Any:
-    try:
-        return native.native()
-    except BackendUnavailable as error:
-        pytest.skip(f"this build has no kernels for Hopper: {error}")
-
-
 def test_the_workspace_holds_all_shards(made: Any) -> None:
     whole = made.all_gather_gemm_bytes(4, made.AllGatherSchedule(1024, 1024), 512)
     assert whole == made.DATA_OFFSET + 4 * 1024 * 512 * 2
@@ -247,7 +228,7 @@ def test_between_nodes_blocks_send_in_puts_that_keep_a_nic_busy() -> None:
     put = large.chunk_rows * 8192 * tuning.ELEMENT_BYTES
     assert put == tuning.machine().network.put_bytes
     assert large.push_blocks == tuning.machine().network.blocks
-    assert (large.slices, large.columns_ahead) == (1, 0)
+    assert large.slices == 1
     wished = tuning.gather_between_nodes(4096, 7168, 8192, 2, 100, PROCESSORS)
     assert wished.chunk_rows == 100
     short = tuning.gather_between_nodes(3, 64, 64, 2, 3, PROCESSORS)

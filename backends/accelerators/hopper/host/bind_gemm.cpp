@@ -87,29 +87,23 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
     const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
     require(k >= 1 && k % step == 0, "k", k, "a positive multiple of " + std::to_string(step));
     require(scaling == Scaling::none || !n_major, "n_major", n_major, "0 of e4m3 operands");
-    const bool by_blocks = scaling == Scaling::by_blocks;
-    require(!by_blocks || k % kScaleBlock == 0, "k", k,
-            "a multiple of " + std::to_string(kScaleBlock) + ", with scales by blocks");
-    const bool promotes = tiling == Tiling::promoted;
-    require(promotes ? scaling != Scaling::none : !by_blocks, "tiling", static_cast<int>(tiling),
-            promotes ? "another one than promoted, of 16-bit operands"
-                     : "promoted, with scales by blocks");
+    require(tiling != Tiling::promoted || scaling != Scaling::none, "tiling",
+            static_cast<int>(tiling), "another one than promoted, of 16-bit operands");
     require_positive("band", band);
     require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
     return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
 }
 
-AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int columns_ahead,
-                                      int slices, bool hierarchical) {
+AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int slices,
+                                      bool hierarchical) {
     require_positive("rows", rows);
     require_positive("chunk_rows", chunk_rows);
     require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
             "an even number: whole clusters");
-    require(columns_ahead >= 0, "columns_ahead", columns_ahead, "0 (all) or more");
     const bool may_slice = push_blocks == 0 && chunk_rows >= rows;
     require(slices == 1 || (slices > 1 && may_slice), "slices", slices,
             "1, or more where copy engines move one chunk");
-    return {rows, chunk_rows, push_blocks, columns_ahead, slices, hierarchical};
+    return {rows, chunk_rows, push_blocks, slices, hierarchical};
 }
 
 ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
@@ -174,8 +168,7 @@ void bind_data(py::module_& module) {
     py::enum_<Scaling>(module, "Scaling")
         .value("none", Scaling::none)
         .value("by_rows", Scaling::by_rows)
-        .value("single", Scaling::single)
-        .value("by_blocks", Scaling::by_blocks);
+        .value("single", Scaling::single);
     py::class_<DeviceWorld>(module, "DeviceWorld")
         .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
              "network"_a = py::none())
@@ -206,7 +199,7 @@ void bind_data(py::module_& module) {
         .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
-             "columns_ahead"_a = 0, "slices"_a = 1, "hierarchical"_a = false)
+             "slices"_a = 1, "hierarchical"_a = false)
         .def_readonly("push_blocks", &AllGatherSchedule::push_blocks);
     py::class_<ReduceSchedule>(module, "ReduceSchedule")
         .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,

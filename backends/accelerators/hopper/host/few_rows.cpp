@@ -71,10 +71,6 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
               const RowNorm& norm, std::uint64_t stream) {
     const auto ranks = static_cast<int>(world.workspaces.size());
     check_few_rows(ranks, product.n, schedule);
-    if (product.scaling == Scaling::by_blocks) {
-        throw std::invalid_argument(
-            "few rows of e4m3 with scales by blocks; expected by rows, or one each");
-    }
     if (norm.weight != nullptr) check_norm(ranks, product, schedule);
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};

@@ -76,14 +76,9 @@ std::uint64_t tile_bytes(Tiling tiling) {
     return std::uint64_t{kTileRows} * tile_columns(tiling) * kElementBytes;
 }
 
-int blocks_of(int k, Scaling scaling) {
-    return scaling == Scaling::by_blocks ? k / kScaleBlock : 0;
-}
-
 // Returns the number of scales of one rank's rows.
-std::size_t scales_of(int rows, int k, Scaling scaling) {
-    if (scaling == Scaling::single) return 1;
-    return static_cast<std::size_t>(rows) * std::max(blocks_of(k, scaling), 1);
+std::size_t scales_of(int rows, Scaling scaling) {
+    return scaling == Scaling::single ? 1 : rows;
 }
 
 void check_one_node(const Workspace& workspace) {
@@ -112,7 +107,6 @@ OperandScales scales_of(const Product& product, std::uint64_t gathered_at) {
     return {.own = reinterpret_cast<const float*>(product.tensors.a_scale),
             .of_columns = reinterpret_cast<const float*>(product.tensors.b_scale),
             .single = product.scaling == Scaling::single,
-            .blocks = blocks_of(product.k, product.scaling),
             .gathered_at = gathered_at};
 }
 
@@ -137,7 +131,7 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
         static_cast<std::size_t>(world) * schedule.rows * k * operand_bytes(scaling);
     if (scaling == Scaling::none) return kDataOffset + rows;
     return kDataOffset + gathered_scales_at(rows) +
-           world * scales_of(schedule.rows, k, scaling) * sizeof(float);
+           world * scales_of(schedule.rows, scaling) * sizeof(float);
 }
 
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tiling, bool by_outbox,
@@ -159,7 +153,7 @@ std::size_t gemm_reduce_area_bytes(int world, int local, int rows, int n, Tiling
 
 RowScales row_scales(const Product& product, int rows) {
     if (product.scaling == Scaling::none) return {};
-    return {product.tensors.a_scale, scales_of(rows, product.k, product.scaling) * sizeof(float)};
+    return {product.tensors.a_scale, scales_of(rows, product.scaling) * sizeof(float)};
 }
 
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
@@ -261,9 +255,6 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.limits = limits_of(world);
     args.raster = {divide_up(schedule.rows, cluster_rows(product.tiling)),
                    divide_up(product.n, tile_columns(product.tiling)), product.band};
-    args.columns_ahead = schedule.columns_ahead == 0
-                             ? args.raster.columns
-                             : std::min(schedule.columns_ahead, args.raster.columns);
     args.rows = schedule.rows;
     args.n = product.n;
     args.k = product.k;

@@ -24,11 +24,8 @@ struct GemmTensors {
     std::uint64_t a_scale = 0, b_scale = 0;  // of e4m3 operands, float32; else 0
 };
 
-// The kind of operands: 16-bit; or e4m3 with scales [rows] and [n], with one each, or with one for each
-// kScaleBlock elements of a row of A, [rows, k / kScaleBlock], and for each square of B, [n / kScaleBlock
-// rounded up, k / kScaleBlock].
-enum class Scaling : std::uint8_t { none, by_rows, single, by_blocks };
-inline constexpr int kScaleBlock = 128;
+// The kind of operands: 16-bit; or e4m3 with scales [rows] and [n], or with one each.
+enum class Scaling : std::uint8_t { none, by_rows, single };
 
 // C [.., n] = A [.., k] @ B (+ bias), with A and C row-major. B: [k, n], or [n, k] (`n_major` false).
 // The planner's choices: tile width, band, blocks.
@@ -61,14 +58,13 @@ CUtensorMap map_of_b(const Product& product);
 
 // The schedule of one rank's rows of A. They travel in `chunks` of `chunk_rows`, the last one perhaps
 // shorter: by the first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0,
-// and there to the last peer in `slices` of K, which tiles begin with one by one. Meanwhile `columns_ahead`
-// tile columns of the own rows are computed; 0: all. Slices are for one chunk, and not for blocks.
+// and there to the last peer in `slices` of K, which tiles begin with one by one. Slices are for one
+// chunk, and not for blocks.
 // `hierarchical`: between nodes, once to each other node (device/rails.cuh).
 struct AllGatherSchedule {
     int rows;
     int chunk_rows;
     int push_blocks = 0;
-    int columns_ahead = 0;
     int slices = 1;
     bool hierarchical = false;
 

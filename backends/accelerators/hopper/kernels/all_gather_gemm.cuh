@@ -7,8 +7,7 @@
 //            K, each with a flag: tiles begin with the first and need not wait for the last
 //   own a, b ──loader──▶ tiles of the own rows, at once
 //   workspace  ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
-//                        chunks that a tile's rows lie in hold the epoch. Where the others' rows come
-//                        long before the own tiles are done, they take turns: see ArrivalOrder
+//                        chunks that a tile's rows lie in hold the epoch
 //   tiles    ──storer──▶ out
 // Between nodes besides, by the pushing blocks:
 //   a (own rows) ──loader──▶ own area ──NIC──▶ rows r of the area of every rank of another node; there
@@ -24,9 +23,8 @@
 // Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start late;
 // blocks start at once and publish small chunks.
 // With e4m3 operands a tile's sums are multiplied by their scales in registers, before the bias is added and
-// before they are rounded; where scales are by blocks of K, each block's products are multiplied before they
-// are added up. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace after all rows
-// (`gathered_scales_at`).
+// before they are rounded. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace
+// after all rows (`gathered_scales_at`).
 #pragma once
 
 #include <cuda.h>
@@ -49,7 +47,6 @@ struct AllGatherGemmArgs {
     Workspace workspace;
     transport::WaitLimits limits;
     Raster raster;  // of one rank's rows; no tiles: the pushing blocks alone, whose call goes on
-    int columns_ahead;  // tile columns of the own rows that come before all others' tiles
     int rows, n, k;
     int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing
     int slices;                // of K, each with a flag; 1 where blocks push

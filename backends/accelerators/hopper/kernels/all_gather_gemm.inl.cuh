@@ -22,16 +22,15 @@ struct GatheredTile {
 // Calls body(GatheredTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
-    const ArrivalOrder order(args.raster, args.columns_ahead, args.workspace.world);
     const int tiles = args.raster.tiles() * args.workspace.world;
     const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
     for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster; index < tiles;
          index += clusters) {
-        int step = 0;
+        const int step = index / args.raster.tiles();
         int cluster_row = 0;
         int column = 0;
-        order.at(index, step, cluster_row, column);
+        args.raster.at(index - step * args.raster.tiles(), cluster_row, column);
         body(GatheredTile{(args.workspace.rank + step) % args.workspace.world,
                           (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN});
     }
@@ -91,33 +90,23 @@ struct RowChunk {
 // Returns where rank `at` has the scales of the rows of `source`.
 __device__ __forceinline__ float* gathered_scales(const AllGatherGemmArgs& args, int at,
                                                   int source) {
-    const std::int64_t each = args.scales.single ? 1 : args.scales.of_rows(args.rows);
+    const int each = args.scales.single ? 1 : args.rows;
     return reinterpret_cast<float*>(args.workspace.data(at) + args.scales.gathered_at) +
-           source * each;
+           std::int64_t{source} * each;
 }
 
-// Sends the scales of a chunk's rows to a peer, by plain stores that this thread has yet to publish, or,
-// where they are many, through the ring.
-__device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, PushRing& ring, int peer,
-                                            int chunk) {
+// Sends the scales of a chunk's rows to a peer, by plain stores that this thread has yet to publish.
+__device__ __forceinline__ void push_scales(const AllGatherGemmArgs& args, int peer, int chunk) {
     const OperandScales& scales = args.scales;
     float* const to = gathered_scales(args, peer, args.workspace.rank);
     if (scales.single) {
         *to = *scales.own;
         return;
     }
-    const std::int64_t first = scales.of_rows(chunk * args.chunk_rows);
-    const std::int64_t end = scales.of_rows(min((chunk + 1) * args.chunk_rows, args.rows));
-    const std::uint64_t bytes = (end - first) * sizeof(float);
-    const auto places = reinterpret_cast<std::uintptr_t>(to + first) |
-                        reinterpret_cast<std::uintptr_t>(scales.own + first);
-    if (scales.blocks > 0 && (places | bytes) % 16 == 0) {
-        ring.copy(reinterpret_cast<char*>(to + first),
-                  reinterpret_cast<const char*>(scales.own + first), bytes, 0, 1);
-        return;
-    }
+    const int first = chunk * args.chunk_rows;
+    const int end = min(first + args.chunk_rows, args.rows);
 #pragma unroll 16
-    for (std::int64_t at = first; at < end; ++at) to[at] = scales.own[at];
+    for (int at = first; at < end; ++at) to[at] = scales.own[at];
 }
 
 // Pushes chunks, the work of a pushing block instead of tiles: each pusher has stages of its own, takes
@@ -134,7 +123,7 @@ __device__ __forceinline__ void push_chunks(const AllGatherGemmArgs& args, PushR
         const RowChunk chunk(args, workspace.rank, task % args.chunks, sizeof(In));
         ring.copy(workspace.data(peer) + chunk.at, args.rows_to_push + chunk.own, chunk.bytes, 0,
                   1);
-        if constexpr (sizeof(In) == 1) push_scales(args, ring, peer, task % args.chunks);
+        if constexpr (sizeof(In) == 1) push_scales(args, peer, task % args.chunks);
         ring.complete();
         workspace.flags(peer)[chunk.flag].set(epoch);
     }

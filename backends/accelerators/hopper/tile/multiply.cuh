@@ -64,20 +64,9 @@ class Multiplier {
     __device__ __forceinline__ void multiply_scaled(int steps, const OperandScales& scales,
                                                     int rows, int column, int columns,
                                                     OfRows&& of_rows) {
-        if constexpr (C::kPromotes) {
-            if (scales.blocks > 0) {
-                const float* const of_a = of_rows();
-                const float* const of_b =
-                    scales.of_columns + std::int64_t{column / C::kTileN} * scales.blocks;
-                multiply_promoted(steps, [&](int step) {
-                    return block_scales(of_a, rows, of_b, scales.blocks, step);
-                });
-                return;
-            }
-        }
         fetch_scales(scales.of_columns, column, columns, scales.single);
         if constexpr (C::kPromotes) {
-            multiply_promoted(steps, [](int) { return float2{1, 1}; });
+            multiply_promoted(steps);
         } else {
             multiply(steps);
         }
@@ -197,10 +186,8 @@ class Multiplier {
 
   private:
     // Multiplies e4m3 operands as `multiply` does. Matrix units add them with fewer bits than float32 has, so
-    // the products of a step are added up by themselves, and then to the tile's in float32. `factors(step)`
-    // returns the factors by which those of the thread's rows above and below are multiplied before.
-    template <class Factors>
-    __device__ __forceinline__ void multiply_promoted(int steps, Factors&& factors) {
+    // the products of a step are added up by themselves, and then to the tile's in float32.
+    __device__ __forceinline__ void multiply_promoted(int steps) {
         float part[C::kAccumulators];
 #pragma unroll
         for (int i = 0; i < C::kAccumulators; ++i) sum_[i] = part[i] = 0;
@@ -218,30 +205,12 @@ class Multiplier {
                 b_place += 16 * kElementBytes >> 4;
             }
             ptx::wgmma_commit();
-            const float2 by = factors(step);
             ptx::wgmma_wait<0>();
             release(stage_.slot);
             stage_.next();
 #pragma unroll
-            for (int i = 0; i < C::kAccumulators; i += 4) {
-                sum_[i] = fmaf(part[i], by.x, sum_[i]);
-                sum_[i + 1] = fmaf(part[i + 1], by.x, sum_[i + 1]);
-                sum_[i + 2] = fmaf(part[i + 2], by.y, sum_[i + 2]);
-                sum_[i + 3] = fmaf(part[i + 3], by.y, sum_[i + 3]);
-            }
+            for (int i = 0; i < C::kAccumulators; ++i) sum_[i] += part[i];
         }
-    }
-
-    // Returns the scales by blocks of step `step` of K, for the thread's rows above and below. `of_rows`:
-    // [rows, blocks] from the tile's first row on; `of_columns`: [blocks], those of the tile's columns.
-    __device__ __forceinline__ float2 block_scales(const float* of_rows, int rows,
-                                                   const float* of_columns, int blocks,
-                                                   int step) const {
-        const int first = row_ - lane_ % 16 + lane_ / 4;
-        const float b = of_columns[step];
-        return {b * ptx::load_arrived(of_rows + std::int64_t{min(first, rows - 1)} * blocks + step),
-                b * ptx::load_arrived(of_rows + std::int64_t{min(first + 8, rows - 1)} * blocks +
-                                      step)};
     }
 
     // Fetches the scales of a tile's columns while it is multiplied. `of_columns`: those of all `columns`

@@ -24,43 +24,6 @@ struct Raster {
     }
 };
 
-// The tiles of a matrix whose rows come from `world` ranks, one after the other, the own ones
-// first: `ahead` columns of the own rows; then the other columns of everyone's rows, which share
-// them in L2; then `ahead` columns of the others', rank by rank. With all columns ahead it is rank
-// by rank throughout.
-class ArrivalOrder {
-  public:
-    __host__ __device__ ArrivalOrder(const Raster& raster, int ahead, int world)
-        : rows_(raster.cluster_rows),
-          band_(raster.band),
-          ahead_(ahead),
-          others_(raster.columns - ahead),
-          world_(world) {}
-
-    // `step`: the rank, counted from this one; `cluster_row` and `column` of its tiles.
-    __host__ __device__ void at(int index, int& step, int& cluster_row, int& column) const {
-        const int first = rows_ * ahead_;
-        const int together = world_ * rows_ * others_;
-        step = 0;
-        if (index >= first && index < first + together) {
-            Raster{world_ * rows_, others_, band_}.at(index - first, cluster_row, column);
-            step = cluster_row / rows_;
-            cluster_row -= step * rows_;
-            column += ahead_;
-            return;
-        }
-        if (index >= first) {
-            index -= together;
-            step = index / first;
-            index -= step * first;
-        }
-        Raster{rows_, ahead_, band_}.at(index, cluster_row, column);
-    }
-
-  private:
-    int rows_, band_, ahead_, others_, world_;
-};
-
 // The rows of clusters of a matrix that `world` owners share: `each` has so many, as long as there are any.
 struct OwnedRows {
     int each, all;
