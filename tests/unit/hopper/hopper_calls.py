@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import devices
 import torch
+from plan_walk import WalkedWorld
 
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.plan.arguments import scale_sizes
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, SumShape
 
 GAP = 24
 WORKSPACES = (1 << 21, 1 << 30)
 ORDER: Any = None
 CONTEXT = DispatchContext(0, ORDER, 64)
+
+
+def gpus(ranks: int = 2, claims: AcceleratorCapabilities | None = None) -> WalkedWorld:
+    """Return a world of so many ranks on one node."""
+    found = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(ranks))
+    return WalkedWorld(HopperAccelerator(), devices.world(devices.node(found)), ranks, claims)
 
 
 def last_rank(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import devices
 import pytest
 import torch
 from gpu_plans import gpu_plan
+from hopper_calls import gpus
 from plan_walk import WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
@@ -666,9 +666,8 @@ class Started:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
-def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    started = Started(native.native())
+def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(made)
     for module in (attention, attention_merge, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
@@ -680,8 +679,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "attend", seen)
     monkeypatch.setattr(attention, "on_stream", on_stream)
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    world = gpus()
     usual = world.plan("ring_attention", sizes_of(2, causal=True), dtype="bfloat16")
     q, k = torch.zeros(2, 4, 32, 64).bfloat16(), torch.zeros(2, 2, 32, 64).bfloat16()
     tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(2, 4, 32)}
@@ -690,8 +688,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layouts_that_a_plan_is_not_of_are_refused() -> None:
     pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    world = gpus()
     q = torch.zeros(2, 4, 32, 64).bfloat16()
     turned = lying(q, "positions")
     for layout, right, wrong in (("heads", q, turned), ("positions", turned, q)):

@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import devices
 import pytest
 import torch
 from gpu_plans import gpu_plan
-from plan_walk import WalkedWorld
+from hopper_calls import gpus
 from test_hopper_attention import (
     BESIDE,
     CURRENT,
@@ -40,7 +39,6 @@ from mkernel.backends.accelerators.hopper import (
     attention_ring,
     capabilities,
     device_world,
-    native,
 )
 from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
 from mkernel.backends.accelerators.hopper.attention_library import Gradients, Results
@@ -408,9 +406,8 @@ def test_heads_are_cut_evenly() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
-def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    started = Started(native.native())
+def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(made)
     for module in (attention_backward, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
@@ -424,8 +421,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention_backward, "gradients", given)
     monkeypatch.setattr(attention_backward, "on_stream", on_stream)
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    world = gpus()
     usual = world.plan(OP, sizes_of(2, causal=True), dtype="bfloat16")
     q, k = torch.zeros(2, 4, 32, 64).bfloat16(), torch.zeros(2, 2, 32, 64).bfloat16()
     tensors = {"q": q, "k": k, "v": k.clone(), "out": q.clone(), "grad_out": q.clone()}

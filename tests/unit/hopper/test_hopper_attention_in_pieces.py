@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import devices
 import pytest
 import torch
-from plan_walk import WalkedWorld
+from hopper_calls import gpus
 from test_hopper_attention import (
     BESIDE,
     MAIN,
@@ -33,12 +32,10 @@ from mkernel.backends.accelerators.hopper import (
     attention_ring,
     attention_tuning,
     device_world,
-    native,
 )
 from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
 from mkernel.backends.accelerators.hopper.attention_library import Seen
 from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, cuts
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
@@ -312,9 +309,8 @@ def test_flags_are_enough_or_pieces_grow() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
-def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    started = Started(native.native())
+def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(made)
     for module in (attention_in_pieces, attention_merge, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
@@ -330,8 +326,7 @@ def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     machine = attention_tuning._MACHINE.model_copy(update={"attention": how})
     monkeypatch.setattr(attention_tuning, "_MACHINE", machine)
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    world = gpus()
     usual = world.plan("ring_attention", sizes_of(2, causal=True, sequence=256), dtype="bfloat16")
     assert isinstance(usual.schedule, AttentionInPiecesSchedule)
     q, k = torch.zeros(2, 4, 128, 64).bfloat16(), torch.zeros(2, 2, 128, 64).bfloat16()

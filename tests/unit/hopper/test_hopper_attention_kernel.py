@@ -6,10 +6,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import devices
 import pytest
 import torch
-from plan_walk import WalkedWorld
+from hopper_calls import gpus
 from test_hopper_attention import (
     BESIDE,
     MAIN,
@@ -32,7 +31,6 @@ from mkernel.backends.accelerators.hopper import (
     attention_ring,
     attention_tuning,
     device_world,
-    native,
 )
 from mkernel.backends.accelerators.hopper.attention_kernel import AttentionKernelExecutor
 from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing
@@ -383,15 +381,13 @@ def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
-def test_no_field_is_decoration(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    started: Any = Started(native.native())
+def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: Any = Started(made)
     started.shares_device = lambda *_: False
     for module in (attention_core, attention_kernel, attention_ring):
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
+    world = gpus()
     sizes = sizes_of(2, causal=True, head_dim=128, sequence=512)
     usual = world.plan("ring_attention", sizes, dtype="bfloat16")
     q, k = torch.zeros(2, 4, 256, 128).bfloat16(), torch.zeros(2, 2, 256, 128).bfloat16()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import capabilities, dispatch, moe, moe_tuning, native
+from mkernel.backends.accelerators.hopper import capabilities, dispatch, moe, moe_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import MOE
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
@@ -21,7 +21,7 @@ from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, Gemm
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.errors import BackendUnavailable, CapacityExceeded, Unsupported
+from mkernel.errors import CapacityExceeded, Unsupported
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.pipeline import Returns
 from mkernel.plan.planner import explain
@@ -100,11 +100,8 @@ class Reports(MoeReports):
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    try:
-        module = Started(native.native())
-    except BackendUnavailable as error:
-        pytest.skip(f"this build has no kernels for Hopper: {error}")
+def started(made: Any, monkeypatch: pytest.MonkeyPatch) -> Started:
+    module = Started(made)
     monkeypatch.setattr(moe, "native", lambda: module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return module

@@ -8,7 +8,7 @@ from typing import Any
 import devices
 import pytest
 import torch
-from hopper_calls import CONTEXT, WORKSPACES, last_rank
+from hopper_calls import CONTEXT, WORKSPACES, gpus, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.hopper import (
@@ -39,7 +39,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
-from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
@@ -95,11 +95,8 @@ class Started:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    try:
-        module = Started(native.native())
-    except BackendUnavailable as error:
-        pytest.skip(f"this build has no kernels for Hopper: {error}")
+def started(made: Any, monkeypatch: pytest.MonkeyPatch) -> Started:
+    module = Started(made)
 
     def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         module.told.append(("mm", str(out.dtype)))
@@ -133,11 +130,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return module
 
 
-def world_of_two() -> WalkedWorld:
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    return WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2)
-
-
 SIZES = {"m": 4096, "n": 512, "k": 512}
 
 
@@ -162,7 +154,7 @@ def launches(started: Started, world: WalkedWorld, usual: LaunchPlan) -> Launch:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
 @pytest.mark.parametrize(("op", "path"), CASES)
 def test_no_field_is_decoration(started: Started, op: str, path: str) -> None:
-    world = world_of_two()
+    world = gpus()
     usual = world.plan(op, SIZES, dtype="bfloat16", path=path)
     assert usual.path == path
     assert decorations(usual, launches(started, world, usual)) == []
@@ -185,7 +177,7 @@ class Streams:
 def test_no_field_of_e4m3_operands_is_decoration(
     started: Started, op: str, mode: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, order = world_of_two(), Streams()
+    world, order = gpus(), Streams()
     monkeypatch.setattr(CONTEXT, "order", order)
     monkeypatch.setattr(CONTEXT, "one", torch.ones(1, 1))
     around = Around(scales=Scales(mode=mode))  # type: ignore[arg-type]
@@ -214,9 +206,7 @@ def with_few_rows(**more: object) -> AcceleratorCapabilities:
 def test_no_field_of_few_rows_is_decoration(
     started: Started, op: OpName, m: int, product: str
 ) -> None:
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    topology = devices.world(devices.node(gpus))
-    world = WalkedWorld(HopperAccelerator(), topology, 2, with_few_rows())
+    world = gpus(claims=with_few_rows())
     usual = world.plan(op, {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused")
     assert usual.part(FewRowsSchedule).product == product
     assert decorations(usual, launches(started, world, usual)) == []
@@ -227,9 +217,7 @@ def test_no_field_of_few_rows_is_decoration(
 )
 def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bool) -> None:
     """The kernel that sums them, where constants say so and all tiles run at once; else one behind."""
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    topology = devices.world(devices.node(gpus))
-    world = WalkedWorld(HopperAccelerator(), topology, 2, with_few_rows(normalises=may))
+    world = gpus(claims=with_few_rows(normalises=may))
     usual = world.plan(
         "gemm_all_reduce", {"m": 16, "n": n, "k": 512}, dtype="bfloat16", path="fused",
         around=Around(norm=Norm(True, 1e-6)),
@@ -249,7 +237,7 @@ def test_a_norm_takes_its_time_where_it_is_made(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rows have a kernel behind, the library's rows what sums them; the path follows from it."""
-    shape, world = {"m": 64, "n": 4096, "k": 2048}, world_of_two()
+    shape, world = {"m": 64, "n": 4096, "k": 2048}, gpus()
     usual = {"dtype": "bfloat16", "b_layout": "column"}
     normed = Around(norm=Norm(True, 1e-6))
     found = machine.machine().norms
@@ -284,10 +272,8 @@ def test_who_normalises_rows_of_the_librarys_products(
     constants = claims.constants.model_copy(
         update={"library": library_path.model_copy(update={"mail": once})}
     )
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-    topology = devices.world(devices.node(gpus))
     claims = claims.model_copy(update={"constants": constants})
-    usual = WalkedWorld(HopperAccelerator(), topology, 2, claims).plan(
+    usual = gpus(claims=claims).plan(
         "gemm_all_reduce", {"m": m, "n": columns, "k": 512}, dtype="bfloat16", path="library",
         around=Around(norm=Norm(True, 1e-6)),
     )  # fmt: skip
@@ -329,7 +315,7 @@ def test_who_normalises_rows_of_the_librarys_products(
 def test_two_exchanges_go_by_mail_where_it_holds_them(
     started: Started, m: int, n: int, way: str, mailed: bool
 ) -> None:
-    usual = world_of_two().plan(
+    usual = gpus().plan(
         "gemm_all_reduce", {"m": m, "n": n, "k": 256}, dtype="bfloat16", path="library"
     )
     how = usual.part(LibrarySchedule)
@@ -341,7 +327,7 @@ def test_two_exchanges_go_by_mail_where_it_holds_them(
         each[0] == "Collective" and str({"by_mail": mailed})[1:-1] in each[2]
         for each in started.told
     )
-    assert decorations(usual, launches(started, world_of_two(), usual)) == []
+    assert decorations(usual, launches(started, gpus(), usual)) == []
 
 
 @pytest.mark.parametrize("op", ["gemm_all_reduce", "all_reduce"])
@@ -360,8 +346,7 @@ def test_two_exchanges_by_mail_wait_for_flags_where_that_is_faster(
         known = tuning._MACHINE.model_copy(update={"constants": constants})
         monkeypatch.setattr(tuning, "_MACHINE", known)
         claims = HopperAccelerator().capabilities().model_copy(update={"constants": constants})
-        gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
-        world = WalkedWorld(HopperAccelerator(), devices.world(devices.node(gpus)), 2, claims)
+        world = gpus(claims=claims)
         if op == "all_reduce":
             made = world.plan(op, {"m": 1178, "n": 4072}, dtype="bfloat16")
             assert made.part(SumSchedule).way == ("mail_twice" if mailed else "two_shot")
@@ -375,7 +360,7 @@ def test_what_mail_does_not_hold_in_two_exchanges_is_refused(started: Started) -
     sizes = {"m": 2049, "n": 4096}
     for op, more in (("gemm_all_reduce", {"k": 256}), ("all_reduce", {})):
         given = {"path": "library"} if more else {}
-        usual = world_of_two().plan(op, sizes | more, dtype="bfloat16", **given)
+        usual = gpus().plan(op, sizes | more, dtype="bfloat16", **given)
         assert usual.schedule is not None
         change = {"by_mail": True} if more else {"way": "mail_twice"}
         wrong = usual.model_copy(update={"schedule": usual.schedule.model_copy(update=change)})
@@ -397,14 +382,14 @@ def test_mail_of_two_exchanges_by_hand() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("m", "way"), [(8, "mail"), (3000, "mail_twice"), (4104, "two_shot")])
 def test_no_field_of_a_plain_sum_is_decoration(started: Started, m: int, way: str) -> None:
-    world = world_of_two()
+    world = gpus()
     usual = world.plan("all_reduce", {"m": m, "n": 2048}, dtype="bfloat16")
     assert usual.part(SumSchedule).way == way
     assert decorations(usual, launches(started, world, usual)) == []
 
 
 def test_a_plain_sum_too_large_for_mail_is_refused(started: Started) -> None:
-    usual = world_of_two().plan("all_reduce", {"m": 4096, "n": 2048}, dtype="bfloat16")
+    usual = gpus().plan("all_reduce", {"m": 4096, "n": 2048}, dtype="bfloat16")
     by_mail = usual.part(SumSchedule).model_copy(update={"way": "mail"})
     with pytest.raises(Unsupported, match="a call by mail may have"):
         dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": by_mail}))
@@ -474,7 +459,7 @@ def test_the_exchange_is_the_one_that_is_predicted_to_be_faster(
 def test_hierarchical_is_refused_where_there_is_nothing_to_share(
     started: Started, op: str, nodes: int
 ) -> None:
-    world = world_of_two() if nodes == 1 else two_nodes(True)
+    world = gpus() if nodes == 1 else two_nodes(True)
     usual = world.plan(op, SIZES, dtype="bfloat16", exchange="auto", path="fused")
     assert usual.schedule is not None
     other = usual.schedule.model_copy(update={"exchange": "hierarchical"})
@@ -489,7 +474,7 @@ class Painted(LibrarySchedule):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_field_that_is_decoration_is_found(started: Started) -> None:
-    world = world_of_two()
+    world = gpus()
     usual = world.plan("gemm_all_reduce", SIZES, dtype="bfloat16", path="library")
     part = Painted(**{**dict(usual.part(LibrarySchedule)), "kind": "tests.painted"})
     painted = usual.model_copy(update={"schedule": part})
@@ -501,7 +486,7 @@ def test_a_field_that_is_decoration_is_found(started: Started) -> None:
 def test_a_plan_without_its_backends_part_is_not_launched(
     started: Started, op: str, path: str
 ) -> None:
-    usual = world_of_two().plan(op, SIZES, dtype="bfloat16", path=path)
+    usual = gpus().plan(op, SIZES, dtype="bfloat16", path=path)
     plan = usual.model_copy(update={"schedule": None})
     with pytest.raises(TypeError, match="Schedule; plan with the backend's `schedule`"):
         dispatch.executor_of(plan).workspace(plan)
