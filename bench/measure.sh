@@ -7,7 +7,7 @@
 #   layers   layers of models                                hopper_layers_2.json
 #   loops    the same, eager and as CUDA graphs              hopper_layers_2_loops.json
 #   first    the same, first calls                           hopper_layers_2_first.json
-#   seed     COUNT [200] shapes of SEED [20261128], which nothing was fitted to or chosen by, as CUDA graphs,
+#   seed     COUNT [200] shapes of SEED [20261201], which nothing was fitted to or chosen by, as CUDA graphs,
 #            then eager                                      hopper_random_SEED_{,eager_}2.json
 #   floor    the same, flushed, beside their parts alone     hopper_random_SEED_kernel_2.json
 #   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
@@ -147,7 +147,7 @@ for part in "$@"; do
         bench "hopper_layers_${card}2_first" "${layers[@]}" "${peers[@]}" --mode first --iterations 5 --warmup 1
         ;;
     seed | floor)
-        seed=${SEED:-20261128}
+        seed=${SEED:-20261201}
         draw=("${drawn[@]}" --random "${COUNT:-200}" --seed "$seed")
         if [ "$part" = seed ]; then
             bench "hopper_random_${seed}_${card}2" "${draw[@]}" "${peers[@]}" --mode graph

@@ -39,6 +39,7 @@ SPENT: Mapping[int, str] = MappingProxyType(
         31: "`fused` and `library.streamed` were fitted to it",
         32: "`fused` and `library.streamed` were fitted to it",
         41: "`fused` was fitted to it",
+        20261128: "measured before ways of plans were taken away, with the constants of that time",
     }
 )
 """Seeds that a planner's constants were fitted to or choices were made by, and how. A seed that was
