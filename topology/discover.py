@@ -25,7 +25,7 @@ from mkernel.topology.model import (
     first_error,
 )
 from mkernel.topology.rails import fast, real_ports
-from mkernel.topology.sources import cpu, formats, infiniband, npu, nvml, pci, verbs
+from mkernel.topology.sources import cpu, drivers, formats, infiniband, pci
 from mkernel.topology.sources.files import read_text
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.user_files import parse_json, read_file
@@ -68,7 +68,7 @@ def discover(
     cpus = cpu.read(root)
     sources = [replace(cpus, hostname=hostname), infiniband.read(root)]
     if root == _REAL_ROOT:
-        sources += [verbs.read(), nvml.read(root), npu.read(cpus.numa)]
+        sources += drivers.read(root, cpus.numa)
     sources.append(Findings("accelerator backends", accelerators=tuple(accelerators)))
     tree = pci.read_tree(root)
     if root == _REAL_ROOT:

@@ -15,7 +15,7 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.ascend.machine import load_machine
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.cli import terminal
-from mkernel.cli.sizes import FAST_ACCUM, layout_of, scales_of
+from mkernel.cli.options import Accelerator, FastAccum, Nic, Scaling, Verbs, layout_of, scales_of
 from mkernel.cli.terminal import MATPLOTLIB, Terminal, writing
 from mkernel.errors import ArgumentError
 from mkernel.harness import (
@@ -125,19 +125,9 @@ def command(
     only_peers: Annotated[
         bool, typer.Option("--only-peers", help="Leave mkernel itself out.")
     ] = False,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(help="Use this accelerator backend. [the most preferred that runs here]"),
-    ] = None,
-    nic: Annotated[
-        str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")
-    ] = None,
-    verbs: Annotated[
-        str | None,
-        typer.Option(
-            help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
-        ),
-    ] = None,
+    accelerator: Accelerator = None,
+    nic: Nic = None,
+    verbs: Verbs = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -145,10 +135,8 @@ def command(
             "scales and bfloat16 outputs. [bfloat16; float32 without accelerators]"
         ),
     ] = None,
-    scales: Annotated[
-        str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
-    ] = None,
-    fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
+    scales: Scaling = None,
+    fast_accum: FastAccum = False,
     layout: Annotated[
         str | None,
         typer.Option(help="Lay B in memory by row or column. [row; of float8_e4m3 column]"),

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mkernel.cli.options import AsJson
 from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.doctor import Kind, Report, SettingRow, examine, setting_rows
 from mkernel.errors import ArgumentError, MkernelError
@@ -34,9 +35,7 @@ _HEADINGS: dict[Kind, str] = {
 
 
 def command(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     settings: Annotated[
         bool, typer.Option("--settings", help="Print every setting and where it came from.")
     ] = False,

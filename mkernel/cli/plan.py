@@ -10,8 +10,20 @@ import typer
 
 from mkernel import selection
 from mkernel.backends import registry
+from mkernel.cli.options import (
+    OP_HELP,
+    AsJson,
+    Chunk,
+    FastAccum,
+    Given,
+    Nic,
+    Scaling,
+    Verbs,
+    layout_of,
+    scales_of,
+    with_sizes,
+)
 from mkernel.cli.plan_world import planned_world
-from mkernel.cli.sizes import FAST_ACCUM, OP_HELP, Given, layout_of, scales_of, with_sizes
 from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.errors import Unsupported
 from mkernel.plan import ops, render
@@ -54,10 +66,8 @@ def command(
             help="Plan for inputs of float16, bfloat16 or float32; of GEMM ops also float8_e4m3."
         ),
     ] = "float16",
-    scales: Annotated[
-        str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
-    ] = None,
-    fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
+    scales: Scaling = None,
+    fast_accum: FastAccum = False,
     nodes: Annotated[
         int | None,
         typer.Option(help="Plan for so many nodes. [the file's, else 2; with real devices here 1]"),
@@ -72,18 +82,9 @@ def command(
         str | None,
         typer.Option(help="Use this accelerator backend. [the most preferred that runs there]"),
     ] = None,
-    nic: Annotated[
-        str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")
-    ] = None,
-    verbs: Annotated[
-        str | None,
-        typer.Option(
-            help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
-        ),
-    ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(help="Send so many tiles or rows in a chunk. [planner's choice]")
-    ] = None,
+    nic: Nic = None,
+    verbs: Verbs = None,
+    chunk: Chunk = None,
     path: Annotated[
         str | None, typer.Option(help="Take this path: auto, fused or library. [MKERNEL_PATH]")
     ] = None,
@@ -128,9 +129,7 @@ def command(
             help="Simulate 1, 2, 4, … nodes up to --nodes and draw it: .svg, .png or .pdf.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     verbose: Annotated[
         bool,
         typer.Option(

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from mkernel.cli import terminal
+from mkernel.cli.options import AsJson
 from mkernel.cli.terminal import Terminal
 from mkernel.errors import ArgumentError
 from mkernel.probe import picture
@@ -65,9 +66,7 @@ def command(
             help="Read a recorded tree: a folder that holds `sys/`. Drivers are not asked then.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     as_matrix: Annotated[
         bool, typer.Option("--matrix", help="Print the path class of every pair of devices.")
     ] = False,

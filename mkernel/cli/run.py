@@ -18,7 +18,20 @@ from mkernel.backends.contracts import instrumented
 from mkernel.cases import Case, case_of
 from mkernel.cases.gemm import GemmCase
 from mkernel.cases.moe import ROUTINGS
-from mkernel.cli.sizes import FAST_ACCUM, OP_HELP, Given, layout_of, scales_of, with_sizes
+from mkernel.cli.options import (
+    OP_HELP,
+    Accelerator,
+    AsJson,
+    Chunk,
+    FastAccum,
+    Given,
+    Nic,
+    Scaling,
+    Verbs,
+    layout_of,
+    scales_of,
+    with_sizes,
+)
 from mkernel.cli.terminal import MATPLOTLIB, Terminal, write_json, writing
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch
 from mkernel.harness import inputs, rank, timeline, timeline_picture
@@ -53,19 +66,9 @@ def command(  # one option a parameter: this is the command line
             help="Start so many ranks on each node. [its accelerators; 2 of emulated ones]"
         ),
     ] = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(help="Use this accelerator backend. [the most preferred that runs here]"),
-    ] = None,
-    nic: Annotated[
-        str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")
-    ] = None,
-    verbs: Annotated[
-        str | None,
-        typer.Option(
-            help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
-        ),
-    ] = None,
+    accelerator: Accelerator = None,
+    nic: Nic = None,
+    verbs: Verbs = None,
     scale: Annotated[
         float | None, typer.Option(help="Scale the scores of attention by this. [head_dim^-0.5]")
     ] = None,
@@ -79,10 +82,8 @@ def command(  # one option a parameter: this is the command line
             help="Give the inputs this dtype; of a GEMM also float8_e4m3, with scales. [float16]"
         ),
     ] = None,
-    scales: Annotated[
-        str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
-    ] = None,
-    fast_accum: Annotated[bool, typer.Option("--fast-accum", help=FAST_ACCUM)] = False,
+    scales: Scaling = None,
+    fast_accum: FastAccum = False,
     out_dtype: Annotated[
         str | None,
         typer.Option(
@@ -93,9 +94,7 @@ def command(  # one option a parameter: this is the command line
     layout: Annotated[
         str | None, typer.Option(help="Lay the weight in memory by row or column. [row]")
     ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(help="Send so many tiles or rows in a chunk. [planner's choice]")
-    ] = None,
+    chunk: Chunk = None,
     input: Annotated[
         list[Path] | None,
         typer.Option(
@@ -135,9 +134,7 @@ def command(  # one option a parameter: this is the command line
     timeout: Annotated[
         float | None, typer.Option(help="End every wait after so many seconds. [MKERNEL_TIMEOUT_S]")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    json: AsJson = False,
     verbose: Annotated[
         bool,
         typer.Option("--verbose", help="Print the whole plan, with the digest that ranks compare."),

@@ -173,11 +173,7 @@ class FailureMonitor:
         memory. Calls that native code starts come here when they find the same
         (``backends/runtime/known/known_calls.cpp``)."""
         watchdog = self._watchdog
-        if watchdog is None:
-            return
-        # Older than some heartbeats or than a wait's deadline: the watchdog's thread got no CPU, or the
-        # process was stopped.
-        if time.monotonic() - watchdog.looked > min(watchdog.behind_s, self.timeout_s):
+        if watchdog is not None and watchdog.is_behind(self.timeout_s):
             began = time.monotonic()
             self.look_for_abort()
             watchdog.looked = began

@@ -233,6 +233,11 @@ class Watchdog:
             os.write(self._wake_write, b"x")
             self._thread.join(END_S)
 
+    def is_behind(self, timeout_s: float) -> bool:
+        """Return whether others may have given the world up since the latest look, which is older than
+        some heartbeats or than a wait's deadline: the thread got no CPU, or the process was stopped."""
+        return time.monotonic() - self.looked > min(self.behind_s, timeout_s)
+
     def left(self) -> set[int]:
         """Return the ranks that have left the world on purpose, as far as this one has seen."""
         return set(self._left)

@@ -100,7 +100,7 @@ class KnownCalls {
     bool place(TensorSignature& tensor, std::uint64_t address, std::uint64_t nbytes) const;
     // Queues the call and counts it. Called in the world's turn.
     Answer start(const KnownCall& known, const Signature& signature, const Tensors& tensors);
-    // Returns yes where other ranks may have given the world up unheard: `FailureMonitor.look_if_behind`.
+    // Returns yes where other ranks may have given the world up unheard: `Watchdog.is_behind`.
     Answer is_behind(double timeout_s) const;
     bool listed(const KnownCall& known) const;
     // Returns yes where the call follows those of other worlds by being queued on the stream of the last one.

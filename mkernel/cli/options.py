@@ -1,4 +1,5 @@
-"""The sizes of all ops as command-line options; each op takes its own and refuses the others."""
+"""The options that several commands have: the sizes of all ops, of which each takes its own and refuses
+the others; scales; backends."""
 
 from __future__ import annotations
 
@@ -37,6 +38,34 @@ OP_HELP = f"Name one of: {ops.named()}."
 Given = dict[str, int | bool | None]
 """Sizes by name; None for an option that was not passed."""
 
+# ---- options that several commands have, with the same help --------------------------------------
+
+Accelerator = Annotated[
+    str | None,
+    typer.Option(help="Use this accelerator backend. [the most preferred that runs here]"),
+]
+Nic = Annotated[str | None, typer.Option(help="Use this NIC backend between nodes. [MKERNEL_NIC]")]
+Verbs = Annotated[
+    str | None,
+    typer.Option(
+        help="Use this verbs provider: soft, system, a library's path, or auto. [MKERNEL_VERBS]"
+    ),
+]
+Scaling = Annotated[
+    str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
+]
+FastAccum = Annotated[
+    bool,
+    typer.Option(
+        "--fast-accum",
+        help="Add products of float8_e4m3 inputs with fewer bits than float32, where the device can.",
+    ),
+]
+Chunk = Annotated[
+    int | None, typer.Option(help="Send so many tiles or rows in a chunk. [planner's choice]")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
 
 def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap the command with an option for each size; it gets them all as its argument ``given``."""
@@ -67,12 +96,6 @@ def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
 NAMES = ("float8_e4m3", E4M3)
 """The names of the dtype."""
 _MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
-
-
-FAST_ACCUM = (
-    "Add products of float8_e4m3 inputs with fewer bits than float32, where the device can."
-)
-"""The help of ``--fast-accum``."""
 
 
 def scales_of(
