@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.distributed import Store
 
 from mkernel import selection
@@ -210,7 +211,7 @@ class World:
             WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
                 rank; of this call, or of an earlier one that was only queued.
         """
-        if profiling.wanted():
+        if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
             with profiling.named(plan.op):
                 return self.run(
                     plan,
