@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 STEP = 128
 """Terms of K per step: a multiple of the number that blocks take at a time, so that a split into
@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
     strides: tuple[int, ...]
 
 
-_right: Recent[Hashable, bool] = Recent()
+_right: TwoGenerationCache[Hashable, bool] = TwoGenerationCache()
 """A flag for each kind of product: True if torch's own product has all terms."""
 
 

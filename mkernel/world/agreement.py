@@ -25,7 +25,7 @@ from mkernel.plan.model import (
     first_difference,
 )
 from mkernel.plan.planner import common_part
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 from mkernel.topology.world_map import WorldMap
 from mkernel.world.exchange import Board, Exchange
 from mkernel.world.failure import FailureMonitor
@@ -217,7 +217,7 @@ MOST_TOLD = 256
 names the field that differs; for an older call it names the digest."""
 
 
-class Told(NamedTuple):
+class AgreedCall(NamedTuple):
     """A call, as ranks compare it."""
 
     plan: LaunchPlan
@@ -249,8 +249,10 @@ class Agreement:
         self._check = check
         self._exchange = exchange
         self._failure = failure
-        self._agreed: Recent[str, bool] = Recent()  # what is not kept is agreed on again
-        self._lately: Recent[str, Told] = Recent(MOST_TOLD)
+        self._agreed: TwoGenerationCache[str, bool] = (
+            TwoGenerationCache()
+        )  # what is not kept is agreed on again
+        self._lately: TwoGenerationCache[str, AgreedCall] = TwoGenerationCache(MOST_TOLD)
         self._said = ""  # the key of a call that differed, which lies in the store
 
     def forgets(self, told: Callable[[], None]) -> None:
@@ -280,7 +282,7 @@ class Agreement:
         return number
 
     def _agree(self, plan: LaunchPlan, key: str, places: Mapping[str, Place]) -> None:
-        call = Told(plan, dict(places))
+        call = AgreedCall(plan, dict(places))
 
         def check(missing: set[int]) -> None:
             self._failure.check_peers(missing)
@@ -312,7 +314,7 @@ class Agreement:
             self._failure.raise_late(late)
         return {rank: digest.hex() for rank, digest in digests.items()}
 
-    def _differs(self, rank: int, keys: Mapping[int, str], call: Told) -> PlanMismatch:
+    def _differs(self, rank: int, keys: Mapping[int, str], call: AgreedCall) -> PlanMismatch:
         """Return the error that all ranks raise where the key of ``rank`` is another than that of
         rank 0. All of them are here, and each publishes what it was about to do."""
         own = keys[self._exchange.rank]
@@ -321,7 +323,7 @@ class Agreement:
         texts = {who: self._exchange.collect(f"plans/{keys[who]}", [who])[who] for who in (0, rank)}
         return _mismatch((0, rank), keys[0], keys[rank], texts[0], texts[rank])
 
-    def _refused(self, rank: int, keys: tuple[str, str], call: Told) -> PlanMismatch:
+    def _refused(self, rank: int, keys: tuple[str, str], call: AgreedCall) -> PlanMismatch:
         """Return the error that this rank raises where ``rank`` has already agreed on another call,
         and tell the other ranks of it, so that their waits end."""
         known = self._lately[keys[1]]

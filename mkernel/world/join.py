@@ -21,7 +21,7 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicCapabilities, NicSession
 from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Timeout, Unsupported
 from mkernel.plan.model import LaunchPlan, first_difference
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.model import Topology
@@ -80,7 +80,9 @@ class Membership:
         self._exchange = exchange
         self._failure = failure
         self._undo = contextlib.ExitStack()
-        self._own_plans: Recent[int, LaunchPlan] = Recent()  # by id, which no other has meanwhile
+        self._own_plans: TwoGenerationCache[int, LaunchPlan] = (
+            TwoGenerationCache()
+        )  # by id, which no other has meanwhile
         self._regions = itertools.count()
         self.engines: dict[str, Engine] = {}
 

@@ -20,7 +20,7 @@ from mkernel.backends.runtime.host_memory import HostPages, page_up
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, DtypeError, NicError, PeerFailure, Unsupported
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 from mkernel.world.exchange import Board, Exchange, board_bytes, native_board
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Identity
@@ -233,7 +233,9 @@ class SymmetricHeap:
         self._exchange = exchange
         self._failure = failure
         self._regions = regions
-        self._plans: Recent[str, PlanMemory] = Recent()  # one that is not kept is adopted again
+        self._plans: TwoGenerationCache[str, PlanMemory] = (
+            TwoGenerationCache()
+        )  # one that is not kept is adopted again
         self._arena: Arena | None = None  # the newest
         self._staging: SymmetricBuffer | None = None  # likewise
         self._outputs: SymmetricBuffer | None = None  # the newest range of them

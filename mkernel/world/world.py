@@ -17,7 +17,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap
@@ -83,8 +83,8 @@ class World:
         self.rank, self.size = identity.rank, identity.size
         self.backends = backends
         self.settings = settings
-        self.planned: Recent[Hashable, LaunchPlan] = Recent()
-        self.checked: Recent[Hashable, Any] = Recent()
+        self.planned: TwoGenerationCache[Hashable, LaunchPlan] = TwoGenerationCache()
+        self.checked: TwoGenerationCache[Hashable, Any] = TwoGenerationCache()
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)

@@ -19,7 +19,7 @@ from mkernel.backends.transport import _transport
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import Judge, seconds_apart
 from mkernel.plan.model import OpName
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -51,10 +51,10 @@ def test_the_store_forgets_what_every_rank_has_read(accelerator: str, nodes: int
 FEW = 8
 
 
-def keep_few() -> list[Recent[Any, Any]]:
+def keep_few() -> list[TwoGenerationCache[Any, Any]]:
     """What a rank keeps of shapes; of so few from now on, so that it soon forgets some."""
     world = mkernel.world()
-    recents: list[Recent[Any, Any]] = [
+    recents: list[TwoGenerationCache[Any, Any]] = [
         world.planned, world.checked, world._calls._agreement._agreed,
         world._membership.engine.heap._plans,
     ]  # fmt: skip

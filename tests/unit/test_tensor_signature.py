@@ -11,7 +11,7 @@ import torch
 
 from mkernel.errors import ShapeError
 from mkernel.ops.common import checked, tensor_signature
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 PLAIN = torch.zeros(64, 64)
 
@@ -45,7 +45,7 @@ def test_what_checks_do_not_see_is_alike() -> None:
 
 
 def test_only_what_passed_is_remembered() -> None:
-    world: Any = SimpleNamespace(checked=Recent())
+    world: Any = SimpleNamespace(checked=TwoGenerationCache())
     seen: list[str] = []
 
     def refuse() -> str:

@@ -25,7 +25,7 @@ from mkernel.backends.cuda.pinned import PinnedMemory
 from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import ArgumentError, BackendUnavailable, CapacityExceeded
 from mkernel.plan.model import LaunchPlan
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 from mkernel.settings import load_as
 from mkernel.topology.model import Accelerator
 
@@ -144,7 +144,9 @@ class DeviceSession:
             load_as(HopperSettings).multiprocessors,
             one=torch.ones((1, 1), device=f"cuda:{index}"),
         )
-        self._calls: Recent[tuple[str, int], Executor] = Recent()  # by plan and workspace
+        self._calls: TwoGenerationCache[tuple[str, int], Executor] = (
+            TwoGenerationCache()
+        )  # by plan and workspace
         self._started = StartedCalls(self._order)
         self._used = False
 

@@ -30,7 +30,7 @@ from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.cuda import long_products
 from mkernel.backends.cuda.long_products import Matrix
 from mkernel.plan.model import DtypeName, LaunchPlan
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 TORCHS: Any = {"torchs": True}
 """Stands for torch's product."""
@@ -139,7 +139,7 @@ def test_kinds_that_were_tried(
         None,
     )
     for right in (True, False):
-        monkeypatch.setattr(long_products, "_right", Recent())
+        monkeypatch.setattr(long_products, "_right", TwoGenerationCache())
         long_products._right[kind] = right
         assert (told(plan, b=of_b) is not TORCHS) == right
         assert told(plan, b=(1, 520) if not by_columns else (1024, 1)) is TORCHS

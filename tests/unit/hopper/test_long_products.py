@@ -21,7 +21,7 @@ from mkernel.backends.cuda.long_products import (
     proven,
     untried_mm,
 )
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 K = 5 * STEP + 40
 
@@ -57,7 +57,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Library]:
         made = Library(**how)
         monkeypatch.setattr(long_products, "torch_mm", made)
         monkeypatch.setattr(long_products, "torch_addmm", made.with_bias)
-        monkeypatch.setattr(long_products, "_right", Recent())
+        monkeypatch.setattr(long_products, "_right", TwoGenerationCache())
         return made
 
     return take

@@ -12,7 +12,7 @@ MOST = 1024
 """The number of shapes that are kept for certain; up to twice as many are."""
 
 
-class Recent(dict[K, V | None]):
+class TwoGenerationCache(dict[K, V | None]):
     """A map that keeps the values of the keys used last: at least those of the last ``most``
     different keys, at most those of twice as many. A key that is not kept has the value None.
 

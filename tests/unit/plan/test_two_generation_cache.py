@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mkernel.plan.recent import Recent
+from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 5))
 def test_the_last_ones_are_kept_and_not_many_more(uses: list[int], most: int) -> None:
-    recent: Recent[int, str] = Recent(most)
+    recent: TwoGenerationCache[int, str] = TwoGenerationCache(most)
     for turn, key in enumerate(uses):
         lately = list(dict.fromkeys(reversed(uses[:turn])))[:most]  # different, the latest first
         found = recent[key]
@@ -22,7 +22,7 @@ def test_the_last_ones_are_kept_and_not_many_more(uses: list[int], most: int) ->
 
 
 def test_a_new_value_for_a_kept_key_drops_nothing() -> None:
-    recent: Recent[int, str] = Recent(2)
+    recent: TwoGenerationCache[int, str] = TwoGenerationCache(2)
     for key in (1, 2, 2, 2):
         recent[key] = str(key)
     assert (recent[1], recent[2], recent.kept()) == ("1", "2", 2)
