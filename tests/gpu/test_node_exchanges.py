@@ -13,7 +13,7 @@ from kept_ranks import none_failed
 from test_hopper_nodes import both, nics, random_shapes, right, take
 
 import mkernel
-from mkernel.plan.request import GAIN
+from mkernel.plan.standard import GAIN
 
 pytestmark = [takes_ranks(4), pytest.mark.usefixtures("leaves_nothing")]
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mkernel.backends.accelerators.streams.machine import torch_device
+from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.cli import plan as plan_command
 from mkernel.cli import probe as probe_command
 from mkernel.cli.plan import PlanReport

@@ -15,7 +15,7 @@ from kept_ranks import run
 import mkernel
 from mkernel.backends.accelerators.streams import schedule
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
-from mkernel.backends.accelerators.streams.machine import torch_device
+from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.conformance.ranks import Judge

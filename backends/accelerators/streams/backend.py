@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams import schedule as schedules
-from mkernel.backends.accelerators.streams.device import DEVICES, Device
-from mkernel.backends.accelerators.streams.machine import FILE, scaled_mm
+from mkernel.backends.accelerators.streams.device import DEVICES, FILE, Device, scaled_mm
 from mkernel.backends.accelerators.streams.schedule import StreamsCapabilities
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.streams.machine import scaled_mm, torch_device
+from mkernel.backends.accelerators.streams.device import scaled_mm, torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities

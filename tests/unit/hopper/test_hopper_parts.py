@@ -37,7 +37,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan import paths, planner
 from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, Scales
-from mkernel.plan.request import GAIN
+from mkernel.plan.standard import GAIN
 
 BENCH = Path(__file__).parents[3] / "bench"
 sys.path.append(str(BENCH))

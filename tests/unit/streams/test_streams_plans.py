@@ -26,8 +26,7 @@ from mkernel.backends.accelerators.streams import (
 )
 from mkernel.backends.accelerators.streams.backend import PUT_OPS, StreamsAccelerator, _op
 from mkernel.backends.accelerators.streams.call_streams import AbortWord, Scratch
-from mkernel.backends.accelerators.streams.device import Device
-from mkernel.backends.accelerators.streams.machine import scaled_mm
+from mkernel.backends.accelerators.streams.device import Device, scaled_mm
 from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.schedule import (
     CombineSchedule,
