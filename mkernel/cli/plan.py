@@ -289,6 +289,9 @@ def _assumed(
     return (f"nobody says how many cores {unknown[0]} has: {claims.compute_cores} are assumed",)
 
 
+# ---- the world that is planned for: of this machine, or of the machines in a file ----------------
+
+
 class PlannedWorld(NamedTuple):
     """The world to plan for. ``elsewhere``: real devices of a file, on which nothing can be
     launched from here. ``notes``: a sentence about each group of RDMA ports that are no rails, each
