@@ -1,5 +1,5 @@
 """GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel, through the public API, beside
-``test_calls_on_gpus``: which calls take it, exact sums, norms in it, faults, absent ranks."""
+``test_calls_on_gpus``: which calls take it, exact sums, norms in it, faults."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import kept_ranks
 import norm_ranks
 import pytest
 from device_buffers import needs_gpus, several, worlds
-from families import FEW, IN_TWO_WAVES, NORMED, SCALED, SCATTERED, SUMS
+from families import FEW, IN_TWO_WAVES, NORMED, SCALED, SUMS
 from hopper_ranks import Shape
 from kept_ranks import right
-from survivors import judge_absence, judge_survivors
 
 import mkernel
 
@@ -100,17 +99,3 @@ def test_rows_that_are_never_said_to_be_whole_are_seen(world: int) -> None:
         timeout_s=30,
     )  # fmt: skip
     assert all(found)
-
-
-@several
-@pytest.mark.parametrize("shape", [SUMS[1], SCATTERED[1]], ids=str)
-def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
-    world: int, shape: Shape
-) -> None:
-    judge_absence("hopper", shape, world)
-
-
-@several
-@pytest.mark.parametrize("shape", [SUMS[2], SCATTERED[2]], ids=str)
-def test_a_rank_killed_while_kernels_wait_for_it(world: int, shape: Shape) -> None:
-    judge_survivors("hopper", shape, world)

@@ -16,7 +16,6 @@ from calls import judged
 from device_buffers import needs_gpus, several, worlds
 from hopper_ranks import OPS, Shape, drawn_size
 from kept_ranks import right
-from survivors import judge_absence, judge_survivors
 
 from mkernel.plan.model import ScaleMode
 
@@ -189,18 +188,6 @@ def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault:
 
 
 @several
-@pytest.mark.parametrize("op", OPS)
-def test_the_fused_path_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", fused(op, 2048, 512, 1024), world)
-
-
-@several
-@pytest.mark.parametrize("op", OPS)
-def test_survivors_of_the_fused_path(world: int, op: str) -> None:
-    judge_survivors("hopper", fused(op, 2048, 512, 1024), world)
-
-
-@several
 @pytest.mark.parametrize("mode", MODES)
 def test_gathered_rows_of_the_library_path(world: int, mode: ScaleMode) -> None:
     for chunk in (None, 96):
@@ -236,15 +223,3 @@ def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, faul
         fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
-
-
-@several
-@pytest.mark.parametrize("op", OPS)
-def test_the_library_path_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", library(op, 2048, 512, 1024, chunk=512), world)
-
-
-@several
-@pytest.mark.parametrize("op", OPS)
-def test_survivors_of_the_library_path(world: int, op: str) -> None:
-    judge_survivors("hopper", library(op, 2048, 512, 1024, chunk=512), world)

@@ -19,7 +19,6 @@ from hopper_ranks import OPS, Shape
 from in_world import TOLD_S
 from kept_ranks import none_failed
 from moe_ranks import PERMUTED, Moe
-from survivors import judge_survivors
 
 import mkernel
 from mkernel.backends import registry
@@ -27,7 +26,8 @@ from mkernel.settings import load
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
-nics = pytest.mark.parametrize("nic", ["cx7", "efa"])
+NICS = ("cx7", "efa")
+nics = pytest.mark.parametrize("nic", NICS)
 ops = pytest.mark.parametrize("op", OPS)
 worlds = pytest.mark.parametrize(
     ("nodes", "ranks"),
@@ -233,15 +233,6 @@ def test_keys_cross_once_for_each_rank_of_another_node(
 
 
 @nics
-def test_a_rank_killed_while_attention_waits_for_it(
-    nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MKERNEL_NIC", nic)
-    monkeypatch.setenv("MKERNEL_VERBS", "soft")
-    judge_survivors("hopper", ATTENTION[0], 2, nodes=2)
-
-
-@nics
 def test_attention_of_packed_documents(nic: str) -> None:
     shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 512))
     right(calls.judged, [shape], 1, nic=nic)
@@ -292,10 +283,3 @@ def test_tokens_cross_once_for_each_rank_of_another_node(
         for failures, put, expected in found:
             assert bool(failures) == bool(mask)
             assert put == expected
-
-
-@nics
-def test_a_rank_killed_while_experts_wait_for_it(nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKERNEL_NIC", nic)
-    monkeypatch.setenv("MKERNEL_VERBS", "soft")
-    judge_survivors("hopper", EXPERTS[0], 2, nodes=2)

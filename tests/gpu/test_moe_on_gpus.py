@@ -11,11 +11,9 @@ import moe_ranks
 import pytest
 from calls import Decisions
 from device_buffers import needs_gpus, pair, several, worlds
-from families import BOUNDED
 from in_world import TOLD_S
 from kept_ranks import right
 from moe_ranks import FAULTS, PERMUTED, WANTED, WANTED_FAULTS, Moe, all_of, early
-from survivors import judge_survivors
 
 import mkernel
 from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
@@ -118,11 +116,6 @@ def test_faults_are_seen(world: int, shape: Moe, decisions: Decisions, faults: A
         ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S,
     )  # fmt: skip
     assert [set(each) for each in found] == [set(faults)] * world
-
-
-@several
-def test_a_rank_killed_while_others_wait_for_it(world: int) -> None:
-    judge_survivors("hopper", replace(BOUNDED[0], capacity=0), world)
 
 
 @needs_gpus(2)

@@ -9,9 +9,8 @@ import nodes_faults_ranks
 import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
-from hopper_ranks import OPS, Shape
+from hopper_ranks import Shape
 from in_world import TOLD_S
-from survivors import judge_absence, judge_survivors
 from test_hopper_nodes import MIXED, both, direct, nics, take
 
 import mkernel
@@ -143,37 +142,6 @@ def test_a_peer_without_receives(
         assert seconds < TOLD_S / 2
         assert goes_on
     assert any("RNR" in message for _, message, _, _ in outcomes)
-
-
-routes_of_failures = pytest.mark.parametrize(
-    ("op", "route"),
-    [
-        *((op, "staged") for op in OPS),
-        pytest.param("gemm_all_reduce", "direct", marks=[direct, pytest.mark.alone]),
-    ],
-)
-"""Of calls in whose middle something ends: the op that has all ways in it stands for the others where
-the NIC writes into device memory."""
-
-
-@nics
-@routes_of_failures
-def test_an_absent_rank_is_a_time_out_that_says_who_waited_for_what(
-    op: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    judge_absence("hopper", Shape(op, 1024, 512, 512), 2, nodes=2, nic=nic)
-
-
-@nics
-@routes_of_failures
-def test_a_rank_killed_while_kernels_wait_for_it(
-    op: str, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    monkeypatch.setenv("MKERNEL_NIC", nic)
-    monkeypatch.setenv("MKERNEL_VERBS", "soft")
-    judge_survivors("hopper", Shape(op, 1536, 512, 512), 2, nodes=2)
 
 
 @nics

@@ -14,7 +14,6 @@ import pytest
 from device_buffers import needs_gpus, several
 from hopper_ranks import OPS, Shape, drawn_size, normed
 from kept_ranks import right
-from survivors import judge_absence, judge_survivors
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -89,15 +88,3 @@ def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
         parts_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
-
-
-@several
-@pytest.mark.parametrize("op", OPS)
-def test_without_an_absent_rank(world: int, op: str) -> None:
-    judge_absence("hopper", parts(op, 2048, 512, 1024, 512), world)
-
-
-@several
-@pytest.mark.parametrize("op", OPS)
-def test_survivors(world: int, op: str) -> None:
-    judge_survivors("hopper", parts(op, 2048, 512, 1024, 512), world)

@@ -1,4 +1,4 @@
-"""`streams` on GPUs that map each other's memory: puts by copy engines, and what breaks them."""
+"""`streams` on GPUs that map each other's memory: puts by copy engines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import torch
 from device_buffers import needs_gpus, several, takes_ranks
 from hopper_ranks import OPS, Shape
 from in_world import TOLD_S
-from survivors import judge_absence, judge_survivors
 
 import mkernel
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
-
-
-@pytest.fixture(params=[1, 8])
-def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardware queues of a device: with one, a wait on a stream holds up all other streams."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(request.param))
 
 
 def ranks(world: int, function: Any, *arguments: Any) -> list[Any]:
@@ -59,17 +52,3 @@ def test_symmetric_memory_lies_on_the_device(world: int) -> None:
         assert error == 0
         assert "a.device" in told
         assert device in told
-
-
-@several
-@pytest.mark.usefixtures("queues")
-@pytest.mark.parametrize("op", OPS)
-def test_an_absent_rank_is_a_time_out(op: str, world: int) -> None:
-    judge_absence("streams", Shape(op, 1024, 512, 512), world)
-
-
-@several
-@pytest.mark.usefixtures("queues")
-@pytest.mark.parametrize("op", OPS)
-def test_a_rank_killed_while_streams_wait_for_it(op: str, world: int) -> None:
-    judge_survivors("streams", Shape(op, 1536, 512, 512), world)
