@@ -13,6 +13,7 @@ import calls
 import hopper_ranks
 import kept_ranks
 import moe_ranks
+import pytest
 from attention_ranks import Attention, Trained
 from calls import Decisions
 from hopper_ranks import OPS, Shape, normed, rows
@@ -20,6 +21,11 @@ from in_world import TOLD_S
 from moe_ranks import PERMUTED, WANTED, Moe
 from test_fp8_on_gpus import FUSED, PROMOTED, drawn_scaled
 from test_fp8_on_gpus import MIXED as SCALED_BY_LIBRARY
+from test_hopper_nodes import ATTENTION as ATTENTION_OF_NODES
+from test_hopper_nodes import EXPERTS as EXPERTS_OF_NODES
+from test_hopper_nodes import MIXED as PRODUCTS_OF_NODES
+from test_hopper_nodes import NICS, direct
+from test_node_exchanges import SHARED
 from test_parts_on_gpus import MIXED as IN_PARTS
 from test_parts_on_gpus import drawn as drawn_parts
 
@@ -28,6 +34,7 @@ import mkernel
 GATHER: Final = "all_gather_gemm"
 SCATTER: Final = "gemm_reduce_scatter"
 REDUCE: Final = "gemm_all_reduce"
+HIERARCHICAL = capabilities.hierarchical_ops()
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,9 @@ class Family:
         environment, decisions, around: what makes calls take the way: variables, what the tuning
             decides, and a function of shapes that runs another one on them in a fresh process.
         least: the fewest ranks. everywhere: whether few rows are left to their kernel wherever it fits.
+        nic: of ranks on several nodes. worlds: nodes and ranks of each; between nodes, random shapes
+            are for all of them, and the rest for the first. judged: calls beside those that are drawn,
+            instead of those of graphs.
     """
 
     shapes: Sequence[calls.Shape]
@@ -61,9 +71,13 @@ class Family:
     least: int = 1
     everywhere: bool = False
     accelerator: str = "hopper"
+    nic: str | None = None
+    worlds: Sequence[tuple[int, int]] = ((1, 1), (1, 2), (1, 4))
+    judged: Sequence[calls.Shape] | None = None
+    marks: Sequence[pytest.MarkDecorator] = ()
 
     def run(
-        self, world: int, fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
+        self, world: tuple[int, int], fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
     ) -> list[Any]:
         """Return what each rank of a world finds."""
         call: tuple[Any, ...] = (fn, shapes, *arguments)
@@ -71,14 +85,15 @@ class Family:
             call = self.around, shapes, fn, *arguments
         if self.decisions is not None:
             call = calls.decided, self.decisions, *call
-        run = kept_ranks.run if self.around is None else mkernel.launch
+        run = mkernel.launch if self.around or self.nic else kept_ranks.run
         found: list[Any] = run(
-            *call, ranks_per_node=world, accelerator=self.accelerator, timeout_s=TOLD_S
-        )
+            *call, nodes=world[0], ranks_per_node=world[1], accelerator=self.accelerator,
+            nic=self.nic, verbs="soft" if self.nic else None, timeout_s=TOLD_S,
+        )  # fmt: skip
         return found
 
     def right(
-        self, world: int, fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
+        self, world: tuple[int, int], fn: Callable[..., Any], shapes: Sequence[Any], *arguments: Any
     ) -> None:
         """No rank found a failure."""
         kept_ranks.none_failed(self.run(world, fn, shapes, *arguments))
@@ -237,6 +252,77 @@ STREAMS = Family(
 )  # fmt: skip
 PATH, WAY = "MKERNEL_PATH", "MKERNEL_HOPPER_ATTENTION"
 
+
+def drawn_far(chance: random.Random, world: int, ops: Sequence[str] = OPS) -> Shape:
+    """Draw a shape of a world of several nodes. In fewer sums the error of parts that are rounded once
+    scatters beyond the limit."""
+    op = chance.choice(ops)
+    gathers = op == GATHER
+    rows = chance.randint(1 if gathers else 200, 2000)
+    return Shape(
+        op,
+        m=rows if op == REDUCE else rows // world * world or world,
+        n=8 * chance.randint(1 if gathers else 20, 200),
+        k=8 * chance.randint(1, 260),
+        dtype=chance.choice(("bfloat16", "float16")),
+        layout=chance.choice(("row", "column")),
+    )
+
+
+def drawn_levels(chance: random.Random, world: int) -> Shape:
+    """Draw a shape whose exchange may be hierarchical."""
+    return drawn_far(chance, world, HIERARCHICAL)
+
+
+def between_nodes(nic: str) -> dict[str, Family]:
+    """Calls of worlds of several nodes, staged; and those that a NIC also writes into device memory."""
+    far: dict[str, Any] = {"nic": nic, "worlds": ((2, 1), (3, 1), (2, 2)), "times": 0}
+    bounded = [replace(one, capacity=2 * one.tokens * one.top_k) for one in EXPERTS_OF_NODES]
+    documents = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 512))
+    products = Family(
+        PRODUCTS_OF_NODES, **{**far, "times": 10}, drawn=drawn_far, draws=24, judged=(),
+        in_graphs=PRODUCTS_OF_NODES[:3], repeated=[Shape(op, 2048, 1536, 1024) for op in OPS],
+    )  # fmt: skip
+    attention = Family(
+        ATTENTION_OF_NODES, 12, 0, 12, **far, drawn=attention_ranks.drawn, draws=40,
+        claim="between nodes",
+    )  # fmt: skip
+    experts = Family(
+        bounded, 0, 16, 12, **far, in_graphs=bounded[:2], judged=EXPERTS_OF_NODES,
+        claim="experts between nodes",
+    )  # fmt: skip
+    permuted = replace(experts, queued=0, replays=0, decisions=PERMUTED)
+    hierarchical = Family(
+        [shape for shape in SHARED if shape.op in HIERARCHICAL], 30, 30, 30, drawn=drawn_levels,
+        draws=24, judged=(), nic=nic, worlds=((2, 2), (3, 2), (2, 3)), times=10,
+        repeated=[Shape(op, 2048, 1536, 1024) for op in HIERARCHICAL],
+        environment={"MKERNEL_EXCHANGE": "hierarchical"},
+    )  # fmt: skip
+    drawn_alone: dict[str, Any] = {"rounds": 0, "queued": 0, "replays": 0, "times": 0}
+    found = {
+        "products": products, "attention": attention, "experts": experts,
+        "experts-permuted": permuted, "hierarchical": hierarchical,
+        "documents": replace(
+            attention, shapes=[documents], **drawn_alone, drawn=None, worlds=((2, 1),)
+        ),
+    }  # fmt: skip
+    into_device = {
+        "products": replace(products, **{**drawn_alone, "times": 10}, draws=0),
+        "attention": replace(attention, **drawn_alone, drawn=None),
+        "experts": experts, "experts-permuted": permuted,
+        "hierarchical": replace(hierarchical, **drawn_alone),
+    }  # fmt: skip
+    found |= {
+        f"{name}-direct": replace(
+            each,
+            environment={**each.environment, "MKERNEL_NIC_SETTINGS__GPUDIRECT": "1"},
+            marks=(direct, pytest.mark.alone),
+        )
+        for name, each in into_device.items()
+    }
+    return {f"{nic}-{name}": each for name, each in found.items()}
+
+
 FAMILIES = {
     **{
         path: Family(
@@ -297,6 +383,13 @@ FAMILIES = {
     "experts-wanted": replace(EXPERTS, decisions=WANTED, draws=100, least=2),
     "experts-wanted-permuted": replace(
         EXPERTS, decisions=moe_ranks.all_of(WANTED, PERMUTED), draws=100, least=2
+    ),
+    **{name: each for nic in NICS for name, each in between_nodes(nic).items()},
+    "efa-repeated-and-late-packets": Family(
+        PRODUCTS_OF_NODES, 20, 0, 0, times=0, draws=0, nic="efa", worlds=((2, 1),),
+        environment={
+            "MKERNEL_SOFTVERBS_DUPLICATES": "50", "MKERNEL_SOFTVERBS_HOLD_NS": "400000",
+        },
     ),
     # With one hardware queue, a wait on a stream holds up all other streams.
     **{

@@ -3,13 +3,8 @@ arrivals are republished on the device. Each rank may be a node of its own; rank
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import attention_ranks
 import calls
 import nodes_ranks
 import pytest
@@ -18,7 +13,7 @@ from device_buffers import takes_ranks
 from hopper_ranks import OPS, Shape
 from in_world import TOLD_S
 from kept_ranks import none_failed
-from moe_ranks import PERMUTED, Moe
+from moe_ranks import Moe
 
 import mkernel
 from mkernel.backends import registry
@@ -90,70 +85,6 @@ def test_the_route_is_the_planned_one(
 
 @nics
 @worlds
-def test_random_shapes(nodes: int, ranks: int, nic: str) -> None:
-    right(calls.judged, random_shapes(nodes * ranks, OPS), 1, nic=nic, nodes=nodes, ranks=ranks)
-
-
-def random_shapes(world: int, ops: Sequence[str]) -> list[Shape]:
-    """24 of them, the seed printed."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    shapes = []
-    for op in itertools.islice(itertools.cycle(ops), 24):
-        gathers = op == "all_gather_gemm"
-        # In fewer sums the error of parts that are rounded once scatters beyond the limit.
-        rows = chance.randint(1 if gathers else 200, 2000)
-        shapes.append(
-            Shape(
-                op,
-                m=rows if op == "gemm_all_reduce" else rows // world * world or world,
-                n=8 * chance.randint(1 if gathers else 20, 200),
-                k=8 * chance.randint(1, 260),
-                dtype=chance.choice(("bfloat16", "float16")),
-                layout=chance.choice(("row", "column")),
-            )
-        )
-    return shapes
-
-
-@nics
-def test_late_ranks_and_reused_memory(nic: str) -> None:
-    right(calls.skewed, MIXED, 40, 2, nic=nic)
-
-
-@nics
-def test_many_calls_in_the_queue(nic: str) -> None:
-    right(calls.queued, MIXED, 40, 3, nic=nic)
-
-
-@nics
-def test_graphs(nic: str) -> None:
-    right(calls.replayed, MIXED[:3], 40, nic=nic)
-
-
-@nics
-@ops
-@both
-def test_results_are_always_the_same_bits(
-    op: str, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    found = mkernel.launch(
-        calls.same_bits, [Shape(op, 2048, 1536, 1024)], 10, nodes=2, ranks_per_node=1,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
-    none_failed([failures for failures, _ in found])
-
-
-def test_many_repeated_and_late_packets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_DUPLICATES", "50")
-    monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", "400000")
-    right(calls.skewed, MIXED, 20, 6, nic="efa")
-
-
-@nics
-@worlds
 def test_every_byte_of_another_node_came_through_the_nic(
     nodes: int, ranks: int, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,31 +119,6 @@ ATTENTION = [
 ]
 
 
-@worlds
-@nics
-@both
-def test_attention(
-    nodes: int, ranks: int, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    right(calls.judged, ATTENTION, 1, nic=nic, nodes=nodes, ranks=ranks)
-
-
-@nics
-def test_attention_of_random_shapes(nic: str) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    shapes = [attention_ranks.drawn(chance) for _ in range(40)]
-    right(calls.judged, shapes, seed, nic=nic)
-
-
-@nics
-def test_attention_of_late_ranks_between_products_and_in_graphs(nic: str) -> None:
-    right(calls.skewed, ATTENTION, 12, 2, nic=nic)
-    right(calls.replayed, ATTENTION, 12, nic=nic)
-
-
 @nics
 @both
 def test_keys_cross_once_for_each_rank_of_another_node(
@@ -232,40 +138,12 @@ def test_keys_cross_once_for_each_rank_of_another_node(
             assert (on_host > 0) == (route == "staged")
 
 
-@nics
-def test_attention_of_packed_documents(nic: str) -> None:
-    shape = Attention(2, 4, 2, 256, causal=True, documents=(0, 7, 200, 201, 512))
-    right(calls.judged, [shape], 1, nic=nic)
-
-
 EXPERTS = [
     Moe(37, hidden=72, features=136, experts=3, top_k=3),
     Moe(300, 512, 264, 4, 4, routing="padded", capacity=4 * 300 * 4, narrow=True),
     Moe(65, 128, 64, 2, 2, routing="empty_ranks", dtype="float16"),
     Moe(1100, 256, 256, 2, 2, activation="silu_and_mul", layout="column"),
 ]
-
-
-@worlds
-@nics
-@both
-def test_experts(
-    nodes: int, ranks: int, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    right(calls.judged, EXPERTS, 1, nic=nic, nodes=nodes, ranks=ranks)
-    right(calls.decided, PERMUTED, calls.judged, EXPERTS, 2, nic=nic, nodes=nodes, ranks=ranks)
-
-
-@nics
-@both
-def test_experts_of_late_ranks_and_in_graphs(
-    nic: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    shapes = [replace(one, capacity=2 * one.tokens * one.top_k) for one in EXPERTS]
-    right(calls.queued, shapes, 16, 4, nic=nic)
-    right(calls.replayed, shapes[:2], 12, nic=nic)
 
 
 @nics

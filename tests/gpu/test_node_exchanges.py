@@ -3,14 +3,12 @@ hierarchically, one rank of a node for all of it; the NIC's counters of bytes te
 
 from __future__ import annotations
 
-import calls
 import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
-from hopper_ranks import OPS, Shape
+from hopper_ranks import Shape
 from in_world import TOLD_S
-from kept_ranks import none_failed
-from test_hopper_nodes import both, nics, random_shapes, right, take
+from test_hopper_nodes import both, nics, take
 
 import mkernel
 from mkernel.plan.standard import GAIN
@@ -120,39 +118,3 @@ def test_the_planner_takes_the_exchange_that_it_predicts_to_be_faster(
         assert hierarchical_us < (1 - GAIN) * direct_us
         assert planned == "hierarchical"
         assert put == copies * shape.m // 4 * columns * 2
-
-
-@nics
-@both
-@shared
-def test_hierarchical_random_shapes(
-    nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(route, monkeypatch)
-    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
-    right(
-        calls.judged, random_shapes(nodes * ranks, OPS), 1,
-        nic=nic, nodes=nodes, ranks=ranks,
-    )  # fmt: skip
-
-
-@nics
-@pytest.mark.parametrize("way", ["skewed", "queued", "replayed"])
-def test_hierarchical_reuse_of_memory(way: str, nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late ranks, calls that the host does not wait for, and graphs, with shapes mixed."""
-    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
-    seed = () if way == "replayed" else (2,)
-    right(getattr(calls, way), SHARED, 30, *seed, nic=nic, nodes=2, ranks=2)
-
-
-@nics
-@pytest.mark.parametrize("op", OPS)
-def test_hierarchical_results_are_always_the_same_bits(
-    op: str, nic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MKERNEL_EXCHANGE", "hierarchical")
-    found = mkernel.launch(
-        calls.same_bits, [Shape(op, 2048, 1536, 1024)], 10, nodes=2, ranks_per_node=2,
-        accelerator="hopper", nic=nic, verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
-    none_failed([failures for failures, _ in found])
