@@ -34,7 +34,6 @@ import mkernel
 GATHER: Final = "all_gather_gemm"
 SCATTER: Final = "gemm_reduce_scatter"
 REDUCE: Final = "gemm_all_reduce"
-HIERARCHICAL = capabilities.hierarchical_ops()
 
 
 @dataclass(frozen=True)
@@ -271,7 +270,7 @@ def drawn_far(chance: random.Random, world: int, ops: Sequence[str] = OPS) -> Sh
 
 def drawn_levels(chance: random.Random, world: int) -> Shape:
     """Draw a shape whose exchange may be hierarchical."""
-    return drawn_far(chance, world, HIERARCHICAL)
+    return drawn_far(chance, world, OPS)
 
 
 def between_nodes(nic: str) -> dict[str, Family]:
@@ -285,17 +284,15 @@ def between_nodes(nic: str) -> dict[str, Family]:
     )  # fmt: skip
     attention = Family(
         ATTENTION_OF_NODES, 12, 0, 12, **far, drawn=attention_ranks.drawn, draws=40,
-        claim="between nodes",
     )  # fmt: skip
     experts = Family(
         bounded, 0, 16, 12, **far, in_graphs=bounded[:2], judged=EXPERTS_OF_NODES,
-        claim="experts between nodes",
     )  # fmt: skip
     permuted = replace(experts, queued=0, replays=0, decisions=PERMUTED)
     hierarchical = Family(
-        [shape for shape in SHARED if shape.op in HIERARCHICAL], 30, 30, 30, drawn=drawn_levels,
+        SHARED, 30, 30, 30, drawn=drawn_levels,
         draws=24, judged=(), nic=nic, worlds=((2, 2), (3, 2), (2, 3)), times=10,
-        repeated=[Shape(op, 2048, 1536, 1024) for op in HIERARCHICAL],
+        repeated=[Shape(op, 2048, 1536, 1024) for op in OPS],
         environment={"MKERNEL_EXCHANGE": "hierarchical"},
     )  # fmt: skip
     drawn_alone: dict[str, Any] = {"rounds": 0, "queued": 0, "replays": 0, "times": 0}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from calls import skewed
 from hopper_ranks import Shape
 
 import mkernel
-from mkernel.backends.accelerators.hopper import few_rows, gemm, parts_exchange, products
+from mkernel.backends.accelerators.hopper import few_rows, gemm, products
+from mkernel.backends.accelerators.hopper.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, ReduceSchedule
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.plan.model import LaunchPlan
@@ -67,66 +70,78 @@ def gathered(shape: Shape) -> list[str]:
     return found
 
 
-def faulty(fault: str, shape: Shape) -> int:
-    """Wrong results of many calls of the library path with a planted fault."""
-    factor = products.ScaledFactor
-    usual, kept, met = factor.product, {}, set[str]()
+class _Wrong:
+    """What a fault makes of rows, or of scales; ``met`` counts how often it was asked."""
 
-    def product(self: Any, a: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        met.add("product")
-        if fault == "scales of other rows":
-            scale = scale.roll(1, 0)
-        elif fault == "scales of the call before":
-            place = out.data_ptr()
-            scale, kept[place] = kept.get(place, scale), scale.clone()
-        elif fault == "a block of K without its scale":
-            scale = scale.clone()
-            scale[:, 0] = 1
-        usual(self, a, scale, out)
+    def __init__(self, fault: str) -> None:
+        self.fault, self.met = fault, 0
+        self._kept: dict[int, torch.Tensor] = {}
 
-    wait = parts_exchange.Running.wait
-    factor.product = product  # type: ignore[method-assign]
-    if fault == "no wait":
-        parts_exchange.Running.wait = lambda *_: met.add("wait")  # type: ignore[method-assign]
-    try:
-        found = len(skewed([shape], 12, 3))
-        assert ("wait" if fault == "no wait" else "product") in met, "the calls took another path"
-        return found
-    finally:
-        factor.product = usual  # type: ignore[method-assign]
-        parts_exchange.Running.wait = wait  # type: ignore[method-assign]
+    def of(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
+        """Return what takes the tensor's place. ``place``: where the results go."""
+        self.met += 1
+        if "of other" in self.fault:
+            return tensor.roll(1, 0)
+        if self.fault.endswith("of the call before"):
+            before, self._kept[place] = self._kept.get(place, tensor), tensor.clone()
+            return before
+        if self.fault == "a block of K without its scale":
+            tensor = tensor.clone()
+            tensor[:, 0] = 1
+        return tensor
+
+    def no_wait(self, *_: Any) -> None:
+        """Wait for nothing."""
+        self.met += 1
 
 
-def faulty_fused(fault: str, shape: Shape) -> int:
-    """The same of the fused path: the scales that its kernel gets are wrong."""
-    usual, kept, met = gemm.Operands.of, dict[int, Any](), 0
+@contextmanager
+def _planted(way: str, wrong: _Wrong) -> Iterator[None]:
+    """Plant it in the rows that products in parts send, in the scales that a library's products get, or
+    in those of the fused kernel."""
+    send, product = Running.send, products.ScaledFactor.product
+    operands = gemm.Operands.of
+
+    def sent(
+        self: Running, peer: int, rows: torch.Tensor, to: int, flag: int | None = None
+    ) -> None:
+        send(self, peer, wrong.of(rows, to), to, flag)
+
+    def multiplied(self: Any, a: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        product(self, a, wrong.of(scale, out.data_ptr()), out)
 
     def of(call: Any) -> Any:
-        nonlocal met
-        met += 1
-        found = usual(call)
-        scale = found.a_scale
-        if fault == "scales of other rows":
-            scale = scale.roll(1, 0)
-        elif fault == "scales of the call before":
-            place = call.tensors["out"].data_ptr()
-            scale, kept[place] = kept.get(place, scale), scale.clone()
-        elif fault == "scales of b left out":
-            columns = found.b_scale.clone()
+        found = operands(call)
+        columns = found.b_scale
+        if wrong.fault == "scales of b left out":
+            columns = columns.clone()
             columns[..., :: columns.shape[-1] // 4] = 1
-            return found._replace(b_scale=columns)
-        return found._replace(a_scale=scale)
+        a_scale = wrong.of(found.a_scale, call.tensors["out"].data_ptr())
+        return found._replace(a_scale=a_scale, b_scale=columns)
 
-    gemm.Operands.of = of  # type: ignore[method-assign, assignment]
-    starter = few_rows.FewRowsExecutor.starter  # native, which asks for no operands
-    few_rows.FewRowsExecutor.starter = lambda *_: None  # type: ignore[method-assign, assignment]
-    try:
+    where: dict[str, list[tuple[Any, str, Any]]] = {
+        "parts": [(Running, "send", sent)],
+        "library": [(products.ScaledFactor, "product", multiplied)],
+        "fused": [
+            (gemm.Operands, "of", of),
+            # Native, which asks for no operands.
+            (few_rows.FewRowsExecutor, "starter", lambda *_: None),
+        ],
+        "no wait": [(Running, "wait", wrong.no_wait)],
+    }
+    with ExitStack() as stack:
+        for patch in where["no wait" if wrong.fault == "no wait" else way]:
+            stack.enter_context(mock.patch.object(*patch))
+        yield
+
+
+def faulty(way: str, fault: str, shape: Shape) -> int:
+    """Wrong results of many calls with a planted fault."""
+    wrong = _Wrong(fault)
+    with _planted(way, wrong):
         found = len(skewed([shape], 12, 3))
-        assert met == 12, f"{met} of 12 calls took this path"
-        return found
-    finally:
-        gemm.Operands.of = usual  # type: ignore[method-assign]
-        few_rows.FewRowsExecutor.starter = starter  # type: ignore[method-assign]
+    assert wrong.met >= 12, f"{wrong.met} in 12 calls: they took another path"
+    return found
 
 
 def exact(shapes: Sequence[Shape]) -> list[str]:

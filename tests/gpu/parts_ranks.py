@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import hopper_ranks
-import torch
-from calls import skewed
 from fp8_ranks import planned
 from hopper_ranks import Shape
 
 from mkernel.backends.accelerators.hopper import library_tuning, parts_tuning
-from mkernel.backends.accelerators.hopper.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.parts_tuning import Times
 from mkernel.plan import planner
 
@@ -37,35 +33,3 @@ def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
     with preferred():
         kinds = {kind for kind in planned(shapes) if not kind.endswith("_parts")}
         return [*kinds, *hopper_ranks.known(shapes, rounds)]
-
-
-def faulty(fault: str, shape: Shape) -> int:
-    """Wrong results of many calls with a planted fault."""
-    send, wait = Running.send, Running.wait
-    met, kept = 0, dict[int, torch.Tensor]()
-
-    def sent(
-        self: Running, peer: int, rows: torch.Tensor, to: int, flag: int | None = None
-    ) -> None:
-        nonlocal met
-        met += 1
-        if fault == "rows of another place":
-            rows = rows.roll(1, 0)
-        elif fault == "rows of the call before":
-            rows, kept[to] = kept.get(to, rows), rows.clone()
-        send(self, peer, rows, to, flag)
-
-    def awaited(*_: Any) -> None:
-        nonlocal met
-        met += 1
-
-    if fault == "no wait":
-        Running.wait = awaited  # type: ignore[method-assign, assignment]
-    else:
-        Running.send = sent  # type: ignore[method-assign]
-    try:
-        found = len(skewed([shape], 12, 3))
-        assert met >= 12, "the calls took another path"
-        return found
-    finally:
-        Running.send, Running.wait = send, wait  # type: ignore[method-assign]

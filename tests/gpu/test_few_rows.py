@@ -59,7 +59,7 @@ def test_sums_in_float32_are_another_kernels(world: int) -> None:
 @pytest.mark.parametrize("shape", [SCALED[0], SCALED[2]], ids=str)
 def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
     found = kept_ranks.run(
-        fp8_ranks.faulty_fused, fault, shape, ranks_per_node=world, accelerator="hopper"
+        fp8_ranks.faulty, "fused", fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert all(wrong > 0 for wrong in found)
 

@@ -16,6 +16,7 @@ from calls import judged
 from device_buffers import needs_gpus, several, worlds
 from hopper_ranks import OPS, Shape, drawn_size
 from kept_ranks import right
+from test_parts_on_gpus import parts
 
 from mkernel.plan.model import ScaleMode
 
@@ -167,27 +168,6 @@ def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
 
 
 @several
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "scales of other rows",
-        "scales of the call before",
-        "scales of b left out",
-    ],
-)
-def test_planted_faults_of_the_fused_path_are_caught(world: int, op: str, fault: str) -> None:
-    found = kept_ranks.run(
-        fp8_ranks.faulty_fused,
-        fault,
-        fused(op, 2048, 512, 1024),
-        ranks_per_node=world,
-        accelerator="hopper",
-    )
-    assert sum(found) > 0
-
-
-@several
 @pytest.mark.parametrize("mode", MODES)
 def test_gathered_rows_of_the_library_path(world: int, mode: ScaleMode) -> None:
     for chunk in (None, 96):
@@ -208,18 +188,33 @@ def test_products_accumulate_as_torch_s_do(world: int) -> None:
 @several
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    "fault",
+    ("way", "fault"),
     [
-        "no wait",
-        "scales of other rows",
-        "scales of the call before",
-        "a block of K without its scale",
+        ("parts", "no wait"),
+        ("parts", "rows of other places"),
+        ("parts", "rows of the call before"),
+        ("library", "no wait"),
+        *(
+            (way, fault)
+            for way in ("library", "fused")
+            for fault in (
+                "scales of other rows",
+                "scales of the call before",
+                "a block of K without its scale",
+            )
+        ),
+        ("fused", "scales of b left out"),
     ],
 )
-def test_planted_faults_of_the_library_path_are_caught(world: int, op: str, fault: str) -> None:
-    mode: ScaleMode = "block" if "block" in fault else "row"
-    shape = library(op, 2048, 512, 1024, mode, chunk=1024 // world)
+def test_planted_faults_are_caught(world: int, op: str, way: str, fault: str) -> None:
+    by_blocks, size = "block" in fault, (2048, 512, 1024)
+    if way == "parts":
+        shape = parts(op, *size, 1024 // world)
+    elif way == "library":
+        shape = library(op, *size, "block" if by_blocks else "row", chunk=1024 // world)
+    else:
+        shape = promoted(op, *size, "block") if by_blocks else fused(op, *size)
     found = kept_ranks.run(
-        fp8_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
+        fp8_ranks.faulty, way, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0

@@ -77,14 +77,3 @@ def test_known_calls(world: int) -> None:
 @several
 def test_gathered_rows(world: int) -> None:
     right(world, fp8_ranks.gathered, parts("all_gather_gemm", 256 * world, 512, 512, 96))
-
-
-@several
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("fault", ["no wait", "rows of another place", "rows of the call before"])
-def test_planted_faults_are_caught(world: int, op: str, fault: str) -> None:
-    shape = parts(op, 2048, 512, 1024, 1024 // world)
-    found = kept_ranks.run(
-        parts_ranks.faulty, fault, shape, ranks_per_node=world, accelerator="hopper"
-    )
-    assert sum(found) > 0
