@@ -75,40 +75,6 @@ def same_bits(shapes: Sequence[Shape], in_parts: bool) -> list[str]:
     return failures
 
 
-def in_graphs(shapes: Sequence[Shape], replays: int) -> list[str]:
-    """Failures of replays of a graph of all shapes' calls, with eager ones between."""
-    made = first_calls(shapes)
-    graph, results = captured([each.work.call for each in made])
-    failures = []
-    for turn in range(replays):
-        for each in made:
-            each.work.out.fill_(torch.nan)
-        graph.replay()
-        for each, result in zip(made, results, strict=True):
-            failures += other(each.first, result["out"], (each.work.shape, "replay", turn))
-        one = made[turn % len(made)]
-        one.work.out.fill_(torch.nan)
-        failures += other(
-            one.first, one.work.call()["out"], (one.work.shape, "between replays", turn)
-        )
-    mkernel.synchronize()
-    return failures
-
-
-def on_two_streams(shapes: Sequence[Shape], rounds: int) -> list[str]:
-    """Failures of calls that go to two streams by turns, which nothing but the world orders."""
-    made, kept = first_calls(shapes), []
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    for turn in range(rounds):
-        each = made[turn % len(made)]
-        with torch.cuda.stream(streams[turn % 2]):
-            kept.append((each, each.work.public().clone()))
-    torch.cuda.synchronize()
-    mkernel.synchronize()
-    return [text for each, again in kept for text in other(each.first, again, each.work.shape)]
-
-
 def in_two_worlds(folder: str, rounds: int) -> list[str]:
     """Failures of calls of two worlds by turns, eager and in a graph of each."""
     mkernel.finalize()

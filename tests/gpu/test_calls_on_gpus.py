@@ -71,7 +71,9 @@ SCENARIOS = {each.__name__: each for each in (drawn, late, queued, replayed, two
 def tried(family: Family, scenario: str, world: World) -> bool:
     """Return whether a scenario is for a family's calls in a world of so many ranks."""
     times = {
-        "drawn": family.draws if family.drawn or family.around or family.nic else 0,
+        "drawn": family.draws
+        if family.drawn or family.around or family.nic or family.judged
+        else 0,
         "late": family.rounds,
         "queued": family.queued,
         "replayed": family.replays,

@@ -20,13 +20,6 @@ several = pytest.mark.parametrize(
     "world", [pytest.param(2, marks=takes_ranks(2)), pytest.param(4, marks=takes_ranks(4))]
 )
 DRAWS = 200
-MIXED = [
-    Shape("gemm_all_reduce", 64, 1024, 512),
-    Shape("gemm_all_reduce", 512, 1024, 320, layout="column"),
-    Shape("gemm_all_reduce", 16, 264, 1024, dtype="float16"),
-    Shape("gemm_reduce_scatter", 256, 768, 256, dtype="float16", layout="column"),
-    Shape("all_gather_gemm", 1024, 512, 1024),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -65,16 +58,6 @@ def test_products_in_parts(world: int) -> None:
         Shape("gemm_all_reduce", 1031, 520, 640),
     ]
     right(world, cublas_ranks.same_bits, shapes, True)
-
-
-@several
-def test_graphs(world: int) -> None:
-    right(world, cublas_ranks.in_graphs, MIXED, 20)
-
-
-@several
-def test_two_streams(world: int) -> None:
-    right(world, cublas_ranks.on_two_streams, MIXED, 200)
 
 
 @takes_ranks(2)

@@ -162,20 +162,6 @@ def test_known_calls(world: int, shapes: list[Shape]) -> None:
 
 
 @several
-@pytest.mark.parametrize("mode", MODES[:2])
-def test_gathered_rows_of_the_fused_path(world: int, mode: ScaleMode) -> None:
-    right(world, fp8_ranks.gathered, fused("all_gather_gemm", 256 * world, 512, 512, mode))
-
-
-@several
-@pytest.mark.parametrize("mode", MODES)
-def test_gathered_rows_of_the_library_path(world: int, mode: ScaleMode) -> None:
-    for chunk in (None, 96):
-        shape = library("all_gather_gemm", 256 * world, 512, 512, mode, chunk=chunk)
-        right(world, fp8_ranks.gathered, shape)
-
-
-@several
 def test_products_accumulate_as_torch_s_do(world: int) -> None:
     shape = scaled("all_gather_gemm", 1024 * world, 1024, 8192, "tensor", chunk=512)
     for error, gap, fast_error, fast_gap in kept_ranks.run(
@@ -218,3 +204,13 @@ def test_planted_faults_are_caught(world: int, op: str, way: str, fault: str) ->
         fp8_ranks.faulty, way, fault, shape, ranks_per_node=world, accelerator="hopper"
     )
     assert sum(found) > 0
+
+
+@several
+def test_gathered_rows(world: int) -> None:
+    """On all paths, whole and in parts."""
+    size = "all_gather_gemm", 256 * world, 512, 512
+    shapes = [fused(*size, mode) for mode in MODES[:2]]
+    shapes += [library(*size, mode, chunk=chunk) for mode in MODES for chunk in (None, 96)]
+    for shape in (*shapes, parts(*size, 96)):
+        right(world, fp8_ranks.gathered, shape)

@@ -1,52 +1,19 @@
-"""Products whose last terms cuBLAS leaves out are right by the ops all the same."""
+"""Products whose last terms cuBLAS leaves out are right by the ops all the same, beside
+``test_calls_on_gpus``: where native code starts them."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import calls
 import hopper_ranks
-import kept_ranks
 import pytest
 import torch
 from device_buffers import needs_gpus, takes_ranks
-from hopper_ranks import OPS, Shape
-
-M, N, K = 6, 264, 12808
-SHAPES = [
-    Shape(op, M, N, K, dtype=dtype, path="library", bias=bias)
-    for op in OPS
-    for dtype in ("bfloat16", "float16")
-    for bias in (False, True)
-]
-
-
-def right(fn: Any, *arguments: Any, accelerator: str = "hopper") -> None:
-    found = kept_ranks.run(fn, *arguments, ranks_per_node=2, accelerator=accelerator)
-    failures = [text for each in found for text in each]
-    assert not failures, "; ".join(failures[:5])
-
-
-@takes_ranks(2)
-def test_every_op() -> None:
-    right(calls.judged, SHAPES, 1)
-
-
-@takes_ranks(2)
-def test_every_op_of_streams() -> None:
-    """They are torch's products, told to add parts of them in float32."""
-    shapes = [Shape(op, M, N, K, dtype=dtype) for op in OPS for dtype in ("bfloat16", "float16")]
-    right(calls.judged, shapes, 1, accelerator="streams")
-
-
-@takes_ranks(2)
-def test_graphs() -> None:
-    right(calls.replayed, SHAPES[::4], 10)
+from families import LONG
+from kept_ranks import right
 
 
 @takes_ranks(2)
 def test_calls_that_native_code_starts() -> None:
-    right(hopper_ranks.known, SHAPES[::4], 8)
+    right(2, hopper_ranks.known, LONG[::4], 8)
 
 
 @needs_gpus(1)
@@ -54,6 +21,7 @@ def test_calls_that_native_code_starts() -> None:
 def test_torch_leaves_terms_out() -> None:
     """Of this product. Once none is found any more, ``long_products.py`` has nothing to do."""
     draw = torch.Generator("cuda").manual_seed(1)
-    a, b = (torch.randn(s, generator=draw, device="cuda").bfloat16() for s in ((M, K), (K, N)))
+    m, n, k = LONG[0].m, LONG[0].n, LONG[0].k
+    a, b = (torch.randn(s, generator=draw, device="cuda").bfloat16() for s in ((m, k), (k, n)))
     truth = a.double() @ b.double()
     assert float(((a @ b).double() - truth).norm() / truth.norm()) > 0.01

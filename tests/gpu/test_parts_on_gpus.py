@@ -72,8 +72,3 @@ def test_calls_take_this_way(world: int) -> None:
 def test_known_calls(world: int) -> None:
     """Native code starts those of the planner's choice."""
     right(world, parts_ranks.known, KNOWN, 16)
-
-
-@several
-def test_gathered_rows(world: int) -> None:
-    right(world, fp8_ranks.gathered, parts("all_gather_gemm", 256 * world, 512, 512, 96))
