@@ -29,11 +29,12 @@ struct Knowledge {
     std::array<std::uint32_t, kMostThreads> clock{};
     std::array<std::uint16_t, kMostWords> view{};
 
-    void join(const Knowledge& other) {
+    // `words`: how many there are, which is far fewer than there may be.
+    void join(const Knowledge& other, std::size_t words) {
         for (std::size_t i = 0; i < clock.size(); ++i) {
             clock[i] = std::max(clock[i], other.clock[i]);
         }
-        for (std::size_t i = 0; i < view.size(); ++i) view[i] = std::max(view[i], other.view[i]);
+        for (std::size_t i = 0; i < words; ++i) view[i] = std::max(view[i], other.view[i]);
     }
 };
 
@@ -235,7 +236,7 @@ class Explorer {
     }
     void fence() {
         point();
-        running_->known.join(running_->glimpsed);
+        running_->known.join(running_->glimpsed, words_.size());
         running_->fenced = running_->known;
     }
     // One of so many, 0 first; any other is a deviation.
@@ -461,8 +462,8 @@ class Explorer {
     void see(Word& word, std::size_t seen, Order order) {
         Knowledge& known = running_->known;
         known.view[index_of(word)] = static_cast<std::uint16_t>(seen);
-        running_->glimpsed.join(word.stores[seen].carried);
-        if (acquires(order)) known.join(word.stores[seen].carried);
+        running_->glimpsed.join(word.stores[seen].carried, words_.size());
+        if (acquires(order)) known.join(word.stores[seen].carried, words_.size());
         if (order == Order::seq_cst) {
             word.in_order = std::max(word.in_order, static_cast<std::uint16_t>(seen));
         }
@@ -476,7 +477,7 @@ class Explorer {
         ++self.known.clock[number_of(self)];
         Store made{value, {}};
         if (passed_on != nullptr) made.carried = *passed_on;
-        made.carried.join(releases(order) ? self.known : self.fenced);
+        made.carried.join(releases(order) ? self.known : self.fenced, words_.size());
         word.stores.push_back(made);
         if (order == Order::seq_cst) word.in_order = number;
     }

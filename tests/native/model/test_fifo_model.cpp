@@ -140,7 +140,7 @@ class GivingUp : public model::Scenario {
 class HostRing : public model::Scenario {
   public:
     HostRing(std::uint64_t slots, std::uint32_t producers, std::uint32_t each)
-        : memory_(transport::SignalPad::bytes(1)),
+        : memory_(transport::SignalPad::bytes(1), false),
           pad_(transport::SignalPad::format(memory_.data(), 1)),
           fifo_(slots),
           producers_(producers),

@@ -20,7 +20,7 @@ constexpr std::uint64_t kTimeout = 1'000'000'000;
 // A pad in memory of its own.
 class Padded : public model::Scenario {
   public:
-    Padded() : memory_(SignalPad::bytes(1)), pad(SignalPad::format(memory_.data(), 1)) {
+    Padded() : memory_(SignalPad::bytes(1), false), pad(SignalPad::format(memory_.data(), 1)) {
         auto* header = reinterpret_cast<transport::SignalPadHeader*>(memory_.data());
         model::name(pad.word(0), "word");
         model::name(&header->bells[0].rung, "rung");

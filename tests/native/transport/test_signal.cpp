@@ -87,23 +87,6 @@ TEST(plans_that_share_words_follow_each_other_in_any_order) {
     }
 }
 
-TEST(many_writers_of_an_added_word_are_all_seen) {
-    AddedWord word;
-    constexpr int kWriters = 4;
-    std::uint64_t data[kWriters] = {};
-    std::vector<std::thread> writers;
-    for (std::uint64_t w = 0; w < kWriters; ++w) {
-        writers.emplace_back([&, w] {
-            data[w] = w + 1;
-            word.add(1);
-        });
-    }
-    CHECK(wait(word, kWriters));
-    for (std::uint64_t w = 0; w < kWriters; ++w) CHECK(data[w] == w + 1);
-    for (auto& each : writers) each.join();
-    CHECK(word.add_and_fetch(3) == kWriters + 3);
-}
-
 TEST(a_count_that_is_not_moved_on_lets_the_next_call_read_too_early) {
     AddedWord word;
     ExpectedCount expected;
