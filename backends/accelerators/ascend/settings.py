@@ -38,7 +38,7 @@ class AscendSettings(BackendSettings):
     )
     strict: bool = Field(
         False,
-        description="accelerator ascend: simulated pipes are ordered by flags and barriers only; "
+        description="accelerator ascend: simulated pipes are ordered by flags and fences only; "
         "what these leave unordered, uninitialised or waiting in vain is an error",
     )
     races: str | None = Field(

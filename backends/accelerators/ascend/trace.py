@@ -25,25 +25,24 @@ class Kind(IntEnum):
     NIC_PUT = 8
     SET_FLAG = 9
     WAIT_FLAG = 10
-    BARRIER = 11
-    FENCE = 12
-    TADD = 13
-    TCVT = 14
-    TSUB = 15
-    TMUL = 16
-    TMAX = 17
-    TMULS = 18
-    TEXP = 19
-    TLOG = 20
-    TFILL = 21
-    TTRIL = 22
-    TROWMAX = 23
-    TROWSUM = 24
-    TROWEXPANDSUB = 25
-    TROWEXPANDMUL = 26
-    TROWEXPANDDIV = 27
-    SCALAR = 28
-    TGET = 29
+    FENCE = 11
+    TADD = 12
+    TCVT = 13
+    TSUB = 14
+    TMUL = 15
+    TMAX = 16
+    TMULS = 17
+    TEXP = 18
+    TLOG = 19
+    TFILL = 20
+    TTRIL = 21
+    TROWMAX = 22
+    TROWSUM = 23
+    TROWEXPANDSUB = 24
+    TROWEXPANDMUL = 25
+    TROWEXPANDDIV = 26
+    SCALAR = 27
+    TGET = 28
 
 
 class Pipe(IntEnum):

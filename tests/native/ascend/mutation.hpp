@@ -1,4 +1,4 @@
-// The mutation test: every flag, barrier and fence of a kernel taken away in turn must be reported by
+// The mutation test: every flag and fence of a kernel taken away in turn must be reported by
 // strict simulation.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Mutations {
 };
 
 // Tries blocks 0 and 1 of a kernel. `kernels.run(role, index, without)`: what strict simulation says of
-// that block without the syncs of those numbers, counted over flags, barriers, fences, TNOTIFYs and
+// that block without the syncs of those numbers, counted over flags, fences, TNOTIFYs and
 // NIC_PUTs; `kernels.trace()`: what the latest run issued.
 //
 // First each by itself. A fence keeps nothing apart if the block touched no memory since the one
@@ -36,8 +36,7 @@ Mutations every_sync_is_needed(const char* name, Kernels& kernels, sim::Role rol
     using sim::Record;
     const auto is_sync = [](const Record& each) {
         return each.kind == Kind::set_flag || each.kind == Kind::wait_flag ||
-               each.kind == Kind::barrier || each.kind == Kind::fence ||
-               each.kind == Kind::tnotify || each.kind == Kind::nic_put;
+               each.kind == Kind::fence || each.kind == Kind::tnotify || each.kind == Kind::nic_put;
     };
     const auto is_work = [&](const Record& each) {
         return !is_sync(each) && each.kind != Kind::twait;

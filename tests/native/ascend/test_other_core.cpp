@@ -71,7 +71,6 @@ class CountingCore {
 
     void set_flag(isa::Pipe, isa::Pipe, std::uint32_t) { ++flags; }
     void wait_flag(isa::Pipe, isa::Pipe, std::uint32_t) { --flags; }
-    void pipe_barrier(isa::Pipe) {}
     void fence(isa::Pipe = isa::Pipe::ALL) {}
 
     void tnotify(std::uint32_t, std::byte*, std::uint32_t, std::uint64_t) { ++done["TNOTIFY"]; }
@@ -79,7 +78,6 @@ class CountingCore {
         ++done["TWAIT"];
         return waits_end;
     }
-    [[nodiscard]] bool ttest(std::uint32_t, std::int64_t) { return false; }
     [[nodiscard]] bool nic_put(const transport::PutCommand& command) {
         ++done["NIC_PUT"];
         put_far += command.bytes;

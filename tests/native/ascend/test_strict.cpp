@@ -110,7 +110,7 @@ void hazards() {
              core.textract(l0a, a, 0, 0);
              core.tload(a, matrix(64, 64));
          });
-    // The same, ordered; then through a third pipe, and by a barrier.
+    // The same, ordered; then through a third pipe, and by a fence.
     {
         Bench bench(Role::cube);
         auto& core = bench.core;
@@ -120,19 +120,13 @@ void hazards() {
         order(core, Pipe::MTE1, Pipe::M);
         order(core, Pipe::M, Pipe::MTE2);
         core.tload(a, matrix(64, 64));
-        core.pipe_barrier(Pipe::ALL);
+        core.fence();
         core.textract(l0a, a, 0, 0);
         order(core, Pipe::MTE1, Pipe::S);  // S issues everything
         core.tload(a, matrix(64, 64));
         core.fence();
         core.finish(true);
     }
-    // A barrier of one pipe orders no other.
-    says(Role::cube, {"reads L1[0, 8192)"}, [&](sim::Core& core) {
-        core.tload(a, matrix(64, 64));
-        core.pipe_barrier(Pipe::MTE2);
-        core.textract(l0a, a, 0, 0);
-    });
     // Global memory, within a core.
     says(Role::comm, {"TLOAD", "bytes of global memory", "TSTORE (pipe MTE3"},
          [&](sim::Core& core) {
@@ -206,7 +200,7 @@ void hazards() {
          [&](sim::Core& core) {
              core.tput(1, matrix(64, 64, 1 << 20), matrix(64, 64), ub,
                        tile(Buffer::UB, 8192, 64, 64));
-             core.pipe_barrier(Pipe::ALL);  // done, but not visible
+             order(core, Pipe::MTE3, Pipe::S);  // done, but not visible
              core.tnotify(1, kMemory, 9, 1);
          });
     // A fence of one pipe is none of another.

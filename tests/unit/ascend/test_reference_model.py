@@ -38,7 +38,7 @@ def test_enumerations_are_the_native_ones(file: str, name: str, known: type[IntE
     body = re.search(rf"enum class {name} : [^{{]*{{(.*?)}};", text, re.DOTALL)
     assert body is not None
     native = {each.upper(): int(value) for each, value in re.findall(r"(\w+) = (\d+)", body[1])}
-    native.pop("ALL", None)  # of barriers only
+    native.pop("ALL", None)  # of fences only
     assert {each.name: each.value for each in known} == native
 
 

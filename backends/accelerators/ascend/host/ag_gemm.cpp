@@ -34,13 +34,6 @@ class AgGemm final : public OpKernels<ag_gemm::Args> {
 
   protected:
     [[nodiscard]] std::uint32_t finishing() const override { return blocks_.cube; }
-    void each_arrival(const Amount& amount) const override {
-        OpKernels::each_arrival(amount);
-        for (std::uint32_t source = 0; source < world(); ++source) {
-            if (source == args_.rank || !args_.same_node(source)) continue;
-            amount(args_.word(args_.geometry.summary(source)), args_.geometry.chunks());
-        }
-    }
 
   private:
     std::vector<std::uint32_t> send_order_;

@@ -1,5 +1,5 @@
 // Pipes of a core. Each executes its own instructions in order; two pipes are ordered against each
-// other only by set_flag/wait_flag (source pipe, waiting pipe, event) and pipe_barrier.
+// other only by set_flag/wait_flag (source pipe, waiting pipe, event) and fence.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ enum class Pipe : std::uint8_t {
     MTE2 = 4,  // GM → L1 / UB
     MTE3 = 5,  // UB → GM
     FIX = 6,   // L0C → GM
-    ALL = 7,   // in pipe_barrier only
+    ALL = 7,   // in fence only
 };
 inline constexpr int kPipes = 7;
 inline constexpr int kEvents = 8;

@@ -373,14 +373,6 @@ void Core::wait_flag(Pipe source, Pipe waiting, std::uint32_t event, Where where
             .event = static_cast<std::uint8_t>(event)});
 }
 
-void Core::pipe_barrier(Pipe pipe) {
-    if (strict_) {
-        if (!strict_->executes_sync()) return;
-        strict_->barrier(pipe);
-    }
-    record({.kind = Kind::barrier, .pipe = pipe});
-}
-
 void Core::fence(Pipe pipe) {
     if (strict_) {
         if (!strict_->executes_sync()) return;
@@ -469,10 +461,6 @@ bool Core::await(std::uint32_t signal, std::uint64_t value, std::uint32_t peer) 
     if (result == transport::WaitResult::ok) environment_.waits->wake(entry);
     if (result == transport::WaitResult::timed_out) environment_.waits->deadline_passed();
     return result == transport::WaitResult::ok;
-}
-
-bool Core::ttest(std::uint32_t signal, std::int64_t amount) {
-    return trace_ == nullptr && !strict_ && environment_.pad.load(signal) >= wanted(signal, amount);
 }
 
 bool Core::nic_put(const transport::PutCommand& command, Where where) {

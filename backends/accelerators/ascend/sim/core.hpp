@@ -5,7 +5,7 @@
 // deadlock on hardware), set twice or left over at the end is an error. With a trace vector each
 // instruction is also recorded for the timed model.
 //
-// Strict form (strict.hpp): pipes are asynchronous, and accesses that flags and barriers leave unordered are
+// Strict form (strict.hpp): pipes are asynchronous, and accesses that flags and fences leave unordered are
 // an error; with a seed, instructions also take effect later, in any order that they allow.
 //
 // A kernel is a template over the core type and uses only the public members up to "host side", so
@@ -169,16 +169,12 @@ class Core {
                   Where where = Where::current());
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event,
                    Where where = Where::current());
-    void pipe_barrier(isa::Pipe pipe);
     void fence(isa::Pipe pipe = isa::Pipe::ALL);
 
     void tnotify(std::uint32_t peer, std::byte* pad, std::uint32_t signal, std::uint64_t value,
                  Where where = Where::current());
     [[nodiscard]] bool twait(std::uint32_t signal, std::int64_t amount, std::uint32_t peer,
                              Where where = Where::current());
-    // Returns true if twait would not have to wait. A traced or strict core returns false: its path must not
-    // depend on how the host interleaved the ranks, so it always takes the one that waits.
-    [[nodiscard]] bool ttest(std::uint32_t signal, std::int64_t amount);
     [[nodiscard]] bool nic_put(const transport::PutCommand& command,
                                Where where = Where::current());
 

@@ -201,11 +201,10 @@ class Simulation {
     }
 
     void check(const Record& record) const {
-        const bool sound =
-            static_cast<int>(record.kind) < kKinds &&
-            static_cast<int>(record.pipe) < isa::kPipes + (record.kind == Kind::barrier ? 1 : 0) &&
-            static_cast<int>(record.other) < isa::kPipes && record.event < isa::kEvents &&
-            record.peer < ranks_.size();
+        const bool sound = static_cast<int>(record.kind) < kKinds &&
+                           static_cast<int>(record.pipe) < isa::kPipes &&
+                           static_cast<int>(record.other) < isa::kPipes &&
+                           record.event < isa::kEvents && record.peer < ranks_.size();
         if (!sound) throw ReplayError("a trace holds an unknown instruction");
     }
 
@@ -329,14 +328,6 @@ class Simulation {
                     ++core.next;
                     break;
                 }
-                case Kind::barrier:
-                    if (record.pipe == Pipe::ALL || record.pipe == Pipe::S) {
-                        if (!core.drained()) return progress;
-                        core.scalar_ns = core.done_ns() + machine_.issue_ns;
-                        ++core.next;
-                        break;
-                    }
-                    [[fallthrough]];
                 case Kind::set_flag:
                 case Kind::wait_flag:
                     if (record.kind == Kind::set_flag && record.pipe == Pipe::S) {
@@ -385,9 +376,6 @@ class Simulation {
                 set.pop_front();
                 break;
             }
-            case Kind::barrier:
-                pipe.free_ns = std::max(start, pipe.done_ns);
-                break;
             case Kind::textract:
                 occupy(core, pipe, record, start,
                        start + static_cast<double>(record.amount) / machine_.extract_rate,

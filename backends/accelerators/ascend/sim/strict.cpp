@@ -124,12 +124,6 @@ void Strict::wait_flag(Pipe source, Pipe waiting, std::uint32_t event) {
     queue_.wait(source, waiting, event);
 }
 
-void Strict::barrier(Pipe pipe) {
-    if (pipe != Pipe::ALL) return;  // a pipe is in order by itself
-    order_.all();
-    queue_.drain();
-}
-
 void Strict::fence(Pipe pipe) {
     if (pipe == Pipe::ALL) {
         order_.all();

@@ -1,5 +1,5 @@
 // Strict simulation: the checks that a core adds to executing when each of its pipes is asynchronous and
-// ordered against the others only by flags, barriers and fences.
+// ordered against the others only by flags and fences.
 //
 // Order is followed with vector clocks (strict_order.hpp), so a hazard is found whatever the order
 // in which the instructions happened to run. The first one ends the kernel with an IsaError:
@@ -14,7 +14,7 @@
 // nobody can raise any more are found by the call's cores together (strict_waits.hpp).
 //
 // With a seed, effects are put off and run later in an order drawn from it, any that flags and
-// barriers allow (strict_queue.hpp). Results must not depend on it.
+// fences allow (strict_queue.hpp). Results must not depend on it.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ namespace mkernel::ascend::sim {
 
 struct StrictOptions {
     std::optional<std::uint64_t> seed;  // none: effects happen when issued
-    // Planted fault: on core `index` of `role`, those of its flags, barriers, fences, TNOTIFYs and
+    // Planted fault: on core `index` of `role`, those of its flags, fences, TNOTIFYs and
     // NIC_PUTs with these numbers, counted from 0 over all of them, are left out.
     struct {
         Role role = Role::cube;
@@ -66,7 +66,6 @@ class Strict {
     [[nodiscard]] bool executes_sync();
     void set_flag(const Site& site, isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
     void wait_flag(isa::Pipe source, isa::Pipe waiting, std::uint32_t event);
-    void barrier(isa::Pipe pipe);
     void fence(isa::Pipe pipe);
     // Raises a signal of `peer`, by `add` (Races::raise), or precedes a put that raises it and is queued
     // next. Right after a fence of one pipe the signal does not cover what the other pipes still read.

@@ -1,5 +1,5 @@
 // The queue of a core's instructions whose effect is still to come: one queue a pipe, drained in an order
-// drawn from a seed, any that pipe order, flags and barriers allow.
+// drawn from a seed, any that pipe order, flags and fences allow.
 #pragma once
 
 #include <array>

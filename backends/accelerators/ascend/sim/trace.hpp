@@ -29,35 +29,34 @@ enum class Kind : std::uint8_t {
     nic_put = 8,
     set_flag = 9,
     wait_flag = 10,
-    barrier = 11,  // pipe_barrier of one pipe, or (pipe ALL) of the core
-    fence = 12,    // of one pipe, or (pipe S) of all
-    tadd = 13,
-    tcvt = 14,
-    tsub = 15,
-    tmul = 16,
-    tmax = 17,
-    tmuls = 18,
-    texp = 19,
-    tlog = 20,
-    tfill = 21,
-    ttril = 22,
-    trowmax = 23,
-    trowsum = 24,
-    trowexpandsub = 25,
-    trowexpandmul = 26,
-    trowexpanddiv = 27,
-    scalar = 28,  // loads and stores of S, one record for all that follow one another
-    tget = 29,
+    fence = 11,  // of one pipe, or (pipe S) of all
+    tadd = 12,
+    tcvt = 13,
+    tsub = 14,
+    tmul = 15,
+    tmax = 16,
+    tmuls = 17,
+    texp = 18,
+    tlog = 19,
+    tfill = 20,
+    ttril = 21,
+    trowmax = 22,
+    trowsum = 23,
+    trowexpandsub = 24,
+    trowexpandmul = 25,
+    trowexpanddiv = 26,
+    scalar = 27,  // loads and stores of S, one record for all that follow one another
+    tget = 28,
 };
-inline constexpr int kKinds = 30;
+inline constexpr int kKinds = 29;
 
 constexpr const char* name_of(Kind kind) {
     constexpr const char* kNames[] = {
-        "TLOAD",   "TSTORE",        "TEXTRACT",      "TMATMUL",       "TMATMUL_ACC", "TPUT",
-        "TNOTIFY", "TWAIT",         "NIC_PUT",       "SET_FLAG",      "WAIT_FLAG",   "PIPE_BARRIER",
-        "FENCE",   "TADD",          "TCVT",          "TSUB",          "TMUL",        "TMAX",
-        "TMULS",   "TEXP",          "TLOG",          "TFILL",         "TTRIL",       "TROWMAX",
-        "TROWSUM", "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV", "SCALAR",      "TGET"};
+        "TLOAD",         "TSTORE",        "TEXTRACT",      "TMATMUL",  "TMATMUL_ACC", "TPUT",
+        "TNOTIFY",       "TWAIT",         "NIC_PUT",       "SET_FLAG", "WAIT_FLAG",   "FENCE",
+        "TADD",          "TCVT",          "TSUB",          "TMUL",     "TMAX",        "TMULS",
+        "TEXP",          "TLOG",          "TFILL",         "TTRIL",    "TROWMAX",     "TROWSUM",
+        "TROWEXPANDSUB", "TROWEXPANDMUL", "TROWEXPANDDIV", "SCALAR",   "TGET"};
     static_assert(std::size(kNames) == kKinds);
     return kNames[static_cast<int>(kind)];
 }

@@ -11,8 +11,6 @@
 //
 // Words:
 //   arrived(s, c)  remote: +1 by rank s when chunk c is in place here
-//   summary(s)     remote: +1 for each chunk of rank s, by same-node ranks only: a second message through
-//                  a NIC that does not keep order could overtake the data
 //   finished       local: +1 by each compute block (release.hpp)
 #pragma once
 
@@ -84,12 +82,9 @@ struct Geometry {
     [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
         return {source * chunks() + chunk};
     }
-    [[nodiscard]] constexpr Remote summary(std::uint32_t source) const {
-        return {arrived(world, 0).number + source};
-    }
     [[nodiscard]] constexpr Local finished() const { return {0}; }
     [[nodiscard]] constexpr std::uint64_t words() const {
-        return words_needed(summary(world).number, 1);
+        return words_needed(arrived(world, 0).number, 1);
     }
 };
 

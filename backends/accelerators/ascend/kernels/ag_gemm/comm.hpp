@@ -3,7 +3,7 @@
 // Data flow: the own rows of A, in the user's tensor, go to the own slot in every other rank's inbox.
 //   1. Blocks share destinations and chunks (destinations.hpp). Chunks leave in `send_order`, the
 //      order in which their receivers want them.
-//   2. Same node: TPUT each tile through UB into the peer's slot, fence, TNOTIFY arrived and summary.
+//   2. Same node: TPUT each tile through UB into the peer's slot, fence, TNOTIFY arrived.
 //   3. Other node: TPUT each tile into the outbox, fence, then for each such rank one command to
 //      the NIC proxy: put the chunk's range, raise arrived there when the data is visible.
 // Ordering: a signal never becomes visible before its chunk (announce.hpp).
@@ -36,8 +36,7 @@ class Comm {
         core_.annotate(chunk);
         copy_tiles(peer, args_.peers[peer].inbox + g_.slot_offset(peer, args_.rank), chunk);
         core_.fence();
-        return announce(core_, args_, peer, g_.arrived(args_.rank, chunk)) &&
-               announce(core_, args_, peer, g_.summary(args_.rank));
+        return announce(core_, args_, peer, g_.arrived(args_.rank, chunk));
     }
 
     bool send_far(std::uint32_t chunk) {

@@ -60,13 +60,8 @@ class Compute {
             });
     }
 
-    // Once all chunks of a same-node rank are here, its summary makes the other waits unnecessary.
     bool wait_chunk(std::uint32_t source, std::uint32_t chunk) {
-        if (args_.compute_only || (complete_ >> source & 1) != 0) return true;
-        if (args_.same_node(source) && core_.ttest(args_.word(g_.summary(source)), g_.chunks())) {
-            complete_ |= std::uint64_t{1} << source;
-            return true;
-        }
+        if (args_.compute_only) return true;
         if (source == waited_source_ && chunk == waited_chunk_) return true;
         if (!core_.twait(args_.word(g_.arrived(source, chunk)), 1, source)) return false;
         waited_source_ = source;
@@ -78,7 +73,6 @@ class Compute {
     const Args& args_;
     const Geometry& g_;
     gemm::Product<Core> product_;
-    std::uint64_t complete_ = 0;  // bit per rank: its summary says that every chunk is here
     std::uint32_t waited_source_ = kNone, waited_chunk_ = kNone;
 };
 
