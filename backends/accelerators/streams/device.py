@@ -18,11 +18,10 @@ from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.streams.schedule import DeviceName
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.cuda import native
 from mkernel.backends.cuda.chips import ChipMachine
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     import torch
 
 
+DeviceName = Literal["cpu", "cuda", "npu"]
+"""torch's name of a kind of device."""
 FILE = Path(__file__).with_name("machine.json")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.streams.device import scaled_mm, torch_device
+from mkernel.backends.accelerators.streams.device import DeviceName, scaled_mm, torch_device
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
@@ -30,9 +30,6 @@ from mkernel.plan.pipeline import Pipeline, Returns, Runs
 from mkernel.plan.predict import messages_us, payloads, predict
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows, choose
-
-DeviceName = Literal["cpu", "cuda", "npu"]
-"""torch's name of a kind of device."""
 
 
 class StreamsCapabilities(AcceleratorCapabilities):
