@@ -183,23 +183,20 @@ def test_products_accumulate_as_torch_s_do(world: int) -> None:
         *(
             (way, fault)
             for way in ("library", "fused")
-            for fault in (
-                "scales of other rows",
-                "scales of the call before",
-                "a block of K without its scale",
-            )
+            for fault in ("scales of other rows", "scales of the call before")
         ),
+        ("library", "a block of K without its scale"),
         ("fused", "scales of b left out"),
     ],
 )
 def test_planted_faults_are_caught(world: int, op: str, way: str, fault: str) -> None:
-    by_blocks, size = "block" in fault, (2048, 512, 1024)
+    size = (2048, 512, 1024)
     if way == "parts":
         shape = parts(op, *size, 1024 // world)
     elif way == "library":
-        shape = library(op, *size, "block" if by_blocks else "row", chunk=1024 // world)
+        shape = library(op, *size, "block" if "block" in fault else "row", chunk=1024 // world)
     else:
-        shape = promoted(op, *size, "block") if by_blocks else fused(op, *size)
+        shape = fused(op, *size)
     found = kept_ranks.run(
         fp8_ranks.faulty, way, fault, shape, ranks_per_node=world, accelerator="hopper"
     )

@@ -19,7 +19,7 @@ from families import BOUNDED, PATH, ROWS, SCATTERED, SUMS
 from hopper_ranks import OPS, Shape
 from in_world import DEADLINE_S, TOLD_S
 from test_fp8_on_gpus import fused, library
-from test_hopper_nodes import ATTENTION, EXPERTS, NICS, claims, direct
+from test_hopper_nodes import ATTENTION, EXPERTS, NICS, direct
 from test_parts_on_gpus import parts
 
 import mkernel
@@ -52,14 +52,14 @@ def same(shape: Any) -> Lost:
     return Lost(shape, shape)
 
 
-def between_nodes(nic: str, route: str, absent: Any, killed: Any, *marks: Any) -> Lost:
+def between_nodes(nic: str, route: str, absent: Any, killed: Any) -> Lost:
     """Each rank is a node of its own."""
     environment = {
         "MKERNEL_NIC": nic,
         "MKERNEL_VERBS": "soft",
         "MKERNEL_NIC_SETTINGS__GPUDIRECT": str(int(route == "direct")),
     }
-    marks = (*marks, direct, pytest.mark.alone) if route == "direct" else marks
+    marks = (direct, pytest.mark.alone) if route == "direct" else ()
     return Lost(absent, killed, environment, nodes=2, marks=marks)
 
 
@@ -93,12 +93,9 @@ LOST = {
         for nic in NICS for op, route in (*((op, "staged") for op in OPS), (OPS[-1], "direct"))
     },
     **{
-        f"{nic}-{what}": between_nodes(nic, "staged", None, shape, claims(claim))
+        f"{nic}-{what}": between_nodes(nic, "staged", None, shape)
         for nic in NICS
-        for what, shape, claim in (
-            ("attention", ATTENTION[0], "between nodes"),
-            ("experts", EXPERTS[0], "experts between nodes"),
-        )
+        for what, shape in (("attention", ATTENTION[0]), ("experts", EXPERTS[0]))
     },
 }  # fmt: skip
 
