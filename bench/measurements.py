@@ -118,7 +118,7 @@ def nic(place: Place) -> Figures:
 
 def mover(place: Place) -> Figures:
     """Return a row for every NIC backend, link and size. SystemExit: wrong bytes."""
-    program = place.build / "backends" / "cuda" / "tests" / "mover_benchmark"
+    program = place.build / "backends" / "accelerators" / "cuda" / "tests" / "mover_benchmark"
     library = place.build / "backends" / "nics" / "libmkernel_softverbs.so"
     rows = []
     for name in ("cx7", "efa"):
@@ -146,7 +146,7 @@ def fast_puts(figures: Figures) -> bool:
 
 def copied_flags(place: Place) -> Figures:
     """Run the check, which returns 1 where a word was wrong, and the wrong orders."""
-    program = place.build / "backends" / "cuda" / "tests" / "copied_flags"
+    program = place.build / "backends" / "accelerators" / "cuda" / "tests" / "copied_flags"
     right = told(program, "check", RIGHT_ITERATIONS, codes=(0, 1))
     wrong = {
         order: told(program, "unheld", WRONG_ITERATIONS, order, codes=(0, 1))

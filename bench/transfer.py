@@ -28,9 +28,9 @@ import results_file
 import torch
 from machine_file import write_section
 
+from mkernel.backends.accelerators.cuda import _cuda
+from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.hopper import _hopper
-from mkernel.backends.cuda import _cuda
-from mkernel.backends.cuda.memory import bytes_at
 from mkernel.harness.provenance import devices
 
 KIB, MIB = 1 << 10, 1 << 20

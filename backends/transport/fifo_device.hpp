@@ -59,7 +59,7 @@ struct FifoTickets {
     }
 };
 
-// Plain handle, passed to kernels by value. backends/cuda/device_fifo.hpp makes it.
+// Plain handle, passed to kernels by value. backends/accelerators/cuda/device_fifo.hpp makes it.
 struct FifoDevice {
     FifoSlot* slots = nullptr;            // pinned host memory, as the device addresses it
     const std::uint64_t* tail = nullptr;  // likewise

@@ -1,7 +1,7 @@
 """A CUDA device's stream as a stopwatch uses it, in the order in which its methods are called.
 
-The device's clock is read, and waited for, by kernels of ``backends/cuda``. Where these are not
-built, or not for this device, ranks start behind a spin and a barrier instead.
+The device's clock is read, and waited for, by kernels of ``backends/accelerators/cuda``. Where
+these are not built, or not for this device, ranks start behind a spin and a barrier instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.backends.cuda.native import device_clock
+from mkernel.backends.accelerators.cuda.native import device_clock
 from mkernel.harness.clock import Calibration, calibrated
 
 _cuda: Any = torch.cuda  # partly untyped

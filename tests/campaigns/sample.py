@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from campaigns.held import held, settled
 
-from mkernel.backends.cuda.native import pci_address
+from mkernel.backends.accelerators.cuda.native import pci_address
 from mkernel.world.world import World
 
 _PATIENCE_S = 10.0

@@ -57,7 +57,7 @@ def alone() -> Iterator[None]:
 
 def clocks() -> list[tuple[int, int]]:
     """Offsets and errors of calibrations, 20 ms apart; nanoseconds."""
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
     clock = _cuda.DeviceClock(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream
@@ -86,7 +86,7 @@ def holds() -> list[tuple[float, float]]:
 
 def held_too_long() -> float:
     """Seconds until a hold gives up whose instant is an hour away."""
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
     clock = _cuda.DeviceClock(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream

@@ -27,10 +27,10 @@ from moe_ranks import Moe
 from torch.profiler import ProfilerActivity, profile
 
 import mkernel
+from mkernel.backends.accelerators.cuda.native import device_clock
 from mkernel.backends.accelerators.hopper import attention as attention_op
 from mkernel.backends.accelerators.hopper import scaled_tuning, tuning
 from mkernel.backends.accelerators.hopper.attention_library import Seen
-from mkernel.backends.cuda.native import device_clock
 from mkernel.cases.poison import uninitialised_is_nan
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
@@ -349,8 +349,8 @@ def function_of(name: str) -> str:
 def compiled() -> dict[str, int]:
     """Kernels that the native modules hold, by name without template's arguments, and of each how
     many there are."""
+    from mkernel.backends.accelerators.cuda import _cuda
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.cuda import _cuda
 
     symbols = {
         symbol

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends.cuda.memory import bytes_at
+from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.settings import load
 
 gpus_of: dict[str, int] = {}
@@ -44,7 +44,7 @@ class Buffer:
     """Zeroed memory of GPU ``owner`` that all of ``devices`` can address."""
 
     def __init__(self, owner: int, devices: Sequence[int], nbytes: int) -> None:
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
 
         self.owner, self.nbytes = owner, nbytes
         self._own = _cuda.DeviceMemory.create(owner, nbytes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 
 TIMEOUT_S = 60.0
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators.cuda.mover import offer_mover
 from mkernel.backends.contracts.nic import SELF
-from mkernel.backends.cuda.memory import DeviceMemory
-from mkernel.backends.cuda.mover import offer_mover
 from mkernel.harness.nic_ranks import Port, Rank
 from mkernel.harness.outcome import CheckFailed
 

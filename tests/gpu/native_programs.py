@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "build/native/backends/cuda/tests"
+FOLDER = Path(__file__).parents[2] / "build/native/backends/accelerators/cuda/tests"
 
 
 @dataclass(frozen=True)

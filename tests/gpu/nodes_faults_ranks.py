@@ -19,7 +19,7 @@ from hopper_ranks import Shape
 from in_world import stores
 
 import mkernel
-from mkernel.backends.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 from mkernel.backends.transport import _transport
 
 OVER_AT = 0

@@ -12,11 +12,11 @@ from calls import spin
 from hopper_ranks import Shape, rows
 
 import mkernel
+from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.cuda.memory import bytes_at
 from mkernel.cases.all_reduce import EPS
 from mkernel.ops.quantised import quantised_rows
 

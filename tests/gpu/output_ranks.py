@@ -12,8 +12,8 @@ from calls import LATE_S, spin
 from hopper_ranks import Shape
 
 import mkernel
+from mkernel.backends.accelerators.cuda.output_pool import OutputPool
 from mkernel.backends.contracts.memory import SymmetricMemory
-from mkernel.backends.cuda.output_pool import OutputPool
 
 SHIFT = 64 << 10
 FREED_S = 20.0

@@ -61,7 +61,7 @@ def test_a_hold_gives_up() -> None:
 
 
 def test_a_clock_is_read_a_legal_number_of_times() -> None:
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
     with pytest.raises(ValueError, match="samples = 0"):
         _cuda.DeviceClock(0).read(0, 1.0, stream=0)

@@ -12,7 +12,7 @@ import torch
 from device_buffers import needs_gpus, several
 from memory_ranks import ranks
 
-from mkernel.backends.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 
 MIB = 1 << 20
 pytestmark = needs_gpus(2)

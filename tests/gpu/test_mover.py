@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_buffers import needs_gpus
 
-from mkernel.backends.cuda.mover import nic_access
+from mkernel.backends.accelerators.cuda.mover import nic_access
 from mkernel.harness.nic_ranks import NicSubject
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mkernel.backends import registry
+from mkernel.backends.accelerators.cuda import chips
 from mkernel.backends.accelerators.hopper import machine as hopper
-from mkernel.backends.cuda import chips
 from mkernel.errors import InputFileError
 
 ROOT = Path(__file__).parents[2]

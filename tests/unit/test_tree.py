@@ -89,7 +89,7 @@ def test_unit_tests_pass_in_a_build_without_cuda() -> None:
     ``test_hopper_not_built.py``: all modules are imported and all ops planned in such a build."""
     code = """
 import sys, pytest
-for name in ("accelerators.hopper._hopper", "cuda._cuda"):
+for name in ("accelerators.hopper._hopper", "accelerators.cuda._cuda"):
     sys.modules["mkernel.backends." + name] = None
 sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """

@@ -78,10 +78,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.backends.transport": CONTRACT,
     "mkernel.backends.registry": CONTRACT,
     "mkernel.backends.nics": BACKEND,
-    "mkernel.backends.cuda": BACKEND,
+    "mkernel.backends.accelerators.cuda": BACKEND,
     "mkernel.backends.accelerators.ascend": BACKEND,
-    "mkernel.backends.accelerators.hopper": {*BACKEND, "mkernel.backends.cuda"},
-    "mkernel.backends.accelerators.streams": {*BACKEND, "mkernel.backends.cuda"},
+    "mkernel.backends.accelerators.hopper": {*BACKEND, "mkernel.backends.accelerators.cuda"},
+    "mkernel.backends.accelerators.streams": {*BACKEND, "mkernel.backends.accelerators.cuda"},
     "mkernel.world.identity": set(),
     "mkernel.machine": WORLD,
     "mkernel.selection": WORLD,
@@ -133,7 +133,7 @@ THROUGH_THE_WALL = {
     ("mkernel.conformance.nic_faults.flags", "mkernel.backends.nics"),
     ("mkernel.conformance.nic_faults.wrappers", "mkernel.backends.nics"),
     ("mkernel.harness.modelled", "mkernel.backends.accelerators.ascend"),
-    ("mkernel.harness.queue", "mkernel.backends.cuda"),
+    ("mkernel.harness.queue", "mkernel.backends.accelerators.cuda"),
 }
 """Modules that import a room in spite of the table. The list only shrinks."""
 

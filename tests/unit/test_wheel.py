@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PLUGINS = ROOT / "examples" / "plugins"
 DATA = {
     "mkernel/topology/data/links.json",
-    "mkernel/backends/cuda/chips.json",
+    "mkernel/backends/accelerators/cuda/chips.json",
     *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "hopper", "streams")),
 }
 HEADERS = {

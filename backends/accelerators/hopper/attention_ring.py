@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.hopper.attention_tuning import attention_shape
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.cuda.memory import bytes_at
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 if TYPE_CHECKING:

@@ -11,6 +11,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
+from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
+from mkernel.backends.accelerators.cuda.native import native as cuda
+from mkernel.backends.accelerators.cuda.software import software
 from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
     MOE,
@@ -29,10 +33,6 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
 from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.cuda.mover import nic_access, offer_mover
-from mkernel.backends.cuda.native import ARCHITECTURE
-from mkernel.backends.cuda.native import native as cuda
-from mkernel.backends.cuda.software import software
 from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
@@ -43,8 +43,8 @@ from mkernel.topology.model import Accelerator
 if TYPE_CHECKING:
     import torch
 
+    from mkernel.backends.accelerators.cuda import _cuda
     from mkernel.backends.accelerators.hopper.device_session import DeviceSession, HopperLaunch
-    from mkernel.backends.cuda import _cuda
     from mkernel.backends.transport import _transport
 
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mkernel.backends.accelerators.cuda.long_products import Matrix, may_lose_terms, proven
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
-from mkernel.backends.cuda.long_products import Matrix, may_lose_terms, proven
-from mkernel.backends.cuda.memory import DeviceMemory
 from mkernel.plan.model import DtypeName, LaunchPlan
 
 if TYPE_CHECKING:

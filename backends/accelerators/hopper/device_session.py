@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
+from mkernel.backends.accelerators.cuda.output_pool import OutputPool
+from mkernel.backends.accelerators.cuda.pinned import PinnedMemory
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
@@ -18,10 +22,6 @@ from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.contracts.accelerator import Again, Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
-from mkernel.backends.cuda.memory import DeviceMemory
-from mkernel.backends.cuda.native import ARCHITECTURE
-from mkernel.backends.cuda.output_pool import OutputPool
-from mkernel.backends.cuda.pinned import PinnedMemory
 from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import ArgumentError, BackendUnavailable, CapacityExceeded
 from mkernel.plan.model import LaunchPlan

@@ -16,8 +16,8 @@ from mkernel.plan.model import LaunchPlan
 if TYPE_CHECKING:
     import torch
 
+    from mkernel.backends.accelerators.cuda.output_pool import OutputPool
     from mkernel.backends.accelerators.hopper import _hopper
-    from mkernel.backends.cuda.output_pool import OutputPool
 
 NO_DATA = 1 << 20
 """Bytes of a workspace whose data area is empty."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.backends.accelerators.cuda import long_products
 from mkernel.backends.accelerators.hopper import cublas, mail
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
@@ -38,7 +39,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.backends.cuda import long_products
 from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan

@@ -12,9 +12,9 @@ from typing import Literal
 from pydantic import Field
 from typing_extensions import Self
 
+from mkernel.backends.accelerators.cuda.chips import ChipMachine
 from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
-from mkernel.backends.cuda.chips import ChipMachine
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape
 from mkernel.topology.cost import MachineConstants, OneShot, PathConstants

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.cuda import native as cuda
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.cuda import native as cuda
 from mkernel.errors import BackendUnavailable
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.hopper.cublas import open_cublas
 from mkernel.backends.accelerators.hopper.device_world import (
     DispatchContext,
@@ -26,7 +27,6 @@ from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.parts_tuning import EXCHANGES
 from mkernel.backends.accelerators.hopper.schedule import PartsSchedule, ReducePartsSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.cuda.memory import bytes_at
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 
+from mkernel.backends.accelerators.cuda.long_products import addmm, mm
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.scaled import block_product, padded_blocks
-from mkernel.backends.cuda.long_products import addmm, mm
 from mkernel.plan.model import Scales
 
 Multiply = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]

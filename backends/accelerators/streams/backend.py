@@ -66,7 +66,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
     On CUDA devices a call returns when it is queued, and it is queued when the previous call has
     ended. If the devices reach each other's memory, copy engines replace torch.distributed for the
-    GEMM ops (setting ``streams_copies``; it needs the native module of ``backends/cuda``).
+    GEMM ops (setting ``streams_copies``; it needs the native module of ``backends/accelerators/cuda``).
 
     Each rank uses the device that its tensors lie on. If a process has used no device when it makes
     a world, the device on which the topology places it becomes its current one.

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from mkernel.backends.accelerators.cuda import native
+from mkernel.backends.accelerators.cuda.chips import ChipMachine
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
-from mkernel.backends.cuda import native
-from mkernel.backends.cuda.chips import ChipMachine
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import ScaleMode
 from mkernel.settings import load_as

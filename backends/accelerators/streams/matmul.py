@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.cuda import long_products
+from mkernel.backends.accelerators.cuda import long_products
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory, bytes_at
+from mkernel.backends.accelerators.cuda.native import native
 from mkernel.backends.accelerators.streams.device import Device
 from mkernel.backends.accelerators.streams.schedule import StreamsSchedule, landings
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
-from mkernel.backends.cuda.memory import DeviceMemory, bytes_at
-from mkernel.backends.cuda.native import native
 from mkernel.backends.runtime.host_memory import page_up
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError

@@ -30,11 +30,11 @@
 #include <thread>
 #include <vector>
 
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/ptx/bulk.cuh"
 #include "backends/accelerators/hopper/ptx/sync.cuh"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/memory.hpp"
-#include "backends/cuda/small_launch.cuh"
 #include "backends/transport/device_wait.cuh"
 
 using namespace mkernel::transport;

@@ -1,6 +1,6 @@
 #include <cuda_runtime.h>
 
-#include "backends/cuda/small_launch.cuh"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "tests/native/cuda/fifo_kernels.hpp"
 
 namespace mkernel::testing {

@@ -20,9 +20,9 @@
 #include <thread>
 #include <vector>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/device_fifo.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/device_fifo.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/nics/proxy.hpp"
 #include "tests/native/cuda/fifo_kernels.hpp"
 #include "tests/native/nics/counting_nic.hpp"

@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/memory.hpp"
-#include "backends/cuda/mover.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
+#include "backends/accelerators/cuda/mover.hpp"
 #include "backends/nics/verbs/loader.hpp"
 #include "tests/native/nics/hello.hpp"
 #include "tests/native/nics/pair.hpp"

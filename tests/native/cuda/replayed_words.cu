@@ -24,7 +24,7 @@
 #include <thread>
 #include <vector>
 
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/transport/device_wait.cuh"
 
 using namespace mkernel::transport;

@@ -4,7 +4,7 @@
 #include <random>
 #include <vector>
 
-#include "backends/cuda/copy_list.hpp"
+#include "backends/accelerators/cuda/copy_list.hpp"
 #include "tests/native/nics/check.hpp"
 
 using mkernel::cuda::CopyList;

@@ -1,6 +1,6 @@
 // Memory of outputs: which pieces torch's allocator gets of the ranges, where these are full, and what is told of a
 // place. Devices and their memory are stand-ins: a range is where its size in MiB says, ordinary memory behind all.
-#include "backends/cuda/output_memory.hpp"
+#include "backends/accelerators/cuda/output_memory.hpp"
 
 #include <cuda_runtime_api.h>
 

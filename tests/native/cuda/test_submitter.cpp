@@ -1,5 +1,5 @@
 // The thread that hands batches to the driver: order, waiting, errors, sleep.
-#include "backends/cuda/submitter.hpp"
+#include "backends/accelerators/cuda/submitter.hpp"
 
 #include <atomic>
 #include <chrono>

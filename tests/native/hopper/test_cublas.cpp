@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/host/cublas.hpp"
 #include "backends/accelerators/hopper/host/cublas_handle.hpp"
-#include "backends/cuda/error.hpp"
 #include "tests/native/hopper/fake_cublas.hpp"
 #include "tests/native/nics/check.hpp"
 

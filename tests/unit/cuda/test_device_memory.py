@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mkernel.backends import cuda
-from mkernel.backends.cuda import native
-from mkernel.backends.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators import cuda
+from mkernel.backends.accelerators.cuda import native
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 from mkernel.errors import ArgumentError
 
 PAGE = 4096

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends import cuda
+from mkernel.backends.accelerators import cuda
+from mkernel.backends.accelerators.cuda import output_pool
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
+from mkernel.backends.accelerators.cuda.output_pool import OutputPool
 from mkernel.backends.contracts.output_memory import in_torchs, is_torchs
-from mkernel.backends.cuda import output_pool
-from mkernel.backends.cuda.memory import DeviceMemory
-from mkernel.backends.cuda.output_pool import OutputPool
 
 DEVICE = 3
 """Of the pools; the current one is 0."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mkernel.backends.cuda import long_products
+from mkernel.backends.accelerators.cuda import long_products
 
 DATA_OFFSET = 1 << 20
 STREAM = 5

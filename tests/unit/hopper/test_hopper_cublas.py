@@ -14,6 +14,8 @@ from parts_runs import call_of, fabrics
 from test_hopper_library import OPS, every_op, planned
 from test_hopper_parts import in_parts
 
+from mkernel.backends.accelerators.cuda import long_products
+from mkernel.backends.accelerators.cuda.long_products import Matrix
 from mkernel.backends.accelerators.hopper import cublas, device_world, library
 from mkernel.backends.accelerators.hopper.cublas import (
     ROOM_BYTES,
@@ -27,8 +29,6 @@ from mkernel.backends.accelerators.hopper.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.backends.cuda import long_products
-from mkernel.backends.cuda.long_products import Matrix
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.two_generation_cache import TwoGenerationCache
 

@@ -32,7 +32,7 @@ from mkernel.cli.main import app
 
 import importlib, pkgutil
 
-from mkernel.backends import cuda
+from mkernel.backends.accelerators import cuda
 from mkernel.backends.accelerators import hopper, streams
 
 for package in (cuda, hopper, streams):

@@ -233,7 +233,7 @@ def test_the_backend_asks_its_session() -> None:
 
 def test_a_call_whose_output_lies_elsewhere_tells_that() -> None:
     hopper = pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
-    cuda = pytest.importorskip("mkernel.backends.cuda._cuda")
+    cuda = pytest.importorskip("mkernel.backends.accelerators.cuda._cuda")
     nothing = hopper.Outputs().landings(64)
     assert (nothing.told, nothing.own) == (False, 0)
     elsewhere = hopper.Outputs(cuda.OutputMemory(0), 2, 64).landings(64)
@@ -241,7 +241,7 @@ def test_a_call_whose_output_lies_elsewhere_tells_that() -> None:
 
 
 def test_a_memory_of_outputs_has_its_number_until_torch_has_nothing_of_it() -> None:
-    cuda = pytest.importorskip("mkernel.backends.cuda._cuda")
+    cuda = pytest.importorskip("mkernel.backends.accelerators.cuda._cuda")
     memories = [cuda.OutputMemory(0) for _ in range(10)]
     numbers = [each.number() for each in memories]
     taken = {

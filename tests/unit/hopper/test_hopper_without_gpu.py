@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkernel.backends import cuda
+from mkernel.backends.accelerators import cuda
 from mkernel.backends.accelerators.hopper import backend as backend_module
 from mkernel.backends.accelerators.hopper import native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
@@ -178,8 +178,8 @@ def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:
 
 def test_the_native_modules_load_without_a_driver() -> None:
     try:
+        from mkernel.backends.accelerators.cuda import _cuda
         from mkernel.backends.accelerators.hopper import _hopper
-        from mkernel.backends.cuda import _cuda
     except ImportError:
         pytest.skip("built without nvcc")
     driver, runtime = _cuda.versions()

@@ -10,9 +10,8 @@ import torch
 from library_fabric import Fabric
 from test_hopper_library import planned
 
-from mkernel.backends.accelerators.hopper import library as library_path
-from mkernel.backends.cuda import long_products
-from mkernel.backends.cuda.long_products import (
+from mkernel.backends.accelerators.cuda import long_products
+from mkernel.backends.accelerators.cuda.long_products import (
     STEP,
     Matrix,
     addmm,
@@ -21,6 +20,7 @@ from mkernel.backends.cuda.long_products import (
     proven,
     untried_mm,
 )
+from mkernel.backends.accelerators.hopper import library as library_path
 from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 K = 5 * STEP + 40

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::hopper::attention {
 

@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/attention.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/kernels/attention_core.hpp"
 #include "backends/accelerators/hopper/kernels/attention_parts.hpp"
 #include "backends/accelerators/hopper/kernels/ring_attention.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

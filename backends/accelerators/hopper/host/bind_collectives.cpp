@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
 #include "backends/accelerators/hopper/kernels/sum_rows.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

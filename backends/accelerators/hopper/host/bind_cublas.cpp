@@ -8,11 +8,11 @@
 #include <string>
 #include <utility>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/cublas.hpp"
 #include "backends/accelerators/hopper/host/cublas_handle.hpp"
 #include "backends/accelerators/hopper/host/library_product.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

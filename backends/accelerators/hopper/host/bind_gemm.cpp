@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/device_network.hpp"
 #include "backends/accelerators/hopper/host/few_rows.hpp"
@@ -16,7 +17,6 @@
 #include "backends/accelerators/hopper/host/pipelined.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/few_rows.cuh"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
 #include "backends/accelerators/hopper/host/landing.hpp"
 #include "backends/accelerators/hopper/host/library_product.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -2,10 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/far_slots.hpp"
 #include "backends/accelerators/hopper/host/moe.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

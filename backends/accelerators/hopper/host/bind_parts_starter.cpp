@@ -10,6 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
 #include "backends/accelerators/hopper/host/library_product.hpp"
@@ -17,8 +19,6 @@
 #include "backends/accelerators/hopper/kernels/attention_parts.hpp"
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 #include "backends/accelerators/hopper/kernels/sum_parts.hpp"
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -1,9 +1,9 @@
 // The transfer engines, for Python.
 #include <pybind11/pybind11.h>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/transfer/transfer.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

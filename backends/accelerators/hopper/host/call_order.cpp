@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/host/call_order.hpp"
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::hopper {
 

@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace py = pybind11;
 
@@ -26,7 +26,7 @@ MkernelCallResult start(void* self, const MkernelCall* call) {
     } catch (py::error_already_set& error) {
         error.restore();
     } catch (const cuda::CudaError& error) {
-        PyObject* const module = PyImport_ImportModule("mkernel.backends.cuda._cuda");
+        PyObject* const module = PyImport_ImportModule("mkernel.backends.accelerators.cuda._cuda");
         PyObject* const type =
             module == nullptr ? nullptr : PyObject_GetAttrString(module, "CudaError");
         if (type != nullptr) PyErr_SetString(type, error.what());

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <new>
 
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::hopper {
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::hopper {
 

@@ -3,7 +3,7 @@
 #include <map>
 #include <memory>
 
-#include "backends/cuda/device.hpp"
+#include "backends/accelerators/cuda/device.hpp"
 
 namespace mkernel::hopper {
 

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "backends/cuda/device.hpp"
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/transport/signal_pad.hpp"
 
 namespace mkernel::hopper {

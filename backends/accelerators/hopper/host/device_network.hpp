@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/cuda/device_fifo.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
+#include "backends/accelerators/cuda/stream_ops.hpp"
 #include "backends/accelerators/hopper/device/network.cuh"
-#include "backends/cuda/device_fifo.hpp"
-#include "backends/cuda/memory.hpp"
-#include "backends/cuda/stream_ops.hpp"
 
 namespace mkernel::hopper {
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/device/workspace.cuh"
-#include "backends/cuda/device.hpp"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {

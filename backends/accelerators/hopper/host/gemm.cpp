@@ -8,12 +8,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 

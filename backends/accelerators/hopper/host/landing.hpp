@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "backends/accelerators/cuda/output_memory.hpp"
 #include "backends/accelerators/hopper/device/landing.cuh"
-#include "backends/cuda/output_memory.hpp"
 
 namespace mkernel::hopper {
 

@@ -9,7 +9,8 @@ PYBIND11_MODULE(_hopper, module) {
     module.doc() = "Kernels for GPUs of compute capability 9.0.";
     // transport's types of an abort's code and diagnosis are used here.
     py::module_::import("mkernel.backends.transport._transport");
-    py::module_::import("mkernel.backends.cuda._cuda");  // it makes CudaError known to Python
+    py::module_::import(
+        "mkernel.backends.accelerators.cuda._cuda");  // it makes CudaError known to Python
     mkernel::hopper::bind_calls(module);
     mkernel::hopper::bind_transfer(module);
     mkernel::hopper::bind_landing(module);

@@ -10,9 +10,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::moe {
 

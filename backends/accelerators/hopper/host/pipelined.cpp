@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
-#include "backends/cuda/device.hpp"
 
 namespace mkernel::hopper {
 

@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "backends/cuda/driver.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::hopper {
 

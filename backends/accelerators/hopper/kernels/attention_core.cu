@@ -1,9 +1,9 @@
 // The launch of attention_core.hpp's kernel.
 #include <algorithm>
 
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/kernels/attention_core.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::attention {
 namespace {

@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/kernels/collectives.hpp"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::collectives {
 

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/ptx/vector.cuh"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper {
 

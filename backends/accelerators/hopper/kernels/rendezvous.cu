@@ -1,7 +1,7 @@
 #include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper {
 

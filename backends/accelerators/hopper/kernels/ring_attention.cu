@@ -1,9 +1,9 @@
 // The launch of ring_attention.hpp's kernel.
 #include <algorithm>
 
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/kernels/ring_attention.cuh"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper::attention {
 namespace {

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper {
 namespace {

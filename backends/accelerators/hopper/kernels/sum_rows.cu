@@ -5,11 +5,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
-#include "backends/cuda/error.hpp"
 
 namespace mkernel::hopper {
 namespace {

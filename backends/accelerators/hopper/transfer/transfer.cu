@@ -5,10 +5,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 #include "backends/accelerators/hopper/transfer/plain_copy.cuh"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::transfer {
 namespace {

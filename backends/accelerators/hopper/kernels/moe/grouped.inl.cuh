@@ -1,13 +1,13 @@
 // The kernel of grouped.cuh; one object file a variant includes it.
 #pragma once
 
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/kernels/moe/gather_rows.cuh"
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"
 #include "backends/accelerators/hopper/kernels/moe/permute_rows.cuh"
 #include "backends/accelerators/hopper/kernels/moe/store_rows.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 

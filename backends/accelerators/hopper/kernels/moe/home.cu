@@ -2,9 +2,9 @@
 
 #include <cuda_runtime.h>
 
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/moe/weighted_sum.cuh"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 

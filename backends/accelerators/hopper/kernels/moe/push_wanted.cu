@@ -2,9 +2,9 @@
 
 #include <cuda_runtime.h>
 
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/ptx/vector.cuh"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 

@@ -6,12 +6,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/kernels/moe/cut_tiles.cuh"
 #include "backends/accelerators/hopper/kernels/moe/exchange_ids.cuh"
 #include "backends/accelerators/hopper/kernels/moe/runs.cuh"
 #include "backends/accelerators/hopper/ptx/tensor.cuh"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/small_launch.cuh"
 
 namespace mkernel::hopper::moe {
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkernel.backends.cuda.native import native
+from mkernel.backends.accelerators.cuda.native import native
 from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
 
 def device_fifo(fifo: int, device: int) -> _cuda.DeviceFifo:

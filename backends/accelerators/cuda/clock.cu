@@ -1,6 +1,6 @@
-#include "backends/cuda/clock.hpp"
+#include "backends/accelerators/cuda/clock.hpp"
 
-#include "backends/cuda/small_launch.cuh"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/transport/atomics.hpp"
 #include "backends/transport/clock.hpp"
 

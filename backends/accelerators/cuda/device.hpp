@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

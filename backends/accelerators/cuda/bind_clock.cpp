@@ -5,9 +5,9 @@
 #include <tuple>
 #include <vector>
 
-#include "backends/cuda/bind_clock.hpp"
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/device_clock.hpp"
+#include "backends/accelerators/cuda/bind_clock.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/device_clock.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -1,8 +1,8 @@
-#include "backends/cuda/driver.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
 
 #include <string>
 
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

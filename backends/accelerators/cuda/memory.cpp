@@ -1,4 +1,4 @@
-#include "backends/cuda/memory.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
 
 #include <map>
 #include <mutex>
@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/driver.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

@@ -1,8 +1,8 @@
-#include "backends/cuda/stream_ops.hpp"
+#include "backends/accelerators/cuda/stream_ops.hpp"
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/driver.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "backends/cuda/clock.hpp"
+#include "backends/accelerators/cuda/clock.hpp"
 
 namespace mkernel::cuda {
 

@@ -4,9 +4,9 @@
 
 #include <cuda.h>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/driver.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

@@ -1,4 +1,4 @@
-#include "backends/cuda/device_clock.hpp"
+#include "backends/accelerators/cuda/device_clock.hpp"
 
 #include <atomic>
 #include <ctime>
@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

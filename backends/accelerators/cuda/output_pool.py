@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.contracts.output_memory import is_torchs
-from mkernel.backends.cuda.memory import DeviceMemory
 
 if TYPE_CHECKING:
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
 _allocators: dict[int, Any] = {}
 """The allocators by number. torch calls them as long as it has memory of theirs, possibly after all
@@ -67,7 +67,7 @@ class OutputPool:
     def __init__(self, device: int) -> None:
         """Create the pool. If the maximum number of worlds of the process have one already, or
         torch has no such pools, outputs come from torch's own allocator."""
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
 
         self.memory: _cuda.OutputMemory = _cuda.OutputMemory(device)
         self._device = device
@@ -83,7 +83,7 @@ class OutputPool:
     def add(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
         """Add one more range: this rank's memory, and the addresses here of every rank's. Returns
         whether further ranges are possible, which is the same on all ranks."""
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
 
         assert isinstance(own, DeviceMemory)
         self.memory.add_range(own.shared(), [everywhere[rank] for rank in sorted(everywhere)])
@@ -158,7 +158,7 @@ def _torch_has_pools() -> bool:
 
 def _allocator(number: int) -> Any:
     """Return the torch allocator for memory of that number."""
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
     if number not in _allocators:
         names = (f"mkernel_{what}_outputs_{number}" for what in ("allocate", "release"))

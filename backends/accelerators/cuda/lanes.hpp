@@ -18,11 +18,11 @@
 #include <utility>
 #include <vector>
 
-#include "backends/cuda/copy_list.hpp"
-#include "backends/cuda/driver.hpp"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/own_context.hpp"
-#include "backends/cuda/submitter.hpp"
+#include "backends/accelerators/cuda/copy_list.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/own_context.hpp"
+#include "backends/accelerators/cuda/submitter.hpp"
 
 namespace mkernel::cuda {
 

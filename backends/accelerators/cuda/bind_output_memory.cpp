@@ -1,6 +1,6 @@
 // OutputMemory for Python, and the functions by which torch's allocator takes it. Torch passes these nothing of its
 // own, so each memory has a pair of functions, by number.
-#include "backends/cuda/bind_output_memory.hpp"
+#include "backends/accelerators/cuda/bind_output_memory.hpp"
 
 #include <cuda_runtime_api.h>
 #include <pybind11/stl.h>
@@ -11,7 +11,7 @@
 #include <mutex>
 #include <utility>
 
-#include "backends/cuda/output_memory.hpp"
+#include "backends/accelerators/cuda/output_memory.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

@@ -1,10 +1,10 @@
-#include "backends/cuda/output_memory.hpp"
+#include "backends/accelerators/cuda/output_memory.hpp"
 
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "backends/cuda/device.hpp"
+#include "backends/accelerators/cuda/device.hpp"
 
 namespace mkernel::cuda {
 

@@ -3,14 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "backends/cuda/bind_clock.hpp"
-#include "backends/cuda/bind_output_memory.hpp"
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/device_fifo.hpp"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/memory.hpp"
-#include "backends/cuda/mover.hpp"
-#include "backends/cuda/stream_ops.hpp"
+#include "backends/accelerators/cuda/bind_clock.hpp"
+#include "backends/accelerators/cuda/bind_output_memory.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/device_fifo.hpp"
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
+#include "backends/accelerators/cuda/mover.hpp"
+#include "backends/accelerators/cuda/stream_ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

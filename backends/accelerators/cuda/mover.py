@@ -3,8 +3,8 @@ one."""
 
 from __future__ import annotations
 
+from mkernel.backends.accelerators.cuda.native import native
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.cuda.native import native
 from mkernel.backends.transport import mover
 
 

@@ -1,4 +1,4 @@
-#include "backends/cuda/mover.hpp"
+#include "backends/accelerators/cuda/mover.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -10,11 +10,11 @@
 #include <string>
 #include <utility>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/driver.hpp"
-#include "backends/cuda/error.hpp"
-#include "backends/cuda/lanes.hpp"
-#include "backends/cuda/memory.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/driver.hpp"
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/lanes.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
 
 namespace mkernel::cuda {
 namespace {

@@ -1,11 +1,11 @@
-#include "backends/cuda/device_fifo.hpp"
+#include "backends/accelerators/cuda/device_fifo.hpp"
 
 #include <cstddef>
 #include <stdexcept>
 #include <string>
 
-#include "backends/cuda/device.hpp"
-#include "backends/cuda/error.hpp"
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
 
 namespace mkernel::cuda {
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkernel.backends.cuda.native import native
+from mkernel.backends.accelerators.cuda.native import native
 from mkernel.backends.runtime.host_memory import HostMemory, page_up
 
 if TYPE_CHECKING:
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
 
 class PinnedMemory(HostMemory):

@@ -17,7 +17,7 @@
 #include <optional>
 #include <vector>
 
-#include "backends/cuda/memory.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
 
 namespace mkernel::cuda {
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "backends/cuda/memory.hpp"
-#include "backends/cuda/stream_ops.hpp"
+#include "backends/accelerators/cuda/memory.hpp"
+#include "backends/accelerators/cuda/stream_ops.hpp"
 #include "backends/transport/fifo_device.hpp"
 #include "backends/transport/fifo_host.hpp"
 

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mkernel.backends.accelerators.cuda.mover import nic_access
+from mkernel.backends.accelerators.cuda.native import native, pci_address
 from mkernel.backends.contracts.memory import SymmetricMemory
-from mkernel.backends.cuda.mover import nic_access
-from mkernel.backends.cuda.native import native, pci_address
 from mkernel.backends.runtime import fd_exchange
 from mkernel.backends.runtime.host_memory import check_fit
 from mkernel.errors import ArgumentError
 from mkernel.settings import load
 
 if TYPE_CHECKING:
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
 _FETCH_S = 10.0
 _KIND = "cuda-vmm"
@@ -53,7 +53,7 @@ class DeviceMemory(SymmetricMemory):
         memory or cannot share it."""
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
 
         try:
             return cls(_cuda.DeviceMemory.create(device, nbytes), nbytes, None)
@@ -81,7 +81,7 @@ class DeviceMemory(SymmetricMemory):
                 "mkernel.init (or, for tests, MKERNEL_RANKS_PER_DEVICE on all ranks)",
                 why="another rank uses it too",
             )
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
 
         fd = fd_exchange.fetch(descriptor["offer"], _FETCH_S)
         try:
@@ -120,7 +120,7 @@ class DeviceMemory(SymmetricMemory):
     def dmabuf(self) -> int:
         """Return a new dmabuf descriptor of the memory, for a NIC to register; the caller closes
         it. OSError if the device exports none."""
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
 
         access = nic_access(self.device)
         if not access.usable:

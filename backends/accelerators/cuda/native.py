@@ -6,14 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.cuda.software import nvcc
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.cuda.software import nvcc
 from mkernel.errors import INSTALL_AGAIN, BackendUnavailable
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from mkernel.backends.cuda import _cuda
+    from mkernel.backends.accelerators.cuda import _cuda
 
 ARCHITECTURE = (9, 0)
 """The compute capability that all kernels are built for."""
@@ -23,7 +23,7 @@ ARCHITECTURE = (9, 0)
 def native() -> ModuleType:
     """Return the module ``_cuda``. BackendUnavailable if it was not built."""
     try:
-        from mkernel.backends.cuda import _cuda
+        from mkernel.backends.accelerators.cuda import _cuda
     except ImportError as error:
         raise BackendUnavailable(f"the native module for CUDA does not import: {error}") from error
     return _cuda

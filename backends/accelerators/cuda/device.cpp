@@ -1,4 +1,4 @@
-#include "backends/cuda/device.hpp"
+#include "backends/accelerators/cuda/device.hpp"
 
 namespace mkernel::cuda {
 
