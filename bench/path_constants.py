@@ -29,9 +29,9 @@ import ways
 from machine_file import write_section
 from pydantic import ValidationError
 
-from mkernel.backends.accelerators.hopper import library_tuning, parts_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.gemm import library_tuning, parts_tuning
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.harness.contenders import OURS
 from mkernel.plan import paths

@@ -29,7 +29,7 @@ import ways
 from machine_file import write_section
 from path_constants import STEPS, plan_of, searched
 
-from mkernel.backends.accelerators.hopper import parts_tuning, scaled_tuning
+from mkernel.backends.accelerators.hopper.gemm import parts_tuning, scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, Scaled, machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule, TilingName
 from mkernel.plan.arguments import Around

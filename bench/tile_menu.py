@@ -27,7 +27,7 @@ from results_file import described
 
 from mkernel.backends.accelerators.cuda.memory import DeviceMemory
 from mkernel.backends.accelerators.hopper import _hopper as native
-from mkernel.backends.accelerators.hopper import tuning
+from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import TilingName
 from mkernel.plan import paths

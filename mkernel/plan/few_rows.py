@@ -16,7 +16,7 @@ from mkernel.topology.cost import FewRowsConstants, transfer_us
 
 COLUMNS = 128
 DEPTH_BYTES = 128
-"""The columns of a tile, and the bytes of K in a step of it; as in hopper/kernels/few_rows.cuh."""
+"""The columns of a tile, and the bytes of K in a step of it; as in hopper/kernels/gemm/few_rows.cuh."""
 MOST_SPLITS = 8
 """The most parts of K: blocks of a cluster."""
 PARTS = 8

@@ -15,19 +15,17 @@ import torch
 from calls import Tensors
 
 import mkernel
-from mkernel.backends.accelerators.hopper import (
-    attention,
-    attention_backward,
-    attention_core,
-    attention_in_pieces,
-    attention_kernel,
-    attention_merge,
-    attention_ring,
-    attention_tuning,
-)
-from mkernel.backends.accelerators.hopper.attention_documents import Bounds, Documents
-from mkernel.backends.accelerators.hopper.attention_library import attend
-from mkernel.backends.accelerators.hopper.attention_ring import Source
+from mkernel.backends.accelerators.hopper.attention import backward as attention_backward
+from mkernel.backends.accelerators.hopper.attention import core as attention_core
+from mkernel.backends.accelerators.hopper.attention import in_parts as attention
+from mkernel.backends.accelerators.hopper.attention import in_pieces as attention_in_pieces
+from mkernel.backends.accelerators.hopper.attention import kernel as attention_kernel
+from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
+from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.hopper.attention.documents import Bounds, Documents
+from mkernel.backends.accelerators.hopper.attention.library import attend
+from mkernel.backends.accelerators.hopper.attention.ring import Source
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     AttentionKernelSchedule,

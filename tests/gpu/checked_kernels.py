@@ -28,9 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import mkernel
 from mkernel.backends.accelerators.cuda.native import device_clock
-from mkernel.backends.accelerators.hopper import attention as attention_op
-from mkernel.backends.accelerators.hopper import scaled_tuning, tuning
-from mkernel.backends.accelerators.hopper.attention_library import Seen
+from mkernel.backends.accelerators.hopper.attention import in_parts as attention_op
+from mkernel.backends.accelerators.hopper.attention.library import Seen
+from mkernel.backends.accelerators.hopper.gemm import scaled_tuning, tuning
 from mkernel.cases.poison import uninitialised_is_nan
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter")
@@ -100,7 +100,7 @@ def attention_by_flash() -> list[str]:
 def _flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, causal: bool, scale: float
 ) -> Seen:
-    """As :func:`.attention_library.attend`."""
+    """As :func:`.attention.library.attend`."""
     q, shared = q[:, :, first:], q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(shared, 1) for each in (k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(

@@ -12,8 +12,9 @@ from calls import skewed
 from hopper_ranks import Shape
 
 import mkernel
-from mkernel.backends.accelerators.hopper import few_rows, gemm, products
-from mkernel.backends.accelerators.hopper.parts_exchange import Running
+from mkernel.backends.accelerators.hopper.gemm import few_rows, products
+from mkernel.backends.accelerators.hopper.gemm import fused as gemm
+from mkernel.backends.accelerators.hopper.gemm.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, ReduceSchedule
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.plan.model import LaunchPlan

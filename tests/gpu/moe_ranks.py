@@ -17,7 +17,7 @@ from calls import LATE_S, Decisions, Tensors, spin
 from few_elements import experts_right
 
 import mkernel
-from mkernel.backends.accelerators.hopper import moe as backend
+from mkernel.backends.accelerators.hopper.moe import executors as backend
 from mkernel.cases import case_of
 from mkernel.cases.comparison import FEW
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase

@@ -13,7 +13,7 @@ from hopper_ranks import Shape, rows
 
 import mkernel
 from mkernel.backends.accelerators.cuda.memory import bytes_at
-from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
+from mkernel.backends.accelerators.hopper.gemm.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call

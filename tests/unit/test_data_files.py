@@ -49,7 +49,7 @@ def test_every_number_has_a_source_in_words(file: Path) -> None:
 
 
 def test_schedules_follow_the_file() -> None:
-    from mkernel.backends.accelerators.hopper import tuning
+    from mkernel.backends.accelerators.hopper.gemm import tuning
 
     made = hopper.machine()
     assert tuning.BAND is made.tilings.band

@@ -378,7 +378,7 @@ PLANTED: list[tuple[str, str, Callable[[Path], object]]] = [
     ("backends/nics/session.py", "from mkernel.cli import main", through_walls),
     (
         "backends/accelerators/streams/backend.py",
-        "from mkernel.backends.accelerators.hopper import gemm",
+        "from mkernel.backends.accelerators.hopper.gemm import fused as gemm",
         through_walls,
     ),
     (

@@ -15,7 +15,7 @@ from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
 from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
 from mkernel.backends.accelerators.cuda.native import native as cuda
 from mkernel.backends.accelerators.cuda.software import software
-from mkernel.backends.accelerators.hopper import attention_tuning, moe_tuning, tuning
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.hopper.capabilities import (
     MOE,
     MOST_RANKS,
@@ -26,7 +26,9 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     ops,
     scale_modes,
 )
+from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.machine import FILE, machine
+from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
@@ -261,14 +263,14 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """Return the words of the ids of all ranks, of tables for the device, and of the number of
         rows of the outputs (kernels/moe/tables.cuh)."""
-        from mkernel.backends.accelerators.hopper.moe import sizes_of
+        from mkernel.backends.accelerators.hopper.moe.executors import sizes_of
 
         words: int = sizes_of(world, tokens, top_k, experts).table_words()
         return words
 
     def dispatched_rows(self, routing: torch.Tensor) -> int | None:
         """Return the number of rows of a dispatch of this process."""
-        from mkernel.backends.accelerators.hopper.moe import known_height
+        from mkernel.backends.accelerators.hopper.moe.executors import known_height
 
         return known_height(routing)
 

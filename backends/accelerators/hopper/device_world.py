@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.hopper.moe_reports import MoeReports
+from mkernel.backends.accelerators.hopper.moe.reports import MoeReports
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mkernel.backends.accelerators.hopper.all_reduce import SumExecutor
-from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
-from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
-from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
-from mkernel.backends.accelerators.hopper.attention_kernel import AttentionKernelExecutor
+from mkernel.backends.accelerators.hopper.attention.backward import AttentionBackwardExecutor
+from mkernel.backends.accelerators.hopper.attention.in_parts import AttentionExecutor
+from mkernel.backends.accelerators.hopper.attention.in_pieces import AttentionInPiecesExecutor
+from mkernel.backends.accelerators.hopper.attention.kernel import AttentionKernelExecutor
 from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.collectives.all_reduce import SumExecutor
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.few_rows import FewRowsExecutor
-from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
-from mkernel.backends.accelerators.hopper.gemm import AllGatherExecutor, ReduceExecutor
-from mkernel.backends.accelerators.hopper.library import LibraryExecutor
-from mkernel.backends.accelerators.hopper.moe import (
+from mkernel.backends.accelerators.hopper.gemm.few_rows import FewRowsExecutor
+from mkernel.backends.accelerators.hopper.gemm.fused import AllGatherExecutor, ReduceExecutor
+from mkernel.backends.accelerators.hopper.gemm.gather_parts import GatherPartsExecutor
+from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.gemm.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.hopper.moe.executors import (
     CombineExecutor,
     DispatchExecutor,
     GemmCombineExecutor,
 )
-from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     AttentionKernelSchedule,

@@ -17,13 +17,13 @@ Way = Literal["one_shot", "two_shot"]
 ScaledBy = Literal["library", "kernel"]
 AttentionLibrary = Literal["cudnn", "flash"]
 AttentionCore = Literal["mkernel"]
-"""The name of our own kernel (kernels/attention_core.hpp)."""
+"""The name of our own kernel (kernels/attention/core.hpp)."""
 
 FLAGS = 114_688
 """Flags of a workspace, one for each chunk of each rank; as in device/workspace.cuh."""
 MOST_NORMED_COLUMNS = 48 << 10
 """The most columns of rows that are normalised by the kernel which sums them; as in
-kernels/sum_rows.hpp."""
+kernels/collectives/sum_rows.hpp."""
 
 
 class GatherSchedule(Schedule):

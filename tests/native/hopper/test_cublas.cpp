@@ -7,8 +7,8 @@
 #include <string>
 
 #include "backends/accelerators/cuda/error.hpp"
-#include "backends/accelerators/hopper/host/cublas.hpp"
-#include "backends/accelerators/hopper/host/cublas_handle.hpp"
+#include "backends/accelerators/hopper/host/gemm/cublas.hpp"
+#include "backends/accelerators/hopper/host/gemm/cublas_handle.hpp"
 #include "tests/native/hopper/fake_cublas.hpp"
 #include "tests/native/nics/check.hpp"
 

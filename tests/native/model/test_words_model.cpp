@@ -178,7 +178,7 @@ class Mail : public model::Scenario {
 };
 
 // Calls of two exchanges by mail: owners add up what comes from all ranks and send sums to all (hopper's
-// kernels/mail_collectives.hpp). Nothing but two things orders one word with another: a grid begins when
+// kernels/collectives/mail.hpp). Nothing but two things orders one word with another: a grid begins when
 // the grid before it on its device has completed, and a sum is made of what has come; each is a fence here.
 // A reader clears words late, behind the sums that it sends. All ranks own something in odd calls, and
 // `owners` in even ones, where the others hear of each other through these. `epoch_each`: an exchange is an

@@ -1,5 +1,5 @@
 """The library path's native module for tests on the host: ranks are threads, and collectives
-stand-ins on host memory that do as kernels/collectives.hpp says."""
+stand-ins on host memory that do as kernels/collectives/collectives.hpp says."""
 
 from __future__ import annotations
 

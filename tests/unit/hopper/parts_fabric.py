@@ -1,5 +1,5 @@
-"""The native module for tests of parts on the host: copies, flags and sums as host/parts.hpp,
-kernels/sum_parts.hpp and device/call.cuh say; and torch's products of e4m3 operands as cuBLAS has
+"""The native module for tests of parts on the host: copies, flags and sums as host/gemm/parts.hpp,
+kernels/gemm/sum_parts.hpp and device/call.cuh say; and torch's products of e4m3 operands as cuBLAS has
 them."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Program:
 def started(
     program: Program, fabric: PartsFabric, order: Order, number: int, given: dict[str, torch.Tensor]
 ) -> None:
-    """One call as native code starts it (``host/bind_parts_starter.cpp``)."""
+    """One call as native code starts it (``host/gemm/bind_parts_starter.cpp``)."""
     how = program.how
     here = how["world"].of_call(number, 1.0)
     tensors, streams = dict(given), {"copies": MAIN}
@@ -227,7 +227,7 @@ def scaled_mm(
 def scale_results(
     unscaled: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """As kernels/scale_results.hpp says."""
+    """As kernels/gemm/scale_results.hpp says."""
     assert unscaled.dtype == torch.float32
     assert tuple(of_rows.shape) == (len(out), 1)
     assert tuple(of_columns.shape) == (1, out.shape[1])

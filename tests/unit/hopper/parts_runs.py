@@ -23,18 +23,18 @@ from parts_fabric import (
     scaled_mm,
 )
 
-from mkernel.backends.accelerators.hopper import (
-    device_world,
+from mkernel.backends.accelerators.hopper import device_world
+from mkernel.backends.accelerators.hopper.collectives import landing
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.gemm import (
     gather_parts,
-    landing,
     library,
     parts_exchange,
     parts_program,
     products,
     reduce_parts,
 )
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View

@@ -1,5 +1,5 @@
 """Ring attention's part on the host: ranks are threads, copies and kernels stand-ins on host memory
-that do as host/attention.hpp and kernels/attention_parts.hpp say."""
+that do as host/attention/transfers.hpp and kernels/attention/parts.hpp say."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ from gpu_plans import gpu_plan
 from hopper_calls import gpus
 from plan_walk import WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import (
-    attention,
-    attention_core,
-    attention_merge,
-    attention_ring,
-    attention_tuning,
-    capabilities,
-    device_world,
-    native,
-)
-from mkernel.backends.accelerators.hopper.attention import AttentionExecutor
-from mkernel.backends.accelerators.hopper.attention_library import Seen
+from mkernel.backends.accelerators.hopper import capabilities, device_world, native
+from mkernel.backends.accelerators.hopper.attention import core as attention_core
+from mkernel.backends.accelerators.hopper.attention import in_parts as attention
+from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
+from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.hopper.attention.in_parts import AttentionExecutor
+from mkernel.backends.accelerators.hopper.attention.library import Seen
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
@@ -305,7 +301,7 @@ CURRENT = Current()
 
 @contextmanager
 def on_stream(device: int, stream: int) -> Iterator[None]:
-    """Stands for that of :mod:`.attention_library`."""
+    """Stands for that of :mod:`.attention.library`."""
     CURRENT.stream = stream
     yield
     CURRENT.stream = MAIN

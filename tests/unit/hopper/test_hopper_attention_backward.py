@@ -33,15 +33,12 @@ from test_hopper_attention import (
     sizes_of,
 )
 
-from mkernel.backends.accelerators.hopper import (
-    attention_backward,
-    attention_library,
-    attention_ring,
-    capabilities,
-    device_world,
-)
-from mkernel.backends.accelerators.hopper.attention_backward import AttentionBackwardExecutor
-from mkernel.backends.accelerators.hopper.attention_library import Gradients, Results
+from mkernel.backends.accelerators.hopper import capabilities, device_world
+from mkernel.backends.accelerators.hopper.attention import backward as attention_backward
+from mkernel.backends.accelerators.hopper.attention import library as attention_library
+from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
+from mkernel.backends.accelerators.hopper.attention.backward import AttentionBackwardExecutor
+from mkernel.backends.accelerators.hopper.attention.library import Gradients, Results
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of

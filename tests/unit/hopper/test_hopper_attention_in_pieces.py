@@ -26,22 +26,20 @@ from test_hopper_attention import (
     sizes_of,
 )
 
-from mkernel.backends.accelerators.hopper import (
-    attention_in_pieces,
-    attention_merge,
-    attention_ring,
-    attention_tuning,
-    device_world,
-)
-from mkernel.backends.accelerators.hopper.attention_in_pieces import AttentionInPiecesExecutor
-from mkernel.backends.accelerators.hopper.attention_library import Seen
-from mkernel.backends.accelerators.hopper.attention_pieces import Pieces, cuts
+from mkernel.backends.accelerators.hopper import device_world
+from mkernel.backends.accelerators.hopper.attention import in_pieces as attention_in_pieces
+from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
+from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.hopper.attention.in_pieces import AttentionInPiecesExecutor
+from mkernel.backends.accelerators.hopper.attention.library import Seen
+from mkernel.backends.accelerators.hopper.attention.pieces import Pieces, cuts
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.gemm.tuning import FLAGS
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     AttentionSchedule,
 )
-from mkernel.backends.accelerators.hopper.tuning import FLAGS
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import AttentionShape, LaunchPlan

@@ -25,24 +25,22 @@ from test_hopper_attention import (
     sizes_of,
 )
 
-from mkernel.backends.accelerators.hopper import (
-    attention_core,
-    attention_kernel,
-    attention_ring,
-    attention_tuning,
-    device_world,
-)
-from mkernel.backends.accelerators.hopper.attention_kernel import AttentionKernelExecutor
-from mkernel.backends.accelerators.hopper.attention_ring import AttentionRing
+from mkernel.backends.accelerators.hopper import device_world
+from mkernel.backends.accelerators.hopper.attention import core as attention_core
+from mkernel.backends.accelerators.hopper.attention import kernel as attention_kernel
+from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.hopper.attention.kernel import AttentionKernelExecutor
+from mkernel.backends.accelerators.hopper.attention.ring import AttentionRing
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.gemm.tuning import FLAGS
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
     AttentionKernelSchedule,
     AttentionSchedule,
 )
-from mkernel.backends.accelerators.hopper.tuning import FLAGS
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError, Unsupported
@@ -84,8 +82,8 @@ class Ring(NamedTuple):
 
 
 class KernelFabric(Fabric):
-    """Also of the kernel, which does as kernels/ring_attention.hpp says. ``rings``: what each rank's
-    was given."""
+    """Also of the kernel, which does as kernels/attention/ring_attention.hpp says. ``rings``: what
+    each rank's was given."""
 
     Core, Ring, RingPart = Core, Ring, RingPart
     MAX_FLAGS, COUNTERS_OFFSET, COUNTERS_BYTES = FLAGS, 64, 8

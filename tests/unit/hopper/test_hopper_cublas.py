@@ -16,16 +16,17 @@ from test_hopper_parts import in_parts
 
 from mkernel.backends.accelerators.cuda import long_products
 from mkernel.backends.accelerators.cuda.long_products import Matrix
-from mkernel.backends.accelerators.hopper import cublas, device_world, library
-from mkernel.backends.accelerators.hopper.cublas import (
+from mkernel.backends.accelerators.hopper import device_world
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
+from mkernel.backends.accelerators.hopper.gemm import cublas, library
+from mkernel.backends.accelerators.hopper.gemm.cublas import (
     ROOM_BYTES,
     WORKSPACE_BYTES,
     product_of,
     switches,
 )
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory

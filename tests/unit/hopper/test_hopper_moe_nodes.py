@@ -11,11 +11,14 @@ import torch
 from plan_walk import WalkedWorld, decorations
 from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
-from mkernel.backends.accelerators.hopper import moe, moe_nodes, moe_tuning, native
+from mkernel.backends.accelerators.hopper import native
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import MOE
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.hopper.moe import executors as moe
+from mkernel.backends.accelerators.hopper.moe import nodes as moe_nodes
+from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.errors import Unsupported
 from mkernel.plan.missing import of_op

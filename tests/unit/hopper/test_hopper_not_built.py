@@ -36,7 +36,7 @@ from mkernel.backends.accelerators import cuda
 from mkernel.backends.accelerators import hopper, streams
 
 for package in (cuda, hopper, streams):
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if module.name.rpartition(".")[2] not in ("_hopper", "_cuda"):
             importlib.import_module(module.name)
 for arguments in json.loads(sys.argv[1]):

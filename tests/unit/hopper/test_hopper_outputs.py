@@ -13,11 +13,12 @@ import torch
 from library_fabric import Fabric, workspace_of
 from test_hopper_library import fabric, planned, run
 
-from mkernel.backends.accelerators.hopper import device_session, landing
+from mkernel.backends.accelerators.hopper import device_session
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.collectives import landing
 from mkernel.backends.accelerators.hopper.device_session import DeviceSession
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory

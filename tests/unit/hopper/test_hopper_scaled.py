@@ -14,13 +14,15 @@ from gpu_plans import gpu_plan
 from parts_fabric import BESIDE, MAIN, Order, PartsFabric
 from parts_runs import case, fabrics, run
 
-from mkernel.backends.accelerators.hopper import capabilities, mail, products
+from mkernel.backends.accelerators.hopper import capabilities
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.collectives import mail
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.gather_parts import GatherPartsExecutor
-from mkernel.backends.accelerators.hopper.library import LibraryExecutor
-from mkernel.backends.accelerators.hopper.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.hopper.gemm import products
+from mkernel.backends.accelerators.hopper.gemm.gather_parts import GatherPartsExecutor
+from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.hopper.gemm.reduce_parts import ReducePartsExecutor
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherPartsSchedule,
     LibrarySchedule,
@@ -111,7 +113,7 @@ def test_a_kernel_scales_products(fabric: Any, op: str, mode: str, chunks: int) 
 def started(
     told: Mapping[str, Any], fabric: PartsFabric, given: Mapping[str, torch.Tensor]
 ) -> None:
-    """A call as native code starts it (``host/bind_library_starter.cpp``), told so."""
+    """A call as native code starts it (``host/gemm/bind_library_starter.cpp``), told so."""
 
     def made(allocation: Any) -> torch.Tensor:
         shape, strides, dtype = allocation[1]

@@ -8,9 +8,10 @@ import pytest
 from gpu_plans import gpu_plan
 from hopper_calls import last_rank
 
-from mkernel.backends.accelerators.hopper import gemm, scaled_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.gemm import fused as gemm
+from mkernel.backends.accelerators.hopper.gemm import scaled_tuning
 from mkernel.backends.accelerators.hopper.machine import HopperMachine, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,

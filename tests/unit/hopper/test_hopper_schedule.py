@@ -11,25 +11,21 @@ import torch
 from hopper_calls import CONTEXT, WORKSPACES, gpus, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import (
-    all_reduce,
-    dispatch,
+from mkernel.backends.accelerators.hopper import dispatch, machine, native
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import OPS
+from mkernel.backends.accelerators.hopper.collectives import all_reduce, mail, norm
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.gemm import (
     few_rows,
     gather_parts,
-    gemm,
     library,
-    machine,
-    mail,
-    native,
-    norm,
     parts_exchange,
     products,
     reduce_parts,
     tuning,
 )
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.gemm import fused as gemm
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
     LibrarySchedule,

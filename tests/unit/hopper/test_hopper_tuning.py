@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import mail, tuning
 from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
+from mkernel.backends.accelerators.hopper.collectives import mail
+from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
 from mkernel.plan import few_rows

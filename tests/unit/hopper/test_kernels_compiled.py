@@ -16,16 +16,16 @@ import ptxas_words
 ROOT = Path(__file__).parents[3]
 BUILT = ROOT / "build/native/backends/accelerators/hopper/CMakeFiles/mkernel_hopper_kernels.dir"
 SPILLED_BYTES = {
-    "all_gather_gemm_bf16": 0,
-    "gemm_reduce_bf16": 8,
+    "gemm/all_gather_gemm_bf16": 0,
+    "gemm/gemm_reduce_bf16": 8,
     "moe/grouped_bf16": 8,
     "moe/push_wanted": 0,
-    "few_rows_bf16": 48,
-    "few_rows_e4m3_bf16": 48,
-    "all_gather_gemm_e4m3_bf16": 0,
-    "gemm_reduce_e4m3_bf16": 32,
-    "attention_core": 0,
-    "ring_attention": 20,
+    "gemm/few_rows_bf16": 48,
+    "gemm/few_rows_e4m3_bf16": 48,
+    "gemm/all_gather_gemm_e4m3_bf16": 0,
+    "gemm/gemm_reduce_e4m3_bf16": 32,
+    "attention/core": 0,
+    "attention/ring_attention": 20,
 }
 """At most. Of few rows the one kernel that spills is that of 256; sums of e4m3 products spill once a
 tile, where they are scaled; of ring attention the thread that loads does, not those that multiply."""

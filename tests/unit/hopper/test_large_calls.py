@@ -12,8 +12,9 @@ import pytest
 from gpu_plans import gpu_plan
 from plan_walk import WalkedWorld
 
-from mkernel.backends.accelerators.hopper import attention_tuning, tuning
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import FLAGS, ReduceSchedule
 from mkernel.errors import Unsupported

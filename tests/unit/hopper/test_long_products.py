@@ -20,7 +20,7 @@ from mkernel.backends.accelerators.cuda.long_products import (
     proven,
     untried_mm,
 )
-from mkernel.backends.accelerators.hopper import library as library_path
+from mkernel.backends.accelerators.hopper.gemm import library as library_path
 from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 K = 5 * STEP + 40

@@ -46,8 +46,8 @@ static_assert(kLandedOffset + kFlags * sizeof(transport::SetWord) <= kBriefOffse
 inline constexpr int kEpochCopies = 16;
 inline constexpr int kRowShares = 8;
 
-// The blocks that have summed their tiles of some rows (kernels/few_rows/norm.cuh); on a cache line of its
-// own, since many blocks poll it.
+// The blocks that have summed their tiles of some rows (kernels/gemm/few_rows/norm.cuh); on a cache line of
+// its own, since many blocks poll it.
 struct alignas(128) RowShare {
     unsigned long long arrived;
 };
@@ -55,7 +55,7 @@ struct alignas(128) RowShare {
 // Local to a rank, except `finished`, `started` and `landings`, whose entry [r] is written by rank r.
 struct Control {
     transport::CallState state;  // its epoch is set before any peer maps the workspace, as `epochs`
-    // Counters of attention's kernels (attention_core.hpp), of which two may run at a time.
+    // Counters of attention's kernels (attention/core.hpp), of which two may run at a time.
     std::uint32_t counters[2][2];
     std::uint32_t pushed;  // blocks of a call's push of tokens that are done; back to 0 at its end
     std::uint32_t reserved[23];

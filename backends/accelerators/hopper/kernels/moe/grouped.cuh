@@ -60,7 +60,7 @@ template <class Element>
 cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
                            cudaStream_t stream);
 
-// Loads all variants to the current device (host/moe.hpp: load).
+// Loads all variants to the current device (host/moe/ops.hpp: load).
 template <class Element>
 void load_grouped();
 

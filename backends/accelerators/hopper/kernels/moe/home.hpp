@@ -9,7 +9,7 @@
 //        of slots ──▶ the workspace of its rank, [W, tokens, width] there; then flag W + r
 //   those of all ranks ──sum_ranks──▶ out: of each token in the order of ranks
 //   Between nodes, by rank alone: sums for a rank of another node go to its place in the outbox, [W, tokens,
-//        width] of the area for NICs, and from there by puts (host/far_slots.hpp)
+//        width] of the area for NICs, and from there by puts (host/moe/far_slots.hpp)
 // Sums are float32 and rounded once. After a refused routing nothing travels, and out is NaN.
 #pragma once
 
@@ -46,7 +46,7 @@ void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 void sum_ranks(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream);
 
-// Loads the kernels of sums by rank to the current device (host/moe.hpp: load).
+// Loads the kernels of sums by rank to the current device (host/moe/ops.hpp: load).
 void load_home();
 
 }  // namespace mkernel::hopper::moe

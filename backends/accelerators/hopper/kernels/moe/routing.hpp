@@ -2,7 +2,7 @@
 //
 // Data flow of one call on rank r, one cluster of blocks, each warp of which has a run of one rank's places:
 //   topk_ids (own) ──▶ every rank's workspace, then flag W + r there is set to the epoch; of ranks of other
-//        nodes both are host/far_slots.hpp's
+//        nodes both are host/moe/far_slots.hpp's
 //   ids of all ranks ──▶ words of the handle; how many places of each run each expert of r has
 //   those counts ──sums over runs, then over experts──▶ the first row of each run and expert
 //   ids ──▶ row of each place, place of each row: stable by source, token, slot
@@ -41,7 +41,7 @@ std::uint64_t scratch_bytes(int experts);
 // Queues the routing on the current device's `stream`; may be captured. CudaError.
 void route(const RoutingArgs& args, cudaStream_t stream);
 
-// Loads the kernel to the current device (host/moe.hpp: load).
+// Loads the kernel to the current device (host/moe/ops.hpp: load).
 void load_routing();
 
 }  // namespace mkernel::hopper::moe

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/collectives/ordered_sum.cuh"
 #include "backends/accelerators/hopper/kernels/moe/tables.cuh"
-#include "backends/accelerators/hopper/kernels/ordered_sum.cuh"
 
 namespace mkernel::hopper::moe {
 

@@ -1,0 +1,101 @@
+"""Ring attention on one rank by one kernel (kernels/attention/ring_attention.hpp), within a node.
+
+Data flow:
+  k, v (own) ──copy engines, a second stream──▶ slots of the peers, chunk by chunk, a flag behind each
+  q, own k, v, and those in the slots as flags come ──one kernel──▶ out, lse; it ends the call
+
+Each query sees the own keys first, then those of the rank before this one, of the one before that,
+and so on (:mod:`.attention.ring`); nothing is rounded between them. Heads have a width of 128, and
+a rank's pieces of the sequence multiples of 128 positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.attention.core import core, counters_of
+from mkernel.backends.accelerators.hopper.attention.ring import AttentionRing, Queries, ring_keys
+from mkernel.backends.accelerators.hopper.attention.tuning import kernel_takes
+from mkernel.backends.accelerators.hopper.device_world import (
+    DispatchContext,
+    call_id,
+    device_world,
+    one_node,
+)
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class AttentionKernelExecutor:
+    """The executor of one plan's ring attention calls in a world, into ``out`` and ``lse``."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
+        how = _checked(call.plan)
+        self._context, self._how = context, how
+        self._ring = AttentionRing(call, context, how.chunk_rows)
+        self._world = device_world(call, context)
+        # Copies within a device need room on its multiprocessors, and the kernel leaves none.
+        self._copies_first = native().shares_device(context.device, self._world)
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """Return the symmetric memory that ring attention needs. Unsupported."""
+        world = one_node(plan)
+        _checked(plan)
+        return Workspace((ring_keys(plan).workspace_bytes(world),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one call; ``stream`` is torch's current one."""
+        world = self._world.of_call(call_id(call), call.timeout_s)
+        exchanges = call.view != "compute_only"
+        beside = call.view == "pipelined" and not self._copies_first
+        if exchanges and not beside:
+            self._ring.push(call, world, stream)
+        with self._ring.sending(call, world, stream) if beside else nullcontext():
+            self._attend(call, world, exchanges, stream)
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
+        """Return None: calls are started from Python."""
+        return None
+
+    def _attend(self, call: Call, world: _hopper.DeviceWorld, exchanges: bool, stream: int) -> None:
+        """Queue the kernel."""
+        made, sources = native(), self._ring.sources
+        q, scale, _ = Queries.of(call)
+        k, v = (aligned(call.tensors[name]) for name in "kv")
+        out = call.tensors["out"]
+        written, counters = writable(out), counters_of(call.workspace)
+        slots = sources[0].k  # the others follow in their order (host/attention/transfers.hpp)
+        ring = made.Ring(
+            core(q, k, v, written, call.tensors["lse"], self._ring.causal, scale, counters),
+            [made.RingPart(each.rank, each.first, each.k.shape[2]) for each in sources],
+            (slots.data_ptr(), slots.stride()[:3]),
+            self._ring.keys.bytes // slots.element_size(),
+            self._how.chunk_rows,
+            self._how.blocks,
+            exchanges,
+        )
+        made.attend_ring(self._context.device, world, ring, stream)
+        deliver(written, out)
+
+
+def _checked(plan: LaunchPlan) -> AttentionKernelSchedule:
+    """Return the schedule. ArgumentError for one that a call would not follow."""
+    how = plan.part(AttentionKernelSchedule)
+    if not kernel_takes(plan):
+        raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.ring_attention'")
+    return how

@@ -1,0 +1,1 @@
+"""AllReduce, and what ops share of it: Lamport exchanges, norms, written outputs."""

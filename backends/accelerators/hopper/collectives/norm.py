@@ -1,0 +1,99 @@
+"""Sums of rows by Lamport exchanges, and the norm of summed rows, in the kernel that sums them or
+in one that follows.
+
+sum_by_mail  terms ──▶ the mail of every peer ──▶ sums ──▶ out, or their norm
+             (``kernels/collectives/sum_rows.hpp``)
+normalise    out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import call_id
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.plan.model import GemmShape, LaunchPlan, NormStep, SumShape
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class RowNorm(NamedTuple):
+    """The tensors that a norm reads and writes, at addresses that kernels can use: the call's own,
+    or copies."""
+
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    new: torch.Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, call: Call) -> RowNorm | None:
+        """Return the norm of a call; None if the launch does not normalise."""
+        norm: NormStep | None = call.plan.norm
+        if norm is None or norm.step != "launch":
+            return None
+        given = call.tensors
+        residual = aligned(given["residual"]) if norm.residual else None
+        return cls(
+            aligned(given["norm_weight"]), residual, writable(given["residual_out"]), norm.eps
+        )
+
+    def addresses(self) -> _hopper.RowNorm:
+        """Return the addresses as native code takes them."""
+        made: _hopper.RowNorm = native().RowNorm(
+            weight=self.weight.data_ptr(),
+            residual=0 if self.residual is None else self.residual.data_ptr(),
+            residual_out=self.new.data_ptr(),
+            eps=self.eps,
+        )
+        return made
+
+    def deliver(self, call: Call) -> None:
+        """Fill the caller's new residual, if kernels write to another tensor."""
+        deliver(self.new, call.tensors["residual_out"])
+
+
+def rows_of(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSums:
+    """Return the rows that a plan sums, as the kernel takes them."""
+    shape = plan.shape
+    assert isinstance(shape, GemmShape | SumShape)
+    made: _hopper.RowsOfSums = native().RowsOfSums(
+        rows=shape.m,
+        columns=shape.n,
+        half=plan.out_dtype == "float16",
+        blocks=blocks,
+        **addresses,
+    )
+    return made
+
+
+def sum_by_mail(
+    call: Call, world: _hopper.DeviceWorld, terms: torch.Tensor, blocks: int, stream: int
+) -> None:
+    """Queue the sums of all ranks' ``terms`` into ``out``, normalised if the launch does that.
+    ``terms``: packed rows, at an address that kernels can use."""
+    norm, out = RowNorm.of(call), writable(call.tensors["out"])
+    given = {} if norm is None else {"norm": norm.addresses()}
+    sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
+    native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
+    deliver(out, call.tensors["out"])
+    if norm is not None:
+        norm.deliver(call)
+
+
+def normalise(call: Call, stream: int) -> None:
+    """Queue the norm of ``out``, if the launch has one, after the kernels that sum it."""
+    norm = RowNorm.of(call)
+    if norm is None:
+        return
+    out = writable(call.tensors["out"])
+    source = aligned(call.tensors["out"]).data_ptr()
+    rows = rows_of(call.plan, 0, source=source, out=out.data_ptr(), norm=norm.addresses())
+    native().norm_rows(rows, stream)
+    deliver(out, call.tensors["out"])
+    norm.deliver(call)

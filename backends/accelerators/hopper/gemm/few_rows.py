@@ -1,0 +1,187 @@
+"""GEMM+AllReduce and GEMM+ReduceScatter of few rows on one rank: one kernel
+(``kernels/gemm/few_rows.cuh``).
+
+Data flow of the views:
+  pipelined     the kernel; the schedule puts the norm of the rows in it, or in one that follows
+  sequential    the kernel in a world of one rank, then a collective of its product
+  compute_only  the kernel in a world of one rank, into a product that nobody reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.collectives.norm import RowNorm, normalise
+from mkernel.backends.accelerators.hopper.device_world import (
+    NO_DATA,
+    DispatchContext,
+    call_id,
+    collective_blocks,
+    device_world,
+    one_node,
+)
+from mkernel.backends.accelerators.hopper.gemm.fused import Operands, pitches, scaling
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan.few_rows import COLUMNS
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+
+class FewRowsExecutor:
+    """The executor of one plan's GEMM+AllReduce or GEMM+ReduceScatter calls of few rows in a world,
+    into ``out``."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
+        plan, made = call.plan, native()
+        self._context, self._plan = context, plan
+        self._normalises = plan.part(FewRowsSchedule).normalises
+        self._world = device_world(call, context)
+        product, schedule = _product(plan), _schedule(plan)
+        self._calls = made.FewRowsCalls(context.device, self._world, product, schedule)
+        alone = made.DeviceWorld(
+            [call.workspace], 0, context.control, call.timeout_s, call_id(call)
+        )
+        self._alone = made.FewRowsCalls(context.device, alone, product, schedule)
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """Return the symmetric memory that a plan needs, in any view. Unsupported."""
+        world, shape = one_node(plan), plan.gemm
+        if world == 1:
+            return Workspace((NO_DATA,))
+        made = native()
+        try:
+            made.check_few_rows(world, shape.n, _schedule(plan))
+        except ValueError as error:  # too many bytes to exchange
+            raise Unsupported(f"{plan.op} of [{shape.m}, {shape.n}]: {error}") from None
+        return Workspace((made.DATA_OFFSET + _staging(plan),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one call on a stream."""
+        operands = Operands.of(call)
+        pipelined = call.plan.world_size == 1 or call.view == "pipelined"
+        norm = RowNorm.of(call) if pipelined and self._normalises else None
+        if pipelined:
+            self._start(self._calls, call, operands, stream, norm)
+        else:
+            self._product_then_sums(call, operands, stream)
+        operands.deliver(call)
+        if norm is None:
+            normalise(call, stream)
+        else:
+            norm.deliver(call)
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object:
+        """Return a starter of calls; each rank writes its own ``out``, wherever that lies."""
+        context = self._context
+        return native().few_rows_starter(
+            context.device,
+            context.order,
+            context.control_block,
+            self._calls,
+            **pitches(self._plan, strides),
+        )
+
+    def _product_then_sums(self, call: Call, operands: Operands, stream: int) -> None:
+        made, plan, shape = native(), self._plan, self._plan.gemm
+        partial = operands.out.new_empty((shape.m, shape.n))
+        alone = operands._replace(out=partial, bias=None)
+        self._start(self._alone, call, alone, stream)
+        if call.view == "compute_only":
+            return
+        together, element = self._together(call), getattr(made.Element, plan.out_dtype)
+        source, out, elements = partial.data_ptr(), operands.out.data_ptr(), partial.numel()
+        row = {"bias": operands.bias_address, "columns": shape.n}
+        if plan.op == "gemm_reduce_scatter":
+            part = elements // plan.world_size
+            made.reduce_scatter(together, element, source, part, out, stream, **row)
+        else:
+            way = made.Way.one_shot
+            made.all_reduce(together, element, source, elements, [out], way, stream, **row)
+
+    @staticmethod
+    def _start(
+        calls: _hopper.FewRowsCalls,
+        call: Call,
+        operands: Operands,
+        stream: int,
+        norm: RowNorm | None = None,
+    ) -> None:
+        more = {} if norm is None else {"norm": norm.addresses()}
+        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, **more)
+
+    def _together(self, call: Call) -> _hopper.Collective:
+        """Return the collective of the sequential view."""
+        context = self._context
+        world = self._world.of_call(call_id(call), call.timeout_s)
+        made: _hopper.Collective = native().Collective(
+            world, _staging(self._plan), blocks=collective_blocks(context)
+        )
+        return made
+
+
+def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
+    """Return the native schedule. ArgumentError for a schedule that a call would not follow."""
+    how = plan.part(FewRowsSchedule)
+    if how.product not in (plan.out_dtype, "float32"):
+        raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
+    if how.splits > how.blocks:
+        raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
+    at_once = _tiles(plan) * how.splits <= how.blocks
+    if how.normalises and not (plan.norm is not None and plan.world_size > 1 and at_once):
+        raise ArgumentError(
+            "plan.schedule.normalises",
+            True,
+            "False without a norm, or where not all tiles run at once",
+        )
+    exchanges = native().FewRowsExchange
+    made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
+        m=plan.gemm.m,
+        splits=how.splits,
+        unrounded=how.product == "float32",
+        exchange=getattr(exchanges, plan.op),
+    )
+    return made
+
+
+def _tiles(plan: LaunchPlan) -> int:
+    return -(-plan.gemm.n // COLUMNS)
+
+
+def _product(plan: LaunchPlan) -> _hopper.Product:
+    """Return the plan's product, without tensors yet. The kernel ignores tiling and band."""
+    made = native()
+    product: _hopper.Product = made.Product(
+        n=plan.gemm.n,
+        k=plan.gemm.k,
+        half=plan.out_dtype == "float16",
+        n_major=plan.b_layout == "row",
+        tiling=made.Tiling.narrow,
+        band=1,
+        blocks=plan.part(FewRowsSchedule).blocks,
+        scaling=scaling(plan),
+    )
+    return product
+
+
+def _staging(plan: LaunchPlan) -> int:
+    """Return the bytes that the collective of the sequential view needs."""
+    made, world, shape = native(), plan.world_size, plan.gemm
+    element, elements = getattr(made.Element, plan.out_dtype), shape.m * shape.n
+    needed: int
+    if plan.op == "gemm_reduce_scatter":
+        needed = made.reduce_scatter_staging(world, element, elements // world)
+    else:
+        needed = made.all_reduce_staging(world, element, elements, made.Way.one_shot, False)
+    return needed

@@ -1,0 +1,185 @@
+"""AllGather+GEMM by a library's products on each rank's rows as they arrive.
+
+Data flow:
+  a (own), its scales ──copy engines, a second stream──▶ their place in every peer's workspace
+  own rows ──product──▶ their rows of out ─────────────────────┐
+  wait for a peer's flag, its rows ──product──▶ its rows of out┤
+  all read: a kernel ends the call ────────────────────────────┘
+A bias is added in float32, before ``out`` is rounded: inside products of 16-bit operands, or to
+products in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import DispatchContext
+from mkernel.backends.accelerators.hopper.gemm.library import scales_of_a_rank
+from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
+    Exchanges,
+    PartsExchange,
+    checked,
+    parts_of,
+    rounded_up,
+    share,
+)
+from mkernel.backends.accelerators.hopper.gemm.parts_program import RecordedCall
+from mkernel.backends.accelerators.hopper.gemm.products import Multiply, multiply_of
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned
+from mkernel.backends.accelerators.hopper.schedule import GatherPartsSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+
+
+class GatherPartsExecutor:
+    """The executor of one plan's AllGather+GEMM calls in a world, into ``out`` and, if they are
+    given, ``gathered`` and ``gathered_scale``."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
+        plan = call.plan
+        self._plan, self._rank = plan, call.rank
+        self._exchange = PartsExchange(call, context)
+        self._how, self._context = checked(plan, GatherPartsSchedule), context
+        self._product = getattr(torch, self._how.product)
+        self._row_bytes = plan.gemm.k * DTYPE_BYTES[plan.dtype]
+        self._scales_at = rounded_up(plan.gemm.m * self._row_bytes)
+        dtype = getattr(torch, plan.dtype)
+        self._rows = self._exchange.lying(0, (plan.gemm.m, plan.gemm.k), dtype)
+        height, width = scales_of_a_rank(plan)
+        self._scales = None
+        if height:
+            places = (plan.world_size * height, width)
+            self._scales = self._exchange.lying(self._scales_at, places, torch.float32)
+        self._height = height
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """Return the symmetric memory that a plan needs. Unsupported."""
+        checked(plan, GatherPartsSchedule)
+        rows = rounded_up(plan.gemm.m * plan.gemm.k * DTYPE_BYTES[plan.dtype])
+        height, width = scales_of_a_rank(plan)
+        scales = plan.world_size * height * width * DTYPE_BYTES["float32"]
+        return Workspace((native().DATA_OFFSET + rows + rounded_up(scales),))
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one call; ``stream`` is torch's current one."""
+        a, scale, out = aligned(call.tensors["a"]), call.tensors.get("a_scale"), call.tensors["out"]
+        into, bias = out, call.tensors["bias"] if self._plan.bias == "launch" else None
+        if self._product != out.dtype:
+            into, bias = torch.empty(out.shape, dtype=self._product, device=out.device), None
+        multiply = multiply_of(call, self._how, self._context, bias)
+        if call.view == "compute_only":
+            self._multiply_own(multiply, a, scale, into)
+            for source in self._exchange.peers:
+                for first, last, _ in parts_of(self._plan, source):
+                    self._multiply_theirs(multiply, source, first, last, into)
+            self._deliver(call, into)
+            return
+        with self._exchange.of_call(call, stream) as running:
+            self._run(running, multiply, a, scale, into, waits_first=call.view == "sequential")
+            self._deliver(call, into)
+            self._keep(call, a, scale)
+            running.end()
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
+        """Return a starter of calls of 16-bit operands, without ``gathered``, whose products fill
+        ``out``."""
+        plan, shape, dtype = self._plan, self._plan.gemm, self._product
+        if plan.scales is not None or self._how.product != plan.out_dtype:
+            return None
+        told = RecordedCall(plan, self._context, self._exchange.world, strides)
+        a = told.tensor("a", (shape.m // plan.world_size, shape.k), dtype)
+        self._run(told, told.multiply, a, None, told.tensor("out", (shape.m, shape.n), dtype))
+        told.end()
+        return told.starter()
+
+    def _run(
+        self,
+        running: Exchanges,
+        multiply: Multiply,
+        a: torch.Tensor,
+        scale: torch.Tensor | None,
+        out: torch.Tensor,
+        *,
+        waits_first: bool = False,
+    ) -> None:
+        """Queue everything that comes before the end. ``waits_first``: products begin when all rows
+        have arrived."""
+        self._send(running, a, scale)
+        theirs = [
+            (source, first, last, self._exchange.flag(source, number))
+            for source in self._exchange.peers
+            for first, last, number in parts_of(self._plan, source)
+        ]
+        if waits_first:
+            for source, _, _, flag in theirs:
+                running.wait(source, flag)
+        self._multiply_own(multiply, a, scale, out)
+        for source, first, last, flag in theirs:
+            if not waits_first:
+                running.wait(source, flag)
+            self._multiply_theirs(multiply, source, first, last, out)
+
+    def _send(self, running: Exchanges, a: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Send own rows to every peer, the rank before this one first; their scales go ahead of
+        them."""
+        exchange, start = (
+            self._exchange,
+            share(self._plan.gemm.m, self._plan.world_size, self._rank)[0],
+        )
+        running.fork()
+        for peer in reversed(exchange.peers):
+            if scale is not None:
+                own = self._rank * scale.nbytes
+                running.send(peer, scale, exchange.address(peer, self._scales_at + own))
+            for first, last, number in parts_of(self._plan, self._rank):
+                to = exchange.address(peer, first * self._row_bytes)
+                flag = exchange.flag(self._rank, number)
+                running.send(peer, a[first - start : last - start], to, flag)
+
+    def _multiply_own(
+        self, multiply: Multiply, a: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        first, last = share(self._plan.gemm.m, self._plan.world_size, self._rank)
+        multiply(a, scale, out[first:last])
+
+    def _multiply_theirs(
+        self, multiply: Multiply, source: int, first: int, last: int, out: torch.Tensor
+    ) -> None:
+        scale = self._scales
+        if scale is not None:
+            single = self._height < len(self._rows) // self._plan.world_size
+            scale = scale[source : source + 1] if single else scale[first:last]
+        multiply(self._rows[first:last], scale, out[first:last])
+
+    def _deliver(self, call: Call, into: torch.Tensor) -> None:
+        """Fill the call's ``out``, if products have a wider dtype."""
+        out = call.tensors["out"]
+        if into is out:
+            return
+        if self._plan.bias == "launch":
+            torch.add(into, call.tensors["bias"], out=out)
+        else:
+            out.copy_(into)
+
+    def _keep(self, call: Call, a: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Copy the gathered rows and scales to the call's tensors, if it has any."""
+        for name, mine, landed in (
+            ("gathered", a, self._rows),
+            ("gathered_scale", scale, self._scales),
+        ):
+            whole = call.tensors.get(name)
+            if whole is None or mine is None or landed is None:
+                continue
+            before, after = self._rank * len(mine), (self._rank + 1) * len(mine)
+            whole[before:after].copy_(mine)
+            whole[:before].copy_(landed[:before])
+            whole[after:].copy_(landed[after:])

@@ -1,0 +1,464 @@
+"""The schedule of the GEMM ops: tile sizes, chunks, who pushes them, bands, exchanges.
+
+Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which
+states where each was measured; they change times, never results.
+
+Copy engines or blocks of the kernel push rows. A copy engine costs no multiprocessor, but each copy
+takes microseconds to start, and a rank starts W - 1 of them; blocks start at once and publish small
+chunks. What is predicted to end sooner is taken. Copies within one device need room on its
+multiprocessors, of which the kernel leaves none: where ranks share a device, they come before the
+kernel. Tiles are those by which the whole call is predicted to end first, because the last rows wait
+for a tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mkernel.backends.accelerators.hopper.collectives import mail
+from mkernel.backends.accelerators.hopper.gemm import library_tuning, scaled_tuning
+from mkernel.backends.accelerators.hopper.machine import Spread, machine
+from mkernel.backends.accelerators.hopper.schedule import (
+    FLAGS,
+    MOST_NORMED_COLUMNS,
+    FewRowsSchedule,
+    GatherSchedule,
+    LibrarySchedule,
+    ReduceSchedule,
+    SumSchedule,
+    SumWay,
+    TilingName,
+)
+from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
+from mkernel.plan import paths
+from mkernel.plan.few_rows import cut
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
+from mkernel.plan.pipeline import Exchange
+from mkernel.plan.predict import payloads
+from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
+from mkernel.plan.standard import by_rows
+from mkernel.topology.cost import (
+    FewRowsConstants,
+    MachineConstants,
+    fastest,
+    gemm_tile_us,
+    products,
+)
+
+COPIED_CHUNKS = 16
+"""The most chunks that copy engines move, which is the number of copies of the epoch that exist for
+them."""
+
+ELEMENT_BYTES = 2
+
+_MACHINE = machine()
+TILE_ROWS = _MACHINE.tilings.block_rows
+CLUSTER_TILES = {**_MACHINE.tilings.clusters, "deep": _MACHINE.tilings.clusters["wide"]}
+"""The rows and columns that a cluster computes at a time. Deep tiles, of plans of earlier versions,
+are wide ones; the first of equal ones is planned."""
+BAND = _MACHINE.tilings.band
+PUSH_BLOCKS = _MACHINE.pushing.blocks
+PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
+"""Threads that push; each has its own chunk in transit."""
+PUSHED_ROWS = _MACHINE.pushing.most_rows
+PUSHED_BYTES = _MACHINE.pushing.least_bytes
+SLICES = _MACHINE.slicing.slices
+SPREADS: dict[str, tuple[Spread, ...]] = {
+    "gemm_reduce_scatter": _MACHINE.spreads.gemm_reduce_scatter,
+    "gemm_all_reduce": _MACHINE.spreads.gemm_all_reduce,
+}
+
+
+def schedule(request: ScheduleRequest) -> Scheduled:
+    """Schedule a plan of a GEMM op or of AllReduce."""
+    return _with_norm(request, _scheduled(request))
+
+
+def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
+    """Add the time of a norm of summed rows, either in the kernel that sums them or in one that
+    follows."""
+    plan, times, made = request.plan, found.prediction, found.schedule
+    if plan.norm is None or times is None:
+        return found
+    mailed = isinstance(made, SumSchedule) and made.way == "mail"
+    inside = mailed or (isinstance(made, FewRowsSchedule | LibrarySchedule) and made.normalises)
+    more = _MACHINE.norms.inside_us if inside else _MACHINE.norms.behind_us
+    names = ["compute_us", "sequential_us", "pipelined_us"]
+    names += [f"{plan.path}_us"] if times.fused_us is not None else []
+    later = {name: getattr(times, name) + more for name in names}
+    return found._replace(prediction=times.model_copy(update=later))
+
+
+def _scheduled(request: ScheduleRequest) -> Scheduled:
+    plan = request.plan
+    if plan.scales is not None and plan.path == "library":
+        return scaled_tuning.schedule(request)
+    found, world = by_rows(request, chunks=1), plan.world_size
+    processors = found.pipeline.compute_blocks
+    made: Schedule
+    if isinstance(plan.shape, SumShape):
+        made = sums(
+            plan.shape,
+            world,
+            plan.norm is not None,
+            processors,
+            _MACHINE.on_links_of(plan).constants,
+        )
+        return found._replace(schedule=made)
+    shape = plan.gemm
+    if plan.scales is not None:
+        return _of_scaled(request, found)
+    if plan.path == "library":
+        return library_tuning.schedule(request, found)
+    if plan.nodes == 1 and (
+        few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
+    ):
+        normed = plan.norm is not None and world > 1
+        made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
+    elif plan.op != "all_gather_gemm":
+        made = reduce(
+            plan.op, shape.m, shape.n, shape.k, world, processors,
+            plan.nodes, found.pipeline.exchange,
+            _tiling_of_call(request, processors) if plan.nodes == 1 else None,
+        )  # fmt: skip
+    else:
+        rows = shape.m // world
+        chunk = found.pipeline.rows_per_chunk or rows
+        if plan.nodes == 1:
+            tiles = _tiling_of_call(request, processors)
+            made = gather(
+                rows,
+                shape.n,
+                shape.k,
+                world,
+                chunk,
+                processors,
+                tiles,
+                _MACHINE.on_links_of(plan).copies,
+            )
+        else:
+            made = gather_between_nodes(
+                rows, shape.n, shape.k, world, chunk, processors,
+                plan.ranks_per_node, found.pipeline.exchange,
+            )  # fmt: skip
+    return found._replace(schedule=made)
+
+
+def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
+    """Schedule the fused path of e4m3 operands. Its kernels load and multiply as many bytes per
+    unit of time as those of 16-bit operands, so their times are those of half as long a K."""
+    plan, cores, constants = request.plan, found.pipeline.compute_blocks, request.constants
+    shape, world = plan.gemm, plan.world_size
+    assert plan.scales is not None
+    few = paths.few_scaled_rows(plan.op, shape, plan.out_dtype, world, plan.scales, constants)
+    if few is not None:
+        assert constants is not None
+        return found._replace(
+            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few),
+            prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
+        )
+    k = _up(shape.k, ELEMENT_BYTES)
+    tiles = _tiling_of_scaled_call(request, cores) if plan.scales.use_fast_accum else "promoted"
+    made: GatherSchedule | ReduceSchedule
+    if plan.op == "all_gather_gemm":
+        rows = shape.m // world
+        chunk = found.pipeline.rows_per_chunk or rows
+        made = gather(
+            rows, shape.n, k, world, chunk, cores, tiles, _MACHINE.on_links_of(plan).copies
+        )
+    else:
+        made = reduce(plan.op, shape.m, shape.n, k, world, cores, tiles=tiles)
+    times = None if constants is None else scaled_tuning.fused(plan, made.tiling, cores, constants)
+    return found._replace(schedule=made, prediction=times)
+
+
+def _tiling_of_scaled_call(request: ScheduleRequest, processors: int) -> TilingName | None:
+    """Return the tiling with which a call of e4m3 operands is predicted to be the fastest. None:
+    there are no constants for it."""
+    plan, constants = request.plan, request.constants
+    times: dict[TilingName, float] = {}
+    for name in _MACHINE.tilings.clusters:
+        if constants is not None and name != "promoted":
+            found = scaled_tuning.fused(plan, name, processors, constants)
+            times |= {} if found is None else {name: found.pipelined_us}
+    if not times:
+        return None
+    return min(times, key=times.__getitem__)
+
+
+def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingName:
+    """Return the tiling that is predicted to be the fastest for a product of ``owners`` blocks of
+    ``rows`` rows each on ``processors`` multiprocessors, by itself and with whole tiles."""
+    path = _MACHINE.constants.fused
+    assert path is not None
+    found = fastest(
+        products(
+            path, owners, rows, n, k,
+            cores=processors, memory_gbs=_MACHINE.constants.memory_gbs, itemsize=ELEMENT_BYTES,
+        )
+    )  # fmt: skip
+    assert found.tile is not None
+    return tiling_of((found.tile.rows, found.tile.columns))
+
+
+def tiling_of(cluster: tuple[int, int]) -> TilingName:
+    """Return the tiling with such tiles of clusters."""
+    return next(name for name, size in CLUSTER_TILES.items() if size == cluster)
+
+
+def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | None:
+    """Return the tiling with which a call of one node is predicted to be the fastest. None: there
+    are no constants for it."""
+    plan, constants = request.plan, request.constants
+    if constants is None or constants.fused is None:
+        return None
+    _, product = paths.fused(
+        plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, processors,
+        constants.fused, constants,
+    )  # fmt: skip
+    tile = product.tile
+    cluster = None if tile is None else (tile.rows, tile.columns)
+    if cluster is None or cluster not in CLUSTER_TILES.values():
+        return None
+    return tiling_of(cluster)
+
+
+def gather(
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    chunk: int,
+    processors: int,
+    tiles: TilingName | None = None,
+    engines: Engines | None = None,
+) -> GatherSchedule:
+    """Schedule AllGather+GEMM. A rank has ``rows`` rows, in chunks of ``chunk`` as planned.
+    ``tiles`` None: the fastest. ``engines`` None: copies are as fast as they were measured."""
+    tiles = tiles or tiling(rows, world, n, k, processors)
+    chunk = max(chunk, _least_rows(rows, world))
+    engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
+    within = engines.choose("local", nbytes)
+    if world == 1:
+        return GatherSchedule(
+            tiling=tiles,
+            chunk_rows=rows,
+            push_blocks=0,
+            band=BAND,
+            blocks=processors,
+            gathered_engine=within.engine,
+            gathered_blocks=max(1, within.blocks),
+        )
+    by_engines = engines.choose("put", nbytes, 0, flagged=True)
+    by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
+    work = _Tiles(tiles, rows, n, k, world)
+    hidden_us = _MACHINE.slicing.from_share * work.product_us(processors)
+    sliced = (world - 1) * by_engines.microseconds > hidden_us
+    slices = SLICES if sliced and chunk == rows else 1
+    blocks = 0 if by_blocks.engine == "copy_engine" else PUSH_BLOCKS
+    if blocks and _finish_us(work, by_engines, processors, slices) < _finish_us(
+        work, by_blocks, processors - PUSH_BLOCKS
+    ):
+        blocks = 0  # their part of the product, or the last rows, would be later
+    if _up(rows, chunk) > COPIED_CHUNKS:
+        blocks = PUSH_BLOCKS
+    if blocks:
+        slices = 1
+        if chunk == rows:  # they publish it in parts
+            least = _up(PUSHED_BYTES, k * ELEMENT_BYTES)
+            chunk = min(rows, PUSHED_ROWS, max(least, _up(rows, PUSHERS)))
+    return GatherSchedule(
+        tiling=tiles,
+        chunk_rows=chunk,
+        push_blocks=blocks,
+        slices=slices,
+        band=BAND,
+        blocks=processors,
+        gathered_engine=within.engine,
+        gathered_blocks=max(1, within.blocks),
+    )
+
+
+def gather_between_nodes(
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    chunk: int,
+    processors: int,
+    local: int = 1,
+    exchange: Exchange = "direct",
+) -> GatherSchedule:
+    """Schedule AllGather+GEMM for ranks on several nodes, ``local`` on each: blocks of the kernel
+    send, in puts of a size that keeps a NIC busy."""
+    network = _MACHINE.network
+    blocks = _network_blocks(local, exchange)
+    least = _least_rows(rows, world)
+    chunk = max(chunk, least)
+    if chunk == rows:  # no chunk was requested: the shard is published in parts
+        chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), least))
+    within = _MACHINE.copies.choose("local", rows * k * ELEMENT_BYTES)
+    return GatherSchedule(
+        tiling=tiling(rows, world, n, k, processors - blocks),
+        chunk_rows=chunk,
+        push_blocks=blocks,
+        band=network.band,
+        blocks=processors,
+        gathered_engine=within.engine,
+        gathered_blocks=max(1, within.blocks),
+        exchange=exchange,
+    )
+
+
+def _least_rows(rows: int, world: int) -> int:
+    """Return the fewest rows of a chunk if each chunk of ``world`` ranks' ``rows`` rows has a flag.
+    TooLarge."""
+    if world > FLAGS:
+        raise TooLarge(
+            f"AllGather+GEMM on {world} ranks: the fused kernel has {FLAGS} flags, and each rank's "
+            "rows need one"
+        )
+    return _up(rows, FLAGS // world)
+
+
+def _network_blocks(local: int, exchange: Exchange) -> int:
+    """Return the blocks that send to other nodes and, if hierarchical, share arriving data with
+    ``local`` ranks: an even number, so whole clusters of any tiling."""
+    network = _MACHINE.network
+    relays = 2 * math.ceil(local * network.relay_blocks / 2)
+    return max(network.blocks, relays) if exchange == "hierarchical" else network.blocks
+
+
+class _Tiles:
+    """The tiles of a product of ``world`` ranks' rows: their number, and the time of one."""
+
+    def __init__(self, tiling: TilingName, rows: int, n: int, k: int, world: int) -> None:
+        height, width = CLUSTER_TILES[tiling]
+        self.cluster = height // TILE_ROWS
+        self.rows = _up(rows, height)
+        """Rows of clusters that one rank has."""
+        self.columns = _up(n, width)
+        self.world = world
+        rate = _MACHINE.constants.bfloat16_tflops_per_core
+        self.tile_us = gemm_tile_us(TILE_ROWS, width, k, rate)
+
+    def product_us(self, processors: int) -> float:
+        """Return the time of all waves of the product."""
+        clusters = self.world * self.rows * self.columns
+        return _up(clusters, processors // self.cluster) * self.tile_us
+
+
+def _finish_us(work: _Tiles, put: Choice, processors: int, slices: int = 1) -> float:
+    """Return when the last tile is done. It ends after all others, and after the last rows have
+    arrived; by then the last of the ``slices`` of K is left to do."""
+    there_us = (work.world - 1) * put.microseconds + (slices - 1) * _MACHINE.slicing.slice_us
+    return max(work.product_us(processors), there_us + work.tile_us / slices)
+
+
+def reduce(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    world: int,
+    processors: int,
+    nodes: int = 1,
+    exchange: Exchange = "direct",
+    tiles: TilingName | None = None,
+) -> ReduceSchedule:
+    """Schedule a fused reduction. ``k`` is one rank's share. Rows of an all-reduce are dealt out in
+    whole tiles of a cluster, so the last owners may have fewer, or none; on one node there are no
+    tiles for missing rows. ``tiles`` None: the fastest. In a hierarchical exchange panels have one
+    wave, because the sums that leave a node wait for a panel of all its ranks. TooLarge."""
+    rows = m // world if op == "gemm_reduce_scatter" else _up(m, world)
+    whole = tiles or tiling(m, 1, n, k, processors)
+    if op != "gemm_all_reduce" or nodes > 1:
+        tiles = tiles or tiling(rows, world, n, k, processors)
+    tiles = tiles or whole
+    if tiles != "promoted" and reduce_flags(op, rows, n, world, tiles) > FLAGS:
+        tiles = "wide"  # which has the fewest tiles
+    flags = reduce_flags(op, rows, n, world, tiles)
+    if flags > FLAGS:
+        raise TooLarge(
+            f"{op} of [{m}, {n}] on {world} ranks: the fused kernel needs {flags} flags for its tiles "
+            f"and has {FLAGS}; call it for fewer rows at a time"
+        )
+    height, width = CLUSTER_TILES[tiles]
+    if op == "gemm_all_reduce":
+        rows = _up(rows, height) * height
+    spread = next(s for s in SPREADS[op] if k >= s.from_k)
+    panel_rows, panel_columns = _up(rows, height), _up(n, width)
+    if (spread.wave_of or exchange == "hierarchical") and world > 1:
+        owners = world if spread.wave_of == "all" else world - 1
+        panel_rows = _up(panel_rows, _up(panel_rows, max(1, BAND // owners)))
+        clusters = processors * TILE_ROWS // height
+        panel_columns = max(1, clusters // (owners * panel_rows))
+    return ReduceSchedule(
+        tiling=tiles,
+        rows=rows,
+        panel_rows=panel_rows,
+        panel_columns=panel_columns,
+        pace=spread.pace,
+        by_outbox=spread.by_outbox,
+        band=BAND,
+        blocks=processors,
+        product_tiling=whole,
+        network_blocks=height // TILE_ROWS if nodes > 1 else 0,
+        exchange=exchange,
+    )
+
+
+def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> int:
+    """Return the number of flags of a fused reduction whose ranks own ``rows`` rows: one for each
+    block of 128 rows of a tile from each peer, and with AllReduce as many for the sums that come
+    back; as in host/gemm/fused.cpp."""
+    height, width = CLUSTER_TILES[tiling]
+    blocks = _up(rows, height) * (height // TILE_ROWS) * _up(n, width)
+    return (2 if op == "gemm_all_reduce" else 1) * (world - 1) * blocks
+
+
+def few_rows(
+    shape: GemmShape,
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    processors: int,
+    constants: FewRowsConstants,
+    normed: bool = False,
+) -> FewRowsSchedule:
+    """Schedule few rows. ``shape.k`` is one rank's share. ``normed``: rows of the sum are
+    normalised; the kernel can do that if it has all tiles at once."""
+    found = cut(shape.n, shape.k, DTYPE_BYTES[dtype], processors, constants)
+    return FewRowsSchedule(
+        splits=found.splits,
+        blocks=found.splits * found.clusters,
+        product=paths.partial_dtype(shape, out_dtype),
+        normalises=normed and constants.normalises and found.waves == 1,
+    )
+
+
+def sums(
+    shape: SumShape,
+    world: int,
+    normed: bool,
+    processors: int,
+    constants: MachineConstants | None = None,
+) -> SumSchedule:
+    """Schedule AllReduce: one Lamport exchange if that is faster than two exchanges, everything
+    fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
+    predicted to be faster and fits."""
+    nbytes = shape.m * shape.n * ELEMENT_BYTES
+    sent = payloads("all_reduce", shape, "bfloat16", world)
+    brief = (
+        _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
+    )
+    way: SumWay = "two_shot"
+    if brief and (not normed or shape.n <= MOST_NORMED_COLUMNS):
+        way = "mail"
+    elif _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
+        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
+        way = "mail_twice" if needed <= mail.MAIL_BYTES else "two_shot"
+    return SumSchedule(way=way, blocks=processors)
+
+
+def _up(value: int, by: int) -> int:
+    return -(-value // by)

@@ -1,0 +1,290 @@
+// Ring attention around a library's calls, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/hopper/host/attention/transfers.hpp"
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/kernels/attention/core.hpp"
+#include "backends/accelerators/hopper/kernels/attention/parts.hpp"
+#include "backends/accelerators/hopper/kernels/attention/ring_attention.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::hopper {
+namespace {
+
+using attention::Core;
+using attention::Given;
+using attention::Keys;
+using attention::Merge;
+using attention::Part;
+using attention::Piece;
+using attention::Ring;
+using attention::RingPart;
+using attention::Rows;
+using attention::Running;
+using attention::Sum;
+using attention::Sums;
+
+Rows rows(std::uint64_t address, const std::array<std::int64_t, 3>& strides) {
+    constexpr int kElements = 8;  // of 16 bytes
+    const bool fits =
+        strides[0] % kElements == 0 && strides[1] % kElements == 0 && strides[2] % kElements == 0;
+    if (address % 16 != 0 || !fits) {
+        throw py::value_error("rows at " + std::to_string(address) +
+                              " do not start at multiples of 16 bytes");
+    }
+    return {reinterpret_cast<void*>(address), strides[0], strides[1], strides[2]};
+}
+
+void check_count(std::size_t parts) {
+    if (parts <= static_cast<std::size_t>(kMaxRanks)) return;
+    throw py::value_error(std::to_string(parts) + " parts; at most " + std::to_string(kMaxRanks));
+}
+
+Part part(std::uint64_t out, const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
+          std::int32_t first) {
+    return {rows(out, strides), reinterpret_cast<const float*>(lse), first};
+}
+
+Running running(std::uint64_t out, std::uint64_t lse, bool read, bool write) {
+    rows(out, {});
+    return {reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse), read, write};
+}
+
+Merge merge(const std::vector<Part>& parts, std::uint64_t out,
+            const std::array<std::int64_t, 3>& strides, std::uint64_t lse, std::int64_t lse_pitch,
+            const std::array<std::int32_t, 4>& shape, bool half, const Running& before) {
+    check_count(parts.size());
+    Merge made{};
+    for (const Part& each : parts) made.parts[made.count++] = each;
+    made.out = rows(out, strides);
+    made.lse = reinterpret_cast<float*>(lse);
+    made.batch = shape[0];
+    made.heads = shape[1];
+    made.rows = shape[2];
+    made.width = shape[3];
+    made.lse_pitch = lse_pitch;
+    made.half = half;
+    made.running = before;
+    return made;
+}
+
+Given given(std::uint64_t of, const std::array<std::int64_t, 3>& strides, std::int32_t first,
+            std::int32_t count) {
+    return {rows(of, strides), first, count};
+}
+
+Sum sum(const std::vector<Given>& parts, std::uint64_t out,
+        const std::array<std::int64_t, 3>& strides, const std::array<std::int32_t, 2>& shape,
+        float factor) {
+    check_count(parts.size());
+    Sum made{};
+    for (const Given& each : parts) made.given[made.count++] = each;
+    made.out = rows(out, strides);
+    made.heads = shape[0];
+    made.rows = shape[1];
+    made.factor = factor;
+    return made;
+}
+
+Sums sums(const std::array<Sum, attention::kSums>& of, std::int32_t batch, std::int32_t width,
+          bool half) {
+    return {{of[0], of[1], of[2]}, batch, width, half};
+}
+
+using RowsAt = std::pair<std::uint64_t, std::array<std::int64_t, 3>>;  // address, strides
+
+// `shape`: batch, heads, heads of keys, queries, keys.
+Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t counters,
+          const std::array<std::int32_t, 5>& shape, float scale, bool causal, bool half) {
+    const auto of = [&](int which) { return rows(tensors[which].first, tensors[which].second); };
+    Core made{};
+    made.q = of(0);
+    made.k = of(1);
+    made.v = of(2);
+    made.out = of(3);
+    made.lse = reinterpret_cast<float*>(lse);
+    made.counters = reinterpret_cast<std::uint32_t*>(counters);
+    made.batch = shape[0];
+    made.heads = shape[1];
+    made.kv_heads = shape[2];
+    made.queries = shape[3];
+    made.keys = shape[4];
+    made.scale = scale;
+    made.causal = causal;
+    made.half = half;
+    return made;
+}
+
+Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& slots,
+          std::int64_t values, std::int32_t chunk_rows, std::int32_t blocks, bool exchanges) {
+    Ring made{};
+    if (parts.size() > made.parts.size()) check_count(parts.size() + 1);
+    made.core = core;
+    for (const RingPart& each : parts) made.parts[made.count++] = each;
+    made.slots = rows(slots.first, slots.second);
+    made.values = values;
+    made.chunk_rows = chunk_rows;
+    made.blocks = blocks;
+    made.exchanges = exchanges;
+    return made;
+}
+
+}  // namespace
+
+void bind_attention(py::module_& module) {
+    py::class_<Keys>(module, "Keys")
+        .def(py::init([](std::uint64_t bytes, std::uint64_t width, std::uint64_t pitch,
+                         std::uint64_t count) { return Keys{bytes, width, pitch, count}; }),
+             py::kw_only(), "bytes"_a, "width"_a, "pitch"_a, "count"_a)
+        .def_readonly("bytes", &Keys::bytes)
+        .def_readonly("pitch", &Keys::pitch)
+        .def_readonly("count", &Keys::count)
+        .def("slot_offset", &attention::slot_offset, "world"_a, "rank"_a, "source"_a)
+        .def("gradient_offset", &attention::gradient_offset, "world"_a, "rank"_a, "from_rank"_a)
+        .def("area_bytes", &attention::area_bytes, "world"_a)
+        .def("workspace_bytes", &attention::workspace_bytes, "world"_a, "gradients"_a = false);
+    py::class_<Piece>(module, "Piece")
+        .def(py::init([](std::uint64_t at, std::uint64_t width, std::uint64_t pitch,
+                         std::uint64_t count) { return Piece{at, width, pitch, count}; }),
+             py::kw_only(), "at"_a, "width"_a, "pitch"_a, "count"_a);
+    py::class_<Part>(module, "Part").def(py::init(&part), "out"_a, "strides"_a, "lse"_a, "first"_a);
+    py::class_<Running>(module, "Running")
+        .def(py::init(&running), "out"_a, "lse"_a, "read"_a, "write"_a);
+    py::class_<Merge>(module, "Merge")
+        .def(py::init(&merge), "parts"_a, "out"_a, "strides"_a, "lse"_a, "lse_pitch"_a, "shape"_a,
+             "half"_a, "running"_a = Running{});
+    py::class_<Given>(module, "Given")
+        .def(py::init(&given), "of"_a, "strides"_a, "first"_a, "rows"_a);
+    py::class_<Sum>(module, "Sum")
+        .def(py::init(&sum), "given"_a, "out"_a, "strides"_a, "shape"_a, "factor"_a);
+    py::class_<Sums>(module, "Sums").def(py::init(&sums), "sums"_a, "batch"_a, "width"_a, "half"_a);
+    py::class_<Core>(module, "Core")
+        .def(py::init(&core), "tensors"_a, "lse"_a, "counters"_a, "shape"_a, "scale"_a, "causal"_a,
+             "half"_a);
+    py::class_<RingPart>(module, "RingPart")
+        .def(py::init([](std::int32_t source, std::int32_t first, std::int32_t keys) {
+                 return RingPart{source, first, keys};
+             }),
+             "source"_a, "first"_a, "keys"_a);
+    py::class_<Ring>(module, "Ring")
+        .def(py::init(&ring), "core"_a, "parts"_a, "slots"_a, "values"_a, "chunk_rows"_a,
+             "blocks"_a, "exchanges"_a);
+    module.attr("COUNTERS_OFFSET") = offsetof(Control, counters);
+    module.attr("COUNTERS_BYTES") = sizeof(Control::counters[0]);
+    module.attr("GRADIENT_FLAGS") = attention::kGradientFlags;
+    module.attr("MOST_RANKS") = kMaxRanks;
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "attend",
+        [](int device, const Core& core, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::attend(core, cuda::stream_at(stream));
+        },
+        "device"_a, "core"_a, "stream"_a, released);
+    module.def(
+        "attend_ring",
+        [](int device, const DeviceWorld& world, const Ring& ring, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::attend_ring(world, ring, cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "ring"_a, "stream"_a, released);
+    module.def(
+        "push_keys",
+        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+           bool zigzag, std::uint64_t chunk, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::push_keys(world, k, v, keys, zigzag, chunk, stream);
+        },
+        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "chunk"_a, "stream"_a, released);
+    module.def(
+        "load_attention",
+        [](int device) {
+            const cuda::DeviceScope scope(device);
+            attention::load();
+        },
+        "device"_a, released);
+    module.def(
+        "put_keys",
+        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::put_keys(world, k, v, keys, stream);
+        },
+        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "stream"_a, released);
+    module.def(
+        "land_keys",
+        [](int device, const DeviceWorld& world, int source, const Keys& keys,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::land_keys(world, source, keys, stream);
+        },
+        "device"_a, "world"_a, "source"_a, "keys"_a, "stream"_a, released);
+    module.def(
+        "push_piece",
+        [](int device, const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
+           const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::push_piece(world, peer, k, v, piece, place, flag, stream);
+        },
+        "device"_a, "world"_a, "peer"_a, "k"_a, "v"_a, "piece"_a, "place"_a, "flag"_a, "stream"_a,
+        released);
+    module.def(
+        "tell",
+        [](int device, const DeviceWorld& world, int peer, std::uint32_t flag,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::tell(world, peer, flag, stream);
+        },
+        "device"_a, "world"_a, "peer"_a, "flag"_a, "stream"_a, released);
+    module.def(
+        "await_part",
+        [](int device, const DeviceWorld& world, int source, std::uint32_t flag,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::await_part(workspace_of(world), limits_of(world), source, flag,
+                                  cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "source"_a, "flag"_a, "stream"_a, released);
+    module.def(
+        "push_gradients",
+        [](int device, const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
+           std::uint64_t bytes, const Keys& keys, std::uint64_t place, std::uint32_t flag,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::push_gradients(world, owner, of_k, of_v, bytes, keys, place, flag, stream);
+        },
+        "device"_a, "world"_a, "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "place"_a,
+        "flag"_a, "stream"_a, released);
+    module.def(
+        "merge_parts",
+        [](int device, const DeviceWorld& world, const Merge& merge, std::uint32_t blocks,
+           bool ends, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::merge(workspace_of(world), limits_of(world), merge, blocks, ends,
+                             cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "merge"_a, "blocks"_a, "ends"_a, "stream"_a, released);
+    module.def(
+        "sum_gradients",
+        [](int device, const DeviceWorld& world, const Sums& sums, std::uint32_t blocks, bool ends,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::sum(workspace_of(world), limits_of(world), sums, blocks, ends,
+                           cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "sums"_a, "blocks"_a, "ends"_a, "stream"_a, released);
+}
+
+}  // namespace mkernel::hopper

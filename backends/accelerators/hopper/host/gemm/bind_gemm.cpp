@@ -1,0 +1,314 @@
+// The GEMM ops, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/device_network.hpp"
+#include "backends/accelerators/hopper/host/gemm/few_rows.hpp"
+#include "backends/accelerators/hopper/host/gemm/fused.hpp"
+#include "backends/accelerators/hopper/host/gemm/pipelined.hpp"
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/accelerators/hopper/kernels/gemm/few_rows.cuh"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::hopper {
+namespace {
+
+constexpr std::uint64_t kAlignment = 16;  // of whatever tensor maps and bulk copies address
+
+void require(bool holds, const std::string& name, std::int64_t value, const std::string& legal) {
+    if (!holds) {
+        throw std::invalid_argument(name + " = " + std::to_string(value) + "; expected " + legal);
+    }
+}
+
+void require_positive(const std::string& name, std::int64_t value) {
+    require(value >= 1, name, value, "at least 1");
+}
+
+void require_aligned(const std::string& name, std::uint64_t address) {
+    require(address != 0 && address % kAlignment == 0, name, static_cast<std::int64_t>(address),
+            "an address that is a multiple of " + std::to_string(kAlignment));
+}
+
+DeviceWorld world_of(const std::vector<std::uint64_t>& workspaces, int rank, std::uint64_t control,
+                     double timeout_s, std::uint32_t call, const std::optional<Network>& network) {
+    const auto ranks = static_cast<int>(workspaces.size());
+    require(ranks >= 1 && ranks <= kMaxRanks, "ranks", ranks, "1 to " + std::to_string(kMaxRanks));
+    require(rank >= 0 && rank < ranks, "rank", rank, "0 to " + std::to_string(ranks - 1));
+    for (int other = 0; other < ranks; ++other) {
+        const bool far = network && other != rank && workspaces[other] == 0;
+        if (!far) require_aligned("workspace", workspaces[other]);
+    }
+    return {workspaces, network.value_or(Network{}), rank, control, timeout_s, call};
+}
+
+void require_pitch(const std::string& name, std::int64_t pitch) {
+    constexpr std::int64_t step = kAlignment / kElementBytes;
+    require(pitch >= 0 && pitch % step == 0, name, pitch,
+            "0 (packed rows) or a multiple of " + std::to_string(step) + " elements");
+}
+
+GemmTensors gemm_tensors(std::uint64_t a, std::uint64_t b, std::uint64_t out, std::uint64_t bias,
+                         std::int64_t a_pitch, std::int64_t b_pitch, std::uint64_t a_scale,
+                         std::uint64_t b_scale) {
+    require_aligned("a", a);
+    require_aligned("b", b);
+    require_aligned("out", out);
+    if (bias != 0) require_aligned("bias", bias);
+    require_pitch("a_pitch", a_pitch);
+    require_pitch("b_pitch", b_pitch);
+    if (a_scale != 0) require_aligned("a_scale", a_scale);
+    if (b_scale != 0) require_aligned("b_scale", b_scale);
+    return {a, b, out, bias, a_pitch, b_pitch, a_scale, b_scale};
+}
+
+// Returns the product with these tensors.
+Product with_tensors(Product product, const GemmTensors& tensors) {
+    product.tensors = tensors;
+    return product;
+}
+
+// Returns a product that has no tensors yet.
+Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int band, int blocks,
+                   Scaling scaling) {
+    // Rows of out are packed, as those of a and b may be, and each must be as aligned as the first.
+    require(n >= 1 && n % 8 == 0, "n", n, "a positive multiple of 8");
+    const int step = static_cast<int>(kAlignment) / operand_bytes(scaling);
+    require(k >= 1 && k % step == 0, "k", k, "a positive multiple of " + std::to_string(step));
+    require(scaling == Scaling::none || !n_major, "n_major", n_major, "0 of e4m3 operands");
+    require(tiling != Tiling::promoted || scaling != Scaling::none, "tiling",
+            static_cast<int>(tiling), "another one than promoted, of 16-bit operands");
+    require_positive("band", band);
+    require(blocks >= 0, "blocks", blocks, "0 (one a multiprocessor) or more");
+    return {{}, n, k, half, n_major, tiling, band, blocks, scaling};
+}
+
+AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int slices,
+                                      bool hierarchical) {
+    require_positive("rows", rows);
+    require_positive("chunk_rows", chunk_rows);
+    require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
+            "an even number: whole clusters");
+    const bool may_slice = push_blocks == 0 && chunk_rows >= rows;
+    require(slices == 1 || (slices > 1 && may_slice), "slices", slices,
+            "1, or more where copy engines move one chunk");
+    return {rows, chunk_rows, push_blocks, slices, hierarchical};
+}
+
+ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
+                               bool by_outbox, bool everywhere,
+                               const std::vector<std::uint64_t>& outs, bool alone,
+                               int network_blocks, bool hierarchical) {
+    require(network_blocks >= 0, "network_blocks", network_blocks, "0 or more");
+    require_positive("m", m);
+    require_positive("rows", rows);
+    require_positive("panel_rows", panel_rows);
+    require_positive("panel_columns", panel_columns);
+    require(pace >= 0, "pace", pace, "0 or more clock cycles");
+    for (const std::uint64_t out : outs) require_aligned("outs", out);
+    return {.m = m,
+            .rows = rows,
+            .panel_rows = panel_rows,
+            .panel_columns = panel_columns,
+            .pace = pace,
+            .by_outbox = by_outbox,
+            .everywhere = everywhere,
+            .outs = outs,
+            .alone = alone,
+            .network_blocks = network_blocks,
+            .hierarchical = hierarchical};
+}
+
+RowNorm row_norm(std::uint64_t weight, std::uint64_t residual, std::uint64_t residual_out,
+                 float eps) {
+    require_aligned("weight", weight);
+    require_aligned("residual_out", residual_out);
+    if (residual != 0) require_aligned("residual", residual);
+    return {.weight = reinterpret_cast<const void*>(weight),
+            .residual = reinterpret_cast<const void*>(residual),
+            .residual_out = reinterpret_cast<void*>(residual_out),
+            .eps = eps};
+}
+
+FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange) {
+    require(m >= 1 && m <= kMostFewRows, "m", m, "1 to " + std::to_string(kMostFewRows));
+    require(splits >= 1 && splits <= kMostSplits, "splits", splits,
+            "1 to " + std::to_string(kMostSplits));
+    return {m, splits, unrounded, exchange};
+}
+
+void bind_network(py::module_& module) {
+    py::class_<Network>(module, "Network");
+    py::class_<DeviceNetwork>(module, "DeviceNetwork")
+        .def(py::init<int, std::uint64_t, std::uint64_t, bool>(), "device"_a, "fifo"_a, "pad"_a,
+             "ordered"_a, py::call_guard<py::gil_scoped_release>())
+        .def("of", &DeviceNetwork::of, "area"_a, "staged"_a, "region"_a, "offset"_a);
+}
+
+void bind_data(py::module_& module) {
+    py::enum_<Tiling>(module, "Tiling")
+        .value("wide", Tiling::wide)
+        .value("medium", Tiling::medium)
+        .value("deep", Tiling::deep)
+        .value("narrow", Tiling::narrow)
+        .value("promoted", Tiling::promoted);
+    py::class_<RowScales>(module, "RowScales")
+        .def(py::init<std::uint64_t, std::uint64_t>(), "address"_a = 0, "bytes"_a = 0);
+    py::enum_<Scaling>(module, "Scaling")
+        .value("none", Scaling::none)
+        .value("by_rows", Scaling::by_rows)
+        .value("single", Scaling::single);
+    py::class_<DeviceWorld>(module, "DeviceWorld")
+        .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
+             "network"_a = py::none())
+        .def(
+            "of_call",
+            [](DeviceWorld world, std::uint32_t number, double timeout_s) {
+                world.call = number;
+                world.timeout_s = timeout_s;
+                return world;
+            },
+            "number"_a, "timeout_s"_a);
+    module.attr("MAX_RANKS") = kMaxRanks;
+    module.attr("NETWORK_WORDS") = kNetworkWords;
+    py::class_<GemmTensors>(module, "GemmTensors")
+        .def(py::init(&gemm_tensors), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "a_pitch"_a = 0,
+             "b_pitch"_a = 0, "a_scale"_a = 0, "b_scale"_a = 0)
+        .def_readonly("a", &GemmTensors::a)
+        .def_readonly("b", &GemmTensors::b)
+        .def_readonly("out", &GemmTensors::out)
+        .def_readonly("bias", &GemmTensors::bias)
+        .def_readonly("a_pitch", &GemmTensors::a_pitch)
+        .def_readonly("b_pitch", &GemmTensors::b_pitch)
+        .def_readonly("a_scale", &GemmTensors::a_scale)
+        .def_readonly("b_scale", &GemmTensors::b_scale);
+    py::class_<Product>(module, "Product")
+        .def(py::init(&product_of), py::kw_only(), "n"_a, "k"_a, "half"_a, "n_major"_a, "tiling"_a,
+             "band"_a, "blocks"_a = 0, "scaling"_a = Scaling::none)
+        .def("of", &with_tensors, "tensors"_a);
+    py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
+        .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
+             "slices"_a = 1, "hierarchical"_a = false)
+        .def_readonly("push_blocks", &AllGatherSchedule::push_blocks);
+    py::class_<ReduceSchedule>(module, "ReduceSchedule")
+        .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,
+             "panel_columns"_a, "pace"_a = 0, "by_outbox"_a = false, "everywhere"_a,
+             "outs"_a = std::vector<std::uint64_t>{}, "alone"_a = false, "network_blocks"_a = 0,
+             "hierarchical"_a = false)
+        .def(
+            "of_product",
+            [](ReduceSchedule schedule, std::uint64_t given) {
+                require_aligned("given", given);
+                schedule.given = given;
+                return schedule;
+            },
+            "given"_a);
+    module.attr("MAX_FLAGS") = kFlags;
+    module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
+    module.attr("DATA_OFFSET") = kDataOffset;
+    module.def("epoch_offsets", &epoch_offsets);
+}
+
+void bind_pipelined(py::module_& module) {
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    py::class_<PipelinedGather>(module, "PipelinedGather")
+        .def(py::init<int, CallOrder&, DeviceWorld, Product, AllGatherSchedule>(), "device"_a,
+             "order"_a, "world"_a, "product"_a, "schedule"_a, py::keep_alive<1, 3>())
+        .def(
+            "start",
+            [](PipelinedGather& calls, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors,
+               std::uint64_t stream) { calls.start({number, timeout_s, tensors, stream}); },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, released);
+    py::class_<PipelinedReduce>(module, "PipelinedReduce")
+        .def(py::init<int, DeviceWorld, Product, ReduceSchedule, Outputs>(), "device"_a, "world"_a,
+             "product"_a, "schedule"_a, "outputs"_a)
+        .def(
+            "start",
+            [](PipelinedReduce& calls, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors, std::uint64_t stream,
+               const std::vector<std::uint64_t>& outs) {
+                for (const std::uint64_t each : outs) require_aligned("outs", each);
+                calls.start({number, timeout_s, tensors, stream}, outs);
+            },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "outs"_a, released);
+}
+
+void bind_few_rows(py::module_& module) {
+    py::class_<RowNorm>(module, "RowNorm")
+        .def(py::init(&row_norm), py::kw_only(), "weight"_a, "residual"_a = 0, "residual_out"_a,
+             "eps"_a);
+    py::enum_<FewRowsExchange>(module, "FewRowsExchange")
+        .value("gemm_all_reduce", FewRowsExchange::all_reduce)
+        .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter);
+    py::class_<FewRowsSchedule>(module, "FewRowsSchedule")
+        .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a,
+             "exchange"_a = FewRowsExchange::all_reduce);
+    py::class_<FewRowsCalls>(module, "FewRowsCalls")
+        .def(py::init<int, DeviceWorld, Product, FewRowsSchedule>(), "device"_a, "world"_a,
+             "product"_a, "schedule"_a)
+        .def(
+            "start",
+            [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors, std::uint64_t stream,
+               const RowNorm& norm) { calls.start({number, timeout_s, tensors, stream}, norm); },
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "norm"_a = RowNorm{},
+            py::call_guard<py::gil_scoped_release>());
+    module.attr("MOST_FEW_ROWS") = kMostFewRows;
+    module.attr("MOST_SPLITS") = kMostSplits;
+    module.attr("FEW_COLUMNS") = kFewColumns;
+    module.attr("FEW_DEPTH_BYTES") = kFewDepthBytes;
+    module.attr("MAIL_BYTES") = kMailBytes;
+    module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
+}
+
+// Wraps `function` so that it takes a device before its other arguments, which is the current one during the
+// call.
+template <class... Arguments>
+auto on_device(void (*function)(Arguments...)) {
+    return [function](int device, Arguments... arguments) {
+        const cuda::DeviceScope scope(device);
+        function(arguments...);
+    };
+}
+
+}  // namespace
+
+void bind_gemm(py::module_& module) {
+    bind_network(module);
+    bind_data(module);
+    bind_pipelined(module);
+    bind_few_rows(module);
+    module.def("all_gather_gemm_bytes", &all_gather_gemm_bytes, "world"_a, "schedule"_a, "k"_a,
+               "scaling"_a = Scaling::none);
+    module.def("gemm_reduce_bytes", &gemm_reduce_bytes, "world"_a, "local"_a, "rows"_a, "n"_a,
+               "tiling"_a, "by_outbox"_a, "gathers"_a);
+    module.def("gemm_reduce_area_bytes", &gemm_reduce_area_bytes, "world"_a, "local"_a, "rows"_a,
+               "n"_a, "tiling"_a, "gathers"_a, "hierarchical"_a);
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def("gathered_scales_at", &gathered_scales_at, "row_bytes"_a);
+    module.def("push_rows", on_device(&push_rows), "device"_a, "world"_a, "rows"_a, "row_bytes"_a,
+               "schedule"_a, "stream"_a, "scales"_a = RowScales{}, released);
+    module.def("send_rows", on_device(&send_rows), "device"_a, "world"_a, "product"_a, "schedule"_a,
+               "stream"_a, released);
+    module.def("all_gather_gemm", on_device(&all_gather_gemm), "device"_a, "world"_a, "product"_a,
+               "schedule"_a, "wait"_a, "stream"_a, released);
+    module.def("gemm_reduce", on_device(&gemm_reduce), "device"_a, "world"_a, "product"_a,
+               "schedule"_a, "stream"_a, released);
+    module.def("rendezvous", on_device<const DeviceWorld&, std::uint64_t>(&rendezvous), "device"_a,
+               "world"_a, "stream"_a, released);
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,153 @@
+// The MoE ops, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/moe/far_slots.hpp"
+#include "backends/accelerators/hopper/host/moe/ops.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace mkernel::hopper {
+
+void bind_moe(py::module_& module) {
+    using moe::GroupedProduct;
+    using moe::Home;
+    using moe::ReportBlock;
+    using moe::Routing;
+    using moe::Sizes;
+    using moe::Step;
+    using moe::WantedTokens;
+    using Word = std::int32_t;
+    using Address = std::uint64_t;
+
+    py::class_<FarSlots>(module, "FarSlots")
+        .def_readonly("offset", &FarSlots::offset)
+        .def_readonly("bytes", &FarSlots::bytes)
+        .def_readonly("flag", &FarSlots::flag);
+    py::class_<Sizes>(module, "MoeSizes")
+        .def(py::init([](Word world, Word tokens, Word top_k, Word experts) {
+                 return Sizes{world, tokens, top_k, experts};
+             }),
+             py::kw_only(), "world"_a, "tokens"_a, "top_k"_a, "experts"_a)
+        .def("table_words", &moe::table_words)
+        .def("dispatch_bytes", &moe::dispatch_bytes, "row_bytes"_a)
+        .def("home_bytes", &moe::home_bytes, "row_bytes"_a, "by_rank"_a)
+        .def("far_tokens", &moe::far_tokens, "row_bytes"_a)
+        .def("far_ids", &moe::far_ids, "row_bytes"_a)
+        .def("far_weights", &moe::far_weights)
+        .def("far_sums", &moe::far_sums, "row_bytes"_a)
+        .def("outbox_offset", &moe::outbox_offset, "row_bytes"_a);
+    py::class_<ReportBlock>(module, "ReportBlock")
+        .def(py::init<>())
+        .def("rows", &ReportBlock::rows, "call"_a)
+        .def("take_refusal", &ReportBlock::take_refusal);
+    py::class_<Routing>(module, "Routing")
+        .def(py::init([](const Sizes& sizes, Address routing, Address ids, Address counts,
+                         Address row_bytes, Word capacity, Word early, Word early_rows,
+                         bool exchanges) {
+                 return Routing{sizes,    routing, ids,        counts,   row_bytes,
+                                capacity, early,   early_rows, exchanges};
+             }),
+             py::kw_only(), "sizes"_a, "routing"_a, "ids"_a, "counts"_a, "row_bytes"_a,
+             "capacity"_a, "early"_a, "early_rows"_a, "exchanges"_a);
+    py::class_<WantedTokens>(module, "WantedTokens")
+        .def(py::init([](const Sizes& sizes, Address x, Address ids, Address row_bytes,
+                         Word blocks) { return WantedTokens{sizes, x, ids, row_bytes, blocks}; }),
+             py::kw_only(), "sizes"_a, "x"_a, "ids"_a, "row_bytes"_a, "blocks"_a);
+    py::class_<GroupedProduct>(module, "GroupedProduct")
+        .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
+                         Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
+                         bool n_major, bool tokens, bool gated, bool wide, bool home, bool waits,
+                         bool ends, bool deep, Word blocks) {
+                 return GroupedProduct{sizes, routing, a,      permuted, b,       out,    rows,
+                                       n,     k,       height, half,     n_major, tokens, gated,
+                                       wide,  home,    waits,  ends,     deep,    blocks};
+             }),
+             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a, "rows"_a,
+             "n"_a, "k"_a, "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a,
+             "home"_a, "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
+    py::class_<Home>(module, "Home")
+        .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
+                         Address out, Word width, bool half, bool wide, bool by_rank, bool waits,
+                         Word blocks) {
+                 return Home{sizes, routing, y,       weights, out,   width,
+                             half,  wide,    by_rank, waits,   blocks};
+             }),
+             py::kw_only(), "sizes"_a, "routing"_a, "y"_a, "weights"_a, "out"_a, "width"_a,
+             "half"_a, "wide"_a, "by_rank"_a, "waits"_a, "blocks"_a);
+    py::enum_<Step>(module, "HomeStep")
+        .value("send_rows", Step::send_rows)
+        .value("sum_slots", Step::sum_slots)
+        .value("sum_rows", Step::sum_rows)
+        .value("sum_ranks", Step::sum_ranks);
+
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def(
+        "load_moe",
+        [](int device) {
+            const cuda::DeviceScope scope(device);
+            moe::load();
+        },
+        "device"_a, released);
+    module.def(
+        "moe_route",
+        [](int device, const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::route(world, routing, report, stream);
+        },
+        "device"_a, "world"_a, "routing"_a, "report"_a, "stream"_a, released);
+    module.def(
+        "push_wanted",
+        [](int device, const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::push_wanted(world, tokens, stream);
+        },
+        "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
+    module.def(
+        "moe_grouped",
+        [](int device, const DeviceWorld& world, const GroupedProduct& product,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::grouped(world, product, stream);
+        },
+        "device"_a, "world"_a, "product"_a, "stream"_a, released);
+    module.def(
+        "moe_home",
+        [](int device, const DeviceWorld& world, const Home& home, Step step,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::bring_home(world, home, step, stream);
+        },
+        "device"_a, "world"_a, "home"_a, "step"_a, "stream"_a, released);
+    module.def(
+        "send_far",
+        [](int device, const DeviceWorld& world, Address from, const FarSlots& slots,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            send_far(world, from, slots, stream);
+        },
+        "device"_a, "world"_a, "from_"_a, "slots"_a, "stream"_a, released);
+    module.def(
+        "send_outbox",
+        [](int device, const DeviceWorld& world, std::uint64_t outbox, const FarSlots& slots,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            send_outbox(world, outbox, slots, stream);
+        },
+        "device"_a, "world"_a, "outbox"_a, "slots"_a, "stream"_a, released);
+    module.def(
+        "land_far",
+        [](int device, const DeviceWorld& world, const std::vector<FarSlots>& slots,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            land_far(world, slots, stream);
+        },
+        "device"_a, "world"_a, "slots"_a, "stream"_a, released);
+    module.def("shares_device", &shares_device, "device"_a, "world"_a);
+}
+
+}  // namespace mkernel::hopper

@@ -1,0 +1,235 @@
+#include "backends/accelerators/hopper/host/moe/ops.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/hopper/host/tensor_map.hpp"
+
+namespace mkernel::hopper::moe {
+
+namespace {
+
+constexpr std::uint64_t kAlignment = 256;
+constexpr std::uint32_t kStageRows = 64;   // of a K-step
+constexpr std::uint32_t kShareRows = 128;  // columns of the weight in one box
+
+std::uint64_t aligned(std::uint64_t nbytes) {
+    return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+Tables tables_of(const Sizes& sizes, std::uint64_t routing) {
+    return {reinterpret_cast<std::int32_t*>(routing), sizes.world, sizes.tokens, sizes.top_k,
+            sizes.experts};
+}
+
+std::uint64_t places(const Sizes& sizes) {
+    return static_cast<std::uint64_t>(tables_of(sizes, 0).places());
+}
+
+std::uint64_t ids_offset(const Sizes& sizes, std::uint64_t row_bytes) {
+    return aligned(std::uint64_t{1} * sizes.world * sizes.tokens * row_bytes);
+}
+std::uint64_t scratch_offset(const Sizes& sizes, std::uint64_t row_bytes) {
+    return ids_offset(sizes, row_bytes) + aligned(places(sizes) * sizeof(std::int32_t));
+}
+std::uint64_t rows_offset(const Sizes& sizes, bool by_rank) {
+    return by_rank ? aligned(places(sizes) * sizeof(float)) : 0;
+}
+
+}  // namespace
+
+std::int64_t table_words(const Sizes& sizes) {
+    const std::int64_t words = tables_of(sizes, 0).count();
+    if (words > std::numeric_limits<std::int32_t>::max()) {
+        throw std::length_error(std::to_string(sizes.tokens) + " tokens of top-" +
+                                std::to_string(sizes.top_k) + " on each of " +
+                                std::to_string(sizes.world) + " ranks are too many places");
+    }
+    return words;
+}
+
+std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes) {
+    table_words(sizes);
+    return kDataOffset + scratch_offset(sizes, row_bytes) + scratch_bytes(sizes.experts);
+}
+
+std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank) {
+    const std::uint64_t rows =
+        std::uint64_t{1} * sizes.tokens * (by_rank ? sizes.world : sizes.top_k);
+    return kDataOffset + rows_offset(sizes, by_rank) + aligned(rows * row_bytes);
+}
+
+FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes) {
+    return {0, sizes.tokens * row_bytes, 0};
+}
+
+FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes) {
+    const auto world = static_cast<std::uint32_t>(sizes.world);
+    return {ids_offset(sizes, row_bytes), places(sizes) / world * sizeof(std::int32_t), world};
+}
+
+FarSlots far_weights(const Sizes& sizes) {
+    return {0, places(sizes) / sizes.world * sizeof(float), 0};
+}
+
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes) {
+    const auto world = static_cast<std::uint32_t>(sizes.world);
+    return {rows_offset(sizes, true), sizes.tokens * row_bytes, world};
+}
+
+std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes) {
+    return home_bytes(sizes, row_bytes, true) - kDataOffset;
+}
+
+ReportBlock::ReportBlock() {
+    void* memory = nullptr;
+    cuda::check(cudaHostAlloc(&memory, sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
+                "cudaHostAlloc of the report of dispatches");
+    report_ = new (memory) Report{};
+}
+
+ReportBlock::~ReportBlock() {
+    cudaFreeHost(report_);
+}
+
+std::optional<std::int32_t> ReportBlock::rows(std::uint32_t call) const {
+    if (std::atomic_ref(report_->call).load(std::memory_order_acquire) != call) return {};
+    return report_->rows;
+}
+
+std::optional<std::tuple<int, int, int>> ReportBlock::take_refusal() const {
+    std::atomic_ref refused(report_->refused);
+    if (refused.load(std::memory_order_acquire) == 0) return {};
+    const std::tuple found{report_->rank, report_->most, report_->capacity};
+    refused.store(0, std::memory_order_release);
+    return found;
+}
+
+void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
+           std::uint64_t stream) {
+    const RoutingArgs args{
+        .workspace = workspace_of(world),
+        .limits = limits_of(world),
+        .tables = tables_of(routing.sizes, routing.routing),
+        .own_ids = reinterpret_cast<const std::int32_t*>(routing.ids),
+        .ids_offset = ids_offset(routing.sizes, routing.row_bytes),
+        .counts_offset = scratch_offset(routing.sizes, routing.row_bytes),
+        .counts = reinterpret_cast<std::int64_t*>(routing.counts),
+        .report = report.report(),
+        .capacity = routing.capacity,
+        .early = routing.early,
+        .early_rows = routing.early_rows,
+        .exchanges = routing.exchanges,
+    };
+    route(args, cuda::stream_at(stream));
+}
+
+void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream) {
+    const PushArgs args{
+        .workspace = workspace_of(world),
+        .x = reinterpret_cast<const char*>(tokens.x),
+        .ids = reinterpret_cast<const std::int32_t*>(tokens.ids),
+        .row_bytes = static_cast<std::int64_t>(tokens.row_bytes),
+        .tokens = tokens.sizes.tokens,
+        .top_k = tokens.sizes.top_k,
+        .experts = tokens.sizes.experts,
+    };
+    push_wanted(args, static_cast<std::uint32_t>(tokens.blocks), cuda::stream_at(stream));
+}
+
+void load() {
+    load_far_slots();
+    load_routing();
+    load_grouped<__half>();
+    load_grouped<__nv_bfloat16>();
+    load_home();
+}
+
+void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream) {
+    GroupedArgs args{};
+    const auto n = static_cast<std::uint64_t>(product.n);
+    const auto k = static_cast<std::uint64_t>(product.k);
+    const std::uint64_t columns = product.gated ? 2 * n : n;
+    args.b = tensor_map({.address = product.b,
+                         .width = product.n_major ? columns : k,
+                         .height = product.n_major ? k : columns,
+                         .depth = static_cast<std::uint64_t>(product.sizes.experts)},
+                        product.n_major ? kStageRows : kShareRows, product.half);
+    const bool gathers = product.tokens && product.permuted == 0;
+    // Without rows there are no tiles, and nothing reads or writes by these maps.
+    const auto rows_at = [&](std::uint64_t address, std::uint64_t width, std::uint64_t depth) {
+        const bool any = product.rows > 0;
+        return tensor_map({.address = any ? address : product.b,
+                           .width = width,
+                           .height = any ? static_cast<std::uint64_t>(product.rows) : 1,
+                           .depth = depth},
+                          kBoxRows, product.half);
+    };
+    if (!gathers) args.rows = rows_at(product.tokens ? product.permuted : product.a, k, 0);
+    if (!product.home && !product.wide) args.results = rows_at(product.out, n, 1);
+    args.workspace = workspace_of(world);
+    args.limits = limits_of(world);
+    args.tables = tables_of(product.sizes, product.routing);
+    args.a = reinterpret_cast<const char*>(product.a);
+    args.permuted = reinterpret_cast<char*>(product.permuted);
+    args.out = reinterpret_cast<char*>(product.out);
+    args.n = product.n;
+    args.k = product.k;
+    args.height = product.height;
+    args.waits = product.waits;
+    args.home = product.home;
+    args.keeps = !product.waits;
+    args.ends = product.ends;
+    const GroupedVariant variant{
+        .n_major_b = product.n_major,
+        .gathers = gathers,
+        .gated = product.gated,
+        .wide = product.wide,
+        .deep = product.deep,
+    };
+    const auto launch = product.half ? &launch_grouped<__half> : &launch_grouped<__nv_bfloat16>;
+    cuda::check(launch(args, variant, product.blocks, cuda::stream_at(stream)),
+                "launching the grouped product");
+}
+
+void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint64_t stream) {
+    const HomeArgs args{
+        .workspace = workspace_of(world),
+        .limits = limits_of(world),
+        .tables = tables_of(home.sizes, home.routing),
+        .y = reinterpret_cast<const char*>(home.y),
+        .weights = reinterpret_cast<const float*>(home.weights),
+        .out = reinterpret_cast<char*>(home.out),
+        .weights_offset = 0,
+        .rows_offset = rows_offset(home.sizes, home.by_rank),
+        .outbox_offset =
+            outbox_offset(home.sizes, std::uint64_t{1} * home.width * (home.wide ? 4 : 2)),
+        .width = home.width,
+        .half = home.half,
+        .wide = home.wide,
+        .waits = home.waits,
+    };
+    const auto blocks = static_cast<std::uint32_t>(home.blocks);
+    const cudaStream_t on = cuda::stream_at(stream);
+    switch (step) {
+        case Step::send_rows:
+            return send_rows(args, blocks, on);
+        case Step::sum_slots:
+            return sum_slots(args, blocks, on);
+        case Step::sum_rows:
+            return sum_rows(args, blocks, on);
+        case Step::sum_ranks:
+            return sum_ranks(args, blocks, on);
+    }
+}
+
+}  // namespace mkernel::hopper::moe

@@ -1,0 +1,112 @@
+// The MoE ops as the host starts them: tensors and the world in, kernels on streams out. Nothing here
+// waits for the device.
+//
+// The data area of a rank's workspace in a dispatch: tokens of all ranks [W, tokens, hidden], their ids
+// [W, tokens, top_k] int32, scratch. Flag s: tokens of rank s are there; flag W + s: its ids are. The data
+// area for results that come home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank,
+// then the results [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s; flag W +
+// s: its results.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/hopper/kernels/moe/far_slots.hpp"
+#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include "backends/accelerators/hopper/kernels/moe/home.hpp"
+#include "backends/accelerators/hopper/kernels/moe/push_wanted.hpp"
+#include "backends/accelerators/hopper/kernels/moe/routing.hpp"
+
+namespace mkernel::hopper::moe {
+
+// The sizes that tell routings apart. `experts`: of one rank.
+struct Sizes {
+    std::int32_t world, tokens, top_k, experts;
+};
+
+// Returns the 32-bit words of a handle. std::length_error where they, or places, cannot be counted in 31
+// bits.
+std::int64_t table_words(const Sizes& sizes);
+
+// Returns the bytes of a workspace. std::length_error: too many experts.
+std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes);
+std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank);
+
+// The slots between nodes, which NICs write into, or staging memory of the same layout. After them, where
+// sums come by rank, is the outbox: those for each rank, [W, tokens, width].
+FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes);
+FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes);
+FarSlots far_weights(const Sizes& sizes);
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes);
+std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
+
+// Loads the kernels that calls between nodes start to the current device, before the first of those calls. A
+// kernel that is loaded while another one waits may wait for that in the driver; anything that then calls the
+// driver, as an emulated NIC does for every copy, waits with both.
+void load();
+
+// Pinned memory in which a dispatch reports its rows to the host (kernels/moe/tables.cuh).
+class ReportBlock {
+  public:
+    ReportBlock();
+    ReportBlock(const ReportBlock&) = delete;
+    ReportBlock& operator=(const ReportBlock&) = delete;
+    ~ReportBlock();
+
+    [[nodiscard]] Report* report() const { return report_; }
+    // Returns the rows of this rank in that call, once they are known.
+    [[nodiscard]] std::optional<std::int32_t> rows(std::uint32_t call) const;
+    // Returns (rank, rows, capacity) of the first call since the last query that had too many rows.
+    [[nodiscard]] std::optional<std::tuple<int, int, int>> take_refusal() const;
+
+  private:
+    Report* report_ = nullptr;
+};
+
+// `routing`: address of the handle's words, 16-byte aligned. The others as in RoutingArgs; `row_bytes`: of
+// a token.
+struct Routing {
+    Sizes sizes;
+    std::uint64_t routing, ids, counts, row_bytes;
+    std::int32_t capacity, early, early_rows;
+    bool exchanges;
+};
+void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
+           std::uint64_t stream);
+
+// The own tokens and ids, as in PushArgs; each token goes once to each rank of the node that has an expert of
+// it.
+struct WantedTokens {
+    Sizes sizes;
+    std::uint64_t x, ids, row_bytes;
+    std::int32_t blocks;
+};
+void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
+
+// The product rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in
+// the order of rows first; 0: they are gathered. `rows`: the number that `out` has, and `a` where it has
+// rows. `gated`: weights have 2n columns. `home`: results go to the places of their rows, not to `out`.
+// `wide`: they are float32. `waits`: the product waits for other ranks, and sends to them. `ends`: see
+// GroupedArgs. `deep`: see GroupedVariant.
+struct GroupedProduct {
+    Sizes sizes;
+    std::uint64_t routing, a, permuted, b, out;
+    std::int32_t rows, n, k, height;
+    bool half, n_major, tokens, gated, wide, home, waits, ends, deep;
+    std::int32_t blocks;
+};
+void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream);
+
+struct Home {
+    Sizes sizes;
+    std::uint64_t routing, y, weights, out;
+    std::int32_t width;
+    bool half, wide, by_rank, waits;
+    std::int32_t blocks;
+};
+enum class Step : std::uint8_t { send_rows, sum_slots, sum_rows, sum_ranks };
+void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint64_t stream);
+
+}  // namespace mkernel::hopper::moe

@@ -1,7 +1,0 @@
-#include "backends/accelerators/hopper/kernels/all_gather_gemm.inl.cuh"
-
-namespace mkernel::hopper {
-template cudaError_t launch_all_gather_gemm<__nv_bfloat16, __nv_bfloat16>(const AllGatherGemmArgs&,
-                                                                          GemmVariant, int,
-                                                                          cudaStream_t);
-}

@@ -1,0 +1,116 @@
+// One block of ring_attention.hpp: core.cuh's, whose loader goes on with the keys of other ranks
+// and waits for their flags. The multipliers need not know: the loader gives them the number of steps of a
+// tile.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/kernels/attention/loader.cuh"
+#include "backends/accelerators/hopper/kernels/attention/ring_attention.hpp"
+
+namespace mkernel::hopper::attention {
+
+struct RingShared {
+    CoreShared core;
+    std::int32_t arrived[kMaxRanks - 1];  // chunks of each part that the loader knows to be there
+    ptx::Mbarrier written;                // by each group of multipliers: all that it has
+};
+static_assert(sizeof(RingShared) <= kSharedBytes);
+
+// The loader, driven by one thread.
+template <bool kCausal>
+class RingLoader {
+  public:
+    __device__ RingLoader(const RingArgs& args, RingShared& shared)
+        : args_(args), shared_(shared), loader_(args.core, shared.core) {}
+
+    // Runs the loader. A failed wait ends it after the tile that waited, whose result is wrong.
+    __device__ void run() {
+        for (int part = 0; part < args_.count; ++part) shared_.arrived[part] = 0;
+        for (std::int32_t number = loader_.take(); number >= 0 && going_; number = loader_.take()) {
+            const CoreTile tile = core_tile<kCausal>(args_.core, number);
+            loader_.queries(number, tile, steps(tile));
+            for (int at = tile.last; at >= 0; --at) loader_.own_keys(tile, at);
+            for (int part = 0; part < args_.count; ++part) {
+                if (sees(tile, part)) load(tile, part);
+            }
+        }
+        loader_.end();
+    }
+
+  private:
+    __device__ bool sees(const CoreTile& tile, int part) const {
+        return tile.row >= args_.parts[part].first;
+    }
+
+    __device__ std::int32_t steps(const CoreTile& tile) const {
+        std::int32_t found = tile.last + 1;
+        for (int part = 0; part < args_.count; ++part) {
+            if (sees(tile, part)) found += args_.parts[part].keys / kCoreKeys;
+        }
+        return found;
+    }
+
+    __device__ void load(const CoreTile& tile, int part) {
+        const int keys = args_.parts[part].keys;
+        for (int row = 0; row < keys; row += kCoreKeys) {
+            await(part, row / args_.chunk_rows);
+            const auto of = [&](int set) {
+                return [&, set](unsigned char* to, ptx::Mbarrier* full, int column) {
+                    ptx::load_box(to, &args_.slots, full, column, row, tile.kv_head, tile.batch,
+                                  set);
+                };
+            };
+            loader_.keys(of(2 * part), of(2 * part + 1));
+        }
+    }
+
+    // Waits for the chunk's flag: later loads read what was copied before the flag.
+    __device__ void await(int part, int chunk) {
+        if (chunk < shared_.arrived[part]) return;
+        shared_.arrived[part] = chunk + 1;
+        if (!args_.exchanges || !going_) return;
+        const auto source = static_cast<std::uint32_t>(args_.parts[part].source);
+        const std::uint32_t flag = source * args_.chunks + chunk;
+        const Workspace& workspace = args_.workspace;
+        const auto waiter = waiter_of(workspace, args_.limits, transport::Waiter::compute_kernel);
+        going_ =
+            waiter.until(workspace.flags(workspace.rank)[flag], workspace.control().state.epoch,
+                         {flag, source, static_cast<std::uint32_t>(chunk)});
+        ptx::fence_async_proxy();
+    }
+
+    const RingArgs& args_;
+    RingShared& shared_;
+    CoreLoader loader_;
+    bool going_ = true;
+};
+
+template <class Element, bool kCausal>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    ring_attention(const __grid_constant__ RingArgs args) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    auto& shared = *reinterpret_cast<RingShared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.written.init(kMultipliers);
+        open_core(shared.core);
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarpgroup) {
+        ptx::fewer_registers<40>();
+        if (threadIdx.x != 0) return;
+        RingLoader<kCausal>(args, shared).run();
+        shared.written.wait(0);
+        if (!args.exchanges) return;
+        const auto waiter =
+            waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
+        finish_call(args.workspace, waiter, args.workspace.control().state.epoch);
+    } else {
+        ptx::more_registers<232>();
+        CoreGroup<Element, kCausal>(args.core, shared.core).run();
+        if (threadIdx.x % kWarpgroup == 0) shared.written.arrive();
+    }
+}
+
+}  // namespace mkernel::hopper::attention

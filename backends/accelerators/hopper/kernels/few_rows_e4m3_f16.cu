@@ -1,6 +1,0 @@
-#include "backends/accelerators/hopper/kernels/few_rows.inl.cuh"
-
-namespace mkernel::hopper {
-template cudaError_t launch_few_rows<__half, __nv_fp8_e4m3>(const FewRowsArgs&, bool, int, int,
-                                                            cudaStream_t);
-}

@@ -1,0 +1,1 @@
+"""The MoE ops: dispatch with its grouped product, and combine."""

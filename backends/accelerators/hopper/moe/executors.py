@@ -1,0 +1,408 @@
+"""The MoE ops on one rank: a plan's workspace, and the queueing of its calls.
+
+Data flow of a dispatch:
+  x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind;
+      or, of each peer those that it has experts of, ──a kernel there──▶ the same
+  topk_ids ──one kernel──▶ every peer; then the tables of the handle, counts, and rows, which the host
+      waits for to size the outputs; with a capacity it waits for nothing
+  rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
+      rows into memory of their own, one below the other
+Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`).
+Results return by slot, straight from the grouped product or from ``y``, and are added on the
+token's rank; or a token's results on one rank are added first (kernels/moe/home.hpp), as is always
+done between nodes.
+
+Errors. Sums are float32. Results travel in ``partial_dtype``; if they return by rank, they are also
+rounded to it before they are added. If a rank gets more rows than its capacity, no rank computes
+anything: outputs are zeros, combined tokens NaN, and the next call that waits for the device raises
+the error.
+
+A replay of a graph is no call of the world: wait for its stream before you read what it refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mkernel.backends.accelerators.hopper.device_world import (
+    DispatchContext,
+    call_id,
+    device_world,
+)
+from mkernel.backends.accelerators.hopper.moe.nodes import FarRanks, workspace_of
+from mkernel.backends.accelerators.hopper.moe.tuning import MOST_ROW_BYTES, check_size
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.schedule import (
+    CombineSchedule,
+    DispatchSchedule,
+    GemmCombineSchedule,
+)
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import Workspace
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import DTYPE_BYTES, CombineShape, GemmCombineShape, LaunchPlan, MoeShape
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+_heights: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDictionary()
+
+
+def known_height(routing: torch.Tensor) -> int | None:
+    """Return the rows of the outputs of the dispatch that made these words in this process; None:
+    the number is not known without waiting for the device."""
+    version, height = _heights.get(routing.untyped_storage(), (-1, 0))
+    return height if version == _version(routing) else None
+
+
+def _version(words: torch.Tensor) -> int:
+    return 0 if words.is_inference() else words._version
+
+
+def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _hopper.MoeSizes:
+    """Return the sizes as kernels take them. ``experts``: of all ranks."""
+    made: _hopper.MoeSizes = native().MoeSizes(
+        world=world, tokens=tokens, top_k=top_k, experts=experts // world
+    )
+    return made
+
+
+class _Moe:
+    """Base of the executors of all MoE ops."""
+
+    def __init__(self, call: Call, context: DispatchContext) -> None:
+        """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
+        not read."""
+        plan = call.plan
+        self._context, self._plan = context, plan
+        self._sizes = _sizes(plan)
+        self._world = device_world(call, context)
+        self._several = plan.world_size > 1
+        if plan.nodes > 1:
+            native().load_moe(context.device)
+        self._copies_first = native().shares_device(context.device, self._world)
+
+    def starter(
+        self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
+    ) -> object | None:
+        """Return None: calls are started from Python."""
+        return None
+
+    def _of_call(self, call: Call) -> _hopper.DeviceWorld:
+        return self._world.of_call(call_id(call), call.timeout_s)
+
+    def _exchanges(self, call: Call) -> bool:
+        return self._several and call.view != "compute_only"
+
+    def _copy(
+        self, call: Call, rows: torch.Tensor, count: int, row_bytes: int
+    ) -> Callable[[int], None]:
+        """Return a function that queues copies of ``count`` rows to every peer of this node on a
+        stream."""
+        made, device = native(), self._context.device
+        whole = made.AllGatherSchedule(count, count)
+        return lambda stream: made.push_rows(
+            device, self._of_call(call), rows.data_ptr(), row_bytes, whole, stream
+        )
+
+    def _push(
+        self,
+        call: Call,
+        stream: int,
+        to_near: Callable[[int], None],
+        to_far: Callable[[int], None],
+    ) -> bool:
+        """Queue the transfers to this node's ranks (``to_near``) and to those of other nodes
+        (``to_far``). Returns whether they run on a second stream, which must be joined."""
+        context, beside = self._context, stream
+        forks = call.view == "pipelined" and not self._copies_first
+        if forks:
+            beside = context.order.fork(stream)
+        try:
+            to_near(beside)
+            if self._plan.nodes > 1:
+                to_far(beside)
+        except BaseException:
+            if forks:
+                context.order.join(stream)
+            raise
+        return forks
+
+    def _product(
+        self,
+        call: Call,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        blocks: int,
+        *,
+        permuted: torch.Tensor | None = None,
+        height: int = 0,
+        gated: bool = False,
+        **how: Any,
+    ) -> _hopper.GroupedProduct:
+        depth, width = w.shape[1:]
+        if a.nbytes >= MOST_ROW_BYTES:
+            raise ArgumentError("rows", tuple(a.shape), f"fewer than {MOST_ROW_BYTES >> 30} GiB")
+        made: _hopper.GroupedProduct = native().GroupedProduct(
+            sizes=self._sizes,
+            routing=call.tensors["routing"].data_ptr(),
+            a=a.data_ptr(),
+            permuted=0 if permuted is None else permuted.data_ptr(),
+            b=w.data_ptr(),
+            n=width // 2 if gated else width,
+            k=depth,
+            height=height,
+            gated=gated,
+            half=self._plan.dtype == "float16",
+            n_major=self._plan.b_layout == "row",
+            waits=self._exchanges(call),
+            blocks=blocks,
+            **how,
+        )
+        return made
+
+    def _home(
+        self,
+        call: Call,
+        y: torch.Tensor | None,
+        out: torch.Tensor,
+        blocks: int,
+        *,
+        wide: bool,
+        by_rank: bool,
+    ) -> _hopper.Home:
+        made: _hopper.Home = native().Home(
+            sizes=self._sizes,
+            routing=call.tensors["routing"].data_ptr(),
+            y=0 if y is None else y.data_ptr(),
+            weights=call.tensors["topk_weights"].data_ptr(),
+            out=out.data_ptr(),
+            width=out.shape[1],
+            half=self._plan.dtype == "float16",
+            wide=wide,
+            by_rank=by_rank,
+            waits=self._exchanges(call),
+            blocks=blocks,
+        )
+        return made
+
+
+class DispatchExecutor(_Moe):
+    """The executor of one plan's MoE dispatch+GEMM calls in a world, into ``routing`` and tensors
+    of its own."""
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """Return the symmetric memory that a dispatch needs. Unsupported."""
+        plan.part(DispatchSchedule)
+        assert isinstance(plan.shape, MoeShape)
+        check_size(plan)
+        return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
+
+    def start(self, call: Call, stream: int) -> Mapping[str, Any]:
+        """Queue one call on a stream; the host waits for the number of rows if there is no
+        capacity."""
+        made, context, plan = native(), self._context, self._plan
+        shape, how = plan.shape, plan.part(DispatchSchedule)
+        assert isinstance(shape, MoeShape)
+        capacity = shape.capacity
+        if capacity is None and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "capacity", None, "a number of rows: a graph's shapes cannot depend on its routing"
+            )
+        exchanges = self._exchanges(call)
+        x, w = aligned(call.tensors["x"]), aligned(call.tensors["w"])
+        ids = call.tensors["topk_ids"].to(torch.int32)
+        words = call.tensors["routing"]
+        counts = torch.empty(len(w), dtype=torch.int64, device=x.device)
+        world, report = self._of_call(call), context.reports.block
+        far = FarRanks(context.device, self._sizes, _row_bytes(plan))
+        forked = exchanges and self._push(
+            call, stream, self._tokens(call, x, ids),
+            lambda beside: far.send_tokens(world, x, ids, beside),
+        )  # fmt: skip
+        try:
+            made.moe_route(
+                context.device,
+                world,
+                made.Routing(
+                    sizes=self._sizes,
+                    routing=words.data_ptr(),
+                    ids=ids.data_ptr(),
+                    counts=counts.data_ptr(),
+                    row_bytes=_row_bytes(plan),
+                    capacity=capacity or 0,
+                    early=how.early_tiles if exchanges else 0,
+                    early_rows=how.early_rows,
+                    exchanges=exchanges,
+                ),
+                report,
+                stream,
+            )
+            height = context.reports.rows(call_id(call)) if capacity is None else capacity
+            outputs = x.new_empty((height, shape.features))
+            permuted = x.new_empty((height, shape.hidden)) if how.permutes else None
+            if forked and how.push_blocks and not how.early_tiles:  # it would keep out the push
+                forked = False
+                context.order.join(stream)
+            product = self._product(
+                call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
+                height=capacity or 0, tokens=True, gated=shape.activation is not None,
+                deep=how.tiling == "deep", wide=False, home=False, ends=True,
+            )  # fmt: skip
+            made.moe_grouped(context.device, world, product, stream)
+        finally:
+            if forked:
+                context.order.join(stream)
+        _heights[words.untyped_storage()] = _version(words), height
+        return {"outputs": outputs, "counts": counts}
+
+    def _tokens(self, call: Call, x: torch.Tensor, ids: torch.Tensor) -> Callable[[int], None]:
+        """Return a function that queues the transfer of the own tokens to the peers of this node on
+        a stream."""
+        made, device = native(), self._context.device
+        row_bytes, blocks = _row_bytes(self._plan), self._plan.part(DispatchSchedule).push_blocks
+        if blocks == 0:
+            return self._copy(call, x, len(x), row_bytes)
+        tokens = made.WantedTokens(
+            sizes=self._sizes,
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            row_bytes=row_bytes,
+            blocks=blocks,
+        )
+        return lambda stream: made.push_wanted(device, self._of_call(call), tokens, stream)
+
+
+class _Returns(_Moe):
+    """Base of the executors of both combines."""
+
+    def _by_rank(
+        self,
+        call: Call,
+        stream: int,
+        row_bytes: int,
+        rows: Callable[[], torch.Tensor],
+        blocks: int,
+        *,
+        wide: bool,
+    ) -> None:
+        """Queue the return of results as sums by rank. ``rows`` queues the experts' results, while
+        weights travel: rows of ``row_bytes`` each, float32 if ``wide``."""
+        made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
+        weights, out = call.tensors["topk_weights"], call.tensors["out"]
+        written, steps = writable(out), made.HomeStep
+        far = FarRanks(device, self._sizes, row_bytes)
+        exchanges = self._exchanges(call)
+        forked = exchanges and self._push(
+            call, stream, self._copy(call, weights, 1, weights.nbytes),
+            lambda beside: far.send_weights(world, weights, beside),
+        )  # fmt: skip
+        try:
+            y = rows()
+            home = self._home(call, y, written, blocks, wide=wide, by_rank=True)
+            if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
+                forked = False
+                self._context.order.join(stream)
+            made.moe_home(device, world, home, steps.sum_rows, stream)
+            if exchanges and plan.nodes > 1:
+                far.send_sums(world, stream)
+            made.moe_home(device, world, home, steps.sum_ranks, stream)
+        finally:
+            if forked:
+                self._context.order.join(stream)
+        deliver(written, out)
+
+
+class CombineExecutor(_Returns):
+    """The executor of one plan's MoE combine calls in a world, into ``out``. Between nodes results
+    return as sums by rank, in float32."""
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """Return the symmetric memory that a combine needs. Unsupported."""
+        plan.part(CombineSchedule)
+        shape = plan.shape
+        assert isinstance(shape, CombineShape)
+        if plan.nodes == 1:
+            row_bytes = shape.features * DTYPE_BYTES[plan.dtype]
+            return Workspace((_sizes(plan).home_bytes(row_bytes, False),))
+        row_bytes = shape.features * DTYPE_BYTES["float32"]
+        outbox = plan.world_size * shape.tokens * row_bytes
+        return workspace_of(plan, _sizes(plan).home_bytes(row_bytes, True), outbox)
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one call on a stream."""
+        made, device, world = native(), self._context.device, self._of_call(call)
+        blocks = self._plan.part(CombineSchedule).sum_blocks
+        y, out = aligned(call.tensors["y"]), call.tensors["out"]
+        if self._plan.nodes > 1:
+            row_bytes = y.shape[1] * DTYPE_BYTES["float32"]
+            self._by_rank(call, stream, row_bytes, y.float, blocks, wide=True)
+            return
+        written = writable(out)
+        home = self._home(call, y, written, blocks, wide=False, by_rank=False)
+        made.moe_home(device, world, home, made.HomeStep.send_rows, stream)
+        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
+        deliver(written, out)
+
+
+class GemmCombineExecutor(_Returns):
+    """The executor of one plan's MoE GEMM+combine calls in a world, into ``out``."""
+
+    @staticmethod
+    def workspace(plan: LaunchPlan) -> Workspace:
+        """Return the symmetric memory that GEMM+combine needs. Unsupported."""
+        shape, how = plan.shape, plan.part(GemmCombineSchedule)
+        assert isinstance(shape, GemmCombineShape)
+        row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+        nbytes = _sizes(plan).home_bytes(row_bytes, how.returns == "ranks")
+        return workspace_of(plan, nbytes, plan.world_size * shape.tokens * row_bytes)
+
+    def start(self, call: Call, stream: int) -> None:
+        """Queue one call on a stream."""
+        made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
+        shape, how = plan.shape, plan.part(GemmCombineSchedule)
+        assert isinstance(shape, GemmCombineShape)
+        wide, deep = shape.partial_dtype != plan.dtype, how.tiling == "deep"
+        h, w2 = aligned(call.tensors["h"]), aligned(call.tensors["w2"])
+        if how.returns == "ranks":
+
+            def results() -> torch.Tensor:
+                y = h.new_empty((len(h), shape.hidden), dtype=getattr(torch, shape.partial_dtype))
+                product = self._product(
+                    call, h, w2, how.blocks, out=y.data_ptr(), rows=len(h), tokens=False,
+                    deep=deep, wide=wide, home=False, ends=False,
+                )  # fmt: skip
+                made.moe_grouped(device, world, product, stream)
+                return y
+
+            row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+            self._by_rank(call, stream, row_bytes, results, how.sum_blocks, wide=wide)
+            return
+        out = call.tensors["out"]
+        written = writable(out)
+        product = self._product(
+            call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
+            home=True, ends=True,
+        )  # fmt: skip
+        made.moe_grouped(device, world, product, stream)
+        home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
+        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
+        deliver(written, out)
+
+
+def _sizes(plan: LaunchPlan) -> _hopper.MoeSizes:
+    shape = plan.shape
+    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
+    return sizes_of(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+
+
+def _row_bytes(plan: LaunchPlan) -> int:
+    assert isinstance(plan.shape, MoeShape)
+    return plan.shape.hidden * DTYPE_BYTES[plan.dtype]
