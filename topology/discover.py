@@ -224,6 +224,8 @@ def _from_json(text: bytes, path: Path) -> Discovery:
 
 
 # ---- rates that no machine has -----------------------------------------------------------------
+# Larger rates or counts in a source are mistakes: a rate in kb/s that is read as Mb/s would plan for a
+# machine that nobody has. Such numbers count as unknown, and a note names each.
 
 _Part = TypeVar("_Part", Accelerator, Nic, Bridge, FabricLink)
 

@@ -1,4 +1,10 @@
-"""Placement of ranks: rank → node and accelerator, accelerator → NICs, proxy thread → CPUs."""
+"""Placement of ranks: rank → node and accelerator, accelerator → NICs, proxy thread → CPUs.
+
+The nearest NIC is the one on the best path. Path classes are as NCCL names them: ``LOC`` same device,
+``PIX`` at most one PCIe switch between, ``PXB`` several, ``PHB`` through the host bridge, ``NODE``
+between host bridges of one NUMA node, ``SYS`` across NUMA nodes. Scale-up links have classes of their
+own (:data:`mkernel.topology.sources.kinds.FABRIC_CLASSES`).
+"""
 
 from __future__ import annotations
 

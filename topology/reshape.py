@@ -1,5 +1,9 @@
 """Worlds made out of one machine: split into emulated nodes, repeated as equal nodes, or with
-several ranks on each device."""
+several ranks on each device.
+
+A world has accelerators of one kind, equally many ranks on every node, and one NIC backend. Of unlike
+nodes the part is taken that one world can use, with messages about the rest.
+"""
 
 from __future__ import annotations
 

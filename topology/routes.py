@@ -1,4 +1,9 @@
-"""Routes between ranks as data, kept once for all equal pairs."""
+"""Routes between ranks as data, kept once for all equal pairs; and the links that a message occupies on
+its way, and shares with others.
+
+The closed-form predictions add the bytes on each link; the simulation lets messages queue for them.
+Both read the same subflows, so that they can differ only by contention.
+"""
 
 from __future__ import annotations
 

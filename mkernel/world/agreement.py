@@ -1,5 +1,5 @@
-"""The agreement of ranks on a call that is new to them: they compare its plan, and where its tensors
-lie."""
+"""The agreement of ranks on a call that is new to them. Each checks that the plan is of this world and
+fits the tensors; then all compare the plan, and where its tensors lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The schedule of a ``streams`` launch: its messages, its chunks, and the products beside them."""
+"""The schedule of a ``streams`` launch: its messages, its chunks, the products beside them, and the
+landings, which are places in a rank's window that its peers write to, the same on every rank."""
 
 from __future__ import annotations
 
