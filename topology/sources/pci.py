@@ -1,5 +1,7 @@
-"""PCI addresses, the place of a device in the tree of bridges, and the rate of its link; and what the PCI
-tree of sysfs has: accelerators, NICs without RDMA, and links between them."""
+"""PCI addresses, the place of a device in the tree of bridges, and the rate of its link.
+
+:func:`read_tree` reads the PCI tree of sysfs: accelerators, NICs without RDMA, and links between them.
+"""
 
 from __future__ import annotations
 
