@@ -228,6 +228,23 @@ LONG = [
     for op in OPS for dtype in ("bfloat16", "float16") for bias in (False, True)
 ]  # fmt: skip
 LONG_BY_TORCH = [replace(each, path=None) for each in LONG if not each.bias]
+
+
+def extremes(dtype: Any, way: str) -> list[Attention]:
+    """Return scores and numbers out of the ordinary; a value of weight 0 that is NaN may show."""
+    return [
+        Attention(1, 4, 2, 256, causal=causal, dtype=dtype, way=way, extreme=extreme)
+        for extreme in attention_ranks.EXTREMES
+        for causal in (False, True)
+        if not (causal and "value" in extreme)
+    ]
+
+
+# More tiles than blocks, several chunks of each part.
+LARGE_BY_KERNEL = [
+    Attention(1, 8, kv_heads, 4096, causal=causal, lies=lies, way="kernel")
+    for causal in (False, True) for kv_heads, lies in ((2, "heads"), (8, "positions"))
+]  # fmt: skip
 LARGE_PRODUCT = Shape(GATHER, 8192, 512, 4096)
 
 
@@ -246,11 +263,39 @@ BOUNDED = [
     Moe(37, hidden=72, features=136, experts=3, top_k=3, capacity=4 * 37 * 3),
     Moe(64, 128, 264, 4, 2, routing="padded", capacity=4 * 64 * 2, returns="ranks", narrow=True),
 ]
+GATED = Moe(1024 + 13, 512, 264, 2, 2, activation="silu_and_mul")
+MANY = [
+    Moe(2048 + 77, 256, 512, 2, 2),
+    Moe(1536, 128, 776, 1, 1, routing="one_expert"),
+    GATED,
+    replace(GATED, layout="column", dtype="float16"),
+]
+"""Tiles of every height, and of own tokens alone."""
+MANY_WANTED = [
+    Moe(2048 + 77, 256, 512, 2, 2), Moe(1536, 1032, 776, 1, 1), Moe(700, 7168, 264, 2, 1)
+]  # fmt: skip
+"""Also beside tiles of own tokens, which leave the push its multiprocessors."""
+# Sums by rank, of wide tiles.
+WIDE = [
+    Moe(513, hidden, 136, 3, 3, returns="ranks", narrow=True, dtype=dtype, layout=layout)
+    for hidden, dtype, layout in (
+        (256, "bfloat16", "row"), (1032, "float16", "column"), (2104, "bfloat16", "column"),
+    )
+]  # fmt: skip
 SORTED = Moe(300, 1032, 512, 4, 4, narrow=True)
 EXPERTS = Family(
-    [*BOUNDED, Moe(129, 256, 64, 2, 2)], 24, 24, 60, in_graphs=BOUNDED, drawn=moe_ranks.drawn,
+    [*BOUNDED, Moe(129, 256, 64, 2, 2)],
+    24,
+    24,
+    60,
+    in_graphs=BOUNDED,
+    drawn=moe_ranks.drawn,
     repeated=[replace(SORTED, returns=returns) for returns in ("slots", "ranks")],
-)  # fmt: skip
+    judged=[*BOUNDED, *MANY],
+)
+ONCE = Family([], 0, 0, 0, times=0)
+EARLY = moe_ranks.all_of(moe_ranks.early(128), PERMUTED)
+WANTED_EXPERTS = replace(EXPERTS, draws=100, least=2, judged=[*BOUNDED, *MANY_WANTED])  # fmt: skip
 STREAMS = Family(
     [Shape(op, m, n, 320) for op in OPS for m, n in ((64, 264), (1024, 520), (2048, 4096))],
     45, 45, 0, streams=30, times=0, accelerator="streams", least=2,
@@ -373,10 +418,12 @@ FAMILIES = {
         BY_KERNEL, 24, 24, 24, streams=16, drawn=attention_ranks.drawn_for_kernel, draws=40,
         repeated=[Attention(1, 8, 2, 512, causal=each, way="kernel") for each in (False, True)],
         environment={WAY: "kernel"}, least=2,
+        judged=[*BY_KERNEL, *extremes("float16", "kernel"), *LARGE_BY_KERNEL],
     ),
     "attention-core": Family(
         BY_CORE, 0, 0, 20, times=0, drawn=attention_ranks.drawn_for_core, draws=60,
         around=attention_ranks.by_core,
+        judged=[*BY_CORE, *extremes("float16", "parts"), *extremes("bfloat16", "parts")],
     ),
     "attention-pieces": Family(
         BY_PIECES, 12, 12, 10, times=0, around=attention_ranks.in_pieces
@@ -386,12 +433,18 @@ FAMILIES = {
         in_graphs=trained([Attention(1, 8, 4, 256, causal=c) for c in (False, True)], by_op=True),
         repeated=trained([Attention(1, 8, 2, 512, causal=causal) for causal in (False, True)],
                          deterministic=True),
+        judged=trained([*ATTENTION, *(Attention(1, 8, 2, 2048, causal=c) for c in (False, True))]),
     ),
     "experts": EXPERTS,
     "experts-permuted": replace(EXPERTS, decisions=PERMUTED),
-    "experts-wanted": replace(EXPERTS, decisions=WANTED, draws=100, least=2),
+    "experts-early": replace(ONCE, judged=MANY, decisions=EARLY),
+    "experts-wide": Family(WIDE, 0, 12, 0, times=0, judged=WIDE, decisions=PERMUTED),
+    "experts-wanted": replace(WANTED_EXPERTS, decisions=WANTED),
     "experts-wanted-permuted": replace(
-        EXPERTS, decisions=moe_ranks.all_of(WANTED, PERMUTED), draws=100, least=2
+        WANTED_EXPERTS, decisions=moe_ranks.all_of(WANTED, PERMUTED)
+    ),
+    "experts-wanted-early": replace(
+        ONCE, judged=MANY_WANTED, decisions=moe_ranks.all_of(WANTED, EARLY), least=2
     ),
     **{name: each for nic in NICS for name, each in between_nodes(nic).items()},
     "efa-repeated-and-late-packets": Family(

@@ -1,4 +1,4 @@
-"""MoE on `hopper`, beside ``test_calls_on_gpus``: tables, many rows, capacities; faults are seen."""
+"""MoE on `hopper`, beside ``test_calls_on_gpus``: tables, capacities; faults are seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from calls import Decisions
 from device_buffers import needs_gpus, pair, several, worlds
 from in_world import TOLD_S
 from kept_ranks import right
-from moe_ranks import FAULTS, PERMUTED, WANTED, WANTED_FAULTS, Moe, all_of, early
+from moe_ranks import FAULTS, PERMUTED, WANTED, WANTED_FAULTS, Moe, early
 
 import mkernel
 from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
@@ -39,45 +39,6 @@ def test_tables_of_random_routings(world: int) -> None:
     right(world, moe_ranks.tables, listed, 1)
     for rows in (64, 128):
         decided(world, early(rows), moe_ranks.tables, listed, 1)
-
-
-GATED = Moe(1024 + 13, 512, 264, 2, 2, activation="silu_and_mul")
-MANY = [
-    Moe(2048 + 77, 256, 512, 2, 2),
-    Moe(1536, 128, 776, 1, 1, routing="one_expert"),
-    GATED,
-    replace(GATED, layout="column", dtype="float16"),
-]
-"""Tiles of every height, and of own tokens alone."""
-MANY_WANTED = [
-    Moe(2048 + 77, 256, 512, 2, 2), Moe(1536, 1032, 776, 1, 1), Moe(700, 7168, 264, 2, 1)
-]  # fmt: skip
-"""Also beside tiles of own tokens, which leave the push its multiprocessors."""
-
-
-@worlds
-def test_many_rows_of_few_experts(world: int) -> None:
-    right(world, calls.judged, MANY, 3)
-    decided(world, PERMUTED, calls.judged, MANY, 3)
-    decided(world, all_of(early(128), PERMUTED), calls.judged, MANY, 3)
-
-
-@several
-def test_many_wanted_rows_of_few_experts(world: int) -> None:
-    for more in ([], [PERMUTED], [PERMUTED, early(128)]):
-        decided(world, all_of(WANTED, *more), calls.judged, MANY_WANTED, 3)
-
-
-@worlds
-def test_sums_by_rank_of_wide_tiles(world: int) -> None:
-    shapes = [
-        Moe(513, hidden, 136, 3, 3, returns="ranks", narrow=True, dtype=dtype, layout=layout)
-        for hidden, dtype, layout in (
-            (256, "bfloat16", "row"), (1032, "float16", "column"), (2104, "bfloat16", "column"),
-        )
-    ]  # fmt: skip
-    decided(world, PERMUTED, calls.judged, shapes, 5)
-    decided(world, PERMUTED, calls.queued, shapes, 12, 5)
 
 
 @worlds
