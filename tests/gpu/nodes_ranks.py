@@ -78,26 +78,25 @@ def chosen(shape: Shape) -> tuple[list[str], int, Exchange, tuple[float, ...]]:
     return *_put(shape.work()), exchange_of(planned(shape)), times
 
 
-def dispatched(shape: Moe) -> tuple[list[str], int, int]:
-    """Failures of a dispatch, a combine and a GEMM+combine; bytes that the NIC put for them here, and
-    bytes of the own tokens and ids, and for both combines of the own weights and of sums for the other
-    rank's tokens (those of a combine alone in float32), once for each rank of another node."""
+def crossed(shape: Attention | Moe) -> tuple[list[str], int, int, int]:
+    """Failures of calls; bytes that the NIC put for them here, and :func:`_leaving`, once for each rank
+    of another node; host memory's regions in the session."""
     world, work = mkernel.world(), shape.work(5)
+    failures, put = _put(work)
+    far = world.size - world.identity.ranks_per_node
+    assert world.nic is not None
+    return failures, put, far * _leaving(shape, work), world.nic.statistics().host_regions
+
+
+def _leaving(shape: Attention | Moe, work: Any) -> int:
+    """Bytes of the own keys and values of ring attention; of the own tokens and ids, and for a combine
+    and a GEMM+combine of the own weights and of sums for the other rank's tokens (those of a combine
+    alone in float32)."""
+    if isinstance(shape, Attention):
+        return 2 * 2 * shape.batch * shape.kv_heads * shape.rows * shape.width
     places, row = 4 * shape.tokens * work.top_k, 2 * shape.tokens * shape.hidden
     alone, sums = 4 * shape.tokens * shape.features, row if shape.narrow else 2 * row
-    far = world.size - world.identity.ranks_per_node
-    return *_put(work), far * (row + alone + sums + 3 * places)
-
-
-def attended(shape: Attention) -> tuple[list[str], int, int, int]:
-    """Failures of a call of ring attention; bytes that the NIC put for it here, and bytes of the own
-    keys and values, once for each rank of another node; host memory's regions in the session."""
-    world = mkernel.world()
-    failures, put = _put(shape.work(5))
-    far = world.size - world.identity.ranks_per_node
-    keys = 2 * shape.batch * shape.kv_heads * shape.rows * shape.width
-    assert world.nic is not None
-    return failures, put, far * 2 * keys, world.nic.statistics().host_regions
+    return row + alone + sums + 3 * places
 
 
 def _put(work: Any) -> tuple[list[str], int]:

@@ -46,9 +46,8 @@ direct = pytest.mark.skipif(
     reason="where processes take turns on a GPU, a copy of the mover at times does not end within 10 s "
     "while kernels run, and the emulated device then fails (DEVICE_FATAL); run it under MPS",
 )
-both = pytest.mark.parametrize(
-    "route", [pytest.param("direct", marks=[direct, pytest.mark.alone]), "staged"]
-)
+DIRECT = (direct, pytest.mark.alone)
+both = pytest.mark.parametrize("route", [pytest.param("direct", marks=DIRECT), "staged"])
 """NICs read and write memory of the device, or of the host. Other tests take the usual one of an
 emulated NIC, which is staged."""
 
@@ -57,13 +56,14 @@ def take(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_NIC_SETTINGS__GPUDIRECT", str(int(route == "direct")))
 
 
-def right(fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1) -> None:
-    """No rank found a failure."""
-    found = mkernel.launch(
+def launched(
+    fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1, timeout_s: float = TOLD_S
+) -> list[Any]:
+    """What each rank of these nodes finds."""
+    return mkernel.launch(
         fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator="hopper", nic=nic,
-        verbs="soft", timeout_s=TOLD_S,
+        verbs="soft", timeout_s=timeout_s,
     )  # fmt: skip
-    none_failed(found)
 
 
 @nics
@@ -74,10 +74,7 @@ def test_the_route_is_the_planned_one(
 ) -> None:
     take(route, monkeypatch)
     shape = Shape(op, 512, 512, 512)
-    found = mkernel.launch(
-        nodes_ranks.staged, shape, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic,
-        verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
+    found = launched(nodes_ranks.staged, shape, nic=nic)
     for staged, host, device in found:
         assert staged == (route == "staged")
         assert (host > 0, device > 0) == (staged, not staged)
@@ -89,10 +86,7 @@ def test_every_byte_of_another_node_came_through_the_nic(
     nodes: int, ranks: int, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
-    found = mkernel.launch(
-        nodes_ranks.arrived, 256, 1024, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
+    found = launched(nodes_ranks.arrived, 256, 1024, nic=nic, nodes=nodes, ranks=ranks)
     for rank, (arrived, put, expected) in enumerate(found):
         node = rank // ranks
         assert arrived == [
@@ -108,7 +102,7 @@ def test_what_a_nic_wrote_is_flushed_before_it_is_raised(monkeypatch: pytest.Mon
     wrong (``tests/gpu/test_mover.py`` leaves it out)."""
     take("direct", monkeypatch)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_UNFLUSHED", "1")
-    right(calls.judged, MIXED[:1], 8, nic="cx7")
+    none_failed(launched(calls.judged, MIXED[:1], 8, nic="cx7"))
 
 
 ATTENTION = [
@@ -117,25 +111,6 @@ ATTENTION = [
     Attention(1, 8, 2, 512, causal=True, dtype="float16", lies="positions"),
     Attention(2, 2, 2, 64, dtype="float16"),
 ]
-
-
-@nics
-@both
-def test_keys_cross_once_for_each_rank_of_another_node(
-    nic: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the byte; scrambled on their way, they give other results."""
-    take(route, monkeypatch)
-    for mask in (0, nodes_ranks.MASK):
-        monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
-        found = mkernel.launch(
-            nodes_ranks.attended, ATTENTION[2], nodes=2, ranks_per_node=1, accelerator="hopper",
-            nic=nic, verbs="soft", timeout_s=TOLD_S,
-        )  # fmt: skip
-        for failures, put, expected, on_host in found:
-            assert bool(failures) == bool(mask)
-            assert put == expected
-            assert (on_host > 0) == (route == "staged")
 
 
 EXPERTS = [
@@ -147,17 +122,23 @@ EXPERTS = [
 
 
 @nics
-def test_tokens_cross_once_for_each_rank_of_another_node(
-    nic: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shape", "route"),
+    [
+        pytest.param(ATTENTION[2], "direct", marks=DIRECT),
+        (ATTENTION[2], "staged"),
+        (EXPERTS[1], "staged"),
+    ],
+)
+def test_what_crosses_does_so_once_for_each_rank_of_another_node(
+    shape: Any, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, ids, weights and sums, to the byte; scrambled on their way, they give other results."""
-    shape = EXPERTS[1]
+    """Keys and values; tokens, ids, weights and sums: to the byte. Scrambled on their way, they give
+    other results."""
+    take(route, monkeypatch)
     for mask in (0, nodes_ranks.MASK):
         monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))
-        found = mkernel.launch(
-            nodes_ranks.dispatched, shape, nodes=2, ranks_per_node=1, accelerator="hopper",
-            nic=nic, verbs="soft", timeout_s=TOLD_S,
-        )  # fmt: skip
-        for failures, put, expected in found:
+        for failures, put, expected, on_host in launched(nodes_ranks.crossed, shape, nic=nic):
             assert bool(failures) == bool(mask)
             assert put == expected
+            assert (on_host > 0) == (route == "staged")

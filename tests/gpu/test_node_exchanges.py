@@ -7,10 +7,8 @@ import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
 from hopper_ranks import Shape
-from in_world import TOLD_S
-from test_hopper_nodes import both, nics, take
+from test_hopper_nodes import both, launched, nics, take
 
-import mkernel
 from mkernel.plan.standard import GAIN
 
 pytestmark = [takes_ranks(4), pytest.mark.usefixtures("leaves_nothing")]
@@ -49,10 +47,7 @@ def test_the_bytes_over_the_rails_are_those_of_the_exchange(
     monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
     rows, k = 256, 1024
-    found = mkernel.launch(
-        nodes_ranks.arrived, rows, k, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
+    found = launched(nodes_ranks.arrived, rows, k, nic=nic, nodes=nodes, ranks=ranks)
     copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
     for rank, (arrived, put, _) in enumerate(found):
         assert arrived == [
@@ -80,10 +75,7 @@ def test_the_sums_over_the_rails_are_those_of_the_exchange(
     all-reduce sends the sum of its rows back on the same ways."""
     monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
     rows, n = 512, 512
-    found = mkernel.launch(
-        nodes_ranks.summed, op, rows, n, nodes=nodes, ranks_per_node=ranks, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
+    found = launched(nodes_ranks.summed, op, rows, n, nic=nic, nodes=nodes, ranks=ranks)
     copies = (nodes - 1) * (1 if exchange == "hierarchical" else ranks)
     copies *= 2 if op == "gemm_all_reduce" else 1
     for failures, put, planned in found:
@@ -107,10 +99,7 @@ def test_the_planner_takes_the_exchange_that_it_predicts_to_be_faster(
 ) -> None:
     """By default; and the bytes that the NIC counts are those of its choice."""
     monkeypatch.setenv("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", "100000")
-    found = mkernel.launch(
-        nodes_ranks.chosen, shape, nodes=2, ranks_per_node=2, accelerator="hopper",
-        nic=nic, verbs="soft", timeout_s=TOLD_S,
-    )  # fmt: skip
+    found = launched(nodes_ranks.chosen, shape, nic=nic, nodes=2, ranks=2)
     columns = shape.k if shape.op == "all_gather_gemm" else shape.n
     copies = 2 if shape.op == "gemm_all_reduce" else 1
     for failures, put, planned, (direct_us, hierarchical_us) in found:

@@ -3,17 +3,14 @@ becomes one named error on every rank in time. Each rank is a node of its own.""
 
 from __future__ import annotations
 
-from typing import Any
-
 import nodes_faults_ranks
 import nodes_ranks
 import pytest
 from device_buffers import takes_ranks
 from hopper_ranks import Shape
 from in_world import TOLD_S
-from test_hopper_nodes import MIXED, both, direct, nics, take
+from test_hopper_nodes import MIXED, both, direct, launched, nics, take
 
-import mkernel
 from mkernel.launch import host_store
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
@@ -23,14 +20,6 @@ EARLY = [
     Shape("gemm_reduce_scatter", 2048, 768, 256),
     Shape("gemm_all_reduce", 1024, 1024, 320),
 ]
-
-
-def found(fn: Any, *arguments: Any, nic: str) -> Any:
-    """The failures of each rank."""
-    return mkernel.launch(
-        fn, *arguments, nodes=2, ranks_per_node=1, accelerator="hopper", nic=nic, verbs="soft",
-        timeout_s=TOLD_S,
-    )  # fmt: skip
 
 
 def judge_broken(
@@ -44,7 +33,7 @@ def judge_broken(
     """Each rank raises this kind of error in time, and the next world of the processes is right. Return
     the messages."""
     _store, port = host_store(2, TOLD_S)
-    outcomes = found(
+    outcomes = launched(
         nodes_ranks.break_and_rebuild, port, nic, fault, shape, next_nic, timeout_s,
         nic=next_nic or nic,
     )  # fmt: skip
@@ -66,7 +55,7 @@ def test_an_arrival_that_is_counted_once_too_often(
     """Its flag comes before the data, in every later call or replay, where the sender is late."""
     take(route, monkeypatch)
     _store, port = host_store(2, TOLD_S)
-    failures = found(nodes_faults_ranks.told_early, port, shape, 4, fault, graph, nic=nic)
+    failures = launched(nodes_faults_ranks.told_early, port, shape, 4, fault, graph, nic=nic)
     assert bool(failures[0]) == fault, failures
     if fault:
         assert len(failures[0]) == 3, "a call that was told early was right all the same"
@@ -83,7 +72,7 @@ def test_memory_that_is_used_again_too_early(
     """Rows of the next call lie there before those of a call were read."""
     take(route, monkeypatch)
     _store, port = host_store(2, TOLD_S)
-    failures = found(nodes_faults_ranks.reused_early, port, EARLY[0], fault, nic=nic)
+    failures = launched(nodes_faults_ranks.reused_early, port, EARLY[0], fault, nic=nic)
     assert len(failures[0]) == fault, failures
 
 
@@ -95,7 +84,7 @@ def test_a_nic_that_tells_before_the_bytes_are_there(
 ) -> None:
     take(route, monkeypatch)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_LATE_NS", str(2_000_000_000 * fault))
-    for each in found(nodes_faults_ranks.of_each, EARLY, nic=nic):
+    for each in launched(nodes_faults_ranks.of_each, EARLY, nic=nic):
         assert [bool(failures) for failures in each] == [fault] * len(EARLY), each
 
 
@@ -106,7 +95,7 @@ def test_a_nic_that_tells_before_the_bytes_are_there(
 def test_a_flush_that_is_left_out(flush: bool, nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take("direct", monkeypatch)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_UNFLUSHED", "1")
-    for failures in found(nodes_faults_ranks.unflushed, EARLY, flush, nic=nic):
+    for failures in launched(nodes_faults_ranks.unflushed, EARLY, flush, nic=nic):
         assert bool(failures) != flush
 
 
@@ -117,7 +106,7 @@ def test_a_rank_that_asks_its_driver_in_mid_kernel(
 ) -> None:
     """The emulated NIC's copies go on meanwhile."""
     take("direct", monkeypatch)
-    for failures in found(nodes_faults_ranks.asking_the_driver, EARLY[0], 4, nic=nic):
+    for failures in launched(nodes_faults_ranks.asking_the_driver, EARLY[0], 4, nic=nic):
         assert not failures
 
 
@@ -179,8 +168,11 @@ def test_an_arrival_that_is_counted_too_early_is_seen(
     monkeypatch.setenv("MKERNEL_SOFTVERBS_MAX_MESSAGE", "4096")  # every put has several
     monkeypatch.setenv("MKERNEL_SOFTVERBS_HOLD_NS", "400000")
     name = "MiscountedImmediate" if fault else "HonestLibrary"
-    found = mkernel.launch(
-        nodes_ranks.noticed, 6 * MIXED[:2], 12, nodes=2, ranks_per_node=1, accelerator="hopper",
-        nic=f"mkernel.conformance.nic_faults:{name}", verbs="soft", timeout_s=10,
-    )  # fmt: skip
+    found = launched(
+        nodes_ranks.noticed,
+        6 * MIXED[:2],
+        12,
+        nic=f"mkernel.conformance.nic_faults:{name}",
+        timeout_s=10,
+    )
     assert any(found) == fault, found
