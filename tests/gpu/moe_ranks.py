@@ -25,24 +25,24 @@ from mkernel.errors import CapacityExceeded
 from mkernel.plan.model import Activation
 from mkernel.plan.pipeline import Returns
 
-PERMUTED: Decisions = {"moe_tuning": {"permutes": True, "reads_weights": False}}
+PERMUTED: Decisions = {"moe.tuning": {"permutes": True, "reads_weights": False}}
 """Plans as of many tokens: dispatches copy their rows into order first; second products have wide
 tiles."""
-WANTED: Decisions = {"moe_tuning": {"push_blocks": (8, ())}}
+WANTED: Decisions = {"moe.tuning": {"push_blocks": (8, ())}}
 """Each token goes once to each rank that has an expert of it."""
 
 
 def early(rows: int) -> Decisions:
     """Have all multiples of so many own rows come first."""
-    return {"moe_tuning": {"early_rows": rows, "early_tiles": 1 << 20}}
+    return {"moe.tuning": {"early_rows": rows, "early_tiles": 1 << 20}}
 
 
 def all_of(*decisions: Decisions) -> Decisions:
     """Decide all of these."""
     made: dict[str, Any] = {}
     for each in decisions:
-        made |= each["moe_tuning"]
-    return {"moe_tuning": made}
+        made |= each["moe.tuning"]
+    return {"moe.tuning": made}
 
 
 @dataclass(frozen=True)
