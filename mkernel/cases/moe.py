@@ -317,14 +317,14 @@ def gated(both: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
-Of = tuple[int, int, int]
-"""Whose data it is: of which rank, of how many, in which iteration."""
+RankIteration = tuple[int, int, int]
+"""The rank whose data it is, the number of ranks, and the iteration."""
 
 
 class Wanted(NamedTuple):
     """The rows of an owner's experts that a rank wants: their numbers, experts and tokens."""
 
-    of: Of
+    of: RankIteration
     at: torch.Tensor
     expert: torch.Tensor
     x: torch.Tensor

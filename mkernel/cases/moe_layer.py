@@ -10,7 +10,7 @@ import math
 import torch
 
 from mkernel.cases.base import NOWHERE, Outcome, Tensors, times
-from mkernel.cases.moe import HomeCase, Of, Wanted, gated
+from mkernel.cases.moe import HomeCase, RankIteration, Wanted, gated
 from mkernel.ops import moe, moe_gemm_combine
 from mkernel.ops.common import Execution
 
@@ -42,14 +42,14 @@ class MoeLayerCase(HomeCase):
             "w2": self._laid_out(self._down(of, into.get("w2"))),
         }
 
-    def _gate_up(self, of: Of, into: torch.Tensor | None = None) -> torch.Tensor:
+    def _gate_up(self, of: RankIteration, into: torch.Tensor | None = None) -> torch.Tensor:
         return self._experts(_W, of, (self._hidden(), 2 * self._features()), into)
 
-    def _down(self, of: Of, into: torch.Tensor | None = None) -> torch.Tensor:
+    def _down(self, of: RankIteration, into: torch.Tensor | None = None) -> torch.Tensor:
         return self._experts(_W2, of, (self._features(), self._hidden()), into)
 
     def _experts(
-        self, which: int, of: Of, shape: tuple[int, int], into: torch.Tensor | None
+        self, which: int, of: RankIteration, shape: tuple[int, int], into: torch.Tensor | None
     ) -> torch.Tensor:
         rank, world_size, iteration = of
         into = into if self.layout == "row" else None
