@@ -20,11 +20,6 @@ TOLD_S = DEADLINE_S / 2
 ABSENT_S = 1.5
 """The deadline that ``survivors`` gives ranks where one stays away."""
 
-knows_calls = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
-    reason="this torch has no exchange table: every call goes through Python",
-)
-
 
 def stores(port: int) -> tuple[TCPStore, TCPStore]:
     """Two clients of this host's store, as :func:`mkernel.init` takes them."""

@@ -34,7 +34,7 @@ from mkernel.async_tensor_parallel.report import Decision, Report
 from mkernel.errors import MkernelError, NotInitialized
 from mkernel.ops.all_gather_gemm import OP as GATHER_OP
 from mkernel.ops.around import Scaled
-from mkernel.ops.gemm import GemmOp
+from mkernel.ops.gemm import GemmCall, GemmOp
 from mkernel.ops.gemm_all_reduce import OP as REDUCE_OP
 from mkernel.ops.gemm_reduce_scatter import OP as SCATTER_OP
 from mkernel.ops.symm_mem import dtype_of_sum
@@ -187,7 +187,8 @@ def _check(
             scaled = None
             if scales is not None:
                 scaled = Scaled(expected(scales.a), expected(scales.b), scales.use_fast_accum)
-            op.check(world, expected(a), expected(b), out_dtype=out_dtype, scaled=scaled)
+            call = GemmCall(expected(a), expected(b), out_dtype=out_dtype, scaled=scaled)
+            op.check(world, call)
     except MkernelError as error:
         raise _Left(f"{op.name} does not take it: {error}") from None
 

@@ -34,7 +34,7 @@ from mkernel.cases.base import (
 from mkernel.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from mkernel.ops.around import Normed, Scaled
 from mkernel.ops.common import Execution
-from mkernel.ops.gemm import GemmOp
+from mkernel.ops.gemm import GemmCall, GemmOp
 from mkernel.plan.arguments import scale_sizes
 
 _A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)
@@ -182,7 +182,7 @@ class GemmCase(Case):
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the op into ``out``."""
-        done = self.gemm.call(
+        call = GemmCall(
             tensors["a"],
             tensors["b"],
             tensors.get("bias"),
@@ -191,8 +191,8 @@ class GemmCase(Case):
             path=self.options.get("path"),
             norm=self.norm(tensors),
             scaled=self._scaled(tensors),
-            **execution,
         )
+        done = self.gemm.call(call, **execution)
         return Outcome(done.outputs, done.plan, done.record)
 
     def norm(self, tensors: Tensors) -> Normed | None:

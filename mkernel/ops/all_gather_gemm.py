@@ -30,11 +30,13 @@ from mkernel.ops.around import (
     scale_of_rows,
     scaled,
 )
-from mkernel.ops.gemm import GemmOp, copied_to, result_dtype, traced_outputs
-from mkernel.ops.plain import plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, result_dtype, traced_outputs
+from mkernel.ops.plain import plain, untraced
+from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.torch_state import dispatch_modes
 
 OP = GemmOp("all_gather_gemm", gathers=True)
 
@@ -176,6 +178,11 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
+    more = return_gathered or save_gathered or use_fast_accum or isinstance(b, (list, tuple))
+    given = a_scale is not None or b_scale is not None or out is not None or gathered is not None
+    if not (more or given or torch.compiler.is_compiling()):  # which is what most calls are
+        found: Tensor = ops.all_gather_gemm(a, b, bias, gather_dim, out_dtype, chunk, group)
+        return found
     if isinstance(b, (list, tuple)):
         results, whole = _several(
             a, b, _scaled_many(a_scale, b_scale, use_fast_accum, b), bias, gather_dim,
@@ -184,69 +191,66 @@ def all_gather_gemm(
         return (results, whole) if return_gathered else results
     of_one: tuple[Any, Any, Any, Any] = (b, b_scale, bias, out)
     matrix, scale, added, into = of_one
-    given = scaled(a_scale, scale, use_fast_accum)
+    scales = scaled(a_scale, scale, use_fast_accum)
     keeps = gathered is not None or return_gathered
-    if not keeps and (given is not None or not save_gathered):
-        return OP.result(
-            a, matrix, added, gather_dim,
-            out=into, out_dtype=out_dtype, chunk=chunk, group=group, scaled=given,
-        )  # fmt: skip
-    if given is None:
-        return _and_gathered(
-            a, matrix, added, into, gather_dim, out_dtype, chunk, gathered, return_gathered, group
-        )
+    call = GemmCall(a, matrix, added, gather_dim, into, out_dtype, chunk=chunk, group=group)
+    if not keeps and (scales is not None or not save_gathered):
+        return OP.result(call._replace(scaled=scales))
+    if scales is None:
+        kept = return_gathered if gathered is None else gathered
+        c, whole = _and_gathered(call._replace(gathered=kept))
+        return (c, whole) if return_gathered else c
     lists = [None if each is None else [each] for each in (added, into)]
     (c,), whole = _several(
-        a, [matrix], [given], lists[0], gather_dim,
+        a, [matrix], [scales], lists[0], gather_dim,
         lists[1], out_dtype, chunk, gathered, False, group,
     )  # fmt: skip
     return (c, whole) if return_gathered else c
 
 
-def _and_gathered(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    out: Tensor | None,
-    gather_dim: int,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    gathered: Tensor | None,
-    return_gathered: bool,
-    group: Group,
-) -> Tensor | tuple[Tensor, Tensor]:
+def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
     """Compute the product with one b and keep the gathered A, through torch's dispatcher where torch
     has to see the call."""
-    a, b, bias = OP.local(a, b, bias, gather_dim, group)
-    given = out if gathered is None else gathered
-    c: Tensor
-    if traced_outputs(given, a, b, bias) or (given is None and seen_by_torch(a, b, bias)):
-        c, whole = ops.all_gather_gemm_gathered(
-            a,
-            b,
-            bias,
-            gather_dim=gather_dim,
-            out_dtype=out_dtype or (None if out is None else out.dtype),
-            chunk=chunk,
-            group=group_name(group),
+    traced = torch.compiler.is_compiling() or dispatch_modes()
+    if traced:
+        a, b, bias = OP.local(call.a, call.b, call.bias, call.dim, call.group)
+        call = call._replace(a=a, b=b, bias=bias)
+    a, b, bias, dim, out, out_dtype, gathered, chunk, *_ = call
+    into = gathered if isinstance(gathered, Tensor) else None
+    given = out if into is None else into
+    found: tuple[Tensor, Tensor]
+    if given is None:
+        gathers: Any = torch.ops.mkernel if traced else ops
+        group = group_name(call.group) if traced else call.group
+        options = {"gather_dim": dim, "out_dtype": out_dtype, "chunk": chunk, "group": group}
+        found = gathers.all_gather_gemm_gathered(a, b, bias, **options)
+        return found
+    if traced_outputs(given, a, b, bias):
+        wanted = out_dtype or (None if out is None else out.dtype)
+        c, whole = torch.ops.mkernel.all_gather_gemm_gathered(
+            a, b, bias, gather_dim=dim, out_dtype=wanted, chunk=chunk, group=group_name(call.group)
         )
         if out is not None:
-            c = copied_to("out", out, c, gather_dim)
-        if gathered is not None:
-            whole = copied_to("gathered", gathered, whole, gather_dim)
-        return (c, whole) if return_gathered else c
-    done = OP.call(
-        a, b, bias, dim=gather_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
-        gathered=return_gathered if gathered is None else gathered,
-    ).outputs  # fmt: skip
-    c = done["out"]
-    return (c, done["gathered"]) if return_gathered else c
+            c = copied_to("out", out, c, dim)
+        return c, whole if into is None else copied_to("gathered", into, whole, dim)
+    found = OP.into(
+        a, b, bias, out, gathered, None, None, False, dim, out_dtype, chunk, None, call.group
+    )
+    return found
 
 
 def _gathered(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, *, gather_dim: int = 0, **options: Any
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    gather_dim: int,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+    steps: Steps,
 ) -> tuple[Tensor, Tensor]:
-    done = OP.call(a, b, bias, dim=gather_dim, gathered=True, **options).outputs
+    call = GemmCall(a, b, bias, gather_dim, None, out_dtype, True, chunk, group=group)
+    done = OP.call(call, steps).outputs
     return done["out"], done["gathered"]
 
 
@@ -266,7 +270,7 @@ def _gathered_fake(
 
 def _rows_kernel(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     """Gather A alone, by a call whose product, with as few columns of b as it takes, is thrown away."""
-    return _gathered(a, b, **options)[1]
+    return _gathered(a, b, None, out_dtype=None, **options)[1]
 
 
 def _rows_fake(
@@ -302,26 +306,30 @@ def _several(
         for at, each in enumerate(zip(b, biases, outs, strict=True)):
             named = zip(("b", "bias", "out"), each, strict=True)
             refuse_gradients(OP.name, **{f"{name}[{at}]": one for name, one in named})
-    if out is None and gathered is None and seen_by_torch(a, *b, *biases):
-        given = [] if bias is None else biases
-        options: dict[str, Any] = {
-            "gather_dim": gather_dim,
-            "out_dtype": out_dtype,
-            "chunk": chunk,
-            "group": group_name(group),
-        }
-        if scales is None:
-            results, whole = ops.all_gather_gemms(
-                a, b, given, save_gathered=save_gathered, **options
-            )
-        else:
-            fast = scales[0].use_fast_accum
-            of_bs = [each.b for each in scales]
-            results, whole = ops.all_gather_gemms_scaled(
-                a, b, scales[0].a, of_bs, given, use_fast_accum=fast, **options
-            )
-        return list(results), whole
-    return _call_several(a, b, scales, biases, gather_dim, outs, out_dtype, chunk, gathered, group)
+    of_a, of_bs = (None, []) if scales is None else (scales[0].a, [each.b for each in scales])
+    fast = scales is not None and scales[0].use_fast_accum
+    found: tuple[list[Tensor], Tensor]
+    if out is not None or gathered is not None:
+        found = _INTO(
+            a, b, of_a, of_bs, biases, outs, gathered, gather_dim, out_dtype, fast, chunk, group
+        )
+        return found
+    traced = torch.compiler.is_compiling() or dispatch_modes()
+    gathers: Any = torch.ops.mkernel if traced else ops
+    options: dict[str, Any] = {
+        "gather_dim": gather_dim,
+        "out_dtype": out_dtype,
+        "chunk": chunk,
+        "group": group_name(group) if traced else group,
+    }
+    given = [] if bias is None else biases
+    if scales is None:
+        found = gathers.all_gather_gemms(a, b, given, save_gathered=save_gathered, **options)
+    else:
+        found = gathers.all_gather_gemms_scaled(
+            a, b, of_a, of_bs, given, use_fast_accum=fast, **options
+        )
+    return list(found[0]), found[1]
 
 
 def _scaled_many(
@@ -360,6 +368,7 @@ def _call_several(
     chunk: int | None,
     gathered: Tensor | None,
     group: Group,
+    steps: Steps,
 ) -> tuple[list[Tensor], Tensor]:
     """Launch the widest product, then compute the products that are left."""
     world = current(group)
@@ -387,59 +396,75 @@ def _call_several(
         read |= {b_name: b[number], bias_name: biases[number]}
         written[out_name] = outs[number]
     validate.apart(written, read)
-    done = OP.call(
-        a,
-        b[widest],
-        biases[widest],
-        scaled=None if scales is None else scales[widest],
-        dim=dim,
-        out=outs[widest],
-        out_dtype=dtype,
-        chunk=chunk,
-        gathered=True if gathered is None else gathered,
-        products=columns,
-        group=group,
-    )
+    call = GemmCall(
+        a, b[widest], biases[widest], dim, outs[widest], dtype,
+        True if gathered is None else gathered, chunk, products=columns,
+        scaled=None if scales is None else scales[widest], group=group,
+    )  # fmt: skip
+    done = OP.call(call, steps)
     whole: Tensor = done.outputs["gathered"]
     dim = validate.dimension("gather_dim", dim, whole)
     lead = OP.lead(whole, dim, 1)
-    rows, results = around.as_rows(whole, dim), []
+    rows, results = around.as_rows(whole, dim, steps), []
     if scales is not None and len(b) > 1:
-        rows = dequantised(rows, scale_of_rows(done.outputs["gathered_scale"], len(rows)))
+        of_rows = steps.do(scale_of_rows, done.outputs["gathered_scale"], len(rows))
+        rows = steps.do(dequantised, rows, of_rows)
     for number, width in enumerate(done.plan.products):
         out = outs[number]
         if number == done.plan.launched:
             results.append(done.outputs["out"])
             continue
-        made = rows.new_empty((len(rows), width), dtype=dtype)
-        shaped = around.from_rows(made, lead, dim)
+        made = steps.empty((len(rows), width), rows, dtype)
+        shaped = around.from_rows(steps, made, lead, dim)
         other = b[number]
         if scales is not None:
-            other = dequantised(other, as_matrix(scales[number].b))
-        around.product(rows, other, biases[number], made)
+            other = steps.do(dequantised, other, as_matrix(steps, scales[number].b))
+        around.product(steps, rows, other, biases[number], made)
         if out is not None:
-            shaped = validate.output(names[number][2], out, tuple(shaped.shape), dtype, dim).copy_(
-                shaped
-            )
+            validate.output(names[number][2], out, tuple(shaped.shape), dtype, dim)
+            shaped = steps.do(Tensor.copy_, out, shaped)
         results.append(shaped)
+    steps.wrote([each for each in (*outs, gathered) if each is not None])
     return results, whole
 
 
 def _several_kernel(
+    *,
     a: Tensor,
     b: list[Tensor],
     bias: list[Tensor],
-    *,
-    scales: Sequence[Scaled] | None = None,
-    gather_dim: int = 0,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
+    gather_dim: int,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+    steps: Steps,
+    a_scale: Tensor | None = None,
+    b_scale: Sequence[Tensor] = (),
+    use_fast_accum: bool = False,
     save_gathered: bool = False,
-    group: str,
+    out: Sequence[Tensor | None] = (),
+    gathered: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     nothing: list[Tensor | None] = [None] * len(b)
-    biases: list[Tensor | None] = [*bias] if bias else nothing
-    return _call_several(a, b, scales, biases, gather_dim, nothing, out_dtype, chunk, None, group)
+    scales = None
+    if a_scale is not None:
+        scales = [Scaled(a_scale, one, use_fast_accum) for one in b_scale]
+    return _call_several(
+        a, b, scales, bias or nothing, gather_dim, out or nothing, out_dtype, chunk, gathered, group,
+        steps,
+    )  # fmt: skip
+
+
+_INTO = native_op(
+    "all_gather_gemms_into",
+    (
+        "a", "b", "a_scale", "b_scale", "bias", "out", "gathered", "gather_dim", "out_dtype",
+        "use_fast_accum", "chunk", "group",
+    ),
+    (),
+    _several_kernel,
+    range_name=OP.name,
+)  # fmt: skip
 
 
 def _several_fake(
@@ -455,20 +480,6 @@ def _several_fake(
     ranks = current(group).size
     results = [OP.fake(a, each, gather_dim, out_dtype, ranks) for each in b]
     return results, OP.fake_gathered(a, gather_dim, ranks)
-
-
-def _several_scaled_kernel(
-    a: Tensor,
-    b: list[Tensor],
-    a_scale: Tensor,
-    b_scale: list[Tensor],
-    bias: list[Tensor],
-    *,
-    use_fast_accum: bool = False,
-    **options: Any,
-) -> tuple[list[Tensor], Tensor]:
-    scales = [Scaled(a_scale, one, use_fast_accum) for one in b_scale]
-    return _several_kernel(a, b, bias, scales=scales, **options)
 
 
 def _several_scaled_fake(
@@ -487,9 +498,10 @@ register(
     "all_gather_gemms_scaled(Tensor a, Tensor[] b, Tensor a_scale, Tensor[] b_scale, Tensor[] bias, "
     "*, int gather_dim=0, ScalarType? out_dtype=None, bool use_fast_accum=False, int? chunk=None, "
     "str group) -> (Tensor[], Tensor)",
-    _several_scaled_kernel,
+    _several_kernel,
     _several_scaled_fake,
     flops=flops.gather_many,
+    range_name=OP.name,
 )
 register(
     f"all_gather_gemm_gathered({OP.arguments}) -> (Tensor, Tensor)",
@@ -498,6 +510,8 @@ register(
     derivatives.save_gather,
     derivatives.gather_backward,
     flops=flops.gather_and_keep,
+    range_name=OP.name,
+    local=OP.localised,
 )
 register(
     "all_gather_rows(Tensor a, Tensor b, *, int gather_dim=0, int? chunk=None, str group) -> Tensor",
@@ -505,6 +519,7 @@ register(
     _rows_fake,
     derivatives.save_rows,
     derivatives.rows_backward,
+    range_name=OP.name,
 )
 register(
     "all_gather_gemms(Tensor a, Tensor[] b, Tensor[] bias, *, int gather_dim=0, ScalarType? "
@@ -514,4 +529,5 @@ register(
     derivatives.save_gather_many,
     derivatives.gather_many_backward,
     flops=flops.gather_many,
+    range_name=OP.name,
 )

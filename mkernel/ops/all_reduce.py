@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import TypedDict, Unpack
 
-from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives, validate
-from mkernel.ops.around import EPS, Normed, as_rows, check_norm, norm_signatures
-from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
+from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised
+from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.gemm import copied_to, traced_outputs
-from mkernel.ops.plain import plain, seen_by_torch, untraced
+from mkernel.ops.plain import plain, untraced
 from mkernel.ops.quantised import check_quantise, results_of
-from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.model import LaunchPlan
-from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.torch_state import dispatch_modes
 from mkernel.world.world import World
 
 _OP = "all_reduce"
@@ -78,48 +78,44 @@ def call(
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
+    steps: Steps | None = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`all_reduce` with its plan and record. Outputs: ``out``, with a norm also
     ``residual_out``."""
-    world = current(group)
+    world, steps = current(group), steps or Steps()
     residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
     x, out, residual, weight = plain(_OP, _ARGUMENTS, (x, out, residual, weight))
     if norm is not None:
         norm = Normed(residual, weight, norm.eps)
-    signature = (
-        _OP,
-        tensor_signature(x),
-        tensor_signature(out),
-        out_dtype,
-        repr(chunk),
-        *(() if norm is None else norm_signatures(norm)),
-    )
-    known = checked(world, signature, lambda: _check(world, x, norm, out, out_dtype, chunk))
-    plan, given_out = known.plan, out
+    plan, dtype = _check(world, x, norm, out, out_dtype, chunk)
+    given_out = out
     if out is None:
-        out = world.output(plan, tuple(x.shape), x, known.dtype)
+        rows = steps.output(world, plan, (x.numel() // x.shape[-1], x.shape[-1]), x, dtype)
+        out = rows if x.dim() == 2 else steps.do(Tensor.view, rows, x.shape)
     else:
         in_place = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
         in_place &= out.dtype == x.dtype
         read = {"x": None if in_place else x, "residual": residual, "norm_weight": weight}
         validate.apart({"out": out}, read)
+        rows = as_rows(out, 0, steps)
     outputs = {"out": out}
-    launched = {"x": as_rows(x.contiguous(), 0), "out": as_rows(out, 0)}
+    packed = x if x.is_contiguous() else steps.do(Tensor.contiguous, x)
+    launched = {"x": as_rows(packed, 0, steps), "out": rows}
     if norm is not None:
-        outputs["residual_out"] = torch.empty_like(out)
+        outputs["residual_out"] = steps.empty(x.shape, x, dtype)
         if plan.norm is not None and plan.norm.step == "launch":
-            rows = {**norm.given, "residual_out": outputs["residual_out"]}
+            given = {**norm.given, "residual_out": outputs["residual_out"]}
             launched |= {
-                name: each if name == "norm_weight" else as_rows(each, 0)
-                for name, each in rows.items()
+                name: each if name == "norm_weight" else as_rows(each, 0, steps)
+                for name, each in given.items()
             }
-    record = world.run(plan, launched, **execution)
+    record = steps.launch(world, plan, launched, **execution)
     if norm is not None and plan.norm is not None and plan.norm.step == "after":
-        addends = [] if norm.residual is None else [norm.residual]
-        add_and_normalise(out, addends, norm.weight, norm.eps, out, outputs["residual_out"])
+        steps.do(normalised, out, norm.residual, norm.weight, norm.eps, outputs["residual_out"])
     if given_out is not None:  # autograd may have saved it for a backward, and must hear of it
         increment_version([given_out])
+        steps.wrote([given_out])
     return Done(plan, record, outputs)
 
 
@@ -251,51 +247,50 @@ def _through_torch(
     """Return the sum, or the normalised rows and the new residual; through torch's dispatcher where
     torch has to see the call."""
     given = (x,) if norm is None else (x, norm.weight, norm.residual)
-    traced = traced_outputs(out, *given)
-    if not traced and (out is not None or not seen_by_torch(*given)):
-        return _called(x, norm, out, out_dtype, chunk, group)
-    options = {"out_dtype": out_dtype or (None if out is None else out.dtype), "chunk": chunk}
-    found: tuple[Tensor, ...]
-    if norm is None:
-        found = (ops.all_reduce(x, **options, group=group_name(group)),)
-    else:
-        found = ops.all_reduce_norm(*given, eps=norm.eps, **options, group=group_name(group))
-    return found if out is None else (copied_to("out", out, found[0], 0), *found[1:])
+    options: dict[str, Any] = {} if norm is None else {"eps": norm.eps}
+    options |= {"out_dtype": out_dtype, "chunk": chunk, "group": group}
+    traced = torch.compiler.is_compiling() or dispatch_modes()
+    if traced and (out is None or traced_outputs(out, *given)):
+        options["out_dtype"] = out_dtype or (None if out is None else out.dtype)
+        found = _results(torch.ops.mkernel, given, options | {"group": group_name(group)})
+        return found if out is None else (copied_to("out", out, found[0], 0), *found[1:])
+    if out is None:
+        return _results(ops, given, options)
+    weight, residual = (None, None) if norm is None else (norm.weight, norm.residual)
+    eps = EPS if norm is None else norm.eps
+    results: tuple[Tensor, ...] = _INTO(x, weight, residual, out, eps, out_dtype, chunk, group)
+    return results
 
 
-def _called(
-    x: Tensor,
-    norm: Normed | None,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    group: Group,
+def _results(
+    registered: Any, given: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    if profiling.wanted():
-        with profiling.named(_OP):
-            return _called(x, norm, out, out_dtype, chunk, group)
-    done = call(x, norm, out=out, out_dtype=out_dtype, chunk=chunk, group=group).outputs
-    return tuple(done.values())
+    """Call one of the two registered ops."""
+    if len(given) == 1:
+        return (registered.all_reduce(*given, **options),)
+    found: tuple[Tensor, ...] = registered.all_reduce_norm(*given, **options)
+    return found
 
 
-def _sum_kernel(
-    x: Tensor, *, out_dtype: torch.dtype | None = None, chunk: int | None = None, group: str
-) -> Tensor:
-    return _called(x, None, None, out_dtype, chunk, group)[0]
+def _sum_kernel(x: Tensor, **options: Any) -> Tensor:
+    found: Tensor = call(x, None, **options).outputs["out"]
+    return found
 
 
 def _norm_kernel(
-    x: Tensor,
-    norm_weight: Tensor,
-    residual: Tensor | None = None,
-    *,
-    eps: float = EPS,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: str,
+    x: Tensor, norm_weight: Tensor | None, residual: Tensor | None, eps: float, **options: Any
 ) -> tuple[Tensor, ...]:
-    norm = Normed(residual, norm_weight, eps)
-    return _called(x, norm, None, out_dtype, chunk, group)
+    norm = None if norm_weight is None else Normed(residual, norm_weight, eps)
+    return tuple(call(x, norm, **options).outputs.values())
+
+
+_INTO = native_op(
+    "all_reduce_into",
+    ("x", "norm_weight", "residual", "out", "eps", "out_dtype", "chunk", "group"),
+    (),
+    _norm_kernel,
+    range_name=_OP,
+)
 
 
 def _fake_sum(x: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -329,4 +324,5 @@ register(
     _fake_norm,
     derivatives.save_normed_sum,
     derivatives.normed_sum_backward,
+    range_name=_OP,
 )

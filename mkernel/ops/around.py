@@ -17,7 +17,7 @@ other. What is allocated lies so too: where that dimension is not the first, the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
-from mkernel.ops.common import tensor_signature
+from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import BLOCK, Strides, scale_sizes
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 
@@ -128,9 +128,12 @@ def check_alike(a: Tensor, b: Sequence[Tensor], given: Sequence[Scaled], device:
             )
 
 
-def as_matrix(scale: Tensor) -> Tensor:
+def as_matrix(steps: Steps, scale: Tensor) -> Tensor:
     """Return the scale in two dimensions, whatever the shape of a single one is."""
-    return scale.view(1, 1) if scale.dim() != 2 and scale.numel() == 1 else scale
+    if scale.dim() == 2 or scale.numel() != 1:
+        return scale
+    made: Tensor = steps.do(Tensor.view, scale, (1, 1))
+    return made
 
 
 def scale_of_rows(gathered: Tensor, rows: int) -> Tensor:
@@ -176,17 +179,22 @@ def check_norm(
         validate.output("residual", norm.residual, shape, out, 0)
 
 
-def norm_signatures(norm: Normed) -> tuple[object, ...]:
-    """Return all that the checks of a call see of a norm."""
-    return (tensor_signature(norm.residual), tensor_signature(norm.weight), norm.eps)
-
-
-def as_rows(x: Tensor, dim: int) -> Tensor:
+def as_rows(x: Tensor, dim: int, steps: Steps | None = None) -> Tensor:
     """Reshape [.., K] to [rows, K], ``dim`` outermost; a view where ``x`` lies so, else a copy."""
-    return x if x.dim() == 2 and dim == 0 else x.movedim(dim, 0).flatten(0, -2)
+    if x.dim() == 2 and dim == 0:
+        return x
+    rows = x.movedim(dim, 0).flatten(0, -2)
+    if steps is None:
+        return rows
+    made: Tensor
+    if rows.data_ptr() == x.data_ptr():
+        made = steps.do(torch.as_strided, x, tuple(rows.shape), rows.stride())
+    else:
+        made = steps.do(Tensor.flatten, steps.do(Tensor.movedim, x, dim, 0), 0, -2)
+    return made
 
 
-def from_rows(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
+def from_rows(steps: Steps, rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
     """Return a packed matrix [rows, N] as the view [.., N] whose rows it holds.
 
     Args:
@@ -194,40 +202,50 @@ def from_rows(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
     """
     if len(lead) == 1:
         return rows
-    return rows.view(*lead, rows.shape[-1]).movedim(0, dim)
+    shaped = rows.view(*lead, rows.shape[-1]).movedim(0, dim)
+    made: Tensor = steps.do(torch.as_strided, rows, tuple(shaped.shape), shaped.stride())
+    return made
 
 
-def before(plan: LaunchPlan, given: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
+def before(
+    steps: Steps, plan: LaunchPlan, given: Mapping[str, Tensor], dim: int
+) -> dict[str, Tensor]:
     """Prepare the tensors of the launch: ``given`` as matrices; copied, or new ones, where the plan
     says so."""
     launched = {}
     for name, tensor in given.items():
         if name == "b":
-            launched[name] = _repacked(plan, tensor) if "b" in plan.copies else tensor
+            launched[name] = _repacked(steps, plan, tensor) if "b" in plan.copies else tensor
         elif name in ("bias", "norm_weight"):
-            launched[name] = tensor.contiguous() if name in plan.copies else tensor
+            launched[name] = steps.do(Tensor.contiguous, tensor) if name in plan.copies else tensor
         elif name.endswith("_scale"):
-            launched[name] = _scale_as_launched(name, tensor, dim)
+            launched[name] = _scale_as_launched(steps, name, tensor, dim)
         elif name not in plan.copies:
-            launched[name] = as_rows(tensor, dim)
+            launched[name] = as_rows(tensor, dim, steps)
         elif name == "a":
-            packed = tensor.movedim(dim, 0).contiguous()
-            launched[name] = packed.view(-1, tensor.shape[-1])
+            packed = steps.do(Tensor.contiguous, steps.do(Tensor.movedim, tensor, dim, 0))
+            launched[name] = steps.do(Tensor.view, packed, (-1, tensor.shape[-1]))
         else:
-            rows = tensor.numel() // tensor.shape[-1]
-            launched[name] = tensor.new_empty((rows, tensor.shape[-1]))
+            shape = (tensor.numel() // tensor.shape[-1], tensor.shape[-1])
+            launched[name] = steps.empty(shape, tensor, tensor.dtype)
     return launched
 
 
-def _scale_as_launched(name: str, scale: Tensor, dim: int) -> Tensor:
+def _scale_as_launched(steps: Steps, name: str, scale: Tensor, dim: int) -> Tensor:
+    made: Tensor = scale
     if name == "gathered_scale":
-        return scale
+        return made
     if scale.numel() == 1:
-        return scale.view(1, 1)
-    return as_rows(scale, dim).contiguous() if name == "a_scale" else scale.t().contiguous().t()
+        made = as_matrix(steps, scale)
+    elif name == "a_scale":
+        made = steps.do(Tensor.contiguous, as_rows(scale, dim, steps))
+    else:
+        made = steps.do(Tensor.t, steps.do(Tensor.contiguous, steps.do(Tensor.t, scale)))
+    return made
 
 
 def after(
+    steps: Steps,
     plan: LaunchPlan,
     launched: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
@@ -239,31 +257,42 @@ def after(
     out, addends = launched["out"], [bias] if bias is not None and plan.bias == "after" else []
     if plan.norm is not None and plan.norm.step == "after":
         assert norm is not None
-        if norm.residual is not None:
-            addends.append(as_rows(norm.residual, dim))
-        new = as_rows(given["residual_out"], dim)
-        add_and_normalise(out, addends, norm.weight, norm.eps, out, new)
+        residual = None if norm.residual is None else as_rows(norm.residual, dim, steps)
+        new = as_rows(given["residual_out"], dim, steps)
+        steps.do(normalised, out, *addends, residual, norm.weight, norm.eps, new)
     else:
         for addend in addends:
-            out.add_(addend)
+            steps.do(Tensor.add_, out, addend)
     for name in ("out", "gathered"):
         if name in plan.copies and name in given:
-            outer = given[name].movedim(dim, 0)
-            outer.copy_(launched[name].view(outer.shape))
+            outer = steps.do(Tensor.movedim, given[name], dim, 0)
+            steps.do(Tensor.copy_, outer, steps.do(Tensor.view, launched[name], outer.shape))
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def normalised(out: Tensor, *rest: Any) -> None:
+    """Add the bias, where there is one, and the residual to ``out``, and normalise it in its place."""
+    *addends, residual, weight, eps, new = rest
+    addends = [each for each in (*addends, residual) if each is not None]
+    add_and_normalise(out, addends, weight, eps, out, new)
+
+
+def product(steps: Steps, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Compute out = a @ b + bias by a library; with any strides, float32 sums, rounded once."""
     wide = torch.promote_types(a.dtype, torch.float32)
     direct = a.dtype == out.dtype and (out.dtype != torch.float16 or a.device.type != "cpu")
     if not direct:
-        whole = torch.mm(a.to(wide), b.to(wide))
-        out.copy_(whole if bias is None else whole.add_(bias))
+        whole = steps.do(torch.mm, steps.do(Tensor.to, a, wide), steps.do(Tensor.to, b, wide))
+        if bias is not None:
+            steps.do(Tensor.add_, whole, bias)
+        steps.do(Tensor.copy_, out, whole)
     elif bias is None:
-        torch.mm(a, b, out=out)
+        steps.do(torch.mm, a, b, out=out)
     else:
-        torch.addmm(bias, a, b, out=out)
+        steps.do(torch.addmm, bias, a, b, out=out)
 
 
-def _repacked(plan: LaunchPlan, b: Tensor) -> Tensor:
-    return b.t().contiguous().t() if plan.b_layout == "column" else b.contiguous()
+def _repacked(steps: Steps, plan: LaunchPlan, b: Tensor) -> Tensor:
+    if plan.b_layout == "column":
+        b = steps.do(Tensor.contiguous, steps.do(Tensor.t, b))
+        return steps.do(Tensor.t, b)  # type: ignore[no-any-return]
+    return steps.do(Tensor.contiguous, b)  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 from mkernel.ops import validate
+from mkernel.ops.steps import Steps
 from mkernel.plan.model import AttentionLayout
 from mkernel.plan.shapes import checked_boundaries
 from mkernel.world.engine import Engine
@@ -32,13 +33,17 @@ def common_layout(given: Mapping[str, Tensor]) -> AttentionLayout:
     )
 
 
-def lying(tensor: Tensor, layout: AttentionLayout) -> Tensor:
+def lying(steps: Steps, tensor: Tensor, layout: AttentionLayout) -> Tensor:
     """Return the tensor where it has that layout, else a copy that has."""
+    made: Tensor = tensor
     if _lies(tensor, layout):
-        return tensor
+        return made
     if layout == "heads":
-        return tensor.contiguous()
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        made = steps.do(Tensor.contiguous, tensor)
+    else:
+        made = steps.do(Tensor.contiguous, steps.do(Tensor.transpose, tensor, 1, 2))
+        made = steps.do(Tensor.transpose, made, 1, 2)
+    return made
 
 
 def _lies(tensor: Tensor, layout: AttentionLayout) -> bool:

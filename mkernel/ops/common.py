@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
-
-import torch
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import NOTHING, Around, path_of
@@ -15,8 +13,6 @@ from mkernel.plan.shapes import takes
 from mkernel.world.calls import CallRecord
 from mkernel.world.engine import Engine
 from mkernel.world.world import World
-
-T = TypeVar("T")
 
 
 class Execution(TypedDict, total=False):
@@ -37,26 +33,6 @@ class Done(NamedTuple):
     plan: LaunchPlan
     record: CallRecord
     outputs: Mapping[str, Any]
-
-
-def tensor_signature(argument: object) -> object:
-    """Return all that an op's checks see of an argument that should be a tensor: equal signatures
-    pass or fail them alike. Hashable."""
-    if not isinstance(argument, torch.Tensor):
-        return type(argument)
-    strides = argument.stride() if argument.layout is torch.strided else argument.layout
-    return argument.shape, strides, argument.dtype, argument.device
-
-
-def checked(world: World, signature: Hashable, check: Callable[[], T]) -> T:
-    """Run ``check`` on a call whose signature this world has not passed yet; return what it found.
-
-    Only what passed is remembered: a wrong call is checked, and refused in the same words, each time.
-    """
-    found: T | None = world.checked[signature]
-    if found is None:
-        found = world.checked[signature] = check()
-    return found
 
 
 def engine_for(

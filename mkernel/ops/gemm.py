@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
 from mkernel.errors import DtypeError, ShapeError
 from mkernel.ops import around, flops, validate
 from mkernel.ops.around import (
+    Normed,
     Scaled,
     as_matrix,
     check_scaled,
     refuse_gradients,
     scale_strides,
 )
-from mkernel.ops.common import Done, Execution, checked, engine_for, plan_for, tensor_signature
-from mkernel.ops.plain import local, plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.common import Done, Execution, engine_for, plan_for
+from mkernel.ops.plain import local, plain, untraced
+from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import (
     RESULTS,
     Around,
@@ -38,7 +40,6 @@ from mkernel.plan.arguments import (
 )
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, PathChoice
-from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes
@@ -56,6 +57,61 @@ def _differ(a: Tensor, b: Tensor) -> ShapeError:
         f"[K, N] with K = {a.shape[-1]}, the last dimension of a",
         why=f"K differs: a has {a.shape[-1]}, b has {b.shape[0]}",
     )
+
+
+class GemmCall(NamedTuple):
+    """The arguments of a call of a GEMM op.
+
+    Attributes:
+        dim: of ``a``, along which ranks share rows.
+        gathered: whether the gathered A is wanted, or the tensor to write it to.
+        path: instead of the setting's.
+        products: columns of all B that the gathered A is multiplied with.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    dim: int = 0
+    out: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    gathered: bool | Tensor = False
+    chunk: int | None = None
+    path: PathChoice | None = None
+    products: tuple[int, ...] = ()
+    norm: Normed | None = None
+    scaled: Scaled | None = None
+    group: Group = None
+
+    def plain(self, op: str) -> GemmCall:
+        """Return the call with its tensors examined. Raises as :func:`mkernel.ops.plain.plain`."""
+        norm, scaled = self.norm, self.scaled
+        residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
+        a_scale, b_scale = (None, None) if scaled is None else (scaled.a, scaled.b)
+        a, b, bias, out, gathered, residual, weight, a_scale, b_scale = plain(
+            op,
+            _ARGUMENTS,
+            (
+                self.a,
+                self.b,
+                self.bias,
+                self.out,
+                self.gathered,
+                residual,
+                weight,
+                a_scale,
+                b_scale,
+            ),
+        )
+        return self._replace(
+            a=a,
+            b=b,
+            bias=bias,
+            out=out,
+            gathered=gathered,
+            norm=None if norm is None else Normed(residual, weight, norm.eps),
+            scaled=None if scaled is None else scaled._replace(a=a_scale, b=b_scale),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,24 +170,10 @@ class GemmOp:
             first = first // ranks
         return (first, *rest)
 
-    def check(
-        self,
-        world: World,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None = None,
-        *,
-        dim: int = 0,
-        out: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        gathered: bool | Tensor = False,
-        chunk: int | None = None,
-        path: PathChoice | None = None,
-        products: tuple[int, ...] = (),
-        norm: around.Normed | None = None,
-        scaled: Scaled | None = None,
-    ) -> Checked:
+    def check(self, world: World, call: GemmCall) -> Checked:
         """Check the arguments of a call, and plan it."""
+        a, b, bias, dim, out, out_dtype, gathered, *_ = call
+        norm, scaled = call.norm, call.scaled
         device = world.accelerator.device
         validate.activation("a", a)
         validate.matrix("b", b)
@@ -156,7 +198,7 @@ class GemmOp:
         lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
         rows = prod(whole if self.gathers else a.shape[:-1])
         outputs = [("out", out, lead, n, wanted)]
-        if not isinstance(gathered, bool):
+        if isinstance(gathered, Tensor):
             outputs.append(("gathered", gathered, whole, k, a.dtype))
         strides: dict[str, Strides] = {
             name: "packed" if output.movedim(dim, 0).is_contiguous() else "scattered"
@@ -182,12 +224,12 @@ class GemmOp:
             around=Around(
                 copies,
                 bias is not None,
-                products,
+                call.products,
                 None if norm is None else Norm(norm.residual is not None, norm.eps),
                 scales,
             ),
-            chunk=chunk,
-            path=path,
+            chunk=call.chunk,
+            path=call.path,
         )
         for name, output, sizes, width, output_dtype in outputs:
             if output is not None:
@@ -200,177 +242,108 @@ class GemmOp:
 
     @untraced
     def call(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None = None,
-        *,
-        dim: int = 0,
-        out: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        chunk: int | None = None,
-        gathered: bool | Tensor = False,
-        products: tuple[int, ...] = (),
-        path: PathChoice | None = None,
-        norm: around.Normed | None = None,
-        scaled: Scaled | None = None,
-        group: Group = None,
-        signature: bytes | None = None,
-        **execution: Unpack[Execution],
+        self, given: GemmCall, steps: Steps | None = None, **execution: Unpack[Execution]
     ) -> Done:
-        """Run one call in a group's world. Outputs: ``out``, and ``gathered`` if asked; with a norm
-        ``residual_out``; with scales ``gathered_scale`` beside ``gathered``, as a launch has it.
-
-        Args:
-            dim: of ``a``, along which ranks share rows.
-            products: columns of all B that the gathered A is multiplied with.
-            path: instead of the setting's.
-            signature: as :meth:`known` gave it.
-        """
-        world = current(group)
-        residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
-        a_scale, b_scale = (None, None) if scaled is None else (scaled.a, scaled.b)
-        a, b, bias, out, gathered, residual, weight, a_scale, b_scale = plain(
-            self.name,
-            _ARGUMENTS,
-            (a, b, bias, out, gathered, residual, weight, a_scale, b_scale),
-        )
-        if scaled is not None:
-            scaled = scaled._replace(a=a_scale, b=b_scale)
-        if norm is not None:
-            norm = around.Normed(residual, weight, norm.eps)
-        known = checked(
-            world,
-            (
-                self.name,
-                tensor_signature(a),
-                tensor_signature(b),
-                tensor_signature(bias),
-                tensor_signature(out),
-                tensor_signature(gathered),
-                dim,
-                out_dtype,
-                repr(chunk),
-                path,
-                products,
-                *(() if norm is None else around.norm_signatures(norm)),
-                *(() if scaled is None else tuple(map(tensor_signature, scaled[:2]))),
-                scaled is not None and scaled.use_fast_accum,
-            ),
-            lambda: self.check(
-                world,
-                a,
-                b,
-                bias,
-                dim=dim,
-                out=out,
-                out_dtype=out_dtype,
-                gathered=gathered,
-                chunk=chunk,
-                path=path,
-                products=products,
-                norm=norm,
-                scaled=scaled,
-            ),
-        )
-        plan = known.plan
+        """Run one call in its group's world. Outputs: ``out``, and ``gathered`` if asked; with a norm
+        ``residual_out``; with scales ``gathered_scale`` beside ``gathered``, as a launch has it."""
+        world, steps = current(given.group), steps or Steps()
+        given = given.plain(self.name)
+        known = self.check(world, given)
+        a, b, bias, _, out, _, gathered, *_ = given
+        plan, dim, norm, scaled = known.plan, known.dim, given.norm, given.scaled
         overwritten = [each for each in (out, gathered) if isinstance(each, Tensor)]
         if overwritten:
-            read = {"a": a, "b": b, "bias": bias, "residual": residual, "norm_weight": weight}
-            read |= {"a_scale": a_scale, "b_scale": b_scale}
-            _check_apart(read, out, gathered, known.dim, world.rank)
-        outputs = _outputs(world, known, a, out, gathered)
-        given = {"a": a, "b": b, **({"bias": bias} if plan.bias == "launch" else {})}
+            read = {"a": a, "b": b, "bias": bias, **({} if norm is None else norm.given)}
+            read |= {} if scaled is None else {"a_scale": scaled.a, "b_scale": scaled.b}
+            _check_apart(read, out, gathered, dim, world.rank)
+        outputs = _outputs(steps, world, known, a, out, gathered)
+        tensors = {"a": a, "b": b}
+        if bias is not None and plan.bias == "launch":
+            tensors["bias"] = bias
         if norm is not None:
-            outputs["residual_out"] = torch.empty_like(
-                outputs["out"], memory_format=torch.contiguous_format
-            )
+            outputs["residual_out"] = steps.empty(outputs["out"].shape, a, known.dtype)
         launches_norm = plan.norm is not None and plan.norm.step == "launch"
         if norm is not None and launches_norm:
-            given |= norm.given
+            tensors |= norm.given
         if scaled is not None:
-            given |= {"a_scale": as_matrix(scaled.a), "b_scale": as_matrix(scaled.b)}
-        given |= outputs
-        if known.direct:
-            record = world.run(plan, given, signature=signature, **execution)
-        else:
-            taken = {
-                name: x for name, x in given.items() if launches_norm or name != "residual_out"
+            tensors |= {
+                "a_scale": as_matrix(steps, scaled.a),
+                "b_scale": as_matrix(steps, scaled.b),
             }
-            launched = around.before(plan, taken, known.dim)
-            record = world.run(plan, launched, **execution)
-            around.after(plan, launched, given, known.dim, bias, norm)
+        tensors |= outputs
+        taken = {name: x for name, x in tensors.items() if launches_norm or name != "residual_out"}
+        launched = taken if known.direct else around.before(steps, plan, taken, dim)
+        record = steps.launch(world, plan, launched, **execution)
+        if not known.direct:
+            around.after(steps, plan, launched, tensors, dim, bias, norm)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
+            steps.wrote(overwritten)
         return Done(plan, record, outputs)
 
-    def result(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        dim: int,
-        *,
-        out: Tensor | None,
-        out_dtype: torch.dtype | None,
-        chunk: int | None,
-        group: Group,
-        scaled: Scaled | None = None,
-    ) -> Tensor:
+    def result(self, call: GemmCall) -> Tensor:
         """Run one call, through torch's dispatcher where torch has to see it, and return its output.
         ArgumentError: a tensor beside scales that requires grad; and what :meth:`call` raises."""
-        found: Any = None
-        if not torch.compiler.is_compiling():
-            if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
-                with profiling.named(self.name):
-                    return self.result(
-                        a, b, bias, dim,
-                        out=out, out_dtype=out_dtype, chunk=chunk, group=group, scaled=scaled,
-                    )  # fmt: skip
-            found = self.known(a, b, bias, dim, out, out_dtype, chunk, group, scaled)
-            if isinstance(found, Tensor):
-                return found
-        a, b, bias = self.local(a, b, bias, dim, group)
-        name = self.name
-        tensors: tuple[Any, ...] = (a, b, bias)
+        traced = torch.compiler.is_compiling() or dispatch_modes()
+        if traced:
+            a, b, bias = self.local(call.a, call.b, call.bias, call.dim, call.group)
+            call = call._replace(a=a, b=b, bias=bias)
+        a, b, bias, dim, out, out_dtype, _, chunk, *_ = call
         options: dict[str, Any] = {} if self.dim is None else {self.dim: dim}
+        name, scaled = self.name, call.scaled
+        tensors: tuple[Any, ...] = (a, b, bias)
         if scaled is not None:
             given = {"a_scale": scaled.a, "b_scale": scaled.b, "bias": bias, "out": out}
             refuse_gradients(self.name, a=a, b=b, **given)
             name, tensors = f"{self.name}_scaled", (a, b, scaled.a, scaled.b, bias)
             options["use_fast_accum"] = scaled.use_fast_accum
         result: Tensor
-        if traced_outputs(out, *tensors) or (out is None and seen_by_torch(*tensors)):
+        if traced and (out is None or traced_outputs(out, *tensors)):
             wanted = out_dtype or (None if out is None else out.dtype)
-            result = getattr(ops, name)(
-                *tensors, **options, out_dtype=wanted, chunk=chunk, group=group_name(group)
+            result = getattr(torch.ops.mkernel, name)(
+                *tensors, **options, out_dtype=wanted, chunk=chunk, group=group_name(call.group)
             )
             return result if out is None else copied_to("out", out, result, dim)
-        result = self.call(
-            a, b, bias, dim=dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
-            scaled=scaled, signature=found,
-        ).outputs["out"]  # fmt: skip
+        options |= {"out_dtype": out_dtype, "chunk": chunk, "group": call.group}
+        if out is None:
+            result = getattr(ops, name)(*tensors, **options)
+        else:
+            of_a, of_b, fast = scaled or (None, None, False)
+            result, _ = self.into(
+                a, b, bias, out, None, of_a, of_b, fast, dim, out_dtype, chunk, None, call.group
+            )
         return result
 
-    def known(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        dim: int,
-        out: Tensor | None,
-        out_dtype: torch.dtype | None,
-        chunk: int | None,
-        group: Group,
-        scaled: Scaled | None = None,
-    ) -> Any:
-        """Start a call like one before without Python, and return its output. Else return the
-        signature under which such calls may be known from the next on; or None."""
-        known = current(group).known
-        if known is None or dim:
-            return None
-        a_scale, b_scale, fast = scaled or (None, None, False)
-        return known(self.name, a, b, bias, out, a_scale, b_scale, out_dtype, chunk, fast)
+    @cached_property
+    def into(self) -> Any:
+        """Return the native op of calls that write to tensors of the caller's: it returns ``out`` and
+        ``gathered``."""
+        names = (
+            "a", "b", "bias", "out", "gathered", "a_scale", "b_scale", "use_fast_accum", "dim",
+            "out_dtype", "chunk", "path", "group",
+        )  # fmt: skip
+
+        def kernel(
+            a_scale: Tensor | None,
+            b_scale: Tensor | None,
+            use_fast_accum: bool,
+            steps: Steps,
+            **given: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            scaled = around.scaled(a_scale, b_scale, use_fast_accum)
+            done = self.call(GemmCall(**given, scaled=scaled), steps).outputs
+            return done["out"], done.get("gathered")
+
+        return native_op(
+            f"{self.name}_into", names, (), kernel, range_name=self.name, local=self.localised
+        )
+
+    def localised(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a native op that are DTensors as this rank's parts. ArgumentError."""
+        dim = given.get("dim", self.dim_of(given))
+        own = self.local(given["a"], given["b"], given.get("bias"), dim, given["group"])
+        names = [name for name in ("a", "b", "bias") if name in given]
+        return dict(zip(names, own, strict=False))
 
     def local(self, a: Any, b: Any, bias: Any, dim: int, group: Group) -> tuple[Any, Any, Any]:
         """Return the arguments on this rank; a DTensor's part where it is sharded as the op takes it.
@@ -392,27 +365,30 @@ class GemmOp:
         def kernel(
             a: Tensor,
             b: Tensor,
-            bias: Tensor | None = None,
-            *,
-            out_dtype: torch.dtype | None = None,
-            chunk: int | None = None,
-            group: str,
-            scaled: Scaled | None = None,
+            bias: Tensor | None,
+            out_dtype: torch.dtype | None,
+            chunk: int | None,
+            group: Group,
+            steps: Steps,
+            a_scale: Tensor | None = None,
+            b_scale: Tensor | None = None,
+            use_fast_accum: bool = False,
             **dims: int,
         ) -> Tensor:
-            if profiling.wanted():
-                options: dict[str, Any] = {"out_dtype": out_dtype, "chunk": chunk, **dims}
-                with profiling.named(self.name):
-                    return kernel(a, b, bias, group=group, scaled=scaled, **options)
-            dim = self.dim_of(dims)
-            found = self.known(a, b, bias, dim, None, out_dtype, chunk, group, scaled)
-            if isinstance(found, Tensor):
-                return found
-            result: Tensor = self.call(
-                a, b, bias, dim=dim, out_dtype=out_dtype, chunk=chunk, group=group,
-                scaled=scaled, signature=found,
-            ).outputs["out"]  # fmt: skip
-            return result
+            scaled = around.scaled(a_scale, b_scale, use_fast_accum)
+            call = GemmCall(
+                a,
+                b,
+                bias,
+                self.dim_of(dims),
+                None,
+                out_dtype,
+                chunk=chunk,
+                scaled=scaled,
+                group=group,
+            )
+            found: Tensor = self.call(call, steps).outputs["out"]
+            return found
 
         def fake(
             a: Tensor,
@@ -425,19 +401,6 @@ class GemmOp:
             **dims: int,
         ) -> Tensor:
             return self.fake(a, b, self.dim_of(dims), out_dtype, current(group).size)
-
-        def scaled_kernel(
-            a: Tensor,
-            b: Tensor,
-            a_scale: Tensor,
-            b_scale: Tensor,
-            bias: Tensor | None = None,
-            *,
-            use_fast_accum: bool = False,
-            **options: Any,
-        ) -> Tensor:
-            scaled = Scaled(a_scale, b_scale, use_fast_accum)
-            return kernel(a, b, bias, scaled=scaled, **options)
 
         def scaled_fake(
             a: Tensor,
@@ -453,16 +416,18 @@ class GemmOp:
 
         register(
             f"{self.name}({self.arguments}) -> Tensor", kernel, fake, save, backward,
-            flops=self.flops,
+            flops=self.flops, local=self.localised,
         )  # fmt: skip
         dim = "" if self.dim is None else f"int {self.dim}=0, "
         register(
             f"{self.name}_scaled(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, "
             f"Tensor? bias=None, *, {dim}ScalarType? out_dtype=None, bool use_fast_accum=False, "
             "int? chunk=None, str group) -> Tensor",
-            scaled_kernel,
+            kernel,
             scaled_fake,
             flops=self.flops,
+            range_name=self.name,
+            local=self.localised,
         )
 
     @property
@@ -518,22 +483,27 @@ def _whole(a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
 
 
 def _outputs(
-    world: World, known: Checked, a: Tensor, out: Tensor | None, gathered: bool | Tensor
+    steps: Steps,
+    world: World,
+    known: Checked,
+    a: Tensor,
+    out: Tensor | None,
+    gathered: bool | Tensor,
 ) -> dict[str, Tensor]:
     """Return the outputs that a call writes to: the caller's, or new ones. ``gathered``: False where
     it is not wanted."""
     plan = known.plan
     if out is None:
-        rows = world.output(plan, (prod(known.lead), plan.gemm.n), a, known.dtype)
-        out = around.from_rows(rows, known.lead, known.dim)
+        rows = steps.output(world, plan, (prod(known.lead), plan.gemm.n), a, known.dtype)
+        out = around.from_rows(steps, rows, known.lead, known.dim)
     outputs = {"out": out}
-    if gathered is not False:
+    if gathered is not False and gathered is not None:
         if gathered is True:
-            rows = torch.empty((plan.gemm.m, plan.gemm.k), dtype=a.dtype, device=a.device)
-            gathered = around.from_rows(rows, known.whole, known.dim)
+            rows = steps.empty((plan.gemm.m, plan.gemm.k), a, a.dtype)
+            gathered = around.from_rows(steps, rows, known.whole, known.dim)
         outputs["gathered"] = gathered
         if plan.scales is not None:
-            outputs["gathered_scale"] = _gathered_scale(plan, a.device)
+            outputs["gathered_scale"] = steps.empty(_gathered_scale(plan), a, torch.float32)
     return outputs
 
 
@@ -581,13 +551,13 @@ def result_dtype(a: Tensor) -> torch.dtype:
     return validate.DTYPES[RESULTS[0]] if a.dtype == torch.float8_e4m3fn else a.dtype
 
 
-def _gathered_scale(plan: LaunchPlan, device: torch.device) -> Tensor:
-    """Allocate the scales of all ranks' rows; one a rank, where they are one for all of its rows."""
+def _gathered_scale(plan: LaunchPlan) -> tuple[int, int]:
+    """Return the shape of the scales of all ranks' rows; one a rank, where they are one for all of its
+    rows."""
     assert plan.scales is not None
     mode = plan.scales.mode
     rows = plan.world_size if mode == "tensor" else plan.gemm.m
-    columns = scale_sizes(mode, rows, plan.gemm.n, plan.gemm.k)[0][1]
-    return torch.empty((rows, columns), dtype=torch.float32, device=device)
+    return rows, scale_sizes(mode, rows, plan.gemm.n, plan.gemm.k)[0][1]
 
 
 def _readable(b: Tensor, step: int, capabilities: AcceleratorCapabilities) -> Stored:

@@ -19,13 +19,14 @@ from typing_extensions import TypedDict, Unpack
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
 from mkernel.ops.around import EPS, Normed, scaled
-from mkernel.ops.gemm import GemmOp, copied_to, traced_outputs
-from mkernel.ops.plain import local, seen_by_torch
+from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, traced_outputs
+from mkernel.ops.plain import local
 from mkernel.ops.quantised import check_quantise, results_of
-from mkernel.ops.registration import group_name, ops, register
-from mkernel.world import profiling
+from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.torch_state import dispatch_modes
 
 OP = GemmOp("gemm_all_reduce")
 
@@ -167,6 +168,11 @@ def gemm_all_reduce(
             grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    more = a_scale is not None or b_scale is not None or use_fast_accum or out is not None
+    normed = norm_weight is not None or residual is not None or quantise is not None
+    if not (more or normed or torch.compiler.is_compiling()):  # which is what most calls are
+        found: Tensor = ops.gemm_all_reduce(a, b, bias, out_dtype, chunk, group)
+        return found
     given = scaled(a_scale, b_scale, use_fast_accum)
     check_quantise(
         OP.name, quantise, norm_weight,
@@ -176,81 +182,80 @@ def gemm_all_reduce(
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
         return OP.result(
-            a, b, bias, 0,
-            out=out, out_dtype=out_dtype, chunk=chunk, group=group, scaled=given,
-        )  # fmt: skip
+            GemmCall(a, b, bias, 0, out, out_dtype, chunk=chunk, scaled=given, group=group)
+        )
     if given is not None:
         raise ArgumentError("norm_weight", "a tensor", "None, beside scales: normalise the result")
-    normed, new = _normed(
-        a, b, norm_weight, residual, bias, float(eps), out, out_dtype, chunk, group
+    norm = Normed(residual, norm_weight, float(eps))
+    rows, new = _normed(
+        GemmCall(a, b, bias, 0, out, out_dtype, chunk=chunk, norm=norm, group=group), norm
     )
-    return results_of(normed, new, residual, quantise)
+    return results_of(rows, new, residual, quantise)
 
 
-def _normed(
-    a: Tensor,
-    b: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    group: Group,
-) -> tuple[Tensor, Tensor]:
+def _normed(call: GemmCall, norm: Normed) -> tuple[Tensor, Tensor]:
     """Compute both results, through torch's dispatcher where torch has to see the call."""
-    a, b, bias = OP.local(a, b, bias, 0, group)
-    residual, weight = (
-        local("residual", residual, None, group),
-        local("norm_weight", weight, None, group),
-    )
-    given = (a, b, weight, residual, bias)
-    traced = traced_outputs(out, *given)
-    if not traced and (out is not None or not seen_by_torch(*given)):
-        return _called(*given, eps, out, out_dtype, chunk, group)
-    wanted = out_dtype or (None if out is None else out.dtype)
-    normed, new = ops.gemm_all_reduce_norm(
-        *given, eps=eps, out_dtype=wanted, chunk=chunk, group=group_name(group)
-    )
-    return (normed if out is None else copied_to("out", out, normed, 0)), new
+    traced = torch.compiler.is_compiling() or dispatch_modes()
+    a, b, bias, residual, weight = call.a, call.b, call.bias, norm.residual, norm.weight
+    if traced:
+        found = _localised(
+            {"a": a, "b": b, "bias": bias, "residual": residual, "norm_weight": weight}
+            | {"group": call.group}
+        )
+        a, b, bias, residual, weight = found.values()
+    tensors, out = (a, b, weight, residual, bias), call.out
+    options: dict[str, Any] = {"eps": norm.eps, "out_dtype": call.out_dtype, "chunk": call.chunk}
+    if traced and (out is None or traced_outputs(out, *tensors)):
+        options["out_dtype"] = call.out_dtype or (None if out is None else out.dtype)
+        normed, new = torch.ops.mkernel.gemm_all_reduce_norm(
+            *tensors, **options, group=group_name(call.group)
+        )
+        return (normed if out is None else copied_to("out", out, normed, 0)), new
+    results: tuple[Tensor, Tensor]
+    if out is None:
+        results = ops.gemm_all_reduce_norm(*tensors, **options, group=call.group)
+    else:
+        results = _INTO(*tensors, out, **options, group=call.group)
+    return results
 
 
-def _called(
-    a: Tensor,
-    b: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    group: Group,
-) -> tuple[Tensor, Tensor]:
-    if profiling.wanted():
-        with profiling.named(OP.name):
-            return _called(a, b, weight, residual, bias, eps, out, out_dtype, chunk, group)
-    norm = Normed(residual, weight, eps)
-    outputs = OP.call(
-        a, b, bias, norm=norm, out=out, out_dtype=out_dtype, chunk=chunk, group=group
-    ).outputs
-    return outputs["out"], outputs["residual_out"]
+def _localised(given: dict[str, Any]) -> dict[str, Any]:
+    group = given["group"]
+    a, b, bias = OP.local(given["a"], given["b"], given["bias"], 0, group)
+    return {"a": a, "b": b, "bias": bias} | {
+        name: local(name, given[name], None, group) for name in ("residual", "norm_weight")
+    }
 
 
 def _kernel(
     a: Tensor,
     b: Tensor,
     norm_weight: Tensor,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = EPS,
-    out_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
-    group: str,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    chunk: int | None,
+    group: Group,
+    steps: Steps,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _called(a, b, norm_weight, residual, bias, eps, None, out_dtype, chunk, group)
+    norm = Normed(residual, norm_weight, eps)
+    call = GemmCall(a, b, bias, 0, out, out_dtype, chunk=chunk, norm=norm, group=group)
+    outputs = OP.call(call, steps).outputs
+    return outputs["out"], outputs["residual_out"]
+
+
+_INTO = native_op(
+    "gemm_all_reduce_norm_into",
+    (
+        "a", "b", "norm_weight", "residual", "bias", "out", "eps", "out_dtype", "chunk", "group",
+    ),
+    (),
+    _kernel,
+    range_name=OP.name,
+    local=_localised,
+)  # fmt: skip
 
 
 def _fake(
@@ -278,4 +283,6 @@ register(
     derivatives.save_norm,
     derivatives.norm_backward,
     flops=OP.flops,
+    range_name=OP.name,
+    local=_localised,
 )

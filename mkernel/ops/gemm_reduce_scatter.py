@@ -13,7 +13,8 @@ import torch
 
 from mkernel.ops import derivatives
 from mkernel.ops.around import scaled
-from mkernel.ops.gemm import GemmOp
+from mkernel.ops.gemm import GemmCall, GemmOp
+from mkernel.ops.registration import ops
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
@@ -79,10 +80,16 @@ def gemm_reduce_scatter(
             grad); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    more = a_scale is not None or b_scale is not None or use_fast_accum or out is not None
+    if not (more or torch.compiler.is_compiling()):  # which is what most calls are
+        found: torch.Tensor = ops.gemm_reduce_scatter(
+            a, b, bias, scatter_dim, out_dtype, chunk, group
+        )
+        return found
+    given = scaled(a_scale, b_scale, use_fast_accum)
     return OP.result(
-        a, b, bias, scatter_dim, out=out, out_dtype=out_dtype, chunk=chunk, group=group,
-        scaled=scaled(a_scale, b_scale, use_fast_accum),
-    )  # fmt: skip
+        GemmCall(a, b, bias, scatter_dim, out, out_dtype, chunk=chunk, scaled=given, group=group)
+    )
 
 
 OP.register(derivatives.save_scatter, derivatives.scatter_backward)

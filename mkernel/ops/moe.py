@@ -25,8 +25,9 @@ from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import flops, validate
 from mkernel.ops import moe_backward as gradients
 from mkernel.ops.common import Done, Execution, plan_for
-from mkernel.ops.plain import plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.plain import plain, untraced
+from mkernel.ops.registration import called, register
+from mkernel.ops.steps import Steps
 from mkernel.plan.model import Activation
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
@@ -73,6 +74,14 @@ def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor, activation: str | Non
         raise ShapeError("w", validate.describe(w), f"[E/W, H, 2I], of activation={activation!r}")
 
 
+def _expect_experts(topk_ids: Tensor, experts: int) -> None:
+    low, high = int(topk_ids.min()), int(topk_ids.max())
+    if low < -1 or high >= experts:
+        wrong = low if low < -1 else high
+        legal = f"expert numbers 0 to {experts - 1}, or -1 for none"
+        raise ArgumentError("topk_ids", f"... {wrong} ...", legal)
+
+
 def _features(w: Tensor, activation: str | None) -> int:
     """Return the number of columns of the outputs."""
     return w.shape[2] if activation is None else w.shape[2] // 2
@@ -97,11 +106,12 @@ def dispatch(
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     group: Group = None,
+    steps: Steps | None = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
     ``handle``."""
-    world = current(group)
+    world, steps = current(group), steps or Steps()
     x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
     capabilities = world.engine("moe_dispatch_gemm").claims
     device = world.accelerator.device
@@ -119,14 +129,7 @@ def dispatch(
         check_integer(ArgumentError, "capacity", capacity, MAX_DIMENSION)
     experts = w.shape[0] * world.size
     if topk_ids.device.type == "cpu":  # elsewhere looking would stall the stream
-        low, high = int(topk_ids.min()), int(topk_ids.max())
-        if low < -1 or high >= experts:
-            wrong = low if low < -1 else high
-            raise ArgumentError(
-                "topk_ids",
-                f"... {wrong} ...",
-                f"expert numbers 0 to {experts - 1}, or -1 for none",
-            )
+        steps.do(_expect_experts, topk_ids, experts)
     plan = plan_for(
         world,
         "moe_dispatch_gemm",
@@ -145,11 +148,12 @@ def dispatch(
         chunk=chunk,
     )
     words = _routing_words(world, topk_ids, experts)
-    routing = torch.empty(words, dtype=torch.int32, device=x.device)
-    routing[-1:].fill_(mark(world))  # by a kernel, which graphs capture
+    routing = steps.empty((words,), x, torch.int32)
+    last = steps.do(Tensor.narrow, routing, 0, words - 1, 1)
+    steps.do(Tensor.fill_, last, mark(world))  # by a kernel, which graphs capture
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
-    record = world.run(plan, tensors, **execution)
-    remember(routing, world)
+    record = steps.launch(world, plan, tensors, **execution)
+    steps.do(remember, routing, mark(world))
     counts = record.results["counts"]
     handle = MoeHandle(counts, routing)
     found = {"outputs": record.results["outputs"], "counts": counts, "handle": handle}
@@ -205,13 +209,9 @@ def moe_dispatch_gemm(
         "out_dtype": out_dtype,
         "chunk": chunk,
     }
-    if seen_by_torch(x, w):
-        outputs, counts, routing = ops.moe_dispatch_gemm(
-            x, topk_ids, w, **options, group=group_name(group)
-        )
-        return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
-    done = dispatch(x, topk_ids, w, **options, group=group).outputs
-    return MoeDispatch(done["outputs"], done["counts"], done["handle"])
+    dispatches, named = called(group)
+    outputs, counts, routing = dispatches.moe_dispatch_gemm(x, topk_ids, w, **options, group=named)
+    return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
 
 
 @untraced
@@ -222,24 +222,25 @@ def combine(
     *,
     out_dtype: torch.dtype | None = None,
     group: Group = None,
+    steps: Steps | None = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`moe_combine` with its plan and record. Output: ``out``."""
-    world = current(group)
+    world, steps = current(group), steps or Steps()
     capabilities = world.engine("moe_combine").claims
     expect_handle(handle)
     names = ("y", "handle.counts", "handle.routing", "topk_weights")
     y, counts, routing, topk_weights = plain("moe_combine", names, (y, *handle, topk_weights))
-    experts = check_routed(world, "y", y, counts, routing, topk_weights)
+    experts = check_routed(steps, world, "y", y, counts, routing, topk_weights)
     dtype = validate.dtype_name("y.dtype", y.dtype, capabilities.dtypes)
     out_name = validate.dtype_name("out_dtype", out_dtype or y.dtype, capabilities.out_dtypes)
     tokens, top_k = topk_weights.shape
     sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
     plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
-    out = torch.empty((tokens, y.shape[1]), dtype=validate.DTYPES[out_name], device=y.device)
-    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
+    out = steps.empty((tokens, y.shape[1]), y, validate.DTYPES[out_name])
+    weights = gradients.weights_as(steps, topk_weights, plan)
     tensors = {"y": y, "routing": routing, "topk_weights": weights, "out": out}
-    record = world.run(plan, tensors, **execution)
+    record = steps.launch(world, plan, tensors, **execution)
     return Done(plan, record, {"out": out})
 
 
@@ -250,7 +251,13 @@ def expect_handle(handle: object) -> None:
 
 
 def check_routed(
-    world: World, name: str, rows: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor
+    steps: Steps,
+    world: World,
+    name: str,
+    rows: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
 ) -> int:
     """Check that ``rows``, the argument of that name, has a row for each of a dispatch's outputs, that
     ``counts`` and ``routing`` are that dispatch's handle and of this world, and that ``topk_weights``
@@ -275,17 +282,26 @@ def check_routed(
             f"[T, k] of the dispatch, whose handle has {validate.describe(routing)}",
             why=f"that would be {words} words on {world.size} ranks",
         )
-    if is_foreign(routing, world):
+    steps.do(_expect_own, routing, mark(world), world.name)
+    steps.do(_expect_rows, name, rows, routing, world.name)
+    return experts
+
+
+def _expect_own(routing: Tensor, own: int, world: str) -> None:
+    if is_foreign(routing, own):
         raise ArgumentError(
             "handle",
             "of another world",
-            f"one of this world's moe_dispatch_gemm ({world.name!r}); pass the dispatch's group",
+            f"one of this world's moe_dispatch_gemm ({world!r}); pass the dispatch's group",
         )
-    dispatched = world.engine("moe_dispatch_gemm").accelerator.dispatched_rows(routing)
+
+
+def _expect_rows(name: str, rows: Tensor, routing: Tensor, world: str) -> None:
+    accelerator = current(world).engine("moe_dispatch_gemm").accelerator
+    dispatched = accelerator.dispatched_rows(routing)
     if dispatched is not None and len(rows) != dispatched:
         legal = f"[{dispatched}, D], a row for each that the dispatch gave"
         raise ShapeError(name, validate.describe(rows), legal)
-    return experts
 
 
 def moe_combine(
@@ -317,15 +333,11 @@ def moe_combine(
             tensor (a DTensor, one with a tangent, ...); nothing was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
-    result: Tensor
-    if seen_by_torch(y, topk_weights):
-        expect_handle(handle)
-        result = ops.moe_combine(
-            y, *handle, topk_weights, out_dtype=out_dtype, group=group_name(group)
-        )
-        return result
-    done = combine(y, handle, topk_weights, out_dtype=out_dtype, group=group).outputs
-    result = done["out"]
+    combines, named = called(group)
+    expect_handle(handle)
+    result: Tensor = combines.moe_combine(
+        y, *handle, topk_weights, out_dtype=out_dtype, group=named
+    )
     return result
 
 
@@ -342,17 +354,18 @@ def mark(world: World) -> int:
     return zlib.crc32(world.name.encode()) & 0x7FFFFFFF
 
 
-def remember(routing: Tensor, world: World) -> None:
-    """Remember that a dispatch of that world has just made these words."""
-    _marked[routing.untyped_storage()] = _version(routing), mark(world)
+def remember(routing: Tensor, own: int) -> None:
+    """Remember that a dispatch of the world with that mark has just made these words."""
+    _marked[routing.untyped_storage()] = _version(routing), own
 
 
-def is_foreign(routing: Tensor, world: World) -> bool:
-    """Return whether another world made these words; False also where only the device knows."""
+def is_foreign(routing: Tensor, own: int) -> bool:
+    """Return whether another world than that with this mark made these words; False also where only
+    the device knows."""
     if routing.device.type == "cpu":
-        return int(routing[-1]) != mark(world)
+        return int(routing[-1]) != own
     version, made_by = _marked.get(routing.untyped_storage(), (-1, 0))
-    return version == _version(routing) and made_by != mark(world)
+    return version == _version(routing) and made_by != own
 
 
 def _version(words: Tensor) -> int:
@@ -362,10 +375,8 @@ def _version(words: Tensor) -> int:
 # ---- what torch knows of them --------------------------------------------------------------------
 
 
-def _dispatch_kernel(
-    x: Tensor, topk_ids: Tensor, w: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    done = dispatch(x, topk_ids, w, **options).outputs
+def _dispatch_kernel(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    done = dispatch(**given).outputs
     return done["outputs"], *done["handle"]
 
 
@@ -429,4 +440,5 @@ register(
     _combine_fake,
     gradients.save_combine,
     gradients.combine_backward,
+    any_rows=("y",),
 )

@@ -21,7 +21,9 @@ from mkernel.ops import flops, validate
 from mkernel.ops.common import plan_for
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
-from mkernel.plan.model import DtypeName
+from mkernel.ops.steps import Steps
+from mkernel.plan.model import DtypeName, LaunchPlan
+from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
@@ -30,17 +32,23 @@ def _named(world: World, name: str, tensor: Tensor) -> DtypeName:
     return validate.dtype_name(name, tensor.dtype, world.engine("moe_dispatch_gemm").claims.dtypes)
 
 
+def weights_as(steps: Steps, topk_weights: Tensor, plan: LaunchPlan) -> Tensor:
+    """Return the weights packed and in the dtype of the plan's sums."""
+    made: Tensor = steps.do(Tensor.to, topk_weights, validate.DTYPES[plan.sums])
+    return made if made.is_contiguous() else steps.do(Tensor.contiguous, made)
+
+
 @untraced
 def _dispatch(
     grad_outputs: Tensor,
     x: Tensor,
     w: Tensor,
     routing: Tensor,
-    *,
     top_k: int,
-    capacity: int | None = None,
-    chunk: int | None = None,
-    group: str,
+    capacity: int | None,
+    chunk: int | None,
+    group: Group,
+    steps: Steps,
 ) -> tuple[Tensor, Tensor]:
     world, op = current(group), "moe_dispatch_backward"
     names = ("grad_outputs", "x", "w", "routing")
@@ -61,8 +69,10 @@ def _dispatch(
         b_layout=validate.expert_layout("w", w, world.engine(op).claims),
         chunk=chunk,
     )
-    of_x, of_w = torch.empty_like(x), torch.empty_like(w)
-    world.run(plan, {**dict(zip(names, given, strict=True)), "grad_x": of_x, "grad_w": of_w})
+    of_x, of_w = steps.do(torch.empty_like, x), steps.do(torch.empty_like, w)
+    steps.launch(
+        world, plan, {**dict(zip(names, given, strict=True)), "grad_x": of_x, "grad_w": of_w}
+    )
     return of_x, of_w
 
 
@@ -79,8 +89,8 @@ def _combine(
     counts: Tensor,
     routing: Tensor,
     topk_weights: Tensor,
-    *,
-    group: str,
+    group: Group,
+    steps: Steps,
 ) -> tuple[Tensor, Tensor]:
     world, op = current(group), "moe_combine_backward"
     names = ("grad_out", "y", "routing", "topk_weights")
@@ -98,11 +108,11 @@ def _combine(
         _named(world, "y.dtype", y),
         _named(world, "grad_out.dtype", grad_out),
     )
-    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
-    of_y, of_weights = torch.empty_like(y), torch.empty_like(weights)
+    weights = weights_as(steps, topk_weights, plan)
+    of_y, of_weights = steps.do(torch.empty_like, y), steps.do(torch.empty_like, weights)
     tensors |= {"topk_weights": weights, "grad_y": of_y, "grad_weights": of_weights}
-    world.run(plan, tensors)
-    return of_y, of_weights.to(topk_weights.dtype)
+    steps.launch(world, plan, tensors)
+    return of_y, steps.do(Tensor.to, of_weights, topk_weights.dtype)
 
 
 def _combine_fake(
@@ -118,12 +128,14 @@ register(
     _dispatch,
     _dispatch_fake,
     flops=flops.dispatch_backward,
+    any_rows=("grad_outputs",),
 )
 register(
     "moe_combine_backward(Tensor grad_out, Tensor y, Tensor counts, Tensor routing, "
     "Tensor topk_weights, *, str group) -> (Tensor, Tensor)",
     _combine,
     _combine_fake,
+    any_rows=("y",),
 )
 
 

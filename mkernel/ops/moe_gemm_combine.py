@@ -23,8 +23,10 @@ from mkernel.errors import ShapeError
 from mkernel.ops import flops, validate
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
-from mkernel.ops.plain import plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.moe_backward import weights_as
+from mkernel.ops.plain import plain, untraced
+from mkernel.ops.registration import called, ops, register
+from mkernel.ops.steps import Steps
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.pipeline import Returns
 from mkernel.world.groups import Group
@@ -91,15 +93,16 @@ def gemm_combine(
     partial_dtype: torch.dtype | None = None,
     returns: Returns | None = None,
     group: Group = None,
+    steps: Steps | None = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`moe_gemm_combine` with its plan and record. Output: ``out``."""
-    world = current(group)
+    world, steps = current(group), steps or Steps()
     world.engine(OP)  # else Unsupported
     expect_handle(handle)
     names = ("h", "w2", "handle.counts", "handle.routing", "topk_weights")
     h, w2, counts, routing, topk_weights = plain(OP, names, (h, w2, *handle, topk_weights))
-    experts = check_routed(world, "h", h, counts, routing, topk_weights)
+    experts = check_routed(steps, world, "h", h, counts, routing, topk_weights)
     _expect_shapes(h, w2)
     validate.on_device("w2", w2, world.accelerator.device)
     if len(w2) * world.size != experts:
@@ -108,10 +111,10 @@ def gemm_combine(
     validate.same_dtype("w2.dtype", w2, "h", h)
     kind = out_dtype or h.dtype
     plan = _plan(world, OP, h, w2, topk_weights, kind, partial_dtype=partial_dtype, returns=returns)
-    out = torch.empty((len(topk_weights), w2.shape[2]), dtype=kind, device=h.device)
-    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
+    out = steps.empty((len(topk_weights), w2.shape[2]), h, kind)
+    weights = weights_as(steps, topk_weights, plan)
     tensors = {"h": h, "w2": w2, "routing": routing, "topk_weights": weights, "out": out}
-    record = world.run(plan, tensors, **execution)
+    record = steps.launch(world, plan, tensors, **execution)
     return Done(plan, record, {"out": out})
 
 
@@ -166,14 +169,9 @@ def moe_gemm_combine(
         "partial_dtype": partial_dtype,
         "returns": returns,
     }
-    result: Tensor
-    if seen_by_torch(h, w2, topk_weights):
-        expect_handle(handle)
-        result = ops.moe_gemm_combine(
-            h, w2, *handle, topk_weights, **options, group=group_name(group)
-        )
-        return result
-    result = gemm_combine(h, w2, handle, topk_weights, **options, group=group).outputs["out"]
+    combines, named = called(group)
+    expect_handle(handle)
+    result: Tensor = combines.moe_gemm_combine(h, w2, *handle, topk_weights, **options, group=named)
     return result
 
 
@@ -210,8 +208,8 @@ def _backward(
     counts: Tensor,
     routing: Tensor,
     topk_weights: Tensor,
-    *,
-    group: str,
+    group: Group,
+    steps: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dh[r] = weight[p] (dout[t] @ w2[e]^T), dweight[p] = (dout[t] @ w2[e]^T) · h[r] and
     dw2[e] = sum of h[r]^T (weight[p] dout[t]), of row r of place p = (t, slot) with expert e."""
@@ -219,13 +217,13 @@ def _backward(
     names = ("grad_out", "h", "w2", "routing", "topk_weights")
     given = plain(_BACKWARD, names, (grad_out, h, w2, routing, topk_weights))
     plan = _plan(world, _BACKWARD, h, w2, topk_weights, grad_out.dtype)
-    weights = topk_weights.to(validate.DTYPES[plan.sums]).contiguous()
-    found = torch.empty_like(h), torch.empty_like(w2), torch.empty_like(weights)
+    weights = weights_as(steps, topk_weights, plan)
+    found = [steps.do(torch.empty_like, each) for each in (h, w2, weights)]
     tensors = dict(zip(names, given, strict=True)) | {"topk_weights": weights}
     tensors |= dict(zip(("grad_h", "grad_w2", "grad_weights"), found, strict=True))
-    world.run(plan, tensors)
+    steps.launch(world, plan, tensors)
     of_h, of_w2, of_weights = found
-    return of_h, of_w2, of_weights.to(topk_weights.dtype)
+    return of_h, of_w2, steps.do(Tensor.to, of_weights, topk_weights.dtype)
 
 
 def _backward_fake(
@@ -262,6 +260,7 @@ register(
     _save,
     _derivatives,
     flops=flops.combine,
+    any_rows=("h",),
 )
 register(
     "moe_gemm_combine_backward(Tensor grad_out, Tensor h, Tensor w2, Tensor counts, Tensor routing, "
@@ -269,4 +268,5 @@ register(
     _backward,
     _backward_fake,
     flops=flops.combine_backward,
+    any_rows=("h",),
 )

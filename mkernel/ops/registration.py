@@ -9,110 +9,163 @@ order in which the program calls ops, since its peers wait for it. Torch's compi
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops import effects
+from torch._library import autograd
+from torch.autograd import profiler
 from torch.autograd.function import Function
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from mkernel.backends.contracts.output_memory import in_torchs
+from mkernel.backends.runtime._calls import Op
 from mkernel.ops import checkpointing, inductor
-from mkernel.ops.plain import just_computing, refuse_transform
+from mkernel.ops.plain import refuse_transform, seen_by_torch
+from mkernel.ops.steps import Steps
+from mkernel.world import profiling
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
+from mkernel.world.registry import worlds
+from mkernel.world.torch_state import dispatch_modes, function_modes, native_functions
+
+Local = Callable[[dict[str, Any]], dict[str, Any]]
+USER, AUTOGRAD, TORCH, GRAPH = range(4)
+"""The callers of an op, as native code numbers them (``backends/runtime/calls/op.hpp``)."""
 
 
-class EagerOp:
-    """An op that was registered, called by position and keyword as its schema says, past torch's
-    dispatcher where nothing needs it.
+def native_op(
+    name: str,
+    parameters: Sequence[str],
+    defaults: Sequence[Any],
+    kernel: Callable[..., Any],
+    caller: int = USER,
+    *,
+    range_name: str = "",
+    registered: Any = None,
+    local: Local | None = None,
+    any_rows: Sequence[str] = (),
+) -> Op:
+    """Make what one of its callers calls an op by: native code, which makes the calls that it knows,
+    and leaves all others to Python.
 
-    The dispatcher calls Python twice for an op with a derivative, which takes longer than all the rest
-    of such a call. Where torch just computes (no tracing, mode, transform or subclass of a tensor), an
-    op's kernel can be called as it is, and a graph for gradients recorded by a
-    :class:`torch.autograd.Function` of the same derivative.
+    Args:
+        defaults: of the last parameters.
+        kernel: makes a call on plain tensors, with the parameters as keywords; its steps go through
+            ``steps``, one more.
+        range_name: of calls as profilers show them; default: ``name``.
+        registered: called where torch has to see the user's call, with the parameters as keywords;
+            None: the kernel refuses such calls.
+        local: replaces DTensors among the arguments by this rank's parts.
+        any_rows: parameters whose number of rows differs between calls that are otherwise alike.
     """
 
-    def __init__(
-        self,
-        registered: Any,
-        kernel: Callable[..., Any],
-        save: Callable[..., Any] | None,
-        backward: Callable[..., Any] | None,
-    ) -> None:
-        """Wrap a registered op.
+    def python(values: tuple[Any, ...], signature: object) -> Any:
+        given = dict(zip(parameters, values, strict=True))
+        group = given["group"]
+        if group is not None and not isinstance(group, str):
+            return made(**given | {"group": group_name(group)})
+        if local is not None and any(_is_other(each) for each in values):
+            given |= local(given)
+        if signature is None and registered is not None and _seen(given.values()):
+            return registered(**given | {"group": group_name(group)})
+        steps = Steps(None if signature is None else values)
+        run = in_torchs(kernel) if caller == TORCH else kernel
+        result = run(**given, steps=steps)
+        if signature is not None:
+            steps.learn(signature, result)
+        return result
 
-        Args:
-            registered: of ``torch.ops.mkernel``. Its schema takes no lists of tensors.
-            kernel, save, backward: as it was registered with.
-        """
-        self._registered, self._kernel = registered, kernel
-        self._function: Any = None
-        if save is not None and backward is not None:
-            name = registered.default._schema.name.partition("::")[2]
-            self._function = _function(name, registered.default._schema, kernel, save, backward)
+    def named(values: tuple[Any, ...]) -> Any:
+        if not profiling.wanted():
+            return NotImplemented
+        with profiling.named(range_name or name):
+            return made(*values)
 
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the op, with the results of ``torch.ops.mkernel.NAME``."""
-        if torch.compiler.is_compiling() or not just_computing():
-            return self._registered(*inputs, **keywords)
-        records = False
-        for value in inputs:
-            if isinstance(value, Tensor):
-                if type(value) is not Tensor and type(value) is not Parameter:
-                    return self._registered(*inputs, **keywords)
-                records = records or value.requires_grad
-        if not records or not torch.is_grad_enabled():
-            return self._kernel(*inputs, **keywords)
-        if self._function is None:
-            return self._registered(*inputs, **keywords)
-        return self._function.apply(keywords, *inputs)
+    made = _op(name, parameters, defaults, caller, python, named, any_rows)
+    return made
+
+
+def _op(
+    name: str,
+    parameters: Sequence[str],
+    defaults: Sequence[Any],
+    caller: int,
+    python: Callable[..., Any],
+    named: Callable[..., Any] = lambda values: NotImplemented,
+    any_rows: Sequence[str] = (),
+) -> Op:
+    return Op(
+        name=name,
+        parameters=tuple(parameters),
+        defaults=tuple(defaults),
+        group=[*parameters].index("group"),
+        caller=caller,
+        functions=_FUNCTIONS,
+        paths=worlds.paths,
+        python=python,
+        profiler=profiler.__dict__,
+        profiling=profiling.__dict__,
+        named=named,
+        any_rows=frozenset(map([*parameters].index, any_rows)),
+    )
+
+
+_FUNCTIONS = native_functions("cpu")
+
+
+def _is_other(value: object) -> bool:
+    """Return whether it is a tensor of a subclass."""
+    return isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not Parameter
+
+
+def _seen(values: Iterable[Any]) -> bool:
+    """Return whether torch has to see a call, functions' modes among it. Unsupported: a transform
+    differentiates."""
+    unfolded = [x for each in values for x in (each if isinstance(each, list) else (each,))]
+    return seen_by_torch(*unfolded) or bool(function_modes())
 
 
 def _function(
-    name: str,
-    schema: Any,
-    kernel: Callable[..., Any],
-    save: Callable[..., Any],
-    backward: Callable[..., Any],
+    name: str, op: Op, positional: int, keywords: Sequence[str], save: Any, backward: Any
 ) -> type[Function]:
     """Make the class that records a call for gradients. ``save`` and ``backward`` find what
-    :func:`torch.library.register_autograd` would show them."""
-    by_position = [each for each in schema.arguments if not each.kwarg_only]
-    rest = [each.default_value for each in by_position]
-    defaults = {each.name: each.default_value for each in schema.arguments if each.kwarg_only}
+    :func:`torch.library.register_autograd` would show them.
 
-    def forward(ctx: Any, keywords: dict[str, Any], *inputs: Any) -> Any:
-        output = kernel(*inputs, **keywords)
-        save(
-            ctx,
-            inputs=(*inputs, *rest[len(inputs) :]),
-            keyword_only_inputs={**defaults, **keywords},
-            output=output,
-        )
-        return output
+    Args:
+        op: makes the call. keywords: names of the arguments behind the first ``positional`` ones.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given = dict(zip(keywords, inputs[positional:], strict=True))
+        save(ctx, inputs=inputs[:positional], keyword_only_inputs=given, output=output)
 
     def differentiate(ctx: Any, *of_outputs: Any) -> Any:
         needs = ctx.needs_input_grad
-        ctx.needs_input_grad = needs[1:]  # without that of the keywords
+        ctx.needs_input_grad = needs[:positional]
         try:
             found = backward(ctx, *of_outputs)
         finally:
             ctx.needs_input_grad = needs
-        return (None, *found) if isinstance(found, tuple) else (None, found)
+        found = found if isinstance(found, tuple) else (found,)
+        return (*found, *(None,) * (len(needs) - len(found)))
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+    members = {
+        "forward": staticmethod(op),
+        "setup_context": staticmethod(setup),
+        "backward": staticmethod(differentiate),
+    }
     return types.new_class(name, (Function,), exec_body=lambda names: names.update(members))
 
 
 _LIBRARY = torch.library.Library("mkernel", "FRAGMENT")  # type: ignore[no-untyped-call]
 ops = SimpleNamespace()
-"""The ops by their names, as the package calls them: like ``torch.ops.mkernel``, and faster where torch
-need not see the call."""
+"""The ops by their names, as the package calls them outside of compiled functions: like
+``torch.ops.mkernel``, and faster where torch need not see the call."""
 _ORDERED = getattr(effects, "EffectType", None) or effects._EffectType  # the name before torch 2.9
 # Before torch 2.7 compilers keep no more than the order of strides.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -127,35 +180,68 @@ def register(
     *,
     flops: Callable[..., int] | None = None,
     communicates: bool = True,
+    range_name: str = "",
+    local: Local | None = None,
+    any_rows: Sequence[str] = (),
 ) -> None:
     """Define an op.
 
     Args:
         schema: torch's, without a namespace: ``name(Tensor a, ...) -> Tensor``.
-        kernel: runs the op, on plain tensors. fake: gives its outputs' shapes and dtypes.
+        kernel: of :func:`native_op`, where it communicates; else runs the op on plain tensors.
+        fake: gives its outputs' shapes and dtypes.
         save, backward: as :func:`torch.library.register_autograd` takes them; without them a tensor
             that requires grad is an error of torch's.
         flops: of its products on one rank (:mod:`mkernel.ops.flops`); None: it multiplies nothing.
         communicates: whether peers wait for its kernel.
+        range_name, local, any_rows: as :func:`native_op` takes them.
     """
     name = schema.partition("(")[0]
     qualified = f"mkernel::{name}"
     _LIBRARY.define(schema, tags=(_STRIDES,))  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(  # type: ignore[no-untyped-call]
-        name, in_torchs(kernel) if communicates else kernel, "CompositeExplicitAutograd"
-    )
+    registered = getattr(torch.ops.mkernel, name)
+    op = registered.default
+    arguments = op._schema.arguments
+    parameters = [each.name for each in arguments]
+    positional = sum(not each.kwarg_only for each in arguments)
+    defaults = [each.default_value for each in arguments if each.has_default_value()]
+
+    defaults.append(
+        None
+    )  # the default world, where the user names none; torch's schema has no default
+
+    def made(caller: int, **more: Any) -> Op:
+        return native_op(
+            name, parameters, defaults, kernel, caller,
+            range_name=range_name, any_rows=any_rows, **more,
+        )  # fmt: skip
+
+    quick: Any = registered
+    differentiable = save is not None and backward is not None
+    if communicates:
+        _LIBRARY.impl(name, made(TORCH), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        quick = made(USER, registered=registered, local=local)
+    if communicates and differentiable:
+        # What torch itself would register: it sees to what is not just computed.
+        records = autograd.make_autograd_impl(op, autograd.Info(backward, save))
+        graph = _op(name, parameters, defaults, GRAPH, records, any_rows=any_rows)
+        _LIBRARY.impl(name, graph, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        if not any("List" in str(each.type) for each in arguments):
+            function = _function(
+                name, made(AUTOGRAD), positional, parameters[positional:], save, backward
+            )
+            for each in (quick, graph):
+                each.records(super(Function, function).apply)  # type: ignore[misc]
+    elif save is not None and backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)
+    if not communicates:
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(  # type: ignore[no-untyped-call]
         name, lambda *_, **__: refuse_transform(name), "FuncTorchDynamicLayerFrontMode"
     )
     torch.library.register_fake(qualified, _asked(fake) if communicates else fake, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)
-    registered = getattr(torch.ops.mkernel, name)
     if flops is not None:
         register_flop_formula(registered)(flops)
-    op = registered.default
-    takes_lists = any("List" in str(each.type) for each in op._schema.arguments)
-    quick = registered if takes_lists else EagerOp(registered, kernel, save, backward)
     setattr(ops, name, quick)
     if communicates:
         effects._register_effectful_op(op, _ORDERED.ORDERED)
@@ -179,6 +265,14 @@ def group_name(group: Group) -> str:
     if torch.compiler.is_compiling():
         inductor.teach(load=True)
     return current(group).name
+
+
+def called(group: Group) -> tuple[Any, str | Group]:
+    """Return the ops as a call from here must name them, and the world's name as they take it:
+    ``torch.ops.mkernel`` where torch traces the call, else :data:`ops`."""
+    if torch.compiler.is_compiling() or dispatch_modes():
+        return torch.ops.mkernel, group_name(group)
+    return ops, group
 
 
 group_name.__dict__["_dynamo_marked_constant"] = (

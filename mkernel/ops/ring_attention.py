@@ -21,8 +21,9 @@ from mkernel.ops import flops, validate
 from mkernel.ops import ring_attention_backward as gradients
 from mkernel.ops.attention_inputs import checked_documents, common_layout, require_documents
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
-from mkernel.ops.plain import plain, seen_by_torch, untraced
-from mkernel.ops.registration import group_name, ops, register
+from mkernel.ops.plain import plain, untraced
+from mkernel.ops.registration import called, register
+from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -64,10 +65,13 @@ def call(
     chunk: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     group: Group = None,
+    steps: Steps | None = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`ring_attention` with its plan and record. Outputs: ``out``, ``lse``."""
     world = current(group)
+    if steps is None or cu_seqlens is not None:  # boundaries are looked at in each call
+        steps = Steps()
     q, k, v, cu_seqlens = plain(_OP, ("q", "k", "v", "cu_seqlens"), (q, k, v, cu_seqlens))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dimensions(name, tensor)
@@ -99,13 +103,13 @@ def call(
     if scale is not None and not math.isfinite(scale):
         raise ArgumentError("scale", scale, "a finite number")
     plan = plan_for(world, _OP, sizes, dtype, dtype, chunk=chunk)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=validate.DTYPES[plan.sums], device=q.device)
+    out = steps.do(torch.empty_like, q)
+    lse = steps.empty(q.shape[:3], q, validate.DTYPES[plan.sums])
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if cu_seqlens is not None:
         tensors["cu_seqlens"] = cu_seqlens
     options = {"scale": width**-0.5 if scale is None else float(scale)}
-    record = world.run(plan, tensors, options=options, **execution)
+    record = steps.launch(world, plan, tensors, options=options, **execution)
     return Done(plan, record, {"out": out, "lse": lse})
 
 
@@ -190,26 +194,16 @@ def ring_attention(
     Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for
     softmax", 2018; of the ring: Liu, Zaharia and Abbeel, "Ring Attention", 2023.
     """
-    if seen_by_torch(q, k, v):
-        out: torch.Tensor
-        out, lse = ops.ring_attention(
-            q, k, v, cu_seqlens, causal=causal, scale=scale, chunk=chunk, group=group_name(group)
-        )
-        return (out, lse) if return_lse else out
-    done = call(
-        q, k, v, causal=causal, scale=scale, chunk=chunk, cu_seqlens=cu_seqlens, group=group
-    ).outputs
-    return (done["out"], done["lse"]) if return_lse else done["out"]
+    attends, named = called(group)
+    out: torch.Tensor
+    out, lse = attends.ring_attention(
+        q, k, v, cu_seqlens, causal=causal, scale=scale, chunk=chunk, group=named
+    )
+    return (out, lse) if return_lse else out
 
 
-def _kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    done = call(q, k, v, cu_seqlens=cu_seqlens, **options).outputs
+def _kernel(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    done = call(**given).outputs
     return done["out"], done["lse"]
 
 

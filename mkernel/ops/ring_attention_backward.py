@@ -20,6 +20,7 @@ from mkernel.ops.attention_inputs import checked_documents, common_layout, lying
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
+from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -41,6 +42,7 @@ def call(
     scale: float | None = None,
     chunk: int | None = None,
     group: Group = None,
+    steps: Steps | None = None,
     **execution: Unpack[Execution],
 ) -> Done:
     """Compute the gradients of :func:`mkernel.ring_attention`, with their plan and record. Outputs:
@@ -51,6 +53,8 @@ def call(
             them. The others: as that call had them.
     """
     world = current(group)
+    if steps is None or cu_seqlens is not None:  # boundaries are looked at in each call
+        steps = Steps()
     given = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if grad_lse is not None:
         given["grad_lse"] = grad_lse
@@ -73,14 +77,16 @@ def call(
     engine = engine_for(world, OP, asked, str(q.dtype).removeprefix("torch."))
     claims = engine.claims
     dtype = validate.dtype_name("q.dtype", q.dtype, claims.dtypes)
-    found = {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v")}
+    found = {f"grad_{name}": steps.do(torch.empty_like, given[name]) for name in ("q", "k", "v")}
     if layout not in claims.attention_layouts:
         layout = "heads"
     given = {
-        name: lying(tensor, layout) if tensor.dim() == 4 else tensor.contiguous()
+        name: lying(steps, tensor, layout)
+        if tensor.dim() == 4
+        else steps.do(Tensor.contiguous, tensor)
         for name, tensor in given.items()
     }
-    written = {name: lying(tensor, layout) for name, tensor in found.items()}
+    written = {name: lying(steps, tensor, layout) for name, tensor in found.items()}
     if layout != "heads":
         sizes["layout"] = layout
     if cu_seqlens is not None:
@@ -88,15 +94,15 @@ def call(
         checked_documents(cu_seqlens, rows * world.size, world.accelerator.device)
     plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
     options = {"scale": width**-0.5 if scale is None else float(scale)}
-    record = world.run(plan, {**given, **written}, options=options, **execution)
+    record = steps.launch(world, plan, {**given, **written}, options=options, **execution)
     for name, tensor in found.items():
         if written[name] is not tensor:
-            tensor.copy_(written[name])
+            steps.do(Tensor.copy_, tensor, written[name])
     return Done(plan, record, found)
 
 
-def _kernel(*given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    found = call(*given, **options).outputs
+def _kernel(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    found = call(**given).outputs
     return found["grad_q"], found["grad_k"], found["grad_v"]
 
 

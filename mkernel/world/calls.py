@@ -8,36 +8,67 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from mkernel.backends.contracts import instrumented
-from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import Instrumented, LaunchTimes, View
 from mkernel.backends.contracts.nic import NicSession
-from mkernel.errors import Timeout, Unsupported, WorldError
+from mkernel.backends.contracts.output_memory import is_torchs
+from mkernel.backends.runtime._calls import CallPath
+from mkernel.errors import NotInitialized, Timeout, Unsupported, WorldError
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.agreement import Agreement
 from mkernel.world.engine import DRAIN_S, Engine
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
-from mkernel.world.known import known_calls, learn
-from mkernel.world.order import Turns
-from mkernel.world.statistics import CallCounters
-from mkernel.world.torch_state import allocation
+from mkernel.world.order import Queued, Turns
+from mkernel.world.statistics import CallCounters, CallKind
+from mkernel.world.torch_state import allocation, native_functions
 
 _WAIT_SLICE_S = 0.05
 
 
+_STARTED = ("a", "b", "bias", "out", "a_scale", "b_scale")
+"""The tensors of calls that native starters start, in their order (``call_starter.h``)."""
+
+
+class Program(NamedTuple):
+    """The steps of a call around its launch (:class:`mkernel.ops.steps.Steps`), by numbers of slots:
+    first the caller's tensors, lists unfolded, then what steps made.
+
+    Attributes:
+        before, after: (function, arguments, slots of these or -1, names of the last ones, result).
+        launched, found: slots of the launch's tensors, and of what it returns, by name.
+        written: slots of the caller's tensors that the call writes to.
+        result: a slot, or a tuple or list of such.
+        output: the number of the step that allocates ``out``, its shape, dtype, and a tensor on its
+            device; None: the caller gave it.
+    """
+
+    slots: int
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    launched: Mapping[str, int]
+    found: Mapping[str, int]
+    written: tuple[int, ...]
+    result: Any
+    output: tuple[int, tuple[int, ...], torch.dtype, torch.Tensor] | None
+
+
 class CallRecord(NamedTuple):
     """The record of a call: outputs whose sizes only the call found out; once it has ended, wall
-    seconds by kernel, and the trace where one was asked for."""
+    seconds by kernel, and the trace where one was asked for. ``learn(signature, program)`` lets native
+    code make such calls from now on; None: of a call that was made for its times or its trace."""
 
     times: LaunchTimes
     trace: bytes | None
     results: Mapping[str, Any]
+    learn: Callable[[object, Program], None] | None = None
 
 
 class Calls:
@@ -47,12 +78,11 @@ class Calls:
         session: that the engine puts through; None: none.
         agreement, failure: the world's, which its engines share.
         turns: the engine's turns among all engines and worlds of this process.
-        learns: whether calls may come to be started without Python.
+        table: the path that knows the world's calls; None: this engine's own.
 
     Attributes:
-        known: starts calls that :meth:`run` was told the signature of, without Python; None: there is
-            no such way here.
-        counters: of all calls, those too.
+        path: the native path that every call takes.
+        counters: of all calls, those too that Python does not see.
     """
 
     def __init__(
@@ -63,8 +93,7 @@ class Calls:
         failure: FailureMonitor,
         agreement: Agreement,
         turns: Turns,
-        *,
-        learns: bool,
+        table: CallPath | None = None,
     ) -> None:
         self._turns = turns
         self._rank = exchange.rank
@@ -85,16 +114,27 @@ class Calls:
         self._flushes = not (self._ordered or engine.claims.settles_puts)
         # Calls may be left to the device where the host need not wait for its puts.
         self._queues = engine.claims.stream_ordered and not self._flushes
-        self.known = (
-            known_calls(self, failure, self._running, turns, self._pad)
-            if learns and self._queues
-            else None
+        order = turns.order
+        self.path = CallPath(
+            functions=native_functions(turns.device),
+            failure=failure,
+            calls=self,
+            running=self._running,
+            turns=turns,
+            lock=order.lock,
+            under_way=order.under_way,
+            worlds=order.turns,
+            last=order.last,
+            queued=Queued,
+            name=turns.world,
+            pad=self._pad,
+            queues=self._queues,
         )
-        if self.known is not None:
-            self._heap.watched_by(self.known)
-            self._agreement.forgets(self.known.forget)
-        forget = (lambda: None) if self.known is None else self.known.forget
-        self.counters = CallCounters(self._rank, forget)
+        self._table = table or self.path
+        self._heap.watched_by(self._table)
+        if table is None:
+            self._agreement.forgets(self.path.forget)
+        self.counters = CallCounters(self._rank, self._table.forget)
 
     def run(
         self,
@@ -105,7 +145,6 @@ class Calls:
         *,
         trace: bool,
         wait: bool,
-        signature: bytes | None,
     ) -> CallRecord:
         """Run one call, as :meth:`mkernel.World.run` does."""
         if view != "pipelined" and not isinstance(self._accelerator, Instrumented):
@@ -114,9 +153,9 @@ class Calls:
                 f"{view!r}: it is not mkernel.backends.contracts.instrumented.Instrumented"
             )
         try:
-            return self._run(plan, tensors, options, view, trace, wait, signature)
+            return self._run(plan, tensors, options, view, trace, wait)
         except BaseException:
-            self.counters.errors += 1
+            self.count_error()
             raise
 
     def _run(
@@ -127,99 +166,144 @@ class Calls:
         view: View,
         trace: bool,
         wait: bool,
-        signature: bytes | None,
     ) -> CallRecord:
-        with self._turns:
-            self._failure.raise_if_broken()
+        waits = wait or trace or view != "pipelined" or not self._queues
+        found: dict[str, Any] = {}
+
+        def prepare() -> tuple[str, Callable[..., Launch], bool]:
+            places = self._heap.places(tensors)
+            self._agreement.enter(plan, tensors, places)
+            memory = self._heap.of_plan(plan)
+            arena = memory.arena
+            call = found["call"] = Call(
+                plan=plan,
+                rank=self._rank,
+                tensors=tensors,
+                epoch=0,
+                number=0,
+                pad=self._pad,
+                workspace=arena.buffer.local.address if arena else 0,
+                areas=arena.offsets if arena else (),
+                peers=memory.peers,
+                region=memory.region,
+                staging=memory.staging.local.address if memory.staging else 0,
+                fifo=self._fifo,
+                ordered=self._ordered,
+                timeout_s=0.0,
+                view=view,
+                trace=trace,
+                timed=wait or view != "pipelined",
+                options=options,
+                group=self._group,
+                symmetric={name: self._heap.everywhere(place) for name, place in places.items()},
+            )
+            key = found["key"] = self._failure.call[1]
+            found["kind"] = self.counters.of(key, plan)
+
+            def start(number: int, epoch: int, timeout_s: float, _: object) -> Launch:
+                launch = self._launch(call, number, epoch, timeout_s, tensors)
+                found["kind"].count()
+                return launch
+
+            return key, start, waits
+
+        with self._accelerator.on(tensors):
+            launch = self.path.first(prepare)
+        if launch is None:
+            raise NotInitialized(f"world {self._turns.world!r} has ended")
+        learn = None
+        if not (wait or trace or view != "pipelined"):
+            template = replace(found["call"], tensors={}, timed=False)
+            learn = self._learner(launch, template, found["key"], found["kind"])
+        if not waits:
+            return CallRecord(LaunchTimes(), None, launch.results(), learn)
+        times, recorded = instrumented.times(launch), instrumented.trace(launch)
+        return CallRecord(times, recorded, launch.results(), learn)
+
+    def _launch(
+        self,
+        template: Call,
+        number: int,
+        epoch: int,
+        timeout_s: float,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Launch:
+        """Launch one call. In the world's turn."""
+        return self._accelerator.launch(
+            replace(
+                template,
+                tensors=tensors,
+                number=number,
+                epoch=epoch,
+                timeout_s=timeout_s,
+                begun_s=time.monotonic(),
+            )
+        )
+
+    def _learner(
+        self, launch: Launch, template: Call, key: str, kind: CallKind
+    ) -> Callable[[object, Program], None]:
+        """Return what lets native code make calls like the one that was launched."""
+
+        def start(
+            number: int, epoch: int, timeout_s: float, tensors: Mapping[str, torch.Tensor]
+        ) -> Launch:
             self._failure.raise_recorded()
-            running = self._running
-            while running and running[0].wait(0.0):
-                running.popleft()
-            with self._accelerator.on(tensors):
-                places = self._heap.places(tensors)
-                number = self._agreement.enter(plan, tensors, places)
-                memory = self._heap.of_plan(plan)
-                arena = memory.arena
-                if self._queues:
-                    self._turns.follow()
-                self._failure.look_if_behind()
-                launch = self._accelerator.launch(
-                    Call(
-                        plan=plan,
-                        rank=self._rank,
-                        tensors=tensors,
-                        epoch=self._launched + 1,
-                        number=number,
-                        pad=self._pad,
-                        workspace=arena.buffer.local.address if arena else 0,
-                        areas=arena.offsets if arena else (),
-                        peers=memory.peers,
-                        region=memory.region,
-                        staging=memory.staging.local.address if memory.staging else 0,
-                        fifo=self._fifo,
-                        ordered=self._ordered,
-                        timeout_s=self._failure.timeout_s,
-                        view=view,
-                        trace=trace,
-                        timed=wait or view != "pipelined",
-                        options=options,
-                        group=self._group,
-                        symmetric={
-                            name: self._heap.everywhere(place) for name, place in places.items()
-                        },
-                    )
-                )
-                self._launched += 1  # not where a launch is refused, on all ranks alike
-                if self._queues:
-                    self._turns.queued()
-            running.append(launch)
-            key = self._failure.call[1]
-            kind = self.counters.of(key, plan)
-            kind.count()
-            if signature is not None and self.known is not None:
-                learn(
-                    self.known,
-                    signature,
-                    launch,
-                    key,
-                    self._allocation(plan, tensors),
-                    kind.counter,
-                )
-            if not (wait or trace or view != "pipelined") and self._queues:
-                return CallRecord(LaunchTimes(), None, launch.results())
-            self._await_all()
-            if self._flushes:
-                self._flush()
-            self._raise_refused()
-            times, recorded = instrumented.times(launch), instrumented.trace(launch)
-            return CallRecord(times, recorded, launch.results())
+            return self._launch(template, number, epoch, timeout_s, tensors)
 
-    def _allocation(
-        self, plan: LaunchPlan, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """Return the function and arguments that make outputs of such calls."""
-        out = tensors["out"]
-        return self._backends_allocation(plan, tuple(out.shape), out.dtype) or allocation(out)
+        def learn(signature: object, program: Program) -> None:
+            before = program.before
+            if program.output is not None:  # there may be memory for it by now
+                step, shape, dtype, like = program.output
+                function, arguments = self.allocation(template.plan, shape, like, dtype)
+                made = (function, arguments, (-1,) * len(arguments), None, before[step][-1])
+                before = (*before[:step], made, *before[step + 1 :])
+            again = launch.again() if self._queues else None
+            names, slots = tuple(program.launched), tuple(program.launched.values())
+            native = again is not None and not program.found and set(names) <= set(_STARTED)
+            if native:
+                names = _STARTED
+                slots = tuple(program.launched.get(name, -1) for name in names)
+            recorded = (
+                program.slots, before, program.after, slots, names,
+                tuple(program.found.values()), tuple(program.found), program.written, program.result,
+            )  # fmt: skip
+            self._table.learn(
+                signature=signature,
+                engine=self.path,
+                program=recorded,
+                starter=again.starter if again is not None and native else None,
+                start=start,
+                launches=again.launches if again is not None and native else None,
+                key=key,
+                counter=kind.counter,
+            )
 
-    def _backends_allocation(
-        self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Any, tuple[Any, ...]] | None:
-        if not self._heap.has_outputs(plan):
-            return None
-        return self._accelerator.allocation(plan, shape, dtype)
+        return learn
 
-    def output(
+    def ended(self, launch: Launch) -> Mapping[str, Any]:
+        """Wait for the calls under way, and return what the last one, ``launch``, found out. In the
+        world's turn."""
+        self._await_all()
+        if self._flushes:
+            self._flush()
+        self._raise_refused()
+        return launch.results()
+
+    def count_error(self) -> None:
+        """Count a call that raised."""
+        self.counters.errors += 1
+
+    def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Allocate a plan's ``out``, row-major and without contents, on the device of ``like``. That
-        of a plan's first call is torch's: a backend has no memory for it yet, and would keep what it
-        takes in its place."""
-        found = self._backends_allocation(plan, shape, dtype)
-        if found is None:
-            return torch.empty(shape, dtype=dtype, device=like.device)
-        make, arguments = found
-        made: torch.Tensor = make(*arguments)
-        return made
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Return the function and arguments that allocate a plan's ``out``, row-major and without
+        contents, on the device of ``like``. That of a plan's first call is torch's: a backend has no
+        memory for it yet, and would keep what it takes in its place."""
+        found = None
+        if self._heap.has_outputs(plan) and not is_torchs():
+            found = self._accelerator.allocation(plan, shape, dtype)
+        return found or allocation(shape, dtype, like)
 
     def synchronize(self) -> None:
         """Wait until every call that this rank has made is over, those of replayed graphs too.
@@ -299,13 +383,13 @@ class Calls:
         return error
 
     def forget(self) -> None:
-        """Start no more calls without Python; what does so refers to this world."""
-        if self.known is not None:
-            self.known.close()
+        """Make no more calls; what makes them refers to this world."""
+        self.path.close()
 
     def let_go(self) -> None:
         """Hold no process group and no session any more. The world has ended."""
         self._group = self._session = None
+        self.path.close()
 
     def _end(self, error: BaseException | None) -> None:
         self.forget()

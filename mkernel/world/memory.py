@@ -26,7 +26,7 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Identity
 
 if TYPE_CHECKING:
-    from mkernel.backends.runtime._known_calls import KnownCalls
+    from mkernel.backends.runtime._calls import CallPath
 
 
 class Source(Protocol):
@@ -241,7 +241,7 @@ class SymmetricHeap:
         self._outputs: SymmetricBuffer | None = None  # the newest range of them
         self._takes_outputs = True
         self._users: list[SymmetricBuffer] = []
-        self._known: KnownCalls | None = None
+        self._known: CallPath | None = None
         self._held = contextlib.ExitStack()
         self.session: NicSession | None = None
         self.staged = False
@@ -317,7 +317,7 @@ class SymmetricHeap:
             self._known.add_buffer(buffer.local.address, buffer.nbytes)
         return made
 
-    def watched_by(self, known: KnownCalls) -> None:
+    def watched_by(self, known: CallPath) -> None:
         """Tell ``known`` of users' buffers, and when plans are forgotten. Call before there are any."""
         self._known = known
         self._plans.forgets = known.forget

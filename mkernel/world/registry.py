@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+from mkernel.backends.runtime._calls import CallPath
 from mkernel.errors import AlreadyInitialized, NotInitialized
 from mkernel.world import order
 from mkernel.world.world import World
@@ -18,11 +19,14 @@ class Registry:
     Attributes:
         default: the world of ops that name none: the first that ``init`` made, or the first after
             that one has ended.
+        paths: of the worlds' calls, by the worlds' names, and by None that of the default one; native
+            code looks here.
     """
 
     def __init__(self) -> None:
         self.default: World | None = None
         self._worlds: dict[str, World] = {}
+        self.paths: dict[str | None, CallPath] = {}
         self._joining: set[str] = set()
         self._lock = threading.Lock()
         self._parents: list[World] = []
@@ -49,16 +53,20 @@ class Registry:
         world.on_end = self._remove
         with self._lock:
             self._worlds[world.name] = world
+            self.paths[world.name] = world.path
             if default and self.default is None:
                 self.default = world
+                self.paths[None] = world.path
 
     def _remove(self, world: World) -> None:
         """Forget a world; harmless where it is not kept."""
         with self._lock:
             if self._worlds.get(world.name) is world:
                 del self._worlds[world.name]
+                self.paths.pop(world.name, None)
             if self.default is world:
                 self.default = None
+                self.paths.pop(None, None)
 
     def named(self, name: str) -> World:
         """Return the world of that name. NotInitialized: there is none."""
@@ -94,6 +102,7 @@ class Registry:
         for world in self._worlds.values():
             world.ended = True
         self._worlds, self.default = {}, None
+        self.paths.clear()
         self._joining.clear()
 
     def _those_there_are(self) -> str:

@@ -6,6 +6,7 @@ Torch's own names of these are private. Where one is missing calls go another wa
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -20,17 +21,15 @@ function_modes = torch._C._len_torch_function_stack
 tracing = torch._C._is_tracing
 
 
-def native_functions(device: str) -> dict[str, Any] | None:
-    """Return what native code asks of torch (``backends/runtime/known/torch_view.cpp``), for calls
-    on tensors of a type of device. None: this torch lets nobody read tensors from native code
-    (before 2.10)."""
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None:
-        return None
+def native_functions(device: str) -> dict[str, Any]:
+    """Return what native code asks of torch (``backends/runtime/calls/torch_view.cpp``), for calls on
+    tensors of a type of device. ``exchange``: None before torch 2.10, where native code can read
+    tensors by their attributes alone."""
     return {
-        "exchange": exchange,
+        "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
         "tensor": Tensor,
         "parameter": Parameter,
+        "dtype": torch.dtype,
         "quiet": ((dispatch_modes, 0), (function_modes, 0), (tracing, False), (transforms, None)),
         "forward_ad": forward_ad.__dict__,
         "level": "_current_level",
@@ -39,19 +38,26 @@ def native_functions(device: str) -> dict[str, Any] | None:
         "increment_version": increment_version,
         "current_device": _current_device(device),
         "capturing": getattr(torch._C, f"_{device}_isCurrentStreamCapturing", None),
+        "raw_stream": getattr(torch._C, f"_{device}_getCurrentRawStream", None),
         "stream": f"{device}_stream",
     }
 
 
-def allocation(like: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function and arguments that make a tensor without contents as ``like``, which is
-    row-major; on the current device, where there are several."""
-    shape, kind = tuple(like.shape), like.device.type
+def allocation(
+    shape: tuple[int, ...], dtype: torch.dtype, like: Tensor
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the function and arguments that make a row-major tensor without contents on the device of
+    ``like``; for calls on the current one, where there are several."""
+    kind = like.device.type
     # As torch's own compiler allocates: past the dispatcher, in a quarter of the time of torch.empty.
     quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    if quick is not None and (kind == "cpu" or _current_device(kind) is not None):
-        return quick, (shape, like.stride(), like.dtype)
-    return partial(torch.empty, dtype=like.dtype, device=like.device), (shape,)
+    current = _current_device(kind)
+    if quick is not None and (
+        kind == "cpu" or (current is not None and current() == like.device.index)
+    ):
+        strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+        return quick, (tuple(shape), strides, dtype)
+    return partial(torch.empty, dtype=dtype, device=like.device), (shape,)
 
 
 def _current_device(device: str) -> Any:

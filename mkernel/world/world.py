@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 from torch.distributed import Store
 
 from mkernel import selection
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession
+from mkernel.backends.runtime._calls import CallPath
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.two_generation_cache import TwoGenerationCache
@@ -35,6 +35,7 @@ from mkernel.world.order import Turns
 from mkernel.world.process_group import GroupStore, innermost
 from mkernel.world.sealing import Seal
 from mkernel.world.statistics import Statistics, Way
+from mkernel.world.torch_state import allocation
 
 
 class World:
@@ -51,9 +52,6 @@ class World:
         ended: whether it has been closed.
         on_end: called once, when it begins to close.
         planned: plans of this world's calls by what was asked for; belongs to ``mkernel.ops``.
-        checked: what passed the checks of an op by its arguments' signature; likewise.
-        known: starts a call that it has seen before, or says under which signature :meth:`run` may let
-            it see one (``backends/runtime/_known_calls.pyi``); None: this world has no such way.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class World:
         self.backends = backends
         self.settings = settings
         self.planned: TwoGenerationCache[Hashable, LaunchPlan] = TwoGenerationCache()
-        self.checked: TwoGenerationCache[Hashable, Any] = TwoGenerationCache()
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
@@ -113,7 +110,6 @@ class World:
         self._engines: dict[str, Engine] = {}  # by op
         self._companions: dict[str, tuple[Calls, Turns]] = {}  # by accelerator; those that are open
         self._failure.elsewhere = self._elsewhere  # heartbeats ask it from now on
-        self.known = None if self._calls.known is None else self._calls.known.call
         try:
             self._turns.join()
         except BaseException as error:  # Ctrl-C while the calls of other worlds end
@@ -194,7 +190,6 @@ class World:
         view: View = "pipelined",
         trace: bool = False,
         wait: bool = False,
-        signature: bytes | None = None,
     ) -> CallRecord:
         """Run one call of a plan. Collective: every rank, with the same plan and view.
 
@@ -202,41 +197,34 @@ class World:
         ``wait``, a trace or another view than the product's is asked for. The record has times and
         trace only of a call that has ended.
 
-        Args:
-            signature: that :attr:`known` gave the call, which may start such calls from now on.
-
         Raises:
             Unsupported: the accelerator is not instrumented, and has the product's view only.
             PlanMismatch: another rank calls something else; nothing was launched.
             WorldError: PeerFailure, Timeout, NicError, Untrusted or Cancelled, the same kind on every
                 rank; of this call, or of an earlier one that was only queued.
         """
-        if (profiler._is_profiler_enabled or profiling.nvtx) and profiling.wanted():
+        if profiling.wanted():
             with profiling.named(plan.op):
-                return self.run(
-                    plan,
-                    tensors,
-                    options=options,
-                    view=view,
-                    trace=trace,
-                    wait=wait,
-                    signature=signature,
-                )
+                return self.run(plan, tensors, options=options, view=view, trace=trace, wait=wait)
         calls = self._calls
         if plan.accelerator in self.backends.companions:
             calls = self._companion(plan, tensors)
-        return calls.run(
-            plan, tensors, options or {}, view, trace=trace, wait=wait, signature=signature
-        )
+        return calls.run(plan, tensors, options or {}, view, trace=trace, wait=wait)
 
-    def output(
+    def allocation(
         self, plan: LaunchPlan, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Allocate a plan's ``out``, row-major and without contents, on the device of ``like``: where
-        peers may write it, if the accelerator has such memory for it."""
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Return the function and arguments that allocate a plan's ``out``, row-major and without
+        contents, on the device of ``like``: where peers may write it, if the accelerator has such
+        memory for it."""
         if plan.accelerator in self.backends.companions:
-            return torch.empty(shape, dtype=dtype, device=like.device)
-        return self._calls.output(plan, shape, like, dtype)
+            return allocation(shape, dtype, like)
+        return self._calls.allocation(plan, shape, like, dtype)
+
+    @property
+    def path(self) -> CallPath:
+        """Return the path that knows this world's calls."""
+        return self._calls.path
 
     def plan_made(self, plan: LaunchPlan) -> None:
         """Remember a plan that was made with this world's map and backends: its calls need not be
@@ -341,7 +329,7 @@ class World:
             self._failure,
             self._agreement,
             turns,
-            learns=own,
+            None if own else self._calls.path,
         )
 
     def _new_turns(self, name: str) -> Turns:

@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.hopper.gemm import fused as gemm
 from mkernel.backends.accelerators.hopper.gemm.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, ReduceSchedule
 from mkernel.backends.contracts.scaled import dequantised
+from mkernel.ops.gemm import GemmCall
 from mkernel.plan.model import LaunchPlan
 
 
@@ -59,9 +60,10 @@ def gathered(shape: Shape) -> list[str]:
     for turn in range(3):
         work.fill(turn)
         given = work.given
-        done = case.gemm.call(
+        call = GemmCall(
             given["a"], given["b"], scaled=case._scaled(given), gathered=True, path=shape.path
         )
+        done = case.gemm.call(call)
         result, whole = done.outputs["out"], done.outputs["gathered"]
         found += work.failure(turn, result, "gathered")
         everyone = [case.inputs(rank, world, turn)["a"] for rank in range(world)]

@@ -16,6 +16,7 @@ import torch
 from calls import LATE_S, Tensors, spin
 from few_elements import few_right
 from in_world import DEADLINE_S
+from python_calls import plans
 from torch.distributed import TCPStore
 
 import mkernel
@@ -205,37 +206,29 @@ def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
     works = [shape.work() for shape in shapes]
     symmetric = [mkernel.empty(tuple(work.out.shape), dtype=work.out.dtype) for work in works]
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    start, started, kept = world.known, 0, []
-    assert start is not None
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal started
-        found = start(*arguments)
-        started += isinstance(found, torch.Tensor)
-        return found
-
-    world.known = counted
-    for turn in range(rounds):
-        for work, everywhere in zip(works, symmetric, strict=True):
-            work.fill(turn)
-            if turn % (world.size + 1) == world.rank:
-                spin(LATE_S / 10)
-            way = turn % 4
-            if way == 3:
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    result = work.public()
-                main.wait_stream(side)
-                result.record_stream(main)
-            else:
-                out = (None, work.out, everywhere)[way]
-                result = work.public(out=out)
-            kept.append((work, turn, result.clone()))
+    kept = []
+    with plans(of_all=False) as by_python:
+        for turn in range(rounds):
+            for work, everywhere in zip(works, symmetric, strict=True):
+                work.fill(turn)
+                if turn % (world.size + 1) == world.rank:
+                    spin(LATE_S / 10)
+                way = turn % 4
+                if way == 3:
+                    side.wait_stream(main)
+                    with torch.cuda.stream(side):
+                        result = work.public()
+                    main.wait_stream(side)
+                    result.record_stream(main)
+                else:
+                    out = (None, work.out, everywhere)[way]
+                    result = work.public(out=out)
+                kept.append((work, turn, result.clone()))
     mkernel.synchronize()
     failures = [text for work, turn, result in kept for text in work.failure(turn, result, "known")]
     first = 3 * len(works)  # a signature each without out, with it, and with it in symmetric memory
-    if started != rounds * len(works) - first:
-        failures.append(f"{started} calls were started by native code, of {len(kept) - first}")
+    if len(by_python) != first:
+        failures.append(f"Python made {len(by_python)} calls, of {first} that are new")
     return failures
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from operand_forms import (
@@ -23,10 +21,10 @@ from operand_forms import (
     transposed,
     weighed,
 )
+from python_calls import plans
 
 import mkernel
-from mkernel.plan.model import LaunchPlan
-from mkernel.world.world import World
+from mkernel.ops.gemm import GemmCall
 
 
 def called(name: str) -> list[str]:
@@ -44,7 +42,7 @@ def called(name: str) -> list[str]:
         out = torch.full(tuple(c.shape), float("nan"), dtype=form.dtype, device="cuda")
         if public(a, b, bias=bias, out=out, **dims) is not out or not torch.equal(out, c):
             wrong += " out differs"
-        plan = op.call(a, b, bias, dim=form.dim if op.dim else 0).plan
+        plan = op.call(GemmCall(a, b, bias, form.dim if op.dim else 0)).plan
         if (form.b_lies is packed and "b" in plan.copies) or (
             plan.bias is not None
         ) is not form.bias:
@@ -81,20 +79,20 @@ def strided(name: str, path: str) -> list[str]:
             given = forms[a_form](a[rank]), b_lies(b[rank])
             for row in (None, bias):
                 wanted = exact if row is None else exact + row.double()
-                plan = op.call(*given, row).plan
+                plan = op.call(GemmCall(*given, row)).plan
                 copies = ("a",) if op.gathers and a_form != "packed" else ()
                 said = "launch" if row is not None else None
                 wrong = "" if (plan.copies, plan.bias, plan.path) == (copies, said, path) else (
                     f"copies {plan.copies}, bias {plan.bias}, path {plan.path} "
                 )  # fmt: skip
                 first = public(*given, bias=row)
-                with _native_starts(world) as started:
+                with plans(of_all=False) as by_python:
                     again = [public(*given, bias=row) for _ in range(2)]
                     out = torch.full_like(first, float("nan"))
                     again += [public(*given, bias=row, out=out).clone() for _ in range(2)]
                 mkernel.synchronize()
-                if not copies and started != [True, True, False, True]:
-                    wrong += f"native code started {started} "
+                if len(by_python) != 1:  # the first with that out
+                    wrong += f"Python made {len(by_python)} calls of four "
                 error = float((first.double() - wanted).norm() / wanted.norm())
                 if not error <= TOLERANCE[first.dtype]:
                     wrong += f"off by {error:g} "
@@ -103,23 +101,6 @@ def strided(name: str, path: str) -> list[str]:
                 if wrong:
                     found.append(f"a {a_form}, b {b_form}, bias {row is not None}: {wrong}")
     return found
-
-
-@contextmanager
-def _native_starts(world: Any) -> Iterator[list[bool]]:
-    """Whether each call began without Python."""
-    start, started = world.known, list[bool]()
-
-    def counted(*arguments: Any) -> Any:
-        result = start(*arguments)
-        started.append(isinstance(result, torch.Tensor))
-        return result
-
-    world.known = counted
-    try:
-        yield started
-    finally:
-        world.known = start
 
 
 def rounded_once(name: str, views: Sequence[Any]) -> list[str]:
@@ -131,7 +112,7 @@ def rounded_once(name: str, views: Sequence[Any]) -> list[str]:
             made = RoundedOnce(op, world.size, rows, n, k, dtype)
             a, b, bias = made.a[rank].cuda(), made.b[rank].cuda(), made.bias.cuda()
             wanted, twice = made.wanted[rank].cuda(), made.twice[rank].cuda()
-            outs = {view: op.call(a, b, bias, view=view).outputs["out"] for view in views}
+            outs = {view: op.call(GemmCall(a, b, bias), view=view).outputs["out"] for view in views}
             outs |= {f"call {turn}": public(a, b, bias=bias) for turn in range(3)}
             shared = mkernel.empty(tuple(wanted.shape), dtype=dtype)
             outs["symmetric"] = public(a, b, bias=bias, out=shared)
@@ -167,20 +148,6 @@ def several() -> list[float]:
     return [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
 
 
-@contextmanager
-def recorded() -> Iterator[list[str]]:
-    """The accelerators whose plans run."""
-    names: list[str] = []
-    run = World.run
-
-    def noted(world: World, plan: LaunchPlan, *arguments: Any, **options: Any) -> Any:
-        names.append(plan.accelerator)
-        return run(world, plan, *arguments, **options)
-
-    with mock.patch.object(World, "run", noted):
-        yield names
-
-
 def whole_model() -> dict[str, float]:
     """Accelerators by call in a world of several, with the errors of their calls: of a product and of
     attention, in bfloat16 and in float32."""
@@ -190,18 +157,18 @@ def whole_model() -> dict[str, float]:
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(64 * step * world.size, 256).to(dtype).cuda()
             w = torch.randn(256, 128).to(dtype).cuda()
-            with recorded() as names:
+            with plans() as made:
                 y = mkernel.all_gather_gemm(x.chunk(world.size)[world.rank], w)
             exact = x.double() @ w.double()
             error = float((y.double() - exact).norm() / exact.norm())
-            found[f"{step} {names[0]} product of {dtype}"] = error
+            found[f"{step} {made[0].accelerator} product of {dtype}"] = error
             q = torch.randn(1, 4, 64 * step * world.size, 64).to(dtype).cuda()
             own = q.chunk(world.size, 2)[world.rank].contiguous()
-            with recorded() as names:
+            with plans() as made:
                 out = mkernel.ring_attention(own, own, own)
             exact = torch.nn.functional.scaled_dot_product_attention(*[q.double()] * 3)
             exact = exact.chunk(world.size, 2)[world.rank]
             error = float((out.double() - exact).norm() / exact.norm())
-            found[f"{step} {names[0]} {dtype}"] = error
+            found[f"{step} {made[0].accelerator} {dtype}"] = error
     mkernel.synchronize()
     return found

@@ -55,7 +55,7 @@ def keep_few() -> list[TwoGenerationCache[Any, Any]]:
     """What a rank keeps of shapes; of so few from now on, so that it soon forgets some."""
     world = mkernel.world()
     recents: list[TwoGenerationCache[Any, Any]] = [
-        world.planned, world.checked, world._calls._agreement._agreed,
+        world.planned, world._calls._agreement._agreed,
         world._membership.engine.heap._plans,
     ]  # fmt: skip
     for recent in recents:

@@ -6,14 +6,13 @@ import ctypes
 import gc
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from in_world import DEADLINE_S, knows_calls, stores
+from in_world import DEADLINE_S, stores
 from once import once
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,15 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mkernel
 from mkernel.errors import MkernelError, Timeout
 from mkernel.launch import host_store, report
+from mkernel.ops.gemm import GemmCall
 from mkernel.ops.gemm_all_reduce import OP
-from mkernel.world import known, lifecycle, torch_state
+from mkernel.world import calls, lifecycle, torch_state
 from mkernel.world.bootstrap import Bootstrap
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.usefixtures("leaves_nothing"),
-    knows_calls,
-]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 BACKEND = "starting_backend:Starting"
 M, N, K = 64, 40, 72
@@ -115,6 +111,11 @@ class Own(torch.Tensor):
     """A subclass without behaviour of its own."""
 
 
+def under(mode: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with mode:
+        return call()
+
+
 def situations() -> dict[str, tuple[int, str, float]]:
     """By situation: calls that began without Python (of one), the error if it was refused, else how far
     the result is from that of the call through Python."""
@@ -142,10 +143,6 @@ def situations() -> dict[str, tuple[int, str, float]]:
         mkernel.synchronize()
         return out - bias
 
-    def under(mode: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with mode:
-            return call()
-
     def call() -> torch.Tensor:
         return mkernel.gemm_all_reduce(a, b)
 
@@ -153,7 +150,8 @@ def situations() -> dict[str, tuple[int, str, float]]:
     look("out", lambda: mkernel.gemm_all_reduce(a, b, out=torch.empty(M, N)))
     held = b.clone()
     look("out over b", lambda: mkernel.gemm_all_reduce(a, held, out=held[:M]))
-    look("registered op", lambda: op(a, b, group=group))
+    look("registered op, first", lambda: op(a, b, group=group))
+    look("registered op, again", lambda: op(a, b, group=group))
     look("group", lambda: mkernel.gemm_all_reduce(a, b, group=mkernel.world()))
     look("requires grad", lambda: mkernel.gemm_all_reduce(leaf, b))
     look("no_grad", lambda: under(torch.no_grad(), lambda: mkernel.gemm_all_reduce(leaf, weight)))
@@ -177,7 +175,7 @@ def situations() -> dict[str, tuple[int, str, float]]:
     look("chunk", lambda: mkernel.gemm_all_reduce(a, b, chunk=16))
     look("compiled", lambda: torch.compile(mkernel.gemm_all_reduce, backend="eager")(a, b))
     look("vmap", lambda: torch.vmap(lambda one: mkernel.gemm_all_reduce(one, b))(a[None])[0])
-    look("waited for", lambda: OP.call(a, b, wait=True).outputs["out"])
+    look("waited for", lambda: OP.call(GemmCall(a, b), wait=True).outputs["out"])
     return found
 
 
@@ -199,8 +197,9 @@ def test_they_are_taken_only_where_nothing_else_has_to_see_the_call(
     # Gradients are recorded, compiled code runs and modes see the registered op outside of its kernel,
     # which then begins such a call.
     assert taken == {
-        "plain", "out", "registered op", "group", "requires grad", "no_grad", "inference",
-        "column-major, again", "bias, again", "compiled", "dispatch mode",
+        "plain", "out", "registered op, again", "group", "requires grad", "no_grad", "inference",
+        "column-major, again", "bias, again", "compiled", "dispatch mode", "function mode",
+        "default device",
     }  # fmt: skip
 
 
@@ -208,7 +207,7 @@ def test_refusals_are_those_of_calls_through_python(
     found: dict[str, tuple[int, str, float]],
 ) -> None:
     refused = {name: kind for name, (_, kind, _) in found.items() if kind}
-    assert refused.keys() >= {"function mode", "vmap", "out over b"}
+    assert refused.keys() >= {"vmap", "out over b"}
     assert set(refused.values()) <= {"Unsupported", "ArgumentError", "LayoutError"}
 
 
@@ -351,7 +350,7 @@ def of_two_worlds(port: int) -> tuple[list[int], list[int], float]:
     """Whether calls of two worlds began without Python; the second's numbers; the largest error."""
     ways, outs = [], []
 
-    def calls(world: Any) -> None:
+    def call(world: Any) -> None:
         accelerator = world.accelerator
         before = len(accelerator.started)
         outs.append(mkernel.gemm_all_reduce(a, b, group=world))
@@ -359,56 +358,79 @@ def of_two_worlds(port: int) -> tuple[list[int], list[int], float]:
 
     a, b = inputs(0)
     first = mkernel.world()
-    calls(first)
-    calls(first)
+    call(first)
+    call(first)
     other = lifecycle.join(first.identity, first.backends, first.settings, stores(port), "other")
     for world in (first, first, other, other, first, other):
-        calls(world)
+        call(world)
     other.synchronize()
     numbers = [call.number for call in other.accelerator.calls]  # type: ignore[attr-defined]
     other.close()
-    calls(first)
+    call(first)
     mkernel.synchronize()
     return ways, numbers, max(error(out, 0) for out in outs)
 
 
 def test_calls_of_several_worlds_follow_each_other_on_their_stream() -> None:
-    """The first call beside another world says where calls are queued, in Python."""
     store, port = host_store(1, 30)
     ((ways, numbers, worst),) = mkernel.launch(
         of_two_worlds, port, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
     )
-    assert ways == [0, 1, 0, 1, 0, 1, 1, 1, 1]
+    assert ways == [0, 1, 1, 1, 0, 1, 1, 1, 1]
     assert numbers == [1, 2, 3]
     assert worst < 1e-4
     del store
 
 
-# ---- where there is no way past Python -----------------------------------------------------------
+# ---- a torch that lets nobody read tensors from native code --------------------------------------
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 OTHER_MAJOR = (ctypes.c_uint64 * 8)(2)  # version 2.0, no older table, and functions that are null
+TABLES: dict[str, Callable[[], object]] = {
+    "before torch 2.10": lambda: None,
+    "another version": lambda: _new_capsule(
+        ctypes.addressof(OTHER_MAJOR), b"dlpack_exchange_api", None
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    [None, _new_capsule(ctypes.addressof(OTHER_MAJOR), b"dlpack_exchange_api", None), object()],
-    ids=["before torch 2.10", "another version", "another kind"],
-)
-def test_a_torch_without_the_exchange_table_goes_through_python(
-    exchange: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    functions = torch_state.native_functions("cpu")
-    given = None if exchange is None else {**(functions or {}), "exchange": exchange}
-    monkeypatch.setattr(known, "native_functions", lambda device: given)
-    turns: Any = SimpleNamespace(
-        device="cpu",
-        world="w",
-        order=SimpleNamespace(lock=threading.RLock(), under_way=[], turns=set(), last={}),
+def without_exchange(table: str, port: int) -> tuple[list[int], float, int]:
+    """Calls that began without Python in a world that has no exchange table; the largest error; by how
+    much an output's version rose."""
+    functions = torch_state.native_functions("cpu") | {"exchange": TABLES[table]()}
+    first = mkernel.world()
+    with mock.patch.object(calls, "native_functions", return_value=functions):
+        other = lifecycle.join(
+            first.identity, first.backends, first.settings, stores(port), "other"
+        )
+    ways, outs = [], []
+    for iteration in range(4):
+        a, b = inputs(iteration)
+        before = len(other.accelerator.started)  # type: ignore[attr-defined]
+        outs.append(mkernel.gemm_all_reduce(a, b, group=other))
+        ways.append(len(other.accelerator.started) - before)  # type: ignore[attr-defined]
+    a, b = inputs(0)
+    out = torch.empty(M, N)
+    for _ in range(2):
+        before = out._version
+        mkernel.gemm_all_reduce(a, b, out=out, group=other)
+    other.synchronize()
+    version = out._version - before
+    other.close()
+    return ways, max(error(each, iteration) for iteration, each in enumerate(outs)), version
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tensors_are_read_by_their_attributes_where_there_is_no_exchange_table(table: str) -> None:
+    store, port = host_store(1, 30)
+    ((ways, worst, version),) = mkernel.launch(
+        without_exchange, table, port, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
     )
-    assert known.known_calls(object(), object(), deque(), turns, 0) is None
+    assert ways == [0, 1, 1, 1]
+    assert (worst < 1e-4, version) == (True, 1)
+    del store
 
 
 # ---- what they cost ------------------------------------------------------------------------------

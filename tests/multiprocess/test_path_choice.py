@@ -13,6 +13,7 @@ from mkernel.errors import PlanMismatch, Unsupported
 from mkernel.harness.contenders.own import MkernelFused, MkernelLibrary
 from mkernel.harness.problem import Problem
 from mkernel.ops import all_gather_gemm
+from mkernel.ops.gemm import GemmCall
 from mkernel.ops.gemm_all_reduce import OP
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -60,7 +61,7 @@ def test_the_setting_and_the_call_choose(
 def plan_is_the_launched_one() -> bool:
     size = mkernel.world().size
     a, b, out = torch.ones(64, 32), torch.ones(32, 24), torch.empty(64 * size, 24)
-    launched = all_gather_gemm.OP.call(a, b, out=out).plan
+    launched = all_gather_gemm.OP.call(GemmCall(a, b, out=out)).plan
     asked = mkernel.plan("ag_gemm", m=64 * size, n=24, k=32, dtype="float32")
     return launched == asked and launched.digest() == asked.digest()
 
@@ -74,7 +75,7 @@ def test_plan_is_what_the_launch_uses() -> None:
 def differ() -> str:
     path = "library" if mkernel.world().rank == 1 else "fused"
     with pytest.raises(PlanMismatch) as raised:
-        OP.call(torch.ones(M, K), torch.ones(K, N), path=path)  # type: ignore[arg-type]
+        OP.call(GemmCall(torch.ones(M, K), torch.ones(K, N), path=path))  # type: ignore[arg-type]
     assert launched() == []
     return str(raised.value)
 

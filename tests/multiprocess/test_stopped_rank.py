@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import knows_calls
 
 import mkernel
 from mkernel.backends.contracts.accelerator import Call, Launch
@@ -137,7 +136,6 @@ def reduces() -> None:
     mkernel.gemm_all_reduce(rows, rows)
 
 
-@knows_calls
 def test_native_code_starts_no_call_of_a_world_that_was_given_up(tmp_path: Path) -> None:
     told = mkernel.launch(
         starts_late,

@@ -79,11 +79,12 @@ def test_calls_return_before_they_have_ended_and_synchronize_waits() -> None:
 
 def asked_to_wait() -> tuple[bool, bool, bool]:
     """(right at once when waiting, times given, none given when not)."""
+    from mkernel.ops.gemm import GemmCall
     from mkernel.ops.gemm_all_reduce import OP
 
     world = mkernel.world()
-    done = OP.call(*inputs(world.rank, 0), wait=True)
-    other = OP.call(*inputs(world.rank, 1))
+    done = OP.call(GemmCall(*inputs(world.rank, 0)), wait=True)
+    other = OP.call(GemmCall(*inputs(world.rank, 1)))
     mkernel.synchronize()
     times = done.record.times.seconds
     return right(done.outputs["out"], world.size, 0), bool(times), not other.record.times.seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import pytest
 import torch
 from groups_in_ranks import TIMEOUT_S, ranks
 from once import once
+from python_calls import plans
 from torch import Tensor, distributed, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -308,17 +310,10 @@ class Found(NamedTuple):
     equal: bool
 
 
-def called(world: mkernel.World) -> list[str]:
-    """The ops of all calls that a world runs from now on."""
-    found: list[str] = []
-    run = world.run
-
-    def counted(plan: mkernel.LaunchPlan, *arguments: Any, **keywords: Any) -> Any:
-        found.append(plan.op)
-        return run(plan, *arguments, **keywords)
-
-    world.run = counted  # type: ignore[method-assign]
-    return found
+def called(world: mkernel.World) -> Callable[[], Counter[str]]:
+    """What counts the calls that a world has run since now, by op."""
+    before = Counter(world.statistics().calls)
+    return lambda: Counter(world.statistics().calls) - before
 
 
 def here(results: Any) -> Any:
@@ -337,7 +332,7 @@ def close(found: Any, wanted: Any, dtype: torch.dtype) -> bool:
 
 def judged(case: Case, world: mkernel.World) -> Found:
     right = True
-    run, calls = world.run, called(world)
+    calls = called(world)
     with mkernel.enable_async_tensor_parallel() as enabled:
         program = compiled(case.program)
         for size in case.sizes or (case.shapes[0][0],):
@@ -346,10 +341,9 @@ def judged(case: Case, world: mkernel.World) -> Found:
             if case.sizes:
                 torch._dynamo.mark_dynamic(inputs[0], 0)
             right = right and close(program(*inputs), case.program(*inputs), case.dtype)
-    world.run = run  # type: ignore[method-assign]
     report = enabled.report
     left = [each.why for each in report.decisions if each.op is None]
-    return Found(dict(report.rewritten), left, len(calls), right)
+    return Found(dict(report.rewritten), left, calls().total(), right)
 
 
 def with_a_world(judge: Callable[..., Any], *arguments: Any) -> Any:
@@ -484,13 +478,7 @@ def in_order(world: mkernel.World) -> tuple[list[int], list[bool]]:
         return [each.sin() for each in reversed(made)]
 
     wanted = program(x, *weights)
-    columns: list[int] = []
     after: list[bool] = []
-    run = world.run
-
-    def noted(plan: mkernel.LaunchPlan, *arguments: Any, **keywords: Any) -> Any:
-        columns.append(plan.gemm.n)
-        return run(plan, *arguments, **keywords)
 
     def scheduled(nodes: list[Any]) -> list[Any]:
         behind: dict[str, set[str]] = {}  # of each buffer, those that must be there before it
@@ -504,12 +492,11 @@ def in_order(world: mkernel.World) -> tuple[list[int], list[bool]]:
                 ops.append(set(node.get_buffer_names()))
         return nodes
 
-    world.run = noted  # type: ignore[method-assign]
     watched = config.patch(_pre_fusion_custom_pass=scheduled)
-    with mkernel.enable_async_tensor_parallel(), uncached(), watched:
+    with plans() as made, mkernel.enable_async_tensor_parallel(), uncached(), watched:
         found = torch.compile(program, fullgraph=True)(x, *weights)
     assert close(found, wanted, torch.float32)
-    return columns, after
+    return [plan.gemm.n for plan in made], after
 
 
 def test_ops_keep_the_order_of_the_program(tmp_path: Path) -> None:
@@ -597,7 +584,6 @@ def steps(world: mkernel.World, sequence_dim: int | None, bias: bool) -> tuple[S
     torch.manual_seed(0)
     model = parallelize_module(GatedMlp(bias), mesh, styles(sequence_dim))
     whole = torch.randn(4, S, H)
-    calls = called(world)
 
     def step(run: Callable[..., Tensor], report: Report) -> Step:
         x: Tensor = whole.clone()
@@ -606,11 +592,11 @@ def steps(world: mkernel.World, sequence_dim: int | None, bias: bool) -> tuple[S
             x = DTensor.from_local(part, mesh, [Shard(sequence_dim)])
         x.requires_grad_()
         model.zero_grad()
-        calls.clear()
-        y = run(x)
-        y.sin().sum().backward()
+        with plans() as made:
+            y = run(x)
+            y.sin().sum().backward()
         tensors = [local(each) for each in (y, x.grad, *(p.grad for p in model.parameters()))]
-        return Step(tensors, dict(report.rewritten), dict(report.left), list(calls))
+        return Step(tensors, dict(report.rewritten), dict(report.left), [plan.op for plan in made])
 
     plain = step(model, Report())
     with mkernel.enable_async_tensor_parallel() as enabled:

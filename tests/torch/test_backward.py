@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from python_calls import plans
 from ranks import on_ranks, operand
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import mkernel
 from mkernel.ops import inductor
-from mkernel.world.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -30,10 +30,9 @@ Calls = list[tuple[str, tuple[int, ...]]]
 
 def calls_of(run: Callable[[], Any]) -> Calls:
     """(op, M, N and K) of each call of the world."""
-    with mock.patch.object(World, "run", autospec=True, side_effect=World.run) as called:
+    with plans() as made:
         run()
-    plans = [each.args[1] for each in called.call_args_list]
-    return [(plan.op, (plan.gemm.m, plan.gemm.n, plan.gemm.k)) for plan in plans]
+    return [(plan.op, (plan.gemm.m, plan.gemm.n, plan.gemm.k)) for plan in made]
 
 
 def backward_calls(op: str, options: dict[str, Any], needed: str) -> Calls:

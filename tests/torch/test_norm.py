@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm
 
 import mkernel
 from mkernel.errors import PlanMismatch
+from mkernel.ops.gemm import GemmCall
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -61,7 +62,7 @@ def planned() -> list[tuple[str, bool]]:
     a, b, own = operands("gemm_all_reduce", mkernel.world().rank, torch.float32).values()
     for bias in (None, own):
         norm = Normed(alike["residual"], alike["norm_weight"], EPS)
-        done = OP.call(a, b, bias, norm=norm, out_dtype=torch.float32)
+        done = OP.call(GemmCall(a, b, bias, norm=norm, out_dtype=torch.float32))
         assert done.plan.norm is not None
         found.append((done.plan.norm.step, done.plan.bias is not None))
     return found

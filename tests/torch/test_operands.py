@@ -30,6 +30,7 @@ from operand_forms import (
     transposed,
     weighed,
 )
+from python_calls import plans
 from ranks import on_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -37,6 +38,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mkernel
 from mkernel.errors import ArgumentError
 from mkernel.ops import all_gather_gemm, gemm_reduce_scatter
+from mkernel.ops.gemm import GemmCall
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -54,7 +56,7 @@ def called(name: str) -> list[str]:
         out = torch.full(tuple(c.shape), float("nan"), dtype=form.dtype)
         if public(a, b, bias=bias, out=out, **dims) is not out or not torch.equal(out, c):
             wrong += " out differs"
-        plan = op.call(a, b, bias, dim=form.dim if op.dim else 0).plan
+        plan = op.call(GemmCall(a, b, bias, form.dim if op.dim else 0)).plan
         copies = form.copies.get(world.backends.accelerator, ())
         if op.dim is None and form.lies is outermost:
             copies = ("a",)
@@ -181,15 +183,10 @@ def several_forms() -> list[str]:
 
 def launches() -> tuple[int, tuple[int, ...], int]:
     """Calls of the world for one list, and what its plan says."""
-    from unittest import mock
-
-    from mkernel.world.world import World
-
     rank = mkernel.world().rank
-    with mock.patch.object(World, "run", autospec=True, side_effect=World.run) as run:
+    with plans() as made:
         mkernel.all_gather_gemm(Form().a(all_gather_gemm.OP, rank), many(rank)[0])
-    plan = run.call_args.args[1]
-    return run.call_count, plan.products, plan.launched
+    return len(made), made[0].products, made[0].launched
 
 
 def test_several_products_are_one_launch_of_the_widest() -> None:

@@ -14,6 +14,7 @@ import mkernel
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases.base import TOLERANCE
 from mkernel.errors import ArgumentError, DtypeError, PlanMismatch, ShapeError
+from mkernel.ops.gemm import GemmCall
 from mkernel.plan.arguments import scale_sizes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -94,13 +95,13 @@ def planned(mode: str) -> tuple[Any, ...]:
 
     given = drawn(mode, mkernel.world().rank)
     scaled = Scaled(given["a_scale"], given["b_scale"], False)
-    plan = OP.call(given["a"], given["b"], scaled=scaled).plan
+    plan = OP.call(GemmCall(given["a"], given["b"], scaled=scaled)).plan
     again = scaled._replace(use_fast_accum=True)
     if mode == "block":
         with pytest.raises(ArgumentError, match="use_fast_accum"):
-            OP.call(given["a"], given["b"], scaled=again)
+            OP.call(GemmCall(given["a"], given["b"], scaled=again))
         again = scaled
-    fast = OP.call(given["a"], given["b"], scaled=again).plan
+    fast = OP.call(GemmCall(given["a"], given["b"], scaled=again)).plan
     assert (plan.digest() == fast.digest()) == (mode == "block")
     assert fast.scales is not None
     assert plan.scales is not None

@@ -18,6 +18,7 @@ from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops import moe
 from mkernel.ops.around import Scaled
+from mkernel.ops.gemm import GemmCall
 from mkernel.ops.moe_gemm_combine import gemm_combine
 from mkernel.ops.registration import group_name, ops
 from mkernel.plan.ops import COMPANIONS
@@ -195,13 +196,12 @@ class WithOptions(Mkernel):
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op: Any = import_module(f"mkernel.ops.{self.op}").OP
-        scaled = None
-        if "a_scale" in inputs:
-            scaled = Scaled(inputs["a_scale"], inputs["b_scale"], self.fast)
-        done = op.call(
-            inputs["a"], inputs["b"], out=outputs["out"], scaled=scaled, **self.called_with
-        )
-        return {"out": done.outputs["out"]}
+        out, _ = op.into(
+            a=inputs["a"], b=inputs["b"], bias=None, out=outputs["out"], gathered=None,
+            a_scale=inputs.get("a_scale"), b_scale=inputs.get("b_scale"), use_fast_accum=self.fast,
+            dim=0, out_dtype=None, group=None, **{"chunk": None, "path": None, **self.called_with},
+        )  # fmt: skip
+        return {"out": out}
 
 
 class MkernelFused(WithOptions):
@@ -249,7 +249,7 @@ class MkernelHalves(MkernelParts):
     parts = 2
 
 
-class MkernelSequential(WithOptions):
+class MkernelSequential(Mkernel):
     """The op's exchange first, by the same NIC and kernels, then its product: between nodes, where no
     library takes that way, what overlap is compared with. Of GEMM+combine weights travel first, and
     sums behind the product either way."""
@@ -257,7 +257,6 @@ class MkernelSequential(WithOptions):
     name = "mkernel-sequential"
     ops = (*GEMMS, "moe_dispatch_gemm", "moe_gemm_combine")
     ops_text = "for GEMM ops and products of experts between nodes"
-    options: ClassVar[Mapping[str, str]] = {"view": "sequential"}
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -277,4 +276,9 @@ class MkernelSequential(WithOptions):
             rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
             done = gemm_combine(rows, inputs["w2"], handle, weights, view="sequential")
             return {"out": done.outputs["out"]}
-        return super().call(inputs, outputs)
+        op: Any = import_module(f"mkernel.ops.{self.op}").OP
+        scaled = None
+        if "a_scale" in inputs:
+            scaled = Scaled(inputs["a_scale"], inputs["b_scale"], self.fast)
+        call = GemmCall(inputs["a"], inputs["b"], out=outputs["out"], scaled=scaled)
+        return {"out": op.call(call, view="sequential").outputs["out"]}

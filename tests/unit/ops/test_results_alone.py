@@ -13,6 +13,7 @@ import mkernel
 from mkernel.backends.contracts.output_memory import is_torchs
 from mkernel.ops.all_gather_gemm import OP as GATHER
 from mkernel.ops.around import Scaled, scale_strides
+from mkernel.ops.gemm import GemmCall
 from mkernel.world.world import World
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -316,7 +317,7 @@ def test_attention(causal: bool, by_positions: bool, dtype: torch.dtype) -> None
 
 def test_chunks_are_the_ones_that_are_asked_for() -> None:
     a, b = drawn(64, 16), drawn(16, 64)
-    assert GATHER.call(a, b, chunk=16).plan != GATHER.call(a, b, chunk=32).plan
+    assert GATHER.call(GemmCall(a, b, chunk=16)).plan != GATHER.call(GemmCall(a, b, chunk=32)).plan
 
 
 @pytest.mark.parametrize("how", [torch.no_grad, torch.enable_grad])
@@ -334,13 +335,14 @@ def test_outputs_of_calls_that_torch_sees_are_torchs(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its compilers plan their memory; others are where the backend wants them."""
-    seen, honest = [], World.output
+    seen, honest = [], World.allocation
 
-    def output(self: World, *arguments: Any) -> Tensor:
+    def allocation(self: World, *arguments: Any) -> Any:
         seen.append(is_torchs())
         return honest(self, *arguments)
 
-    monkeypatch.setattr(World, "output", output)
+    monkeypatch.setattr(World, "allocation", allocation)
+    mkernel.world().path.forget()
     operands = (drawn(8, 16),) if op == "all_reduce" else (drawn(8, 16), drawn(16, 24))
     group = mkernel.world().name
     getattr(torch.ops.mkernel, op)(*operands, group=group)

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import mkernel
+from mkernel.backends.contracts.instrumented import LaunchTimes
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
+from mkernel.world.calls import CallRecord
 from mkernel.world.world import World
 
 
@@ -81,7 +83,12 @@ def launched(alone: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch
     )
     monkeypatch.setattr(alone.accelerator, "capabilities", lambda: claims)
     asked: list[tuple[LaunchPlan, set[str]]] = []
-    monkeypatch.setattr(alone, "run", lambda plan, tensors, **_: asked.append((plan, set(tensors))))
+
+    def run(plan: LaunchPlan, tensors: dict[str, Tensor], **_: Any) -> CallRecord:
+        asked.append((plan, set(tensors)))
+        return CallRecord(LaunchTimes(), None, {})
+
+    monkeypatch.setattr(alone, "run", run)
     return asked
 
 

@@ -13,6 +13,7 @@ import mkernel
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.ops import ring_attention
 from mkernel.ops.all_gather_gemm import OP
+from mkernel.ops.gemm import GemmCall
 from mkernel.ops.moe import dispatch
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
@@ -43,7 +44,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 def gemm(column: bool = False) -> LaunchPlan:
     b = ones(8, 16).t() if column else ones(16, 8)
-    return OP.call(ones(4, 16), b).plan
+    return OP.call(GemmCall(ones(4, 16), b)).plan
 
 
 Q, KV = ones(1, 4, 6, 8), ones(1, 2, 6, 8)

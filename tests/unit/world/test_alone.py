@@ -21,6 +21,7 @@ from mkernel.errors import (
     UnknownBackend,
 )
 from mkernel.ops.all_gather_gemm import OP as GATHER
+from mkernel.ops.gemm import GemmCall
 from mkernel.world.lifecycle import join
 
 
@@ -114,7 +115,7 @@ def test_calls_are_counted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerator, "launch", seen)
         for _ in range(3):
-            GATHER.call(torch.ones(2, 8), torch.ones(8, 8))
+            GATHER.call(GemmCall(torch.ones(2, 8), torch.ones(8, 8)))
     assert given == [1, 2, 3]
 
 
@@ -153,7 +154,7 @@ def test_a_plan_is_not_launched_on_other_tensors() -> None:
     """Of another world too, which has planned nothing."""
     a, b = torch.ones(2, 8), torch.ones(8, 8)
     mkernel.init(accelerator="streams")
-    plan = GATHER.call(a, b).plan
+    plan = GATHER.call(GemmCall(a, b)).plan
     mkernel.finalize()
     world = mkernel.init(accelerator="streams")
     with pytest.raises(ShapeError, match=r"a = .* as planned"):

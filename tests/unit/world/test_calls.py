@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -13,10 +14,12 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
+from mkernel.backends.transport import _transport
 from mkernel.errors import Timeout, Unsupported
 from mkernel.world import calls
 from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.engine import DRAIN_S
+from mkernel.world.order import DeviceOrder
 from mkernel.world.statistics import CallCounters, CallKind
 
 
@@ -61,15 +64,23 @@ class Made:
         engine: Any = SimpleNamespace(
             accelerator=self.backend, heap=self.heap, group=None, claims=claims
         )
+        self._pad = (ctypes.c_uint64 * (_transport.pad_bytes(1) // 8 + 8))()
+        self.heap.pad = ctypes.addressof(self._pad)
+        _transport.pad_format(self.heap.pad, 1)
         self.failure = Mock(running=deque(), call=(0, "key"), notice=None, timeout_s=5.0)
-        self.turns, self.exchange = MagicMock(), Mock(rank=0)
-        self.calls = Calls(
-            engine, session, self.exchange, self.failure, Mock(), self.turns, learns=False
-        )
+        self.failure._watchdog = None
+        self.exchange, order = Mock(rank=0), DeviceOrder("cpu")
+        self.turns = MagicMock(device="cpu", world="world", order=order)
+        order.turns |= {self.turns, Mock()}  # there is another world
+        agreement = Mock(enter=self._agreed)
+        self.calls = Calls(engine, session, self.exchange, self.failure, agreement, self.turns)
+
+    def _agreed(self, *call: object) -> None:
+        self.failure.call = (self.failure.call[0] + 1, "key")
 
     def run(self, *, wait: bool = False, view: Any = "pipelined") -> CallRecord:
         plan: Any = SimpleNamespace(op="an op", world_size=1)
-        return self.calls.run(plan, {}, {}, view, trace=False, wait=wait, signature=None)
+        return self.calls.run(plan, {}, {}, view, trace=False, wait=wait)
 
 
 def nic(*, flushed: bool = True) -> Mock:
@@ -129,6 +140,7 @@ def test_a_call_is_timed_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 def test_in_a_broken_world_nothing_is_launched() -> None:
     made = Made()
+    made.failure.notice = Mock()
     made.failure.raise_if_broken.side_effect = Timeout("rank 1 did not come")
     with pytest.raises(Timeout, match="rank 1 did not come"):
         made.run()
@@ -241,7 +253,8 @@ def test_outputs_are_the_backends_where_it_has_memory_for_them(has: bool) -> Non
     made.calls._accelerator = backend = Making()  # type: ignore[assignment]
     made.heap.has_outputs.return_value = has
     plan: Any = SimpleNamespace(op="an op")
-    out = made.calls.output(plan, (2, 3), torch.empty(1), torch.float16)
+    make, arguments = made.calls.allocation(plan, (2, 3), torch.empty(1), torch.float16)
+    out = make(*arguments)
     if has:
         assert out is backend.made
         assert backend.asked == (plan, (2, 3), torch.float16)
@@ -255,32 +268,10 @@ def test_a_backend_may_leave_an_output_to_torch() -> None:
     made = Made()
     made.backend.allocation = Mock(return_value=None)  # type: ignore[attr-defined]
     plan: Any = SimpleNamespace(op="an op")
-    out = made.calls.output(plan, (2, 3), torch.empty(1, device="meta"), torch.float16)
+    like = torch.empty(1, device="meta")
+    make, arguments = made.calls.allocation(plan, (2, 3), like, torch.float16)
+    out = make(*arguments)
     assert (tuple(out.shape), out.dtype, out.device.type) == ((2, 3), torch.float16, "meta")
-
-
-@pytest.mark.parametrize("has", [False, True])
-def test_a_known_call_makes_its_output_as_a_call_through_python_does(
-    has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learn = Mock()
-    monkeypatch.setattr(calls, "learn", learn)
-    made = Made(stream_ordered=True)
-    made.calls._accelerator = backend = Making()  # type: ignore[assignment]
-    made.calls.known = Mock()
-    made.heap.has_outputs.return_value = has
-    plan: Any = SimpleNamespace(op="an op", world_size=1)
-    out = torch.empty(4, 5)
-    made.calls.run(
-        plan, {"out": out}, {}, "pipelined", trace=False, wait=False, signature=b"a signature"
-    )
-    ((_, signature, _, key, (make, arguments), _), _) = learn.call_args
-    assert (signature, key) == (b"a signature", "key")
-    if has:
-        assert make(*arguments) is backend.made
-        assert arguments == (plan, (4, 5), torch.float32)
-    else:
-        assert tuple(make(*arguments).shape) == (4, 5)
 
 
 def broken(failure: Mock) -> None:

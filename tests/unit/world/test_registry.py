@@ -14,7 +14,7 @@ from mkernel.world.registry import Registry
 
 
 def world(name: str) -> Any:
-    return SimpleNamespace(name=name, on_end=None)
+    return SimpleNamespace(name=name, on_end=None, path=None)
 
 
 def test_the_default_is_the_first_that_may_be_it_and_the_next_after_its_end() -> None:

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace mkernel::known {
+namespace mkernel::calls {
 
 struct DlDevice {
     std::int32_t type;
@@ -55,4 +55,4 @@ inline const DlExchange* exchange_of(PyObject* capsule) {
     return fits ? table : nullptr;
 }
 
-}  // namespace mkernel::known
+}  // namespace mkernel::calls

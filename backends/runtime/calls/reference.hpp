@@ -5,7 +5,7 @@
 
 #include <utility>
 
-namespace mkernel::known {
+namespace mkernel::calls {
 
 class Reference {
   public:
@@ -34,4 +34,4 @@ class Reference {
     PyObject* object_ = nullptr;
 };
 
-}  // namespace mkernel::known
+}  // namespace mkernel::calls
