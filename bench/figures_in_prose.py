@@ -121,8 +121,8 @@ def _drawn(where: str) -> SimpleNamespace:
     return _told(newest("random", mode, card=card))
 
 
-def _whole_layers(mode: str) -> SimpleNamespace:
-    (one,) = (one for one in results() if (one.source, one.mode) == (gains.WHOLE_LAYERS, mode))
+def _whole(mode: str) -> SimpleNamespace:
+    (one,) = (one for one in results() if one.source in gains.WHOLE and one.mode == mode)
     return _told(one)
 
 
@@ -279,7 +279,7 @@ class By(dict[Any, Any]):
 _SOURCES: dict[str, Callable[[], Any]] = {
     "drawn": lambda: By(_drawn),
     "layers": lambda: By(lambda mode: _told(newest("layers", mode))),
-    "whole": lambda: By(_whole_layers),
+    "whole": lambda: By(_whole),
     "tested": _tested,
     "nic": lambda: result("nic")["figures"],
     "copy_engine": _copy_engine,

@@ -25,7 +25,7 @@
 #   nodes    ops between two nodes over an emulated NIC: a GPU each, or on one GPU half of it each, under
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
-#   whole    whole layers beside the libraries' ones                 whole_layers.json
+#   whole    whole models beside torch's and beside no communication  whole_models.json
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
 #   flags    flags that copy engines copy behind their data, a million times  copied_flags.json
@@ -244,8 +244,7 @@ for part in "$@"; do
         unset MKERNEL_RANKS_PER_DEVICE MKERNEL_HOPPER_MULTIPROCESSORS
         ;;
     whole)
-        run python bench/whole_layers.py --write
-        [ "$results" = "$PWD/bench/results" ] || cp bench/results/whole_layers.json "$results/"
+        run python bench/whole_models.py --json "$results/whole_models.json"
         ;;
     host)
         run python bench/host_time.py --write

@@ -39,16 +39,16 @@ and `layers`.
 |---|---|---|--:|--:|--:|--:|---|---|
 """
 GROUPS = (
-    "target sizes", "drawn shapes", "layers of models, op by op", "whole layers", "experts",
-    "attention", "e4m3", "few rows and other sizes",
+    "whole models", "target sizes", "drawn shapes", "layers of models, op by op", "whole layers",
+    "experts", "attention", "e4m3", "few rows and other sizes",
 )  # fmt: skip
 
 
 def group(one: Series) -> str:
     """Return which of the groups results belong to."""
     ops = " ".join(one.ops)
-    if one.source == gains.WHOLE_LAYERS:
-        return "whole layers"
+    if one.source in gains.WHOLE:
+        return one.source.replace("_", " ")
     if "float8" in one.inputs:
         return "e4m3"
     if "moe" in ops:

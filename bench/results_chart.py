@@ -96,8 +96,12 @@ def groups() -> tuple[Group, ...]:
     layers = (("eager", 2), ("kernel", 2), ("kernel", 4), ("first", 2))
     drawn = [newest("random", mode, card=card)
              for mode in ("graph", "eager") for card in cards("random", mode)]  # fmt: skip
-    whole = [each for each in results() if each.source == gains.WHOLE_LAYERS and each.ratios]
+    models, whole = (
+        tuple(Line(one.mode, one) for one in results() if one.source == source and one.ratios)
+        for source in gains.WHOLE
+    )
     return (
+        *([Group("Whole Llama models of 8B and 70B width", models)] if models else []),
         Group("Layers of Llama 3, Qwen 3 and DeepSeek V3, one call in a CUDA graph", ops),
         Group(
             "The same layers, all three ops",
@@ -112,7 +116,7 @@ def groups() -> tuple[Group, ...]:
         ),
         Group(
             "Whole layers of Llama 3 70B, MLP and projections, beside the same of libraries",
-            tuple(Line(one.mode, one) for one in whole),
+            whole,
         ),
     )
 

@@ -59,11 +59,15 @@ def write(name: str, figures: dict[str, Any]) -> None:
 
     A tree with uncommitted changes to tracked files is marked ``dirty``: do not quote such figures.
     """
-    text = laid_out(described(name, figures))
-    path = RESULTS / f"{name}.json"
+    print(save(RESULTS / f"{name}.json", name, figures))
+
+
+def save(path: Path, benchmark: str, figures: dict[str, Any]) -> str:
+    """Write ``figures`` with their provenance; return the text."""
+    text = laid_out(_rounded(described(benchmark, figures), OTHERS_DIGITS))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
-    print(text)
+    return text
 
 
 def read(name: str, folder: Path = RESULTS) -> Any:

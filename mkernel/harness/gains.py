@@ -19,8 +19,9 @@ from mkernel.harness.bench_report import inputs
 from mkernel.harness.contenders import OURS
 from mkernel.harness.results import Entry, Report, Row, read
 
-WHOLE_LAYERS = "whole_layers"
-"""The file of layers of several ops, which ``bench/whole_layers.py`` writes."""
+WHOLE_MODELS, WHOLE_LAYERS = WHOLE = ("whole_models", "whole_layers")
+"""The files of models, which ``bench/whole_models.py`` writes, and of layers of several ops, which a
+script before it wrote."""
 LIMITS_US = (20.0, 200.0)
 """Divide calls by the best peer's time: launch-bound ones, those in between, and long ones."""
 
@@ -53,7 +54,7 @@ class Series:
 
     Attributes:
         shapes: where they come from, and whether they are held out. held_out: a draw whose seed was
-            used for nothing before. source: ``random``, a shipped list's name, :data:`WHOLE_LAYERS`, or
+            used for nothing before. source: ``random``, a shipped list's name, one of :data:`WHOLE`, or
             empty: sizes as given.
         inputs: their dtype, and how they are scaled. card: empty where it was not recorded.
         lost: the commit is not in the repository's history.
@@ -139,8 +140,10 @@ def all_series(folder: Path) -> list[Series]:
         report = read(path)
         if report is not None:
             found += of_report(path.stem, report)
-        elif path.stem == WHOLE_LAYERS:
-            found += _of_whole_layers(json.loads(path.read_text()))
+        elif path.stem in WHOLE:
+            content = json.loads(path.read_text())
+            gains = _of_models if path.stem == WHOLE_MODELS else _of_layers
+            found += _of_whole(path.stem, content, gains(content["figures"]["rows"]))
     return sorted(found, key=lambda each: (each.when, each.held_out), reverse=True)
 
 
@@ -234,37 +237,58 @@ def _why(row: Row, mine: Entry | None) -> str:
     return "; ".join(lost) or "no peer ran"
 
 
-def _of_whole_layers(content: dict[str, Any]) -> list[Series]:
-    """Return a series for each mode and direction; a row is a layer at a number of tokens."""
-    rows = content["figures"]["rows"]
-    found = []
-    for mode, backward in dict.fromkeys((row["mode"], row["backward"]) for row in rows):
-        direction = "with backward" if backward else "forward"
-        gains = []
-        for row in rows:
-            if (row["mode"], row["backward"]) != (mode, backward):
+def _of_models(rows: Sequence[dict[str, Any]]) -> dict[str, list[Gain]]:
+    """Return the gains of models by measure, mode and which of ours: a row is a model at a size."""
+    found: dict[str, list[Gain]] = {}
+    for row in rows:
+        entries = row["contenders"]
+        for name, entry in entries.items():
+            ours, mode = name.split()
+            if ours not in ("nn", "styles", "pass"):
                 continue
-            times = {name: us for name, us in row["us"].items() if not isinstance(us, str)}
-            mine = times.pop("mkernel", None)
-            lost = {name: us for name, us in row["us"].items() if isinstance(us, str)}
-            size = f"{row['tokens']} tokens"
-            kind = (WHOLE_LAYERS, mode, backward, row["layer"], row["tokens"])
-            why = "; ".join(f"{name}: {said}" for name, said in lost.items())
-            gains.append(Gain(kind, row["layer"], size, mine, times, why))
-        found.append(
-            Series(
-                file=WHOLE_LAYERS,
-                mode=f"{mode}, {direction}",
-                shapes="whole layers",
-                held_out=False,
-                source=WHOLE_LAYERS,
-                inputs="bfloat16",
-                card=card(content["hardware"]),
-                accelerator=content["figures"].get("accelerator", ""),
-                ranks=content["figures"].get("ranks", 2),
-                nodes=1,
-                rows=tuple(gains),
-                **_when(content),
-            )
-        )
+            peers = {
+                peer: us
+                for peer in ("torch", "async")
+                if (us := entries.get(f"{peer} {mode}", {}).get("median_us")) is not None
+            }
+            op = f"Llama {row['width']}"
+            size = f"{row['tokens']} tokens, B {row['batch']}"
+            kind = (WHOLE_MODELS, name, row["measure"], op, size)
+            gain = Gain(kind, op, size, entry.get("median_us"), peers, entry.get("failed", ""))
+            found.setdefault(f"{row['measure']}, {mode}, {ours}", []).append(gain)
     return found
+
+
+def _of_layers(rows: Sequence[dict[str, Any]]) -> dict[str, list[Gain]]:
+    """Return the gains of layers by mode and direction: a row is a layer at a number of tokens."""
+    found: dict[str, list[Gain]] = {}
+    for row in rows:
+        times = {name: us for name, us in row["us"].items() if not isinstance(us, str)}
+        mine = times.pop("mkernel", None)
+        lost = {name: us for name, us in row["us"].items() if isinstance(us, str)}
+        size = f"{row['tokens']} tokens"
+        kind = (WHOLE_LAYERS, row["mode"], row["backward"], row["layer"], row["tokens"])
+        why = "; ".join(f"{name}: {said}" for name, said in lost.items())
+        mode = f"{row['mode']}, {'with backward' if row['backward'] else 'forward'}"
+        found.setdefault(mode, []).append(Gain(kind, row["layer"], size, mine, times, why))
+    return found
+
+
+def _of_whole(file: str, content: dict[str, Any], by_mode: dict[str, list[Gain]]) -> list[Series]:
+    return [
+        Series(
+            file=file,
+            mode=mode,
+            shapes=file.replace("_", " "),
+            held_out=False,
+            source=file,
+            inputs="bfloat16",
+            card=card(content["hardware"]),
+            accelerator=content["figures"].get("accelerator", ""),
+            ranks=content["figures"].get("ranks", 2),
+            nodes=1,
+            rows=tuple(rows),
+            **_when(content),
+        )
+        for mode, rows in by_mode.items()
+    ]

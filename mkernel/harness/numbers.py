@@ -38,6 +38,19 @@ commit is not in this history, which was rewritten afterwards.
 """
 
 
+_WHOLE = {
+    gains.WHOLE_MODELS: (
+        "The blocks of a Llama, tensor parallel with sequence parallelism",
+        "`torch`: torch's plan and NCCL; `async`: torch's micro-pipeline pass. Microseconds of a pass; "
+        "the file has the same without communication, memory and spreads.",
+    ),
+    gains.WHOLE_LAYERS: (
+        "A gated MLP and the projections of an attention block, of Llama-3-70B",
+        "`library`: torch's product and NCCL's collective; `symm_mem`: torch's fused ops. Microseconds "
+        "of a call in a loop of 20.",
+    ),
+}
+"""What such a file has: its subject, and how to read its table."""
 _VERDICTS = (" met", " **missed**")
 
 
@@ -67,7 +80,8 @@ def page(folder: Path) -> str:
         parts += ["", *gpu_tests.section(tests)]
     for path, report in reports:
         parts += ["", *_section(path, report, commit)]
-    parts += _whole_layers([each for each in newest if each.file == gains.WHOLE_LAYERS])
+    for file in gains.WHOLE:
+        parts += _whole(file, [each for each in newest if each.file == file])
     return "\n".join(parts) + "\n"
 
 
@@ -157,22 +171,23 @@ def _older(series: Sequence[Series]) -> list[str]:
     return [*lines, *found] if found else [*lines[:2], "None."]
 
 
-def _whole_layers(series: Sequence[Series]) -> list[str]:
-    """Write the table of layers of several ops, whose file is no report."""
+def _whole(file: str, series: Sequence[Series]) -> list[str]:
+    """Write the table of models, or of layers of several ops, whose file is no report."""
     if not series:
         return []
     one = series[0]
     peers = sorted({name for each in series for name in each.peers})
     lines = [
         "",
-        f"## {gains.WHOLE_LAYERS}",
+        f"## {file}",
         "",
-        f"A gated MLP and the projections of an attention block, of Llama-3-70B, {one.on}"
+        f"{_WHOLE[file][0]}, {one.on}"
         f"{'' if one.card else ' (which one was not recorded)'}, commit `{one.commit[:12]}`, "
-        f"{one.date}. `library`: torch's product and NCCL's collective; `symm_mem`: torch's fused ops. "
-        "Microseconds of a call in a loop of 20; the cache is not flushed.",
+        f"{one.date}. {_WHOLE[file][1]} The cache is not flushed.",
         "",
-        "| layer | size | mode | " + " | ".join([*peers, "mkernel", "best peer / mkernel"]) + " |",
+        f"| {file.removeprefix('whole_').removesuffix('s')} | size | mode | "
+        + " | ".join([*peers, "mkernel", "best peer / mkernel"])
+        + " |",
         "|---|---|---|" + "--:|" * (len(peers) + 2),
     ]
     for each in series:
@@ -190,7 +205,7 @@ def _misses(reports: Sequence[tuple[Path, Report]], series: Sequence[Series]) ->
         f"({min(row.peers_us, key=row.peers_us.__getitem__)})"
         for each in series
         for row in each.rows
-        if each.file == gains.WHOLE_LAYERS and row.ratio is not None and row.ratio < 1
+        if each.file in gains.WHOLE and row.ratio is not None and row.ratio < 1
     ]
     for path, report in reports:
         for row in report.rows:

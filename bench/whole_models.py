@@ -1,0 +1,744 @@
+"""Whole models, tensor parallel with sequence parallelism, beside torch and beside no communication.
+
+    python bench/whole_models.py [--ranks 2] [--sizes 8b:8192x1,70b:8192x1] [--minutes 8] [--json FILE]
+    python bench/whole_models.py --drawn SEED [--count 6]
+    python bench/whole_models.py --accelerator streams --sizes tiny:64x2 --backend aot_eager   on a CPU
+
+A size is WIDTH:TOKENSxBATCH, with tokens counted over the batch. Measures: `prefill`, a forward pass
+without gradients; `step`, forward and backward to every weight and the input. Fewer than 128 tokens are
+a `decode` step of as many sequences of one token, replicated, with GEMM+AllReduce. Contenders, each
+eager, compiled, and compiled in a CUDA graph that is captured by hand (`graph`):
+  torch   torchtitan's plan by parallelize_module, with torch's collectives
+  async   the same under torch's micro-pipeline pass
+  nn      mkernel.nn's blocks
+  styles  the plan with mkernel.nn's styles
+  pass    `torch` under mkernel.enable_async_tensor_parallel
+  floor   the products, attention and norms of `nn` with nothing communicated
+All of a row take turns in one run; a turn's time is the slowest rank's. Results and gradients of all
+but the floor are compared with an unsharded float32 model. The fused calls of each of ours are
+counted, so that a fallback is no contender. `recovered` is (torch - ours) / (torch - floor) of one
+mode; the ceiling is the floor and what each communicating op alone takes above its product alone, in
+turns with torch's product and collective.
+Exit code 1 where a bar is missed; times count on GPUs only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import graphs
+import llama
+import numpy as np
+import results_file
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import mkernel
+from mkernel.harness.clock import Meeting, skew_us, wait_until
+from mkernel.harness.contenders import collectives
+from mkernel.harness.contenders.symm_mem import ENVIRONMENT, group_name
+from mkernel.harness.protocol import HOST_LEAD_S
+from mkernel.launch import report
+
+PEERS_ENVIRONMENT = {**ENVIRONMENT, "NVSHMEM_DISABLE_NVLS": "1"}
+"""Multicast stays off."""
+SIZES = (
+    "8b:8192x1,8b:2048x1,70b:8192x1,8b:512x1,8b:8192x4,8b:16384x1,70b:2048x1,8b:2048x4,8b:4096x1,"
+    "70b:8192x4,70b:512x1,70b:16384x1,8b:16x1,70b:16x1"
+)
+"""What matters most comes first: a run that is short of time leaves out the rest."""
+MODES = ("eager", "compiled", "graph")
+MODELS = {"torch": MODES, "async": MODES[1:], "nn": MODES, "styles": MODES, "pass": MODES[1:],
+          "floor": MODES}  # fmt: skip
+FORM_OF = {"async": "torch", "pass": "torch"}
+OURS = ("nn", "styles", "pass")
+DECODER_TOKENS = 128
+"""With fewer, activations are replicated."""
+TURN_S, MOST_CALLS, OP_CALLS = 0.03, 20, 10
+MOST_SKEW = 0.01
+"""Of a turn's time on GPUs: turns in which ranks started farther apart are dropped."""
+LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+"""Of the relative error of a result; twice as much of a gradient, ten times in float32."""
+GRADIENT_LIMIT = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
+LARGE_TOKENS = 4096
+RECOVERED = {("prefill", False): 0.4, ("prefill", True): 0.65, ("step", False): 0.3,
+             ("step", True): 0.5}  # fmt: skip
+"""The bars, by measure and whether the size is large; of small ones in CUDA graphs, of large ones
+compiled."""
+LITTLE = 0.05
+"""Where torch is less above the floor, nothing has to be recovered."""
+SLOWER, SLOWER_DRAWN, UNLIKE, MEMORY = 1.01, 1.03, 1.03, 1.1
+"""The bars of ratios to torch, of ours to each other where compiled, and of a step's peak memory."""
+SEED = 20261129
+
+
+class Size(NamedTuple):
+    """What a row is measured at. ``layers``: None where the width says."""
+
+    width: str
+    tokens: int
+    batch: int
+    layers: int | None = None
+
+    @property
+    def decode(self) -> bool:
+        return self.tokens < DECODER_TOKENS
+
+    @property
+    def depth(self) -> int:
+        return self.layers or llama.WIDTHS[self.width].layers
+
+    def measures(self) -> tuple[str, ...]:
+        return ("decode",) if self.decode else ("prefill", "step")
+
+    def shape(self) -> tuple[int, int, int]:
+        """Return the whole activation's [batch, sequence, hidden]."""
+        hidden = llama.WIDTHS[self.width].hidden
+        if self.decode:
+            return self.tokens, 1, hidden
+        return self.batch, self.tokens // self.batch, hidden
+
+
+class Options(NamedTuple):
+    """What all rows of a run share."""
+
+    sizes: tuple[Size, ...]
+    models: tuple[str, ...]
+    modes: tuple[str, ...]
+    turns: int
+    minutes: float
+    backend: str
+    whole: bool
+    cuda: bool
+    drawn: bool
+
+
+class Place:
+    """A rank's device, its mesh, and what all ranks agree on."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self.dtype = torch.bfloat16 if cuda else torch.float32
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (distributed.get_world_size(),))
+        mkernel.init(self.mesh)
+        self.rank, self.ranks = self.mesh.get_local_rank(), self.mesh.size()
+        store = PrefixStore("whole_models", mkernel.world().group_store)
+        self._meeting = Meeting(store, self.rank, self.ranks)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        mkernel.synchronize(self.mesh)
+
+    def of_all(self, found: Any) -> list[Any]:
+        """Return what every rank has found. Collective."""
+        each: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(each, found)
+        return each
+
+    def timed(self, call: Callable[[], object], calls: int) -> tuple[int, float]:
+        """Start at one instant on all ranks; return when this one did, in nanoseconds, and the seconds
+        of a call."""
+        self.wait()
+        start = wait_until(self._meeting.agree(HOST_LEAD_S))
+        for _ in range(calls):
+            call()
+        self.wait()
+        return start, (time.monotonic_ns() - start) / 1e9 / calls
+
+
+class Contender(NamedTuple):
+    """One model in one mode at one size."""
+
+    model: str
+    mode: str
+    call: Callable[[], Any]
+
+
+class Case:
+    """The inputs of one size on this rank, its models, and what an unsharded float32 model says."""
+
+    def __init__(self, size: Size, models: Sequence[str], place: Place) -> None:
+        self.size, self.place = size, place
+        self.width = llama.WIDTHS[size.width]
+        options = {"device": place.device, "dtype": place.dtype}
+        whole = llama.plain(self.width, size.depth, SEED, **options)
+        forms = dict.fromkeys(FORM_OF.get(name, name) for name in models)
+        self.blocks = {
+            form: llama.sharded(form, whole, self.width, place.mesh, size.decode) for form in forms
+        }
+        generator = torch.Generator(place.device).manual_seed(SEED + size.tokens)
+        drawn = [
+            torch.randn(size.shape(), generator=generator, device=place.device).to(place.dtype)
+            for _ in range(2)
+        ]
+        own = [each if size.decode else each.chunk(place.ranks, 1)[place.rank] for each in drawn]
+        self.x, self.gradient = (each.clone() for each in own)
+        self.whole = drawn[0]
+        for block in () if size.decode else self.blocks.get("floor", ()):
+            block.whole = self.whole  # type: ignore[assignment]
+        self.turned = llama.rotary(self.width, size.shape()[1], self.x)
+        self.reference = self._referred(whole, *drawn)
+
+    def _referred(self, whole: Sequence[Any], x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+        for block in whole:
+            block.float()
+        x = x.float().requires_grad_()
+        turned = llama.rotary(self.width, x.shape[1], x)
+        y, _ = llama.stack(whole)(x, turned)
+        names = self._names(whole)
+        found = torch.autograd.grad(y, [x, *self._parameters(whole)], gradient.float())
+        own = {
+            name: llama.own_part(name.partition(" ")[2], each, self.place.mesh)
+            for name, each in zip(names, found[1:], strict=True)
+        }
+        result = self._merged(own)
+        for name, each in (("result", y.detach()), ("gradient of x", found[0])):
+            parts = each.chunk(self.place.ranks, 1)
+            result[name] = (each if self.size.decode else parts[self.place.rank]).clone()
+        return result
+
+    @staticmethod
+    def _parameters(blocks: Sequence[Any]) -> list[Tensor]:
+        return [each for block in blocks for each in block.parameters()]
+
+    @staticmethod
+    def _names(blocks: Sequence[Any]) -> list[str]:
+        return [
+            f"{number} {name}"
+            for number, block in enumerate(blocks)
+            for name, _ in block.named_parameters()
+        ]
+
+    def _merged(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for number in range(self.size.depth):
+            start = f"{number} "
+            one = {n.removeprefix(start): g for n, g in gradients.items() if n.startswith(start)}
+            found |= {f"{start}{name}": each for name, each in llama.merged(one).items()}
+        return found
+
+    def call(
+        self, model: str, measure: str, compiler: Callable[[Any], Any]
+    ) -> Callable[[], list[Tensor]]:
+        """Return the function of one pass, whose results are the output and, of a step, gradients."""
+        blocks = self.blocks[FORM_OF.get(model, model)]
+        run, parameters = compiler(blocks), self._parameters(blocks)
+        x = self.x.clone().requires_grad_(measure == "step")
+
+        def forward() -> list[Tensor]:
+            with torch.no_grad():
+                return [run(x, self.turned)[0]]
+
+        def step() -> list[Tensor]:
+            y, others = run(x, self.turned)
+            driven = [each for each in others if each.requires_grad]
+            gradients = [self.gradient, *[self.whole] * len(driven)]
+            found = torch.autograd.grad((y, *driven), (x, *parameters), gradients)
+            # What is kept of one call must not keep its graph, whose streams a capture cannot wait for.
+            return [y.detach(), *found]
+
+        return step if measure == "step" else forward
+
+    def wrong(self, model: str, results: Sequence[Tensor]) -> str:
+        """Return what is wrong with a contender's results, or nothing. Collective."""
+        found = {"result": results[0]}
+        if len(results) > 1:
+            found["gradient of x"] = results[1]
+            names = self._names(self.blocks[FORM_OF.get(model, model)])
+            gradients = {
+                name: llama.local_part(name.partition(" ")[2], each)
+                for name, each in zip(names, results[2:], strict=True)
+            }
+            found |= self._merged(gradients)
+        for name, each in found.items():
+            wanted = self.reference[name].double()
+            error = float((each.double() - wanted).norm() / wanted.norm())
+            limit = (LIMIT if name == "result" else GRADIENT_LIMIT)[self.place.dtype]
+            if not error <= limit:  # nor where it is not a number
+                return f"{name}: relative error {error:.1e}, limit {limit:.0e}"
+        return ""
+
+
+def compiler(model: str, mode: str, options: Options) -> Callable[[Any], llama.Run]:
+    """Return what makes a function of blocks. Each contender has a backend of its own, since torch
+    reuses what it compiled of the same code by the same backend."""
+    if mode == "eager":
+        return llama.stack
+    from torch._dynamo.backends.registry import lookup_backend
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if options.backend != "inductor":
+            return lookup_backend(options.backend)(graph, inputs)
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {"_micro_pipeline_tp": True} if model == "async" else None
+        return compile_fx(graph, inputs, config_patches=patches)
+
+    def compiled(blocks: Sequence[Any]) -> llama.Run:
+        given: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+        if options.whole:
+            run: llama.Run = torch.compile(llama.stack(blocks), **given)
+            return run
+        return llama.stack([torch.compile(block, **given) for block in blocks])
+
+    return compiled
+
+
+def wanted_calls(size: Size, measure: str) -> dict[str, tuple[int, int]]:
+    """Return the least and the most fused calls of a pass, by op. A layer that did not save what it
+    gathered may gather it once more for the gradient of its weight."""
+    per_layer = Counter(each.op for each in llama.products(llama.WIDTHS[size.width], 1, measure))
+    found = {op: (size.depth * count,) * 2 for op, count in per_layer.items()}
+    if measure == "step":
+        least, _ = found["all_gather_gemm"]
+        found["all_gather_gemm"] = (least, least + 2 * size.depth)
+    return found
+
+
+def calls_wrong(counted: Mapping[str, int], size: Size, measure: str) -> str:
+    """Return where fused calls are not what the layers have, or nothing."""
+    wanted = wanted_calls(size, measure)
+    wrong = [
+        f"{counted.get(op, 0)} x {op}, {least} to {most} wanted"
+        for op, (least, most) in wanted.items()
+        if not least <= counted.get(op, 0) <= most
+    ]
+    return "; ".join(wrong)
+
+
+def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
+    """Set all contenders up, let them take turns, and return what all ranks found. Collective."""
+    place = case.place
+    entries: dict[str, dict[str, Any]] = {}
+    contenders: dict[str, Contender] = {}
+    for model in options.models:
+        for mode in MODELS[model]:
+            if mode in options.modes:
+                name = f"{model} {mode}"
+                found = _set_up(model, mode, case, measure, options, contenders)
+                entries[name] = _agreed(place, found)
+                if "failed" in entries[name]:
+                    contenders.pop(name, None)
+    turns = _turns(contenders, options.turns, place)
+    for name, each in turns.items():
+        entries[name] |= each
+    return entries
+
+
+def _agreed(place: Place, own: dict[str, Any]) -> dict[str, Any]:
+    """Return one entry of all ranks' : a failure of any, the most memory, the calls of rank 0."""
+    each = place.of_all(own)
+    failed = [one["failed"] for one in each if "failed" in one]
+    if failed:
+        return {"failed": failed[0]}
+    most = {name: max(one[name] for one in each) for name in own if name.endswith("_mb")}
+    return {**each[0], **most}
+
+
+def _set_up(
+    model: str, mode: str, case: Case, measure: str, options: Options,
+    contenders: dict[str, Contender],
+) -> dict[str, Any]:  # fmt: skip
+    """Make a contender, check it and count its calls. Return what was found on this rank."""
+    place, name = case.place, f"{model} {mode}"
+    try:
+        if mode == "graph":
+            before = contenders[f"{model} compiled"].call
+            graph = graphs.captured([before])
+            contenders[name] = Contender(model, mode, graph.replay)
+            place.wait()
+            return {}
+        with mkernel.enable_async_tensor_parallel() if model == "pass" else nullcontext():
+            call = case.call(model, measure, compiler(model, mode, options))
+            results = call()
+            call()
+        place.wait()
+        wrong = "" if model == "floor" else case.wrong(model, results)
+        del results
+        if wrong:
+            return {"failed": f"wrong: {wrong}"}
+        found = _memory(call, place)
+        before_calls = Counter(mkernel.stats(place.mesh).calls)
+        call()
+        place.wait()
+        counted = Counter(mkernel.stats(place.mesh).calls) - before_calls
+    except KeyError:
+        return {"failed": "is not compiled"}
+    except (RuntimeError, NotImplementedError, AssertionError) as failure:
+        lines = str(failure).splitlines() or [""]
+        return {"failed": f"{type(failure).__name__}: {lines[0]}"}
+    if model in OURS:
+        found["calls"] = dict(counted)
+        found["calls_wrong"] = calls_wrong(counted, case.size, measure)
+    contenders[name] = Contender(model, mode, call)
+    return found
+
+
+def _memory(call: Callable[[], object], place: Place) -> dict[str, Any]:
+    """Return the most memory of torch's allocator that a call takes beyond what is there, and what the
+    device has in use beside that allocator: libraries' buffers and mkernel's."""
+    if place.device.type != "cuda":
+        call()
+        return {}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    place.wait()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "peak_mb": (torch.cuda.max_memory_allocated() - before) / 2**20,
+        "beside_mb": (total - free - torch.cuda.memory_reserved()) / 2**20,
+    }
+
+
+def _turns(
+    contenders: Mapping[str, Contender], turns: int, place: Place
+) -> dict[str, dict[str, Any]]:
+    """Let contenders take turns, whose order alternates; return each one's figures. Collective."""
+    calls: dict[str, int] = {}
+    for name, each in contenders.items():
+        took = max(place.of_all(place.timed(each.call, 2)[1]))
+        calls[name] = max(1, min(MOST_CALLS, round(TURN_S / took)))
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in contenders}
+    for turn in range(turns):
+        for name in contenders if turn % 2 == 0 else reversed(contenders):
+            found[name].append(place.timed(contenders[name].call, calls[name]))
+    ranks = place.of_all(found)
+    skew = MOST_SKEW if place.device.type == "cuda" else math.inf
+    return {
+        name: _figures([rank[name] for rank in ranks], calls[name], skew) for name in contenders
+    }
+
+
+def _figures(
+    ranks: Sequence[Sequence[tuple[int, float]]], calls: int, most_skew: float
+) -> dict[str, Any]:
+    """Return the slowest rank's figures; ``us``: of each turn, None where ranks started apart."""
+    us: list[float | None] = []
+    for same in zip(*ranks, strict=True):
+        slowest = max(seconds for _, seconds in same)
+        apart = skew_us([start for start, _ in same]) > most_skew * slowest * calls * 1e6
+        us.append(None if apart else slowest * 1e6)
+    kept = [each for each in us if each is not None]
+    figures: dict[str, Any] = {"us": us, "calls_a_turn": calls, "dropped": len(us) - len(kept)}
+    if not kept:
+        return {**figures, "failed": "every turn was dropped"}
+    p10, p90 = np.percentile(kept, (10, 90))
+    median = statistics.median(kept)
+    return {**figures, "median_us": median, "p10_us": float(p10), "p90_us": float(p90)}
+
+
+class Ops:
+    """What each communicating op takes alone, above its product alone. Measured once for a shape."""
+
+    def __init__(self, place: Place, turns: int) -> None:
+        self._place, self._turns = place, turns
+        self._known: dict[tuple[llama.Product, int], dict[str, float]] = {}
+
+    def of(self, product: llama.Product, tokens: int) -> dict[str, float]:
+        """Return microseconds of mkernel's op, of torch's product and collective, and of the product.
+        Collective."""
+        key = product, tokens
+        if key not in self._known:
+            calls = self._calls(product, tokens)
+            found = _turns(
+                {name: Contender(name, "graph", call) for name, call in calls.items()},
+                self._turns, self._place,
+            )  # fmt: skip
+            each = OP_CALLS if self._place.device.type == "cuda" else 1
+            self._known[key] = {name: one["median_us"] / each for name, one in found.items()}
+        return self._known[key]
+
+    def _calls(self, product: llama.Product, tokens: int) -> dict[str, Callable[[], object]]:
+        place = self._place
+        gathers, reduces = product.op == "all_gather_gemm", product.op == "gemm_all_reduce"
+        options: Any = {"device": place.device, "dtype": place.dtype}
+        whole = torch.randn(tokens, product.k, **options)
+        weight = torch.randn(product.n, product.k, **options).t()
+        a = whole.chunk(place.ranks)[place.rank].clone() if gathers else whole
+        part = torch.empty(tokens // place.ranks, product.n, **options)
+        fused = getattr(mkernel, product.op)
+
+        def library() -> object:
+            if gathers:
+                collectives.all_gather(whole, a)
+                return whole @ weight
+            found = whole @ weight
+            if reduces:
+                return distributed.all_reduce(found)
+            return collectives.reduce_scatter(part, found)
+
+        calls: dict[str, Callable[[], object]] = {
+            "mkernel": lambda: fused(a, weight, group=place.mesh),
+            "library": library,
+            "product": lambda: whole @ weight,
+        }
+        if place.device.type != "cuda":
+            return calls
+        return {name: graphs.captured([call] * OP_CALLS).replay for name, call in calls.items()}
+
+
+def ceilings(size: Size, measure: str, ops: Ops, ranks: int) -> dict[str, Any]:
+    """Return what the ops add to a model beyond its products: mkernel's alone, and torch's."""
+    products = llama.products(llama.WIDTHS[size.width], ranks, measure)
+    shown = []
+    above = {"mkernel": 0.0, "library": 0.0}
+    for each in products:
+        us = ops.of(each, size.tokens)
+        shown.append({"op": each.op, "m": size.tokens, "n": each.n, "k": each.k, "us": us})
+        for name in above:
+            above[name] += size.depth * (us[name] - us["product"])
+    return {"ops": shown, "above_products_us": above}
+
+
+# ---- what a row says -----------------------------------------------------------------------------
+
+
+def ratio(entries: Mapping[str, dict[str, Any]], one: str, other: str) -> float | None:
+    """Return the median ratio of two contenders' turns; None: one of them has none."""
+    times = [entries.get(name, {}).get("us", ()) for name in (one, other)]
+    found = [a / b for a, b in zip(*times, strict=False) if a is not None and b is not None]
+    return statistics.median(found) if found else None
+
+
+def judged(row: dict[str, Any], drawn: bool) -> list[dict[str, Any]]:
+    """Return a line for each of ours in each mode: its ratio to torch, what it recovered, what the ops
+    alone would, and the bars that it misses."""
+    entries, measure = row["contenders"], row["measure"]
+    large = row["tokens"] >= LARGE_TOKENS
+    lines = []
+    for name, entry in entries.items():
+        model, mode = name.split()
+        if model not in OURS:
+            continue
+        line: dict[str, Any] = {"contender": name, "missed": []}
+        lines.append(line)
+        if "failed" in entry:
+            line["missed"].append(entry["failed"])
+            continue
+        if entry.get("calls_wrong"):
+            line["missed"].append(entry["calls_wrong"])
+        to_torch = ratio(entries, name, f"torch {mode}")
+        floor, torch_us, mine = (
+            entries.get(each, {}).get("median_us")
+            for each in (f"floor {mode}", f"torch {mode}", name)
+        )
+        if to_torch is None:
+            continue
+        line["to_torch"] = to_torch
+        timed = line["missed"] if row["cuda"] else []
+        judges = mode == "eager" or model != "styles"
+        if judges and measure != "decode" and to_torch > (SLOWER_DRAWN if drawn else SLOWER):
+            timed.append(f"{to_torch:.3f} of torch")
+        if None not in (floor, torch_us, mine) and torch_us > floor:
+            exposed = torch_us - floor
+            line["exposed"] = exposed / torch_us
+            line["recovered"] = (torch_us - mine) / exposed
+            ceiling = floor + row["above_products_us"]["mkernel"]
+            line["ceiling_us"], line["ceiling"] = ceiling, (torch_us - ceiling) / exposed
+            bar = RECOVERED.get((measure, large))
+            counts = judges and mode == ("compiled" if large else "graph")
+            if counts and bar is not None and line["exposed"] >= LITTLE and line["recovered"] < bar:
+                timed.append(f"recovered {line['recovered']:.2f}, bar {bar}")
+        peaks = [entries.get(each, {}).get("peak_mb") for each in (name, f"torch {mode}")]
+        if mode == "compiled" and measure == "step" and None not in peaks:
+            line["to_torch_memory"] = peaks[0] / peaks[1]
+            if line["to_torch_memory"] > MEMORY:
+                timed.append(f"{line['to_torch_memory']:.2f} of torch's peak memory")
+    return [*lines, *_unlike(row)]
+
+
+def _unlike(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a line for ours that are not alike where they are compiled."""
+    times = {
+        model: us
+        for model in OURS
+        if (us := row["contenders"].get(f"{model} compiled", {}).get("median_us")) is not None
+    }
+    if len(times) < 2 or row["measure"] == "decode":
+        return []
+    apart = max(times.values()) / min(times.values())
+    missed = [f"{apart:.3f} between ours, bar {UNLIKE}"] if row["cuda"] and apart > UNLIKE else []
+    return [{"contender": "ours compiled", "apart": apart, "missed": missed}]
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Return a row in lines of text."""
+    lines = [
+        f"{row['width']}, {row['layers']} layers, {row['tokens']} tokens, B {row['batch']}, "
+        f"{row['measure']}"
+    ]
+    for name, entry in row["contenders"].items():
+        if "failed" in entry:
+            lines.append(f"  {name:18} {entry['failed']}")
+            continue
+        spread = f"{entry['p10_us']:.0f} to {entry['p90_us']:.0f}"
+        memory = f"  {entry['peak_mb']:.0f} MB" if "peak_mb" in entry else ""
+        lines.append(f"  {name:18} {entry['median_us']:10.1f} us  ({spread}){memory}")
+    for line in row["judged"]:
+        figures = [
+            f"{name} {line[name]:.2f}"
+            for name in ("to_torch", "recovered", "ceiling", "to_torch_memory", "apart")
+            if name in line
+        ]
+        verdict = "; ".join(line["missed"]) or "bars met"
+        lines.append(f"  -> {line['contender']}: {', '.join(figures)}: {verdict}")
+    return "\n".join(lines)
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def default_group(cuda: bool) -> Iterator[None]:
+    """torch's group of all ranks, where the world has not made it."""
+    if distributed.is_initialized():
+        yield
+        return
+    world = mkernel.world()
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo", store=world.group_store, rank=world.rank,
+        world_size=world.size, timeout=timedelta(seconds=300),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def of_one_rank(options: Options) -> list[dict[str, Any]]:
+    """Measure all sizes that the time is enough for; rank 0 reports each row as it is done."""
+    began, rows = time.monotonic(), []
+    with default_group(options.cuda):
+        place = Place(options.cuda)
+        if options.cuda:
+            group_name()  # lets torch's passes use symmetric memory in that group
+        torch._dynamo.config.recompile_limit = 64
+        ops = Ops(place, options.turns)
+        for size in options.sizes:
+            case: Case | None = None
+            for measure in size.measures():
+                if max(place.of_all(time.monotonic() - began)) > 60 * options.minutes:
+                    break
+                case = case or Case(size, options.models, place)
+                torch._dynamo.reset()
+                entries = of_one_row(case, measure, options)
+                row = {
+                    **size._asdict(), "layers": size.depth, "measure": measure,
+                    "cuda": options.cuda, "contenders": entries,
+                    **ceilings(size, measure, ops, place.ranks),
+                }  # fmt: skip
+                row["judged"] = judged(row, options.drawn)
+                for each in entries.values():  # turns stay out of git
+                    if "us" in each:
+                        each["turns"] = len(each.pop("us"))
+                rows.append(row)
+                if place.rank == 0:
+                    report(row)
+            del case
+            if options.cuda:
+                torch.cuda.empty_cache()
+    return rows
+
+
+def sizes(text: str, layers: int | None) -> tuple[Size, ...]:
+    """Read ``WIDTH:TOKENSxBATCH,...``. ValueError: it is none."""
+    found = []
+    for each in text.split(","):
+        width, _, rest = each.partition(":")
+        tokens, _, batch = rest.partition("x")
+        if width not in llama.WIDTHS or int(tokens) % int(batch or 1):
+            raise ValueError(f"{each}: widths are {', '.join(llama.WIDTHS)}")
+        found.append(Size(width, int(tokens), int(batch or 1), layers))
+    return tuple(found)
+
+
+def drawn_sizes(seed: int, count: int, ranks: int, layers: int | None) -> tuple[Size, ...]:
+    """Draw sizes from 512 to 16384 tokens, whose logarithms are uniform."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        batch, step = draw.choice((1, 4)), 8 * ranks
+        tokens = 512 * 32 ** draw.random()
+        whole = max(1, round(tokens / batch / step)) * step * batch
+        found.append(Size(draw.choice(("8b", "70b")), whole, batch, layers))
+    return tuple(found)
+
+
+def main() -> int:
+    """Print each row as it is done; 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--accelerator", default="hopper")
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--drawn", type=int, metavar="SEED", help="sizes that are drawn")
+    parser.add_argument("--count", type=int, default=6, help="how many are drawn")
+    parser.add_argument("--layers", type=int, help="default: four of 8b, two of 70b")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--compile", choices=("block", "whole"), default="block")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no row begins after that")
+    parser.add_argument("--json", type=Path, help="the result, written after every row")
+    given = parser.parse_args()
+    cuda = given.accelerator == "hopper"
+    models, modes = given.models.split(","), given.modes.split(",")
+    if not cuda:
+        modes, models = [m for m in modes if m != "graph"], [m for m in models if m != "async"]
+    if given.backend != "inductor":
+        models = [each for each in models if each not in ("async", "pass")]
+    if not {*models} <= {*MODELS} or not {*modes} <= {*MODES}:
+        parser.error(f"--models: of {', '.join(MODELS)}; --modes: of {', '.join(MODES)}")
+    if "graph" in modes and "compiled" not in modes:
+        parser.error("--modes: graph is captured of compiled")
+    try:
+        chosen = sizes(given.sizes, given.layers)
+    except ValueError as error:
+        parser.error(f"--sizes: {error}")
+    if given.drawn is not None:
+        chosen = drawn_sizes(given.drawn, given.count, given.ranks, given.layers)
+    options = Options(
+        chosen, tuple(models), tuple(modes), given.turns, given.minutes, given.backend,
+        given.compile == "whole", cuda, given.drawn is not None,
+    )  # fmt: skip
+    os.environ.update(PEERS_ENVIRONMENT)
+    rows: list[dict[str, Any]] = []
+    figures = {
+        "accelerator": given.accelerator, "ranks": given.ranks, "compile": given.compile,
+        "backend": given.backend, "seed": given.drawn, "rows": rows,
+    }  # fmt: skip
+
+    def done(rank: int, row: Any) -> None:
+        rows.append(row)
+        print(shown(row), flush=True)
+        if given.json is not None:
+            results_file.save(given.json, "whole_models", figures)
+
+    mkernel.launch(
+        of_one_rank, options, ranks_per_node=given.ranks, accelerator=given.accelerator,
+        timeout_s=300.0, on_report=done,
+    )  # fmt: skip
+    missed = [line for row in rows for line in row["judged"] if line["missed"]]
+    wanted = sum(len(each.measures()) for each in chosen)
+    print(f"{len(rows)} of {wanted} rows; {len(missed)} lines miss a bar")
+    return 1 if missed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
