@@ -131,7 +131,9 @@ class Place:
     """A rank's device, its mesh, and what all ranks agree on."""
 
     def __init__(self, cuda: bool) -> None:
-        self.device = torch.device("cuda" if cuda else "cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        )
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (distributed.get_world_size(),))
         mkernel.init(self.mesh)
@@ -334,6 +336,8 @@ def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
                 entries[name] = _agreed(place, found)
                 if "failed" in entries[name]:
                     contenders.pop(name, None)
+                if place.rank == 0:  # of a run that does not end this is what is known
+                    print(f"# {name}: {entries[name].get('failed', 'ready')}", file=sys.stderr)
     turns = _turns(contenders, options.turns, place)
     for name, each in turns.items():
         entries[name] |= each
@@ -379,7 +383,7 @@ def _set_up(
         counted = Counter(mkernel.stats(place.mesh).calls) - before_calls
     except KeyError:
         return {"failed": "is not compiled"}
-    except (RuntimeError, NotImplementedError, AssertionError) as failure:
+    except Exception as failure:
         lines = str(failure).splitlines() or [""]
         return {"failed": f"{type(failure).__name__}: {lines[0]}"}
     if model in OURS:
@@ -528,8 +532,10 @@ def judged(row: dict[str, Any], drawn: bool) -> list[dict[str, Any]]:
             continue
         line: dict[str, Any] = {"contender": name, "missed": []}
         lines.append(line)
+        for needed in (name, f"torch {mode}", f"floor {mode}"):
+            if "failed" in entries.get(needed, {}):
+                line["missed"].append(f"{needed}: {entries[needed]['failed']}")
         if "failed" in entry:
-            line["missed"].append(entry["failed"])
             continue
         if entry.get("calls_wrong"):
             line["missed"].append(entry["calls_wrong"])
@@ -637,12 +643,14 @@ def of_one_rank(options: Options) -> list[dict[str, Any]]:
                     break
                 case = case or Case(size, options.models, place)
                 torch._dynamo.reset()
+                since = time.monotonic()
                 entries = of_one_row(case, measure, options)
                 row = {
                     **size._asdict(), "layers": size.depth, "measure": measure,
                     "cuda": options.cuda, "contenders": entries,
                     **ceilings(size, measure, ops, place.ranks),
                 }  # fmt: skip
+                row["seconds"] = time.monotonic() - since
                 row["judged"] = judged(row, options.drawn)
                 for each in entries.values():  # turns stay out of git
                     if "us" in each:

@@ -139,6 +139,11 @@ def test_bars_of_memory_and_of_ours_beside_each_other() -> None:
     ]
 
 
+def test_ours_are_judged_by_nothing_that_failed() -> None:
+    contenders = {"torch compiled": {"failed": "wrong: result"}, "nn compiled": entry(90)}
+    assert missed(0, 0, 0, contenders=contenders) == ["torch compiled: wrong: result"]
+
+
 def test_drawn_sizes_fit_the_ranks() -> None:
     import whole_models
 
