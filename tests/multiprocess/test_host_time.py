@@ -1,10 +1,14 @@
-"""The benchmark of what a call costs its host, where no device does anything: it runs."""
+"""The benchmark of what a call costs its host, where no device does anything: it runs, and it finds
+the bars that figures miss."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -17,5 +21,26 @@ def test_calls_that_do_nothing_are_timed() -> None:
     )  # fmt: skip
     assert "fused, 1 ranks" in done.stdout, done.stderr
     lines = dict(line.strip().rsplit(maxsplit=1) for line in done.stdout.splitlines()[1:-1])
-    assert float(lines["gemm_all_reduce known"]) > 0
+    for op in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
+        for where in ("", ", dim 1 of 1,", ", dim 1 of 4,"):
+            for mode in ("known", "step", "compiled"):
+                assert float(lines[f"{op}{where} {mode}"]) > 0
+        assert float(lines[f"{op} new rows, 99 %"]) >= float(lines[f"{op} new rows"])
     assert abs(float(lines["objects left"])) < 100  # 10,000 calls are started without Python
+
+
+def test_bars_are_above_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import host_time
+
+    op = "gemm_all_reduce"
+    found = {f"{op} mm": 10.0, f"{op} known": 14.4, f"{op} commands": 2.0, f"{op} mm step": 50.0,
+             f"{op} step": 99.0, f"{op} mm compiled": 20.0, f"{op} compiled": 27.0,
+             f"{op} new rows": 149.0, f"{op} new rows, 99 %": 499.0}  # fmt: skip
+    assert host_time.bars(found, new=True) == []
+    one = host_time.bars({**found, f"{op} commands": 1.0}, new=True)
+    assert one == [f"{op} known: 14.4 us, bar 12.0"]
+    slow = {name: us if "mm" in name.split() else 2 * us for name, us in found.items()}
+    assert len(host_time.bars(slow, new=True)) == 5
+    for name in ("mm", "known"):
+        assert len(host_time.bars({**found, f"{op} {name}": math.nan}, new=True)) == 1
