@@ -37,9 +37,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,6 +45,7 @@ import graphs
 import results_file
 import torch
 from torch import distributed
+from torch_group import default_group
 
 import mkernel
 from mkernel.harness.contenders import collectives
@@ -298,23 +297,6 @@ def new_rows(name: str, op: Op, count: int, timer: Timer) -> dict[str, float]:
 def _each(call: Callable[[int], object], counts: Iterable[int]) -> None:
     for count in counts:
         call(count)
-
-
-@contextmanager
-def default_group(cuda: bool) -> Iterator[None]:
-    """torch's group of all ranks, where it can be had and the world has not made it."""
-    world = mkernel.world()
-    if distributed.is_initialized() or not cuda or torch.cuda.device_count() < world.size:
-        yield
-        return
-    distributed.init_process_group(
-        "nccl", store=world.group_store, rank=world.rank, world_size=world.size,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
 
 
 def left_behind(a: torch.Tensor, b: torch.Tensor, calls: int = 10_000) -> dict[str, float]:

@@ -25,6 +25,7 @@ Exit code 1 where a bar is missed; times count on GPUs only.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import random
@@ -32,9 +33,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch_group import default_group
 
 import mkernel
 from mkernel.harness.clock import Meeting, skew_us, wait_until
@@ -362,9 +363,10 @@ def _set_up(
     place, name = case.place, f"{model} {mode}"
     try:
         if mode == "graph":
-            before = contenders[f"{model} compiled"].call
-            graph = graphs.captured([before])
-            contenders[name] = Contender(model, mode, graph.replay)
+            before = contenders.get(f"{model} compiled")
+            if before is None:
+                return {"failed": "is not compiled"}
+            contenders[name] = Contender(model, mode, graphs.captured([before.call]).replay)
             place.wait()
             return {}
         with mkernel.enable_async_tensor_parallel() if model == "pass" else nullcontext():
@@ -381,8 +383,6 @@ def _set_up(
         call()
         place.wait()
         counted = Counter(mkernel.stats(place.mesh).calls) - before_calls
-    except KeyError:
-        return {"failed": "is not compiled"}
     except Exception as failure:
         lines = str(failure).splitlines() or [""]
         return {"failed": f"{type(failure).__name__}: {lines[0]}"}
@@ -610,23 +610,6 @@ def shown(row: dict[str, Any]) -> str:
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def default_group(cuda: bool) -> Iterator[None]:
-    """torch's group of all ranks, where the world has not made it."""
-    if distributed.is_initialized():
-        yield
-        return
-    world = mkernel.world()
-    distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=world.group_store, rank=world.rank,
-        world_size=world.size, timeout=timedelta(seconds=300),
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
-
 def of_one_rank(options: Options) -> list[dict[str, Any]]:
     """Measure all sizes that the time is enough for; rank 0 reports each row as it is done."""
     began, rows = time.monotonic(), []
@@ -634,7 +617,7 @@ def of_one_rank(options: Options) -> list[dict[str, Any]]:
         place = Place(options.cuda)
         if options.cuda:
             group_name()  # lets torch's passes use symmetric memory in that group
-        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.cache_size_limit = 64
         ops = Ops(place, options.turns)
         for size in options.sizes:
             case: Case | None = None
@@ -642,7 +625,7 @@ def of_one_rank(options: Options) -> list[dict[str, Any]]:
                 if max(place.of_all(time.monotonic() - began)) > 60 * options.minutes:
                     break
                 case = case or Case(size, options.models, place)
-                torch._dynamo.reset()
+                _let_go(options.cuda)
                 since = time.monotonic()
                 entries = of_one_row(case, measure, options)
                 row = {
@@ -658,10 +641,15 @@ def of_one_rank(options: Options) -> list[dict[str, Any]]:
                 rows.append(row)
                 if place.rank == 0:
                     report(row)
-            del case
-            if options.cuda:
-                torch.cuda.empty_cache()
     return rows
+
+
+def _let_go(cuda: bool) -> None:
+    """Free what contenders of other rows hold: compiled code, graphs and their memory."""
+    torch._dynamo.reset()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
 
 
 def sizes(text: str, layers: int | None) -> tuple[Size, ...]:

@@ -1,0 +1,31 @@
+"""torch.distributed's group of all ranks of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+import mkernel
+
+LIMIT = timedelta(seconds=300)
+
+
+@contextmanager
+def default_group(cuda: bool) -> Iterator[None]:
+    """Make it where the world has not, and end it. Ranks that share a GPU get none: NCCL refuses."""
+    world = mkernel.world()
+    if distributed.is_initialized() or (cuda and torch.cuda.device_count() < world.size):
+        yield
+        return
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo", store=world.group_store, rank=world.rank,
+        world_size=world.size, timeout=LIMIT,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
