@@ -19,7 +19,8 @@ def _forgets(module: nn.Module, arguments: Any, result: Tensor) -> Tensor:
 
 
 def planted() -> dict[str, dict[str, Any]]:
-    """Return what is found of `nn` where it is another model, by what is wrong with that."""
+    """Return what is found of `nn` where it is another model, by what is wrong with that; and of a
+    decoder's."""
     found = {}
     with whole_models.default_group(cuda=False):
         place = whole_models.Place(cuda=False)
@@ -33,4 +34,6 @@ def planted() -> dict[str, dict[str, Any]]:
             elif wrong == "forgets a gradient":
                 blocks["nn"][0].mlp_norm.register_forward_hook(_forgets)
             found[wrong] = whole_models.of_one_row(case, "step", OPTIONS)["nn eager"]
+        decoder = whole_models.Case(whole_models.Size("tiny", 8, 1, 1), ("torch", "nn"), place)
+        found["decoder"] = whole_models.of_one_row(decoder, "decode", OPTIONS)["nn eager"]
     return found
