@@ -307,6 +307,11 @@ def own_part(name: str, whole: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.chunk(mesh.size(), 1 if layer in ROWWISE else 0)[mesh.get_local_rank()]
 
 
+def local(found: Tensor) -> Tensor:
+    """Return what a rank has of a tensor."""
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
 def local_part(name: str, found: Tensor) -> Tensor:
     """Return a gradient as this rank has it, that of a norm summed over the ranks. Collective."""
     if name.removesuffix(".weight") in NORMS:
@@ -315,7 +320,7 @@ def local_part(name: str, found: Tensor) -> Tensor:
         total = found.clone()
         distributed.all_reduce(total)
         return total
-    return found.to_local() if isinstance(found, DTensor) else found
+    return local(found)
 
 
 def merged(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
     python bench/whole_models.py [--ranks 2] [--sizes 8b:8192x1,70b:8192x1] [--minutes 8] [--json FILE]
     python bench/whole_models.py --drawn SEED [--count 6]
-    python bench/whole_models.py --accelerator streams --sizes tiny:64x2 --backend aot_eager   on a CPU
+    python bench/whole_models.py --accelerator streams --sizes tiny:128x2 --backend aot_eager   on a CPU
 
 A size is WIDTH:TOKENSxBATCH, with tokens counted over the batch. Measures: `prefill`, a forward pass
 without gradients; `step`, forward and backward to every weight and the input. Fewer than 128 tokens are
@@ -14,11 +14,11 @@ eager, compiled, and compiled in a CUDA graph that is captured by hand (`graph`)
   styles  the plan with mkernel.nn's styles
   pass    `torch` under mkernel.enable_async_tensor_parallel
   floor   the products, attention and norms of `nn` with nothing communicated
-All of a row take turns in one run; a turn's time is the slowest rank's. Results and gradients of all
-but the floor are compared with an unsharded float32 model. The fused calls of each of ours are
-counted, so that a fallback is no contender. `recovered` is (torch - ours) / (torch - floor) of one
-mode; the ceiling is the floor and what each communicating op alone takes above its product alone, in
-turns with torch's product and collective.
+All of a row take turns in one run; a turn's time is the slowest rank's. Before and after, results and
+gradients of all but the floor are compared with an unsharded float32 model. The fused calls of each of
+ours are counted, so that a fallback is no contender. `recovered` is (torch - ours) / (torch - floor) of
+one mode; the ceiling is the floor and what each communicating op alone takes above its product alone,
+in turns with torch's product and collective.
 Exit code 1 where a bar is missed; times count on GPUs only.
 """
 
@@ -165,11 +165,13 @@ class Place:
 
 
 class Contender(NamedTuple):
-    """One model in one mode at one size."""
+    """One model in one mode at one size. ``held``: the results of a graph, which its replay writes;
+    other calls return theirs."""
 
     model: str
     mode: str
     call: Callable[[], Any]
+    held: Sequence[Tensor] = ()
 
 
 class Case:
@@ -190,10 +192,12 @@ class Case:
             for _ in range(2)
         ]
         own = [each if size.decode else each.chunk(place.ranks, 1)[place.rank] for each in drawn]
+        self._given = [each.clone() for each in own]
         self.x, self.gradient = (each.clone() for each in own)
+        self.x.requires_grad_()
         self.whole = drawn[0]
         for block in () if size.decode else self.blocks.get("floor", ()):
-            block.whole = self.whole  # type: ignore[assignment]
+            block.whole = self.whole
         self.turned = llama.rotary(self.width, size.shape()[1], self.x)
         self.reference = self._referred(whole, *drawn)
 
@@ -241,24 +245,35 @@ class Case:
         """Return the function of one pass, whose results are the output and, of a step, gradients."""
         blocks = self.blocks[FORM_OF.get(model, model)]
         run, parameters = compiler(blocks), self._parameters(blocks)
-        x = self.x.clone().requires_grad_(measure == "step")
 
         def forward() -> list[Tensor]:
             with torch.no_grad():
-                return [run(x, self.turned)[0]]
+                return [run(self.x, self.turned)[0]]
 
         def step() -> list[Tensor]:
-            y, others = run(x, self.turned)
+            y, others = run(self.x, self.turned)
             driven = [each for each in others if each.requires_grad]
             gradients = [self.gradient, *[self.whole] * len(driven)]
-            found = torch.autograd.grad((y, *driven), (x, *parameters), gradients)
+            found = torch.autograd.grad((y, *driven), (self.x, *parameters), gradients)
             # What is kept of one call must not keep its graph, whose streams a capture cannot wait for.
             return [y.detach(), *found]
 
         return step if measure == "step" else forward
 
-    def wrong(self, model: str, results: Sequence[Tensor]) -> str:
-        """Return what is wrong with a contender's results, or nothing. Collective."""
+    def checked(self, one: Contender) -> str:
+        """Call a contender with other inputs, then with the right ones into poisoned results; return
+        what is wrong, or nothing. What it kept of an earlier call is wrong then. Collective."""
+        for sign in (-0.5, 1.0):
+            with torch.no_grad():
+                for mine, given in zip((self.x, self.gradient), self._given, strict=True):
+                    mine.copy_(sign * given)
+                for each in one.held:
+                    llama.local(each).fill_(math.nan)
+            results = one.call() or one.held
+        self.place.wait()
+        return "" if one.model == "floor" else self._wrong(one.model, results)
+
+    def _wrong(self, model: str, results: Sequence[Tensor]) -> str:
         found = {"result": results[0]}
         if len(results) > 1:
             found["gradient of x"] = results[1]
@@ -342,6 +357,9 @@ def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
     turns = _turns(contenders, options.turns, place)
     for name, each in turns.items():
         entries[name] |= each
+        wrong = [text for text in place.of_all(case.checked(contenders[name])) if text]
+        if wrong:
+            entries[name] = {"failed": f"wrong after its turns: {wrong[0]}"}
     return entries
 
 
@@ -366,16 +384,20 @@ def _set_up(
             before = contenders.get(f"{model} compiled")
             if before is None:
                 return {"failed": "is not compiled"}
-            contenders[name] = Contender(model, mode, graphs.captured([before.call]).replay)
+            held: list[Tensor] = []
+
+            def once(call: Callable[[], Any] = before.call) -> None:
+                held[:] = call()
+
+            graph = graphs.captured([once])
+            contenders[name] = Contender(model, mode, graph.replay, held)
             place.wait()
-            return {}
+            wrong = case.checked(contenders[name])
+            return {"failed": f"wrong: {wrong}"} if wrong else {}
         with mkernel.enable_async_tensor_parallel() if model == "pass" else nullcontext():
             call = case.call(model, measure, compiler(model, mode, options))
-            results = call()
             call()
-        place.wait()
-        wrong = "" if model == "floor" else case.wrong(model, results)
-        del results
+        wrong = case.checked(Contender(model, mode, call))
         if wrong:
             return {"failed": f"wrong: {wrong}"}
         found = _memory(call, place)

@@ -58,6 +58,7 @@ def test_a_contender_that_cheats_is_found_out() -> None:
     ):
         assert found["communicates nothing"]["failed"].startswith("wrong: result")
         assert found["forgets a gradient"]["failed"].startswith("wrong: gradient of x")
+        assert found["remembers"]["failed"].startswith("wrong: result")
         assert "0 x gemm_reduce_scatter, 4 to 4 wanted" in found["falls back"]["calls_wrong"]
         for right in ("nothing", "decoder"):
             assert found[right]["calls_wrong"] == ""
