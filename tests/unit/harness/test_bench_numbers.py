@@ -258,6 +258,26 @@ def test_whole_layers_are_on_the_page(tmp_path: Path) -> None:
     assert "- whole_layers: mlp 128 tokens, compiled, with backward: 1.250 of the best" in text
 
 
+def test_whole_models_are_on_the_page(tmp_path: Path) -> None:
+    times = {"torch graph": 100.0, "async graph": 95.0, "pass graph": 80.0, "floor graph": 70.0}
+    entries = {name: {"median_us": us} for name, us in times.items()}
+    entries["nn graph"] = {"failed": "wrong: result"}  # type: ignore[dict-item]
+    row = {"width": "70b", "tokens": 512, "batch": 4, "measure": "step", "contenders": entries}
+    content = {
+        "format": "mkernel-figures-1", "commit": "abcdef0123456789", "date": "2026-01-01",
+        "hardware": {"cpu": "a CPU"}, "figures": {"rows": [row]},
+    }  # fmt: skip
+    (tmp_path / "whole_models.json").write_text(json.dumps(content))
+    text = page(tmp_path, made(120))
+    assert (
+        "| whole_models | whole models | 2 x GPU | step, graph, pass | torch, async | Llama" in text
+    )
+    assert (
+        "| Llama 70b | 512 tokens, B 4 | step, graph, pass | 95.0 | 100.0 | 80.0 | 1.19 |" in text
+    )
+    assert "| Llama 70b | 512 tokens, B 4 | step, graph, nn | 95.0 | 100.0 | - | - |" in text
+
+
 def test_an_old_file_says_what_was_not_recorded(tmp_path: Path) -> None:
     text = page(tmp_path, made(120))
     for part in ("launches hidden", "skew not recorded", "symm_mem: not recorded",
