@@ -56,7 +56,9 @@ OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 BATCHES = (None, 1, 4)
 """Sequences, along whose positions ranks share; None: rows are shared."""
 MODES = ("known", "step", "compiled", "graph")
-HOLD_CYCLES = 150_000_000  # some 80 ms on an H200
+CYCLES_A_SECOND, LONGEST_HOLD = 8e9, 150_000_000
+"""A loop is held by so many cycles for each second that it took unheld: four times as long at 2 GHz.
+The longest hold is some 80 ms on an H200."""
 OVER_MM_US, COMMAND_US = {"known": 2.0, "compiled": 8.0, "graph": 1.0}, 2.5
 STEP_BY_MM = 2.0
 NEW_ROWS_US, NEW_ROWS_99_US = 150.0, 500.0
@@ -74,12 +76,12 @@ class Stream:
     def __init__(self, device: torch.device) -> None:
         self._cuda: Any = torch.cuda if device.type == "cuda" else None
 
-    def hold(self) -> Any:
+    def hold(self, cycles: int) -> Any:
         """What is queued from now on waits; returns what tells whether it still does."""
         if self._cuda is None:
             return None
         self.wait()
-        self._cuda._sleep(HOLD_CYCLES)
+        self._cuda._sleep(cycles)
         event = self._cuda.Event()
         event.record()
         return event
@@ -100,22 +102,30 @@ class Timer:
 
     def us(self, calls: Mapping[str, Callable[[], object]], shorter: int = 1) -> dict[str, float]:
         """Microseconds of each call on this rank, in turns; nan where the device was let go too
-        early. ``shorter``: divides the loop, of calls that queue more."""
-        for call in calls.values():
+        early in half of them. ``shorter``: divides the loop, of calls that queue more."""
+        number = self._calls // shorter or 1
+        cycles = {}
+        for name, call in calls.items():
             for _ in range(3):
                 call()
+            start = time.perf_counter()
+            for _ in range(number):
+                call()
+            took_s = time.perf_counter() - start
+            cycles[name] = min(LONGEST_HOLD, round((took_s + 1e-3) * CYCLES_A_SECOND))
         loops = [
-            {
-                name: self._one_loop(call, self._calls // shorter or 1)
-                for name, call in calls.items()
-            }
+            {name: self._one_loop(call, number, cycles[name]) for name, call in calls.items()}
             for _ in range(self._repeats)
         ]
-        return {name: statistics.median(loop[name] for loop in loops) for name in calls}
+        kept = {name: [loop[name] for loop in loops if loop[name] > 0] for name in calls}
+        return {
+            name: statistics.median(each) if 2 * len(each) > self._repeats else math.nan
+            for name, each in kept.items()
+        }
 
-    def _one_loop(self, call: Callable[[], object], calls: int) -> float:
+    def _one_loop(self, call: Callable[[], object], calls: int, cycles: int) -> float:
         mkernel.world().barrier()
-        held = self.stream.hold()
+        held = self.stream.hold(cycles)
         start = time.perf_counter_ns()
         for _ in range(calls):
             call()
@@ -364,7 +374,9 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)  # multicast stays off
     figures: dict[str, dict[str, float]] = {}
     missed: list[str] = []
-    for path in ("fused", "library") if cuda else ("fused",):
+    # NCCL takes no two ranks of one GPU.
+    alone = cuda and torch.cuda.device_count() >= given.ranks
+    for path in ("fused", "library") if alone else ("fused",):
         os.environ["MKERNEL_PATH"] = path
         ranks = mkernel.launch(
             of_one_rank, given.calls, given.repeats, given.shapes, cuda,
