@@ -43,7 +43,7 @@ import llama
 import numpy as np
 import results_file
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, profiler
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_group import default_group
@@ -126,6 +126,7 @@ class Options(NamedTuple):
     whole: bool
     cuda: bool
     drawn: bool
+    trace: Path | None = None
 
 
 class Place:
@@ -360,7 +361,27 @@ def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
         wrong = [text for text in place.of_all(case.checked(contenders[name])) if text]
         if wrong:
             entries[name] = {"failed": f"wrong after its turns: {wrong[0]}"}
+        if options.trace is not None:
+            size = case.size
+            about = f"{size.width} {size.tokens}x{size.batch} {measure} {name}".replace(" ", "_")
+            _trace(contenders[name].call, options.trace / about, place)
     return entries
+
+
+def _trace(call: Callable[[], object], path: Path, place: Place) -> None:
+    """Write what one call of rank 0 runs, as a trace and as a table of what takes most. Collective."""
+    place.wait()
+    kinds = [profiler.ProfilerActivity.CPU]
+    if place.device.type == "cuda":
+        kinds.append(profiler.ProfilerActivity.CUDA)
+    with profiler.profile(activities=kinds) if place.rank == 0 else nullcontext() as recorded:
+        call()
+        place.wait()
+    if recorded is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(f"{path}.trace.json.gz")
+        most = f"self_{place.device.type}_time_total"
+        path.with_suffix(".txt").write_text(recorded.key_averages().table(most, row_limit=40))
 
 
 def _agreed(place: Place, own: dict[str, Any]) -> dict[str, Any]:
@@ -713,6 +734,7 @@ def main() -> int:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no row begins after that")
+    parser.add_argument("--trace", type=Path, help="a folder for traces of a call of each")
     parser.add_argument("--json", type=Path, help="the result, written after every row")
     given = parser.parse_args()
     cuda = given.accelerator == "hopper"
@@ -733,7 +755,7 @@ def main() -> int:
         chosen = drawn_sizes(given.drawn, given.count, given.ranks, given.layers)
     options = Options(
         chosen, tuple(models), tuple(modes), given.turns, given.minutes, given.backend,
-        given.compile == "whole", cuda, given.drawn is not None,
+        given.compile == "whole", cuda, given.drawn is not None, given.trace,
     )  # fmt: skip
     os.environ.update(PEERS_ENVIRONMENT)
     rows: list[dict[str, Any]] = []
