@@ -86,7 +86,7 @@ class VocabParallelEmbedding(ShardedModule):
     def reset_parameters(self) -> None:
         """Initialise as ``torch.nn.Embedding`` does; each rank draws from its own generator."""
         torch.nn.init.normal_(self.weight)
-        padding = self._own_padding
+        padding = _own_row(self.padding_idx, self._first, len(self.weight))
         if padding is not None:
             with torch.no_grad():
                 self.weight[padding].zero_()
@@ -94,17 +94,8 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the vectors of ``ids``. Raises ShapeError and the other errors of
         :func:`mkernel.all_reduce`."""
-        own = ids - self._first
-        absent = (own < 0) | (own >= len(self.weight))
-        rows = embedding(own.masked_fill(absent, 0), self.weight, self._own_padding)
-        return all_reduce(rows.masked_fill(absent[..., None], 0), group=self.group)
-
-    @property
-    def _own_padding(self) -> int | None:
-        """The row of this rank's part that is ``padding_idx`` of the whole; None: it has no such
-        row."""
-        own = -1 if self.padding_idx is None else self.padding_idx - self._first
-        return own if 0 <= own < len(self.weight) else None
+        rows = own_rows(ids, self.weight, self._first, self.padding_idx)
+        return all_reduce(rows, group=self.group)
 
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
         if whole.shape != (self.num_embeddings, self.embedding_dim):
@@ -115,3 +106,19 @@ class VocabParallelEmbedding(ShardedModule):
         """Return the sizes of the whole layer and the number of ranks that it is split over."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, ranks={self._ranks}"
+
+
+def own_rows(ids: Tensor, weight: Tensor, first: int, padding_idx: int | None) -> Tensor:
+    """Look up the vectors that lie in this rank's part of an embedding, whose row 0 is the whole's row
+    ``first``. Those of other ids are zeros. ``padding_idx``: the whole's row without a gradient."""
+    own = ids - first
+    absent = (own < 0) | (own >= len(weight))
+    padding = _own_row(padding_idx, first, len(weight))
+    rows = embedding(own.masked_fill(absent, 0), weight, padding)
+    return rows.masked_fill(absent[..., None], 0)
+
+
+def _own_row(row: int | None, first: int, rows: int) -> int | None:
+    """Return the row of this rank's part that is ``row`` of the whole; None: it has no such row."""
+    own = -1 if row is None else row - first
+    return own if 0 <= own < rows else None

@@ -184,8 +184,7 @@ class ExpertParallelMLP(ShardedModule):
                 )
             tokens, weights = pad(tokens, (0, 0, 0, missing)), pad(weights, (0, 0, 0, missing))
             ids = pad(ids, (0, 0, 0, missing), value=-1)
-        up: Tensor = self.gate_up_proj
-        down: Tensor = self.down_proj
+        up, down = self._weights()
         if self.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         fused: Activation | None = "silu_and_mul" if self._fuses(tokens, up) else None
@@ -203,6 +202,10 @@ class ExpertParallelMLP(ShardedModule):
             h = (self.activation(gate) * inner).contiguous()
         out = moe_gemm_combine(h, down, sent.handle, weights, group=self.group)
         return out[:count].view(x.shape)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's weights, as they are stored."""
+        return self.gate_up_proj, self.down_proj
 
     def _fuses(self, x: Tensor, up: Tensor) -> bool:
         """Return whether the first op applies the activation: it can, and no gradient will need

@@ -3,8 +3,8 @@ communicate while they compute.
 
 They have the names and arguments of torch's styles, so a parallelization plan changes only its
 import. Parameters become DTensors, as torch's styles make them, so that checkpoints, optimisers and
-clipping work as before. Whatever no fused op computes (embeddings, subclasses of ``Linear``,
-layouts that change on the way) is left to torch's styles.
+clipping work as before. Whatever no fused op computes (subclasses of ``Linear``, layouts that change
+on the way) is left to torch's styles.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 from torch.nn import Linear, Module
 
 from mkernel.errors import ArgumentError
+from mkernel.nn.embedding_style import shard_rows
 from mkernel.nn.linear import column_product, row_product
 from mkernel.world.lifecycle import current
 
@@ -43,6 +44,8 @@ class _FusedLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         layouts = self._layouts
         if isinstance(input, DTensor):
+            if (split := self._gathers(input)) is not None:
+                layouts = layouts._replace(inputs=input.placements, split=split)
             input = input.redistribute(placements=layouts.inputs).to_local()
         y = self._product(input, _local(self.weight), _local(self.bias), layouts)
         if layouts.local:
@@ -53,10 +56,20 @@ class _FusedLinear(Linear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
         raise NotImplementedError
 
+    def _gathers(self, input: DTensor) -> int | None:
+        """Return the dimension along which the product itself gathers an input that is split."""
+        return None
+
 
 class _ColwiseLinear(_FusedLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
         return column_product(x, weight, bias, layouts.split, layouts.group)
+
+    def _gathers(self, input: DTensor) -> int | None:
+        (given,) = input.placements
+        if self._layouts.inputs != (Replicate(),) or not isinstance(given, Shard):
+            return None
+        return given.dim if 0 <= given.dim < input.dim() - 1 else None
 
 
 class _RowwiseLinear(_FusedLinear):
@@ -89,7 +102,9 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     The layer is fused for ``output_layouts`` ``Replicate()`` (GEMM+AllReduce) and ``Shard(dim)`` of
     any dimension but the last (GEMM+ReduceScatter, AllGather+GEMM in backward), with
-    ``input_layouts`` ``Shard(-1)``. The world of the mesh must exist: ``mkernel.init(mesh)``.
+    ``input_layouts`` ``Shard(-1)``. An ``Embedding`` needs ``input_layouts`` ``Replicate()``; its sum
+    for ``output_layouts`` ``Replicate()`` is AllReduce. The world of the mesh must exist:
+    ``mkernel.init(mesh)``.
 
     Args:
         input_layouts, output_layouts, use_local_output: those of torch's ``RowwiseParallel``.
@@ -100,6 +115,8 @@ class RowwiseParallel(TorchRowwiseParallel):
         features. NotInitialized."""
         fused = _fused(module, self.output_layouts) and self.input_layouts == (Shard(-1),)
         if not fused:
+            if shard_rows(module, self, device_mesh):
+                return module
             return super()._apply(module, device_mesh)
         return _become(_RowwiseLinear, self, module, device_mesh, "in_features")
 

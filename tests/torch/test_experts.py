@@ -10,7 +10,7 @@ import pytest
 import torch
 from groups_in_ranks import TIMEOUT_S, mesh_2x2, ranks
 from ranks import close, on_ranks
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import silu
 
@@ -190,84 +190,3 @@ def test_layers_of_several_groups_and_handles_of_another_world(tmp_path: Path) -
     for errors, said in ranks(side_by_side, tmp_path):
         assert max(errors) <= 1e-5
         assert len(said) == 4
-
-
-# ---- Hugging Face --------------------------------------------------------------------------------
-
-VOCABULARY, B, S = 64, 3, 5
-
-
-def small_qwen() -> Any:
-    """A Qwen3-MoE with random weights, the same in every process."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(5)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def tokens_of(rank: int) -> Tensor:
-    return torch.randint(VOCABULARY, (B, S), generator=torch.Generator().manual_seed(20 + rank))
-
-
-def loss(logits: Tensor, rank: int) -> Tensor:
-    labels = tokens_of(rank).roll(1, 1)
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum"
-    )
-
-
-def qwen() -> dict[str, float]:
-    """Relative differences of logits and gradients from those of the model that one rank has whole."""
-    world = mkernel.world()
-    reference, model = small_qwen(), small_qwen()
-    shared = 0
-    for block in model.model.layers:
-        experts = block.mlp.experts
-        block.mlp.experts = ExpertParallelMLP.from_experts(experts, transposed=True)
-        shared += 1
-    assert shared == 3
-    assert sum(each.numel() for each in model.parameters()) < sum(
-        each.numel() for each in reference.parameters()
-    )
-    logits = model(input_ids=tokens_of(world.rank)).logits
-    loss(logits, world.rank).backward()
-    wanted = [reference(input_ids=tokens_of(rank)).logits for rank in range(world.size)]
-    torch.stack([loss(each, rank) for rank, each in enumerate(wanted)]).sum().backward()
-
-    def apart(one: Tensor, other: Tensor) -> float:
-        return float((one - other).norm() / other.norm().clamp_min(1e-12))
-
-    found = {"logits": apart(logits.detach(), wanted[world.rank].detach())}
-    whole_gradients = {name: each.grad for name, each in reference.named_parameters()}
-    for name, parameter in model.named_parameters():
-        gradient, true = parameter.grad, whole_gradients[name]
-        assert gradient is not None, name
-        if ".experts." in name:
-            true = true.chunk(world.size)[world.rank]
-        else:  # replicated: each rank has the part of its own tokens
-            distributed.all_reduce(gradient)
-        found[name] = apart(gradient, true)
-    return found
-
-
-def test_a_qwen3_moe_over_two_ranks_is_the_unsharded_one() -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    for found in on_ranks(qwen, ranks=RANKS):
-        assert len(found) > 20
-        assert any("experts.gate_up_proj" in name for name in found)
-        wrong = {name: error for name, error in found.items() if not error <= 2e-5}
-        assert not wrong

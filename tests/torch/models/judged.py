@@ -1,0 +1,130 @@
+"""The judge of parallel models: the same model, unsharded, in float64.
+
+A parallel model multiplies in float32 and adds in another order than one that is unsharded. How far
+that may take results is measured, not chosen: an unsharded float32 model's own distance from float64
+is the unit, and ``SLACK`` of it is allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import mkernel
+
+SLACK = 4.0
+"""Sums of as many terms in another order differ by no more than this from each other, in the unit
+above; a shard at another rank, or a gradient of one rank alone, by thousands."""
+
+
+@dataclass
+class Found:
+    """What a way of running a model gives: distances from float64, and the calls of ops in a step, as
+    the world counts them and as torch.profiler names them."""
+
+    errors: dict[str, float]
+    allowed: float
+    calls: dict[str, int]
+    profiled: dict[str, int]
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        return {name: each for name, each in self.errors.items() if not each <= self.allowed}
+
+
+class Judge:
+    """An unsharded model's logits and gradients of a batch."""
+
+    def __init__(self, model: nn.Module, tokens: Tensor) -> None:
+        self.model, self.tokens = model, tokens
+        self._true = _step(copy.deepcopy(model).double(), tokens, {})
+        single = _step(copy.deepcopy(model), tokens, {})
+        self.allowed = SLACK * max(_errors(single, self._true).values())
+
+    def found(
+        self, model: nn.Module, mesh: DeviceMesh, shards: dict[str, Any], part: slice = slice(None)
+    ) -> Found:
+        """Run a training step of ``model`` with a part of the batch, and compare it. ``shards``: the
+        placements of its parameters."""
+        with counted(mesh) as calls, profiled() as names:
+            step = _step(
+                model, self.tokens[part], {name: (mesh, each) for name, each in shards.items()}
+            )
+        true = {**self._true, "logits": self._true["logits"][part]}
+        return Found(_errors(step, true), self.allowed, dict(calls), dict(names))
+
+
+def shards_of(model: nn.Module) -> dict[str, Any]:
+    """Return the placements of parameters that are DTensors."""
+    return {
+        name: each.placements
+        for name, each in model.named_parameters()
+        if isinstance(each, DTensor)
+    }
+
+
+def _step(model: nn.Module, tokens: Tensor, shards: dict[str, Any]) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())  # torch's DDP puts others in their place
+    logits = model(tokens)
+    logits = _whole(getattr(logits, "logits", logits))
+    labels = tokens.roll(-1, 1).flatten()
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()  # type: ignore[no-untyped-call]
+    found = {"logits": logits.detach()}
+    for given, each in parameters.items():
+        name = _plain_name(given)
+        gradient = each.grad
+        assert gradient is not None, name
+        if name in shards and not isinstance(gradient, DTensor):  # DDP takes parameters apart
+            gradient = DTensor.from_local(gradient, *shards[name], run_check=False)
+        found[name] = _whole(gradient)
+    return found
+
+
+def _plain_name(name: str) -> str:
+    """Return a parameter's name in the model before wrappers were put around its modules."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == true.keys(), found.keys() ^ true.keys()
+    return {
+        name: float((found[name].double() - each).norm() / each.norm().clamp_min(1e-30))
+        for name, each in true.items()
+    }
+
+
+@contextmanager
+def counted(mesh: DeviceMesh) -> Iterator[Counter[str]]:
+    """Count the calls of a world's ops, as its statistics have them."""
+    before = Counter(mkernel.stats(mesh).calls)
+    found: Counter[str] = Counter()
+    yield found
+    found.update(Counter(mkernel.stats(mesh).calls) - before)
+
+
+@contextmanager
+def profiled() -> Iterator[Counter[str]]:
+    """Count the ops of this package by the names that torch.profiler shows."""
+    found: Counter[str] = Counter()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        yield found
+    for each in profile.key_averages():
+        if named := re.fullmatch(r"mkernel(?:::|\.)(\w+)", each.key):
+            found[named[1]] += each.count

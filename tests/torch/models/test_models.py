@@ -1,0 +1,130 @@
+"""Models that people have, parallel in three lines: they are the unsharded ones, by fused ops.
+
+A Llama and a Qwen3-MoE of transformers by ``transformers_plan``, torchtitan's Llama by its own plan.
+Each trains a step in every way that people train models, and the first two generate. Results and
+gradients are compared with float64; calls are counted, so that falling back to torch is no way to pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from groups_in_ranks import ranks
+from judged import Found
+from model_ranks import FAULTS, NEW, every_way, wide
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+LAYERS = 2
+MOE = (
+    "moe_dispatch_gemm",
+    "moe_gemm_combine",
+    "moe_dispatch_backward",
+    "moe_gemm_combine_backward",
+)
+A_LAYER: dict[str, dict[str, int]] = {
+    # o and down forward; q, k, v, gate and up backward.
+    "llama": {"gemm_all_reduce": 2 + 5},
+    "qwen3_moe": {"gemm_all_reduce": 1 + 3, **dict.fromkeys(MOE, 1)},
+    # Forward q, k, v, w1 and w3 gather, as do the weights' gradients of these, and backward wo and w2.
+    "torchtitan": {"all_gather_gemm": 5 + 5 + 2, "gemm_reduce_scatter": 2 + 5},
+}
+ONCE: dict[str, dict[str, int]] = {
+    "llama": {"all_reduce": 1},
+    "qwen3_moe": {"all_reduce": 1},
+    "torchtitan": {"all_gather_gemm": 2, "gemm_reduce_scatter": 1},  # the head
+}
+AGAIN: dict[str, dict[str, dict[str, int]]] = {
+    "checkpointed": {
+        "llama": {"gemm_all_reduce": 2},
+        "qwen3_moe": {"gemm_all_reduce": 1, "moe_dispatch_gemm": 1, "moe_gemm_combine": 1},
+        "torchtitan": {"all_gather_gemm": 5, "gemm_reduce_scatter": 2},
+    },
+    "selectively": {  # sums over ranks are saved
+        "qwen3_moe": {"moe_dispatch_gemm": 1, "moe_gemm_combine": 1},
+        "torchtitan": {"all_gather_gemm": 5},
+    },
+}
+"""What a layer calls again in the backward pass of a checkpointed step."""
+
+
+def by_name(results: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = defaultdict(list)
+    for rank in results:
+        for name, each in rank.items():
+            found[name].append(each)
+    return found
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What ranks found, by model and way. They are started once."""
+    return by_name(ranks(every_way, tmp_path_factory.mktemp("models"), False))
+
+
+def expected(model: str, way: str) -> Counter[str]:
+    calls = Counter(ONCE[model])
+    for counts in (A_LAYER[model], AGAIN.get(way, {}).get(model, {})):
+        calls += Counter({op: LAYERS * count for op, count in counts.items()})
+    return calls
+
+
+def judge(found: dict[str, list[Any]]) -> int:
+    """Judge every training step, and return how many there were."""
+    steps = 0
+    for name, results in found.items():
+        if name in FAULTS or name.endswith("generate"):
+            continue
+        model, way = name.split(", ")
+        for each in results:
+            steps += 1
+            assert isinstance(each, Found)
+            assert not each.wrong, f"{name}: more than {each.allowed:.1e}: {each.wrong}"
+            assert len(each.errors) > 20, name
+            if way == "wide":
+                continue
+            assert each.calls == expected(model, way), name
+            traced = "compiled" in way or way in ("generated_code", "selectively")
+            named = {op: each.profiled.get(op) for op in each.calls}
+            assert all(named.values()) if traced else named == each.calls, (
+                f"{name}: {each.profiled}"
+            )
+    return steps
+
+
+def test_training_steps_are_the_unsharded_ones(every: dict[str, list[Any]]) -> None:
+    ways, data_parallel, compiled = 3 * 3, 3 * 2, 2
+    assert judge(every) == 2 * ways + 4 * data_parallel + 2 * compiled
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_the_same_tokens_are_generated(model: str, every: dict[str, list[Any]]) -> None:
+    """Each token is a forward pass, of few rows and with a cache."""
+    forward = {
+        "llama": {"gemm_all_reduce": 2},
+        "qwen3_moe": {"gemm_all_reduce": 1, "moe_dispatch_gemm": 1, "moe_gemm_combine": 1},
+    }[model]
+    calls = {"all_reduce": NEW, **{op: NEW * LAYERS * count for op, count in forward.items()}}
+    assert every[f"{model}, generate"] == [(True, calls)] * 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, every: dict[str, list[Any]]) -> None:
+    for each in every[fault]:
+        assert each.wrong
+        assert max(each.wrong.values()) > 1000 * each.allowed
+
+
+@pytest.mark.long
+def test_compiled_in_every_way(tmp_path: Path) -> None:
+    found = by_name(ranks(every_way, tmp_path, True))
+    assert judge(found) == 2 * 3 * 3 + 4 * 3 * 2 + 2 * 3 * 3
+
+
+@pytest.mark.long
+def test_layers_of_real_width(tmp_path: Path) -> None:
+    assert judge(by_name(ranks(wide, tmp_path, size=2))) == 2 * 2
