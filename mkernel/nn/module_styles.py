@@ -1,8 +1,7 @@
 """Styles for ``parallelize_module`` for modules other than linear layers.
 
 ``ExpertParallel`` splits the experts of a mixture over the ranks. ``ReplicatedParallel`` keeps a module
-whole whose input is split. ``PrepareModuleInput`` leaves a gather to the layers that multiply its
-result.
+whole. ``PrepareModuleInput`` leaves a gather to the layers that multiply its result.
 """
 
 from __future__ import annotations
@@ -13,11 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import PrepareModuleInput as TorchPrepareModuleInput
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn import Module, Parameter
 from torch.nn.functional import pad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mkernel.nn.experts import ExpertParallelMLP
 from mkernel.nn.styles import _local
@@ -46,15 +53,33 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class ReplicatedParallel(ParallelStyle):
-    """The style of a module that every rank has whole and applies to a part of the activation.
+    """The style of a module that every rank has whole.
 
-    Such are norms of the heads that a rank has, or of its part of a sequence. Parameters stay as they
-    are, and their gradients are sums over the ranks. So do inputs and outputs.
+    Parameters become replicated DTensors, so that clipping and optimisers find parameters of one kind.
+    The module computes with plain tensors. Modules that share a parameter go on sharing it if one style
+    is applied to all of them.
     """
+
+    def __init__(self, *, split_input: bool) -> None:
+        """Make the style.
+
+        Args:
+            split_input: True if ranks apply the module to parts of the activation, such as a norm to
+                their heads; gradients are then sums over the ranks. Otherwise all have the same input.
+        """
+        super().__init__()
+        self.split_input = split_input
+        self._made = WeakIdKeyDictionary()  # by the parameter that a module had before
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         kind: Any = type(module)
-        module.__class__ = _replicated(kind, device_mesh)
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            given = module._parameters[name]
+            if given not in self._made:
+                self._made[given] = _distributed(given, device_mesh, Replicate())
+            module.register_parameter(name, self._made[given])
+        module.__class__ = _replicated(kind, tuple(names), self.split_input)
         return module
 
 
@@ -79,9 +104,9 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         """Split the experts. ArgumentError: ranks cannot share them. NotInitialized."""
         made = ExpertParallelMLP.from_experts(module, transposed=self.transposed, group=device_mesh)
-        for name, part in list(made.named_parameters()):
-            whole = DTensor.from_local(part.detach(), device_mesh, [Shard(0)], run_check=False)
-            made.register_parameter(name, Parameter(whole, part.requires_grad))
+        for name, _ in list(made.named_parameters()):
+            whole = _distributed(getattr(module, name), device_mesh, Shard(0))
+            made.register_parameter(name, whole)
         made.training = module.training
         module.__class__ = _ReplicatedTokens
         vars(module).clear()
@@ -118,24 +143,35 @@ def _redistributed(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placem
     return found.to_local()
 
 
+def _distributed(given: Any, mesh: DeviceMesh, placement: Placement) -> Parameter:
+    """Make a parameter of rank 0's values, as torch's styles do."""
+    whole = distribute_tensor(given.detach(), mesh, [placement])
+    return Parameter(whole, given.requires_grad)
+
+
 @cache
-def _replicated(kind: Any, mesh: DeviceMesh) -> Any:
-    """Make a class of modules whose parameters' gradients are summed over the ranks."""
+def _replicated(kind: Any, names: tuple[str, ...], split_input: bool) -> Any:
+    """Make a class of modules whose parameters are DTensors, and plain tensors in forward."""
 
     def forward(self: Module, *arguments: Any, **keywords: Any) -> Any:
-        given = dict(self._parameters)
-        self._parameters.update({name: _summed(each, mesh) for name, each in given.items()})  # type: ignore[misc]
+        # torch's DDP makes attributes of them for the time of a forward pass.
+        held = self._parameters if names[0] in self._parameters else self.__dict__
+        given = {name: held[name] for name in names}
+        for name in names:
+            held[name] = _plain(given[name], split_input)
         try:
             return kind.forward(self, *arguments, **keywords)
         finally:
-            self._parameters.update(given)
+            for name in names:
+                held[name] = given[name]
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def _summed(parameter: Tensor | None, mesh: DeviceMesh) -> Tensor | None:
-    """Return a parameter whose gradient is the sum of those that ranks have."""
-    if parameter is None or not torch.is_grad_enabled() or not parameter.requires_grad:
+def _plain(parameter: Any, split_input: bool) -> Any:
+    if not isinstance(parameter, DTensor):
         return parameter
-    same = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-    return same.to_local(grad_placements=[Partial()])
+    if not split_input or not torch.is_grad_enabled():
+        return parameter.to_local()
+    # The backward of these two makes the sum of partial gradients.
+    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from mkernel.errors import ArgumentError
 from mkernel.nn.module_styles import ExpertParallel, ReplicatedParallel
@@ -26,9 +26,8 @@ def transformers_plan(model: Module) -> dict[str, ParallelStyle]:
     """Return the styles of a transformers model's modules, by name with ``*`` for numbers of layers.
 
     Linear layers get :class:`ColwiseParallel` and :class:`RowwiseParallel`, experts
-    :class:`ExpertParallel`, norms of heads :class:`ReplicatedParallel`. All ranks have the same tokens.
-    Modules that share a parameter (an embedding that is tied to the head) stay whole, so that they go
-    on sharing it.
+    :class:`ExpertParallel`. All ranks have the same tokens. :class:`ReplicatedParallel` is the style of
+    all else: norms, routers, modules that share a parameter (an embedding that is tied to the head).
 
     Args:
         model: a model with ``tp_plan``, of transformers 4.50 or newer.
@@ -39,17 +38,23 @@ def transformers_plan(model: Module) -> dict[str, ParallelStyle]:
     named: dict[str, str] = {**_of(model, "tp_plan"), **_of(model, "ep_plan")}
     if not named:
         raise ArgumentError("model", type(model).__name__, "a model with a tp_plan")
-    uses = Counter(
-        id(each) for module in model.modules() for each in module.parameters(recurse=False)
-    )
+    uses = Counter(id(each) for module in model.modules() for each in _own(module))
+    whole = ReplicatedParallel(split_input=False)  # one, for parameters that are shared
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        style = named.get(key, _WHOLE)
-        shared = any(uses[id(each)] > 1 for each in module.parameters(recurse=False))
-        if key not in plan and style != _WHOLE and not shared:
-            plan[key] = _style(key, style, module)
+        if key in plan:
+            continue
+        shared = any(uses[id(each)] > 1 for each in _own(module))
+        if key in named and not shared and named[key] != _WHOLE:
+            plan[key] = _style(key, named[key], module)
+        elif _own(module):
+            plan[key] = whole
     return plan
+
+
+def _own(module: Module) -> list[Parameter]:
+    return list(module.parameters(recurse=False))
 
 
 def _of(model: Module, plan: str) -> dict[str, str]:
@@ -66,7 +71,7 @@ def _style(key: str, name: str, module: Module) -> ParallelStyle:
         "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
         "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
-        "replicated_with_grad_allreduce": ReplicatedParallel(),
+        "replicated_with_grad_allreduce": ReplicatedParallel(split_input=True),
     }
     # The names that older versions have for the same.
     styles["colwise_rep"] = styles["colwise_gather_output"]

@@ -10,6 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, EXPERTS = EXAMPLES / "train_tensor_parallel.py", EXAMPLES / "qwen3_moe.py"
+MODELS = EXAMPLES / "transformers_models.py"
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -38,6 +39,13 @@ def test_losses_of_shared_experts_follow_the_unsharded_models() -> None:
     assert max(differ) <= 1e-3
     losses = dict(re.findall(r"step (\d+): loss (\S+),", said))
     assert float(losses["29"]) < float(losses["0"]) / 1.5
+
+
+def test_models_of_transformers_follow_the_unsharded_ones() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    code, said = forked_program.run(MODELS, "--steps", "3")
+    assert code == 0, said
+    assert said.count("32 of 32 tokens are the same") == 2 * 2
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import mkernel
 
@@ -61,6 +62,10 @@ class Judge:
                 model, self.tokens[part], {name: (mesh, each) for name, each in shards.items()}
             )
         true = {**self._true, "logits": self._true["logits"][part]}
+        if isinstance(
+            model, DistributedDataParallel
+        ):  # parameters are parts, of which torch knows nothing
+            del true["norm of all gradients"]
         return Found(_errors(step, true), self.allowed, dict(calls), dict(names))
 
 
@@ -87,6 +92,9 @@ def _step(model: nn.Module, tokens: Tensor, shards: dict[str, Any]) -> dict[str,
         if name in shards and not isinstance(gradient, DTensor):  # DDP takes parameters apart
             gradient = DTensor.from_local(gradient, *shards[name], run_check=False)
         found[name] = _whole(gradient)
+    if not isinstance(model, DistributedDataParallel):
+        norm = nn.utils.clip_grad_norm_(parameters.values(), float("inf"))
+        found["norm of all gradients"] = _whole(norm)
     return found
 
 

@@ -67,8 +67,13 @@ def qwen3_moe(**sizes: Any) -> nn.Module:
     return model
 
 
-def torchtitan() -> nn.Module:
-    return titan.Transformer()
+def tied_llama(**sizes: Any) -> nn.Module:
+    """A model whose head is its embedding."""
+    return llama(tie_word_embeddings=True, **sizes)
+
+
+def torchtitan(num_hidden_layers: int = 2) -> nn.Module:
+    return titan.Transformer(num_hidden_layers)
 
 
 def seeded(make: Make, **sizes: Any) -> nn.Module:
@@ -152,10 +157,17 @@ def selectively(model: nn.Module, dp: DeviceMesh) -> nn.Module:
     return checkpointed(model, dp, context_fn=context)
 
 
+MODELS = (llama, qwen3_moe, torchtitan)
 ONE_BY_ONE = (eager, checkpointed, selectively)
-COMPILED = (compiled_blocks, compiled_whole, generated_code)
+DATA_PARALLEL = (*((make, fsdp) for make in MODELS), (llama, ddp))
 COMPILED_IN_CI = ((llama, compiled_whole), (torchtitan, compiled_blocks))
-DATA_PARALLEL = (fsdp, ddp)
+COMPILED = (
+    (llama, compiled_blocks),
+    (qwen3_moe, compiled_blocks),
+    (torchtitan, compiled_whole),
+    (qwen3_moe, compiled_whole),
+    (llama, generated_code),
+)
 
 
 def generated(model: Any, unsharded: Any, tp: DeviceMesh) -> tuple[bool, dict[str, int]]:
@@ -195,6 +207,7 @@ def unsummed(name: str, model: nn.Module, tp: DeviceMesh) -> None:
     """A norm of heads has the gradient of one rank's heads."""
     norm = model.get_submodule(name)
     norm.__class__ = type(norm).__mro__[1]
+    mkernel.nn.ReplicatedParallel(split_input=False)._apply(norm, tp)
 
 
 LAYER = "model.layers.0"
@@ -212,33 +225,44 @@ def every_way(long: bool) -> dict[str, Any]:
     """What is found of each model in each way, and of each fault, in ranks 2 x 2.
 
     What has no data parallelism runs in one of the two tensor-parallel groups: the other is faster for
-    doing something else meanwhile. ``long``: models are compiled in every way.
+    doing something else meanwhile. ``long``: the ways of compiling that take too long for CI.
     """
     mesh = mesh_2x2()
     tp, dp = mesh["tp"], mesh["dp"]
     mkernel.init(tp, accelerator="streams", timeout_s=TIMEOUT_S)
     first = dp.get_local_rank() == 0
     found: dict[str, Any] = {}
+
+    def run(
+        make: Make, way: Callable[..., nn.Module], part: slice = slice(B), **sizes: Any
+    ) -> Judge:
+        judge = Judge(seeded(make, **sizes), tokens_of(B, S))
+        model = parallel(make, tp, **sizes)
+        shards = shards_of(model)
+        name = f"{make.__name__}, {way.__name__}"
+        found[name] = judge.found(way(model, dp), tp, shards, part)
+        return judge
+
+    if long:
+        for make, way in COMPILED[:3] if first else COMPILED[3:]:
+            run(make, way, num_hidden_layers=1)
+        return found
     half = B // dp.size() * dp.get_local_rank()
-    for make in (llama, qwen3_moe, torchtitan):
-        judge = Judge(seeded(make), tokens_of(B, S))
-
-        def judged(way: Callable[..., nn.Module], make: Make = make, judge: Judge = judge) -> None:
-            model = parallel(make, tp)
-            shards = shards_of(model)
-            part = slice(half, half + B // dp.size()) if way in DATA_PARALLEL else slice(B)
-            name = f"{make.__name__}, {way.__name__}"
-            found[name] = judge.found(way(model, dp), tp, shards, part)
-
-        for way in DATA_PARALLEL:
-            judged(way)
-        for way in COMPILED if first else ONE_BY_ONE:
-            if long or way not in COMPILED or (make, way) in COMPILED_IN_CI:
-                judged(way)
-        if first and make is not torchtitan:
-            found[f"{make.__name__}, generate"] = generated(parallel(make, tp), judge.model, tp)
+    for make, way in DATA_PARALLEL:
+        run(make, way, slice(half, half + B // dp.size()))
+    if first:
+        for make, way in COMPILED_IN_CI:
+            run(make, way, num_hidden_layers=1)
+        for make in (llama, qwen3_moe):
+            unsharded = seeded(make)
+            found[f"{make.__name__}, generate"] = generated(parallel(make, tp), unsharded, tp)
+        return found
+    run(tied_llama, eager)
+    for make in MODELS:
+        for way in ONE_BY_ONE:
+            judge = run(make, way)
         for fault, (of, plant) in FAULTS.items():
-            if of is make and not first:
+            if of is make:
                 model = parallel(make, tp)
                 with torch.no_grad():
                     plant(model, tp)

@@ -14,12 +14,18 @@ from typing import Any
 import pytest
 from groups_in_ranks import ranks
 from judged import Found
-from model_ranks import FAULTS, NEW, every_way, wide
+from model_ranks import FAULTS, NEW, every_way, llama, seeded, wide
+from torch import nn
+
+from mkernel.errors import ArgumentError
+from mkernel.nn import transformers_plan
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 LAYERS = 2
+COMPILED = ("compiled_blocks", "compiled_whole", "generated_code")
+"""Ways in which a model has one layer."""
 MOE = (
     "moe_dispatch_gemm",
     "moe_gemm_combine",
@@ -29,12 +35,14 @@ MOE = (
 A_LAYER: dict[str, dict[str, int]] = {
     # o and down forward; q, k, v, gate and up backward.
     "llama": {"gemm_all_reduce": 2 + 5},
+    "tied_llama": {"gemm_all_reduce": 2 + 5},
     "qwen3_moe": {"gemm_all_reduce": 1 + 3, **dict.fromkeys(MOE, 1)},
     # Forward q, k, v, w1 and w3 gather, as do the weights' gradients of these, and backward wo and w2.
     "torchtitan": {"all_gather_gemm": 5 + 5 + 2, "gemm_reduce_scatter": 2 + 5},
 }
 ONCE: dict[str, dict[str, int]] = {
-    "llama": {"all_reduce": 1},
+    "llama": {"all_reduce": 1},  # the embedding; one that is tied to the head is whole
+    "tied_llama": {},
     "qwen3_moe": {"all_reduce": 1},
     "torchtitan": {"all_gather_gemm": 2, "gemm_reduce_scatter": 1},  # the head
 }
@@ -67,9 +75,11 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 def expected(model: str, way: str) -> Counter[str]:
+    """The calls of a training step."""
+    layers = 1 if way in COMPILED else LAYERS
     calls = Counter(ONCE[model])
     for counts in (A_LAYER[model], AGAIN.get(way, {}).get(model, {})):
-        calls += Counter({op: LAYERS * count for op, count in counts.items()})
+        calls += Counter({op: layers * count for op, count in counts.items()})
     return calls
 
 
@@ -84,11 +94,11 @@ def judge(found: dict[str, list[Any]]) -> int:
             steps += 1
             assert isinstance(each, Found)
             assert not each.wrong, f"{name}: more than {each.allowed:.1e}: {each.wrong}"
-            assert len(each.errors) > 20, name
+            assert len(each.errors) > 12, name
             if way == "wide":
                 continue
             assert each.calls == expected(model, way), name
-            traced = "compiled" in way or way in ("generated_code", "selectively")
+            traced = way in COMPILED or way == "selectively"  # traces are seen too
             named = {op: each.profiled.get(op) for op in each.calls}
             assert all(named.values()) if traced else named == each.calls, (
                 f"{name}: {each.profiled}"
@@ -97,7 +107,7 @@ def judge(found: dict[str, list[Any]]) -> int:
 
 
 def test_training_steps_are_the_unsharded_ones(every: dict[str, list[Any]]) -> None:
-    ways, data_parallel, compiled = 3 * 3, 3 * 2, 2
+    ways, data_parallel, compiled = 3 * 3 + 1, 3 + 1, 2
     assert judge(every) == 2 * ways + 4 * data_parallel + 2 * compiled
 
 
@@ -119,10 +129,18 @@ def test_a_fault_is_seen(fault: str, every: dict[str, list[Any]]) -> None:
         assert max(each.wrong.values()) > 1000 * each.allowed
 
 
+def test_plans_that_cannot_be_are_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="a model with a tp_plan"):
+        transformers_plan(nn.Linear(2, 2))
+    model = seeded(llama)
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}  # type: ignore[assignment]
+    with pytest.raises(ArgumentError, match=r"model\.layers\.\*\.mlp\.up_proj.*packed_colwise"):
+        transformers_plan(model)
+
+
 @pytest.mark.long
 def test_compiled_in_every_way(tmp_path: Path) -> None:
-    found = by_name(ranks(every_way, tmp_path, True))
-    assert judge(found) == 2 * 3 * 3 + 4 * 3 * 2 + 2 * 3 * 3
+    assert judge(by_name(ranks(every_way, tmp_path, True))) == 2 * 5
 
 
 @pytest.mark.long

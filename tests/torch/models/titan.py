@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCABULARY = 64, 96, 4, 2, 2, 96
+HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 64, 96, 4, 2, 96
 
 
 class Attention(nn.Module):
@@ -65,10 +65,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleDict({str(layer): TransformerBlock() for layer in range(LAYERS)})
+        self.layers = nn.ModuleDict({str(layer): TransformerBlock() for layer in range(layers)})
         self.norm = nn.RMSNorm(HIDDEN)
         self.output = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
