@@ -53,18 +53,24 @@ class Judge:
         self.allowed = SLACK * max(_errors(single, self._true).values())
 
     def found(
-        self, model: nn.Module, mesh: DeviceMesh, shards: dict[str, Any], part: slice = slice(None)
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        shards: dict[str, Any],
+        part: slice = slice(None),
+        *,
+        profile: bool = False,
     ) -> Found:
         """Run a training step of ``model`` with a part of the batch, and compare it. ``shards``: the
-        placements of its parameters."""
-        with counted(mesh) as calls, profiled() as names:
-            step = _step(
-                model, self.tokens[part], {name: (mesh, each) for name, each in shards.items()}
-            )
+        placements of its parameters. ``profile``: names of ops are asked for, which costs most of a
+        small step."""
+        placed = {name: (mesh, each) for name, each in shards.items()}
+        with counted(mesh) as calls, profiled(profile) as names:
+            step = _step(model, self.tokens[part], placed)
         true = {**self._true, "logits": self._true["logits"][part]}
         if isinstance(
             model, DistributedDataParallel
-        ):  # parameters are parts, of which torch knows nothing
+        ):  # its parameters are parts; torch cannot know
             del true["norm of all gradients"]
         return Found(_errors(step, true), self.allowed, dict(calls), dict(names))
 
@@ -127,12 +133,15 @@ def counted(mesh: DeviceMesh) -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def profiled() -> Iterator[Counter[str]]:
-    """Count the ops of this package by the names that torch.profiler shows."""
+def profiled(profile: bool) -> Iterator[Counter[str]]:
+    """Count the ops of this package by the names that torch.profiler shows, if it is to run."""
     found: Counter[str] = Counter()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    if not profile:
         yield found
-    for each in profile.key_averages():
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as run:
+        yield found
+    for each in run.key_averages():
         if named := re.fullmatch(r"mkernel(?:::|\.)(\w+)", each.key):
             found[named[1]] += each.count

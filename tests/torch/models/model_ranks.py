@@ -240,7 +240,8 @@ def every_way(long: bool) -> dict[str, Any]:
         model = parallel(make, tp, **sizes)
         shards = shards_of(model)
         name = f"{make.__name__}, {way.__name__}"
-        found[name] = judge.found(way(model, dp), tp, shards, part)
+        profile = way is eager or (make, way) in (*COMPILED, *COMPILED_IN_CI)
+        found[name] = judge.found(way(model, dp), tp, shards, part, profile=profile)
         return judge
 
     if long:
