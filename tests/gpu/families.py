@@ -421,8 +421,8 @@ FAMILIES = {
         judged=[*BY_KERNEL, *extremes("float16", "kernel"), *LARGE_BY_KERNEL],
     ),
     "attention-core": Family(
-        BY_CORE, 0, 0, 20, times=0, drawn=attention_ranks.drawn_for_core, draws=60,
-        around=attention_ranks.by_core,
+        BY_CORE, 0, 0, 20, drawn=attention_ranks.drawn_for_core, draws=60,
+        around=attention_ranks.by_core, repeated=BY_CORE[-1:],
         judged=[*BY_CORE, *extremes("float16", "parts"), *extremes("bfloat16", "parts")],
     ),
     "attention-pieces": Family(

@@ -14,8 +14,9 @@ from typing import Any
 import hopper_ranks
 import norm_ranks
 import pytest
+from attention_ranks import Attention
 from device_buffers import takes_ranks
-from families import BOUNDED, PATH, ROWS, SCATTERED, SUMS
+from families import BOUNDED, BY_KERNEL, PATH, ROWS, SCATTERED, SUMS
 from hopper_ranks import OPS, Shape
 from in_world import DEADLINE_S, TOLD_S
 from test_fp8_on_gpus import fused, library
@@ -79,6 +80,8 @@ LOST = {
     **{f"e4m3-{op}": same(fused(op, 2048, 512, 1024)) for op in OPS},
     **{f"e4m3-library-{op}": same(library(op, 2048, 512, 1024, chunk=512)) for op in OPS},
     **{f"parts-{op}": same(parts(op, 2048, 512, 1024, 512)) for op in OPS},
+    "attention": Lost(Attention(1, 4, 2, 128, causal=True), Attention(1, 4, 2, 256)),
+    "attention-kernel": Lost(replace(BY_KERNEL[0], rows=512), replace(BY_KERNEL[3], batch=1)),
     "experts": Lost(None, replace(BOUNDED[0], capacity=0)),
     **{  # with one hardware queue, a wait on a stream holds up all other streams
         f"streams-{queues}-{op}": Lost(
