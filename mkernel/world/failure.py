@@ -170,8 +170,8 @@ class FailureMonitor:
     def look_if_behind(self) -> None:
         """Raise the world's failure where the watchdog may not have heard of it yet. A rank that was
         stopped must not begin a call of a world that the others have given up, and write into their
-        memory. Calls that native code starts come here when they find the same
-        (``backends/runtime/known/known_calls.cpp``)."""
+        memory. Every call comes here when native code finds that
+        (``backends/runtime/calls/call_path.cpp``)."""
         watchdog = self._watchdog
         if watchdog is not None and watchdog.is_behind(self.timeout_s):
             began = time.monotonic()

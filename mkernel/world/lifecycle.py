@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from mkernel import selection
-from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized
+from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, Unsupported
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import environment, groups
@@ -80,8 +81,14 @@ def init(
         PlanMismatch: ranks were started with different options.
         Timeout: a rank did not come, or the store did not answer.
         PeerFailure: a rank failed.
+        Unsupported: Python runs without its global interpreter lock.
         Untrusted: a stranger wrote to the store, or ranks have different secrets.
     """
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise Unsupported(
+            "mkernel needs Python's global interpreter lock, and this free-threaded Python runs without "
+            "it; start it with PYTHON_GIL=1"
+        )
     if group is None and worlds.default is not None:
         raise AlreadyInitialized(
             "this process is already in a world; call mkernel.finalize() first, or pass group= to make "

@@ -382,6 +382,55 @@ def test_calls_of_several_worlds_follow_each_other_on_their_stream() -> None:
     del store
 
 
+def steps_of(world: Any, turns: int, ready: threading.Barrier, found: list[float]) -> None:
+    """Forward and backward in one world, beside another thread's in another; the largest errors."""
+    ready.wait(60)
+    for turn in range(turns):
+        a, b = inputs(turn)
+        a.requires_grad_()
+        b.requires_grad_()
+        out = mkernel.gemm_all_reduce(a, b, group=world)
+        mkernel.synchronize(
+            group=world
+        )  # this backend's calls end later, and no stream orders them
+        out.square().sum().backward()
+        exact = a.detach().double() @ b.detach().double()
+        wanted = (exact, 2 * exact @ b.detach().double().t(), a.detach().double().t() @ (2 * exact))
+        for one, other in zip((out.detach(), a.grad, b.grad), wanted, strict=True):
+            assert one is not None
+            found.append(float((one.double() - other).norm() / other.norm()))
+
+
+def two_worlds_at_once(port: int, turns: int) -> tuple[list[list[int]], float, int]:
+    """Numbers of the calls of two worlds, each of a thread of its own; the largest error; how many
+    errors were measured."""
+    first = mkernel.world()
+    other = lifecycle.join(first.identity, first.backends, first.settings, stores(port), "other")
+    ready, found = threading.Barrier(2), list[float]()
+    running = [
+        threading.Thread(target=steps_of, args=(world, turns, ready, found))
+        for world in (first, other)
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    numbers = [[call.number for call in world.accelerator.calls] for world in (first, other)]  # type: ignore[attr-defined]
+    other.close()
+    return numbers, max(found), len(found)
+
+
+def test_two_threads_train_in_two_worlds_at_once() -> None:
+    store, port = host_store(1, 30)
+    ((numbers, worst, measured),) = mkernel.launch(
+        two_worlds_at_once, port, 60, ranks_per_node=1, accelerator=BACKEND, timeout_s=DEADLINE_S
+    )
+    assert numbers == [[*range(1, 61)]] * 2
+    assert measured == 2 * 60 * 3
+    assert worst < 1e-5
+    del store
+
+
 # ---- a torch that lets nobody read tensors from native code --------------------------------------
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from mkernel.errors import (
     NotInitialized,
     ShapeError,
     UnknownBackend,
+    Unsupported,
 )
 from mkernel.ops.all_gather_gemm import OP as GATHER
 from mkernel.ops.gemm import GemmCall
@@ -117,6 +119,12 @@ def test_calls_are_counted() -> None:
         for _ in range(3):
             GATHER.call(GemmCall(torch.ones(2, 8), torch.ones(8, 8)))
     assert given == [1, 2, 3]
+
+
+def test_python_without_its_lock_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(Unsupported, match="PYTHON_GIL=1"):
+        mkernel.init(accelerator="streams")
 
 
 class SomebodyFirst:
