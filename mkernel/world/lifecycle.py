@@ -86,8 +86,8 @@ def init(
     """
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise Unsupported(
-            "mkernel needs Python's global interpreter lock, and this free-threaded Python runs without "
-            "it; start it with PYTHON_GIL=1"
+            "mkernel needs Python's global interpreter lock, which this free-threaded Python runs "
+            "without; start it with PYTHON_GIL=1"
         )
     if group is None and worlds.default is not None:
         raise AlreadyInitialized(
