@@ -246,10 +246,11 @@ class Case:
         """Return the function of one pass, whose results are the output and, of a step, gradients."""
         blocks = self.blocks[FORM_OF.get(model, model)]
         run, parameters = compiler(blocks), self._parameters(blocks)
+        plain_x = self.x.detach()  # else the first block would be compiled for itself
 
         def forward() -> list[Tensor]:
             with torch.no_grad():
-                return [run(self.x, self.turned)[0]]
+                return [run(plain_x, self.turned)[0]]
 
         def step() -> list[Tensor]:
             y, others = run(self.x, self.turned)
