@@ -9,13 +9,13 @@ from typing import Any
 import titan
 import torch
 from groups_in_ranks import TIMEOUT_S, mesh_2x2
-from judged import Judge, counted, shards_of
+from judged import Found, Judge, counted, shards_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module, style
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -281,3 +281,27 @@ def wide() -> dict[str, Any]:
         model = parallel(make, tp, **WIDE)
         found[f"{make.__name__}, wide"] = judge.found(model, tp, shards_of(model))
     return found
+
+
+class _TorchStyles:
+    """torch's styles, but for the embedding: behind torch's, compiled blocks have no gradients."""
+
+    ColwiseParallel: Any = style.ColwiseParallel
+    PrepareModuleInput: Any = style.PrepareModuleInput
+
+    @staticmethod
+    def RowwiseParallel(**layouts: Any) -> Any:
+        ours = "input_layouts" in layouts
+        return (mkernel.nn if ours else style).RowwiseParallel(**layouts)
+
+
+def torch_styles() -> tuple[Found, str]:
+    """A step of the plan with torch's styles and this package's pass, and what that reports."""
+    tp = init_device_mesh("cpu", (2,))
+    mkernel.init(tp, accelerator="streams", timeout_s=TIMEOUT_S)
+    judge = Judge(seeded(torchtitan, num_hidden_layers=1), tokens_of(B, S))
+    async_tp = mkernel.enable_async_tensor_parallel()
+    model = seeded(torchtitan, num_hidden_layers=1)
+    titan.apply_tp(model, tp, _TorchStyles())
+    found = judge.found(generated_code(model, tp), tp, shards_of(model))
+    return found, str(async_tp.report)

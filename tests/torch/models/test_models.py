@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from groups_in_ranks import ranks
 from judged import Found
-from model_ranks import FAULTS, NEW, every_way, llama, seeded, wide
+from model_ranks import FAULTS, NEW, every_way, llama, seeded, torch_styles, wide
 from torch import nn
 
 from mkernel.errors import ArgumentError
@@ -146,3 +146,12 @@ def test_compiled_in_every_way(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_layers_of_real_width(tmp_path: Path) -> None:
     assert judge(by_name(ranks(wide, tmp_path, size=2))) == 2 * 2
+
+
+@pytest.mark.long
+def test_the_pass_takes_the_plan_with_torchs_styles(tmp_path: Path) -> None:
+    for found, report in ranks(torch_styles, tmp_path, size=2):
+        assert not found.wrong
+        # What q, k and v read, and w1 and w3, is one gather each; wo and w2 gather in backward.
+        assert found.calls["all_gather_gemm"] == 4, report
+        assert found.calls["gemm_reduce_scatter"] >= 2, report

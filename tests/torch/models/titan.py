@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,16 +95,9 @@ def rotated(x: Tensor, freqs: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-class Styles(Protocol):
-    """What the plan imports: torch's module of styles, or this package's."""
-
-    ColwiseParallel: Any
-    RowwiseParallel: Any
-    PrepareModuleInput: Any
-
-
-def apply_tp(model: nn.Module, tp_mesh: DeviceMesh, styles: Styles) -> None:
-    """Apply torchtitan's plan, with loss parallelism's layout of logits."""
+def apply_tp(model: nn.Module, tp_mesh: DeviceMesh, styles: Any) -> None:
+    """Apply torchtitan's plan, with loss parallelism's layout of logits. ``styles``: what the plan imports,
+    torch's module or this package's."""
     parallelize_module(
         model,
         tp_mesh,
