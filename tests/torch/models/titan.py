@@ -96,8 +96,8 @@ def rotated(x: Tensor, freqs: Tensor) -> Tensor:
 
 
 def apply_tp(model: nn.Module, tp_mesh: DeviceMesh, styles: Any) -> None:
-    """Apply torchtitan's plan, with loss parallelism's layout of logits. ``styles``: what the plan imports,
-    torch's module or this package's."""
+    """Apply torchtitan's plan, with loss parallelism's layout of logits. ``styles``: what the plan
+    imports, torch's module or this package's."""
     parallelize_module(
         model,
         tp_mesh,
