@@ -15,6 +15,7 @@ import pytest
 from groups_in_ranks import ranks
 from judged import Found
 from model_ranks import FAULTS, NEW, every_way, llama, seeded, torch_styles, wide
+from once import once
 from torch import nn
 
 from mkernel.errors import ArgumentError
@@ -69,9 +70,12 @@ def by_name(results: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def every(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
     """What ranks found, by model and way. They are started once."""
-    return by_name(ranks(every_way, tmp_path_factory.mktemp("models"), False))
+    folder = tmp_path_factory.mktemp("models")
+    return by_name(once(request, lambda: ranks(every_way, folder, False)))
 
 
 def expected(model: str, way: str) -> Counter[str]:
