@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mkernel
 from mkernel.backends.contracts.output_memory import is_torchs
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.ops.all_gather_gemm import OP as GATHER
 from mkernel.ops.around import Scaled, scale_strides
 from mkernel.ops.gemm import GemmCall
@@ -230,6 +231,19 @@ def test_e4m3_of_several() -> None:
     )
     assert added is out
     close(out, wanted[0] + bias.double(), torch.float32)
+
+
+@pytest.mark.parametrize("scattered", ["a_scale", "b_scale"])
+@pytest.mark.parametrize("op", GEMMS)
+def test_scales_with_any_strides(op: str, scattered: str) -> None:
+    """By blocks; backends take packed ones alone."""
+    a, b = drawn(6, 256).to(E4M3), drawn(136, 256).to(E4M3).t()
+    scales = {"a_scale": drawn(6, 2).abs(), "b_scale": drawn(2, 2).abs().t()}
+    wanted = dequantised(a, scales["a_scale"], torch.float64) @ dequantised(
+        b, scales["b_scale"], torch.float64
+    )
+    apart = scales[scattered].repeat_interleave(2, -1)[:, ::2]
+    close(called(op, a, b, **scales | {scattered: apart}), wanted, torch.bfloat16)
 
 
 def moe_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
