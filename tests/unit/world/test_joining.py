@@ -51,6 +51,16 @@ def test_ranks_that_say_the_same_know_each_other() -> None:
     ("changes", "field", "values", "advice"),
     [
         ({"nodes": 7}, "world.nodes", (1, 7), "start every rank with the same options"),
+        (
+            {"accelerator": "another"}, "world.accelerator", ("first", "another"),
+            "left to `auto` .*MKERNEL_ACCELERATOR",
+        ),
+        *(
+            ({name: told}, f"world.{name}", (own, told), "start every rank with the same options")
+            for name, own, told in (
+                ("ranks_per_node", 2, 3), ("nic", None, "cx7"), ("verbs", None, "soft"),
+            )
+        ),
         ({"mkernel": "0.0"}, "world.mkernel", (__version__, "0.0"), "install the same version"),
         (
             {"mkernel": "0.0", "nodes": 7}, "world.mkernel", (__version__, "0.0"),
