@@ -19,7 +19,7 @@ from mkernel.world.watchdog import Peer
 
 def member(identity: Identity, exchange: Any = None, *companions: str) -> Membership:
     nobody: Any = None
-    backends = Backends("first", None, None, companions)
+    backends = Backends("first", "efa", "system", companions)
     return Membership("test", None, identity, backends, Settings(), exchange, nobody)
 
 
@@ -58,7 +58,7 @@ def test_ranks_that_say_the_same_know_each_other() -> None:
         *(
             ({name: told}, f"world.{name}", (own, told), "start every rank with the same options")
             for name, own, told in (
-                ("ranks_per_node", 2, 3), ("nic", None, "cx7"), ("verbs", None, "soft"),
+                ("ranks_per_node", 2, 3), ("nic", "efa", "cx7"), ("verbs", "system", "soft"),
             )
         ),
         ({"mkernel": "0.0"}, "world.mkernel", (__version__, "0.0"), "install the same version"),
