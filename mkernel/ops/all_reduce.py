@@ -226,14 +226,18 @@ def all_reduce(
             was started.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    normed = norm_weight is not None or residual is not None or quantise is not None
+    if not (normed or out is not None or torch.compiler.is_compiling()):  # most calls
+        found: Tensor = ops.all_reduce(x, out_dtype, chunk, group)
+        return found
     check_quantise(_OP, quantise, norm_weight, x=x, residual=residual, out=out, out_dtype=out_dtype)
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
         return _through_torch(x, None, out, out_dtype, chunk, group)[0]
     norm = Normed(residual, norm_weight, float(eps))
-    normed, new = _through_torch(x, norm, out, out_dtype, chunk, group)
-    return results_of(normed, new, residual, quantise)
+    rows, new = _through_torch(x, norm, out, out_dtype, chunk, group)
+    return results_of(rows, new, residual, quantise)
 
 
 def _through_torch(

@@ -65,8 +65,16 @@ struct Slots {
     std::vector<Reference> objects;
     std::vector<TensorView> given;
 
+    Slots() {
+        objects.reserve(kUsual);
+        given.reserve(kUsual);
+    }
+
     // Adds what a signature has of tensors that share memory: which, and how far apart they begin.
     void add_overlaps(Signature& signature) const;
+
+  private:
+    static constexpr std::size_t kUsual = 16;
 };
 
 class CallPath {

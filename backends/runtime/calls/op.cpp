@@ -99,9 +99,11 @@ bool Op::bind(PyObject* const* arguments, std::size_t count, PyObject* names,
 }
 
 Answer Op::is_profiled() const {
-    if (PyDict_GetItemString(profiling.get(), "nvtx") != Py_None) return Answer::yes;
-    PyObject* const enabled = PyDict_GetItemString(profiler.get(), "_is_profiler_enabled");
-    return enabled == Py_True ? Answer::yes : Answer::no;
+    static PyObject* const nvtx = PyUnicode_InternFromString("nvtx");
+    static PyObject* const enabled = PyUnicode_InternFromString("_is_profiler_enabled");
+    const bool heard = PyDict_GetItemWithError(profiling.get(), nvtx) != Py_None;
+    return heard || PyDict_GetItemWithError(profiler.get(), enabled) == Py_True ? Answer::yes
+                                                                                : Answer::no;
 }
 
 Answer Op::sign_tensor(const CallPath& path, PyObject* tensor, bool grad, bool rows,
