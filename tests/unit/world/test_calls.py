@@ -147,6 +147,26 @@ def test_in_a_broken_world_nothing_is_launched() -> None:
     assert made.backend.launched == []
 
 
+def test_synchronize_raises_what_broke_the_world() -> None:
+    made = Made(stream_ordered=True)
+    made.failure.raise_if_broken.side_effect = Timeout("rank 1 did not come")
+    with pytest.raises(Timeout, match="rank 1 did not come"):
+        made.calls.synchronize()
+
+
+def test_a_world_that_breaks_ends_the_wait_for_replays() -> None:
+    made = Made(stream_ordered=True)
+    made.backend.graphs = True
+
+    def wait(seconds: float) -> bool:
+        made.failure.raise_if_broken.side_effect = Timeout("rank 1 did not come")
+        return False
+
+    made.backend.replayed.wait = wait  # type: ignore[method-assign]
+    with pytest.raises(Timeout, match="rank 1 did not come"):
+        made.calls.synchronize()
+
+
 def test_views_take_an_instrumented_backend() -> None:
     made = Made()
     made.run(view="pipelined")
