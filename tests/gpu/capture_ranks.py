@@ -1,0 +1,64 @@
+"""Defines what ranks of ``test_captures_on_gpus`` do: captures of new calls, and broken captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from hopper_ranks import Shape
+
+import mkernel
+
+
+class Broken(Exception):
+    """What ends a capture early."""
+
+
+def captures(call: Callable[[], Any], *, breaks: bool = False) -> torch.cuda.CUDAGraph:
+    """A graph of one call; Broken: the capture ends behind it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+        if breaks:
+            raise Broken
+    return graph
+
+
+def new_in_a_capture(shapes: Sequence[Shape], replays: int) -> list[str]:
+    """Failures of calls that are captured before any like them has run."""
+    failures = []
+    for shape in shapes:
+        work = shape.work()
+        work.fill(0)
+        graph = captures(work.call)
+        for turn in range(1, replays + 1):
+            work.fill(turn)
+            graph.replay()
+            failures += work.failure(turn, what="captured when new")
+        mkernel.synchronize()
+    return failures
+
+
+def broken_off(shapes: Sequence[Shape], replays: int) -> list[str]:
+    """Failures of calls behind a capture that broke off: eager ones, and captured ones."""
+    failures = []
+    for shape in shapes:
+        work = shape.work()
+        for turn in range(3):
+            work.fill(turn)
+            try:
+                captures(work.call, breaks=True)
+                failures.append("a capture that broke off raised nothing")
+            except Broken:
+                pass
+            work.fill(turn + 10)
+            work.call()
+            failures += work.failure(turn + 10, what="behind a broken capture")
+        graph = captures(work.call)
+        for turn in range(1, replays + 1):
+            work.fill(turn)
+            graph.replay()
+            failures += work.failure(turn, what="captured again")
+        mkernel.synchronize()
+    return failures
