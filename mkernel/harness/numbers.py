@@ -50,7 +50,7 @@ _WHOLE = {
         "of a call in a loop of 20.",
     ),
 }
-"""What such a file has: its subject, and how to read its table."""
+"""The subject of a file of figures by its name, and how to read its table."""
 _VERDICTS = (" met", " **missed**")
 
 

@@ -25,8 +25,16 @@ def captures(call: Callable[[], Any], *, breaks: bool = False) -> torch.cuda.CUD
     return graph
 
 
+def multiply() -> None:
+    """Let torch make its cuBLAS handle, which it cannot while it captures."""
+    one = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
+    torch.mm(one, one)
+    torch.cuda.synchronize()
+
+
 def new_in_a_capture(shapes: Sequence[Shape], replays: int) -> list[str]:
     """Failures of calls that are captured before any like them has run."""
+    multiply()
     failures = []
     for shape in shapes:
         work = shape.work()
@@ -42,6 +50,7 @@ def new_in_a_capture(shapes: Sequence[Shape], replays: int) -> list[str]:
 
 def broken_off(shapes: Sequence[Shape], replays: int) -> list[str]:
     """Failures of calls behind a capture that broke off: eager ones, and captured ones."""
+    multiply()
     failures = []
     for shape in shapes:
         work = shape.work()

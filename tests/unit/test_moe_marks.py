@@ -10,8 +10,7 @@ import torch
 
 from mkernel.ops import moe
 
-HERE: Any = SimpleNamespace(name="here")
-THERE: Any = SimpleNamespace(name="there")
+HERE, THERE = (moe.mark(SimpleNamespace(name=name)) for name in ("here", "there"))  # type: ignore[arg-type]
 
 
 class OnDevice:
@@ -50,6 +49,6 @@ def test_what_is_not_known_is_not_refused() -> None:
 
 
 def test_words_of_a_cpu_have_the_mark() -> None:
-    words = torch.tensor([0, moe.mark(HERE)], dtype=torch.int32)
+    words = torch.tensor([0, HERE], dtype=torch.int32)
     assert not moe.is_foreign(words, HERE)
     assert moe.is_foreign(words, THERE)

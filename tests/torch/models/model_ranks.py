@@ -9,7 +9,7 @@ from typing import Any
 import titan
 import torch
 from groups_in_ranks import TIMEOUT_S, mesh_2x2
-from judged import Found, Judge, counted, shards_of
+from models_judged import Found, Judge, counted, shards_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

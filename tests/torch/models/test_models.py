@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from groups_in_ranks import ranks
-from judged import Found
 from model_ranks import FAULTS, NEW, every_way, llama, seeded, torch_styles, wide
+from models_judged import Found
 from once import once
 from torch import nn
 
