@@ -1,4 +1,4 @@
-"""What a call costs its host: microseconds a call of calls that only queue, and of new row counts.
+"""Measures what a call costs its host: microseconds of calls that only queue, and of new row counts.
 
     python bench/host_time.py [--ranks 2] [--accelerator hopper] [--write]
     python bench/host_time.py --ranks 1 --accelerator nothing       on a CPU: all but the launch
@@ -66,7 +66,7 @@ DRAWN_PART, DRAWN_BLOCK = 10, 50
 """The loop beside torch's collective has a tenth of the row counts, in blocks that take turns."""
 QUEUES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cuStreamW",
           "cuStreamBatch", "cudaEventRecord", "cuEventRecord", "cudaStreamWait")  # fmt: skip
-"""How the driver's functions begin that put something on a stream."""
+"""The beginnings of the names of driver functions that put something on a stream."""
 NOTHING = "nothing_backend:Nothing"
 
 
@@ -201,7 +201,7 @@ class Op:
 
 
 def commands(call: Callable[[], object], calls: int = 10) -> float:
-    """What a call queues by the driver; nan where nothing records that."""
+    """Count what a call queues by the driver; nan where nothing records that."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -61,7 +61,7 @@ SIZES = (
     "8b:8192x1,8b:2048x1,70b:8192x1,8b:512x1,8b:8192x4,8b:16384x1,70b:2048x1,8b:2048x4,8b:4096x1,"
     "70b:8192x4,70b:512x1,70b:16384x1,8b:16x1,70b:16x1"
 )
-"""What matters most comes first: a run that is short of time leaves out the rest."""
+"""The sizes, those that matter most first: a run that is short of time leaves out the rest."""
 MODES = ("eager", "compiled", "graph")
 MODELS = {"torch": MODES, "async": MODES[1:], "nn": MODES, "styles": MODES, "pass": MODES[1:],
           "floor": MODES}  # fmt: skip
@@ -71,9 +71,9 @@ DECODER_TOKENS = 128
 """With fewer, activations are replicated."""
 TURN_S, MOST_CALLS, OP_CALLS = 0.03, 20, 10
 MOST_SKEW = 0.01
-"""Of a turn's time on GPUs: turns in which ranks started farther apart are dropped."""
+"""The share of a turn's time by which ranks on GPUs may start apart; other turns are dropped."""
 LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-"""Of the relative error of a result; twice as much of a gradient, ten times in float32."""
+"""The limit of a result's relative error; a gradient's is twice, in float32 ten times that."""
 GRADIENT_LIMIT = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
 LARGE_TOKENS = 4096
 RECOVERED = {("prefill", False): 0.4, ("prefill", True): 0.65, ("step", False): 0.3,
@@ -81,14 +81,14 @@ RECOVERED = {("prefill", False): 0.4, ("prefill", True): 0.65, ("step", False): 
 """The bars, by measure and whether the size is large; of small ones in CUDA graphs, of large ones
 compiled."""
 LITTLE = 0.05
-"""Where torch is less above the floor, nothing has to be recovered."""
+"""The share of the floor that torch must lie above it before anything has to be recovered."""
 SLOWER, SLOWER_DRAWN, UNLIKE, MEMORY = 1.01, 1.03, 1.03, 1.1
 """The bars of ratios to torch, of ours to each other where compiled, and of a step's peak memory."""
 SEED = 20261129
 
 
 class Size(NamedTuple):
-    """What a row is measured at. ``layers``: None where the width says."""
+    """The size that a row is measured at. ``layers``: None where the width says."""
 
     width: str
     tokens: int

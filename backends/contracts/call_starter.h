@@ -22,8 +22,8 @@ typedef struct {
     double timeout_s; /* limit of every wait of the call */
     uint64_t stream;  /* torch's current stream of the tensors' device; 0 where it has none */
     const uint64_t* addresses; /* of a, b, bias, out, a_scale, b_scale; 0: there is none */
-    void* const* tensors; /* the same as PyObject*, borrowed; None: there is none. A single scale may
-                           * have any number of dimensions */
+    void* const* tensors; /* the same as PyObject*, borrowed, as the launch had them; None: there
+                           * is none */
 } MkernelCall;
 
 typedef enum {

@@ -32,11 +32,10 @@ from mkernel.ops.around import (
 )
 from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, result_dtype, traced_outputs
 from mkernel.ops.plain import plain, untraced
-from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
-from mkernel.world.torch_state import dispatch_modes
 
 OP = GemmOp("all_gather_gemm", gathers=True)
 
@@ -211,25 +210,21 @@ def all_gather_gemm(
 def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
     """Compute the product with one b and keep the gathered A, through torch's dispatcher where torch
     has to see the call."""
-    traced = torch.compiler.is_compiling() or dispatch_modes()
-    if traced:
+    registered, named = called(call.group)
+    if registered is not ops:
         a, b, bias = OP.local(call.a, call.b, call.bias, call.dim, call.group)
         call = call._replace(a=a, b=b, bias=bias)
     a, b, bias, dim, out, out_dtype, gathered, chunk, *_ = call
+    options = {"gather_dim": dim, "chunk": chunk, "group": named}
     into = gathered if isinstance(gathered, Tensor) else None
     given = out if into is None else into
     found: tuple[Tensor, Tensor]
     if given is None:
-        gathers: Any = torch.ops.mkernel if traced else ops
-        group = group_name(call.group) if traced else call.group
-        options = {"gather_dim": dim, "out_dtype": out_dtype, "chunk": chunk, "group": group}
-        found = gathers.all_gather_gemm_gathered(a, b, bias, **options)
+        found = registered.all_gather_gemm_gathered(a, b, bias, out_dtype=out_dtype, **options)
         return found
     if traced_outputs(given, a, b, bias):
         wanted = out_dtype or (None if out is None else out.dtype)
-        c, whole = torch.ops.mkernel.all_gather_gemm_gathered(
-            a, b, bias, gather_dim=dim, out_dtype=wanted, chunk=chunk, group=group_name(call.group)
-        )
+        c, whole = registered.all_gather_gemm_gathered(a, b, bias, out_dtype=wanted, **options)
         if out is not None:
             c = copied_to("out", out, c, dim)
         return c, whole if into is None else copied_to("gathered", into, whole, dim)
@@ -314,13 +309,12 @@ def _several(
             a, b, of_a, of_bs, biases, outs, gathered, gather_dim, out_dtype, fast, chunk, group
         )
         return found
-    traced = torch.compiler.is_compiling() or dispatch_modes()
-    gathers: Any = torch.ops.mkernel if traced else ops
+    gathers, world = called(group)
     options: dict[str, Any] = {
         "gather_dim": gather_dim,
         "out_dtype": out_dtype,
         "chunk": chunk,
-        "group": group_name(group) if traced else group,
+        "group": world,
     }
     given = [] if bias is None else biases
     if scales is None:

@@ -23,13 +23,12 @@ from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.quantised import check_quantise, results_of
-from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
-from mkernel.world.torch_state import dispatch_modes
 from mkernel.world.world import World
 
 _OP = "all_reduce"
@@ -252,14 +251,14 @@ def _through_torch(
     torch has to see the call."""
     given = (x,) if norm is None else (x, norm.weight, norm.residual)
     options: dict[str, Any] = {} if norm is None else {"eps": norm.eps}
-    options |= {"out_dtype": out_dtype, "chunk": chunk, "group": group}
-    traced = torch.compiler.is_compiling() or dispatch_modes()
-    if traced and (out is None or traced_outputs(out, *given)):
-        options["out_dtype"] = out_dtype or (None if out is None else out.dtype)
-        found = _results(torch.ops.mkernel, given, options | {"group": group_name(group)})
-        return found if out is None else (copied_to("out", out, found[0], 0), *found[1:])
+    registered, named = called(group)
+    options |= {"out_dtype": out_dtype, "chunk": chunk, "group": named}
     if out is None:
-        return _results(ops, given, options)
+        return _results(registered, given, options)
+    if traced_outputs(out, *given):
+        options["out_dtype"] = out_dtype or out.dtype
+        found = _results(registered, given, options)
+        return (copied_to("out", out, found[0], 0), *found[1:])
     weight, residual = (None, None) if norm is None else (norm.weight, norm.residual)
     eps = EPS if norm is None else norm.eps
     results: tuple[Tensor, ...] = _INTO(x, weight, residual, out, eps, out_dtype, chunk, group)

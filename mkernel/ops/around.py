@@ -218,8 +218,14 @@ def before(
             launched[name] = _repacked(steps, plan, tensor) if "b" in plan.copies else tensor
         elif name in ("bias", "norm_weight"):
             launched[name] = steps.do(Tensor.contiguous, tensor) if name in plan.copies else tensor
-        elif name.endswith("_scale"):
-            launched[name] = _scale_as_launched(steps, name, tensor, dim)
+        elif name == "gathered_scale":  # rows, whatever the dimension of A
+            launched[name] = tensor
+        elif name in ("a_scale", "b_scale") and tensor.numel() == 1:
+            launched[name] = as_matrix(steps, tensor)
+        elif name == "b_scale":
+            launched[name] = _by_columns(steps, tensor) if name in plan.copies else tensor
+        elif name == "a_scale" and name in plan.copies:
+            launched[name] = steps.do(Tensor.contiguous, as_rows(tensor, dim, steps))
         elif name not in plan.copies:
             launched[name] = as_rows(tensor, dim, steps)
         elif name == "a":
@@ -229,19 +235,6 @@ def before(
             shape = (tensor.numel() // tensor.shape[-1], tensor.shape[-1])
             launched[name] = steps.empty(shape, tensor, tensor.dtype)
     return launched
-
-
-def _scale_as_launched(steps: Steps, name: str, scale: Tensor, dim: int) -> Tensor:
-    made: Tensor = scale
-    if name == "gathered_scale":
-        return made
-    if scale.numel() == 1:
-        made = as_matrix(steps, scale)
-    elif name == "a_scale":
-        made = steps.do(Tensor.contiguous, as_rows(scale, dim, steps))
-    else:
-        made = steps.do(Tensor.t, steps.do(Tensor.contiguous, steps.do(Tensor.t, scale)))
-    return made
 
 
 def after(
@@ -293,6 +286,13 @@ def product(steps: Steps, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
 
 def _repacked(steps: Steps, plan: LaunchPlan, b: Tensor) -> Tensor:
     if plan.b_layout == "column":
-        b = steps.do(Tensor.contiguous, steps.do(Tensor.t, b))
-        return steps.do(Tensor.t, b)  # type: ignore[no-any-return]
-    return steps.do(Tensor.contiguous, b)  # type: ignore[no-any-return]
+        return _by_columns(steps, b)
+    made: Tensor = steps.do(Tensor.contiguous, b)
+    return made
+
+
+def _by_columns(steps: Steps, matrix: Tensor) -> Tensor:
+    """Return a copy whose columns are packed."""
+    packed = steps.do(Tensor.contiguous, steps.do(Tensor.t, matrix))
+    made: Tensor = steps.do(Tensor.t, packed)
+    return made

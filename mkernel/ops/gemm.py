@@ -18,14 +18,13 @@ from mkernel.ops import around, flops, validate
 from mkernel.ops.around import (
     Normed,
     Scaled,
-    as_matrix,
     check_scaled,
     refuse_gradients,
     scale_strides,
 )
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import local, plain, untraced
-from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import (
     RESULTS,
@@ -123,7 +122,6 @@ class Checked:
         dim: of a and out that ranks share, counted from the first.
         lead: sizes of out's other dimensions than its last, ``dim`` first; of a's, ``whole``, as
             gathered.
-        direct: whether the launch takes the caller's tensors as they are, and leaves nothing to do.
     """
 
     plan: LaunchPlan
@@ -131,7 +129,6 @@ class Checked:
     dim: int
     lead: tuple[int, ...]
     whole: tuple[int, ...]
-    direct: bool
 
 
 @dataclass(frozen=True)
@@ -234,11 +231,7 @@ class GemmOp:
         for name, output, sizes, width, output_dtype in outputs:
             if output is not None:
                 _check_output(name, output, sizes, width, output_dtype, dim, device)
-        behind = plan.bias == "after" or (plan.norm is not None and plan.norm.step == "after")
-        single = scales is not None and scales.mode == "tensor"
-        flat = scaled is None or single or scaled.a.dim() == scaled.b.dim() == 2
-        direct = a.dim() == 2 and flat and not plan.copies and not behind
-        return Checked(plan, wanted, dim, lead, whole, direct)
+        return Checked(plan, wanted, dim, lead, whole)
 
     @untraced
     def call(
@@ -266,16 +259,12 @@ class GemmOp:
         if norm is not None and launches_norm:
             tensors |= norm.given
         if scaled is not None:
-            tensors |= {
-                "a_scale": as_matrix(steps, scaled.a),
-                "b_scale": as_matrix(steps, scaled.b),
-            }
+            tensors |= {"a_scale": scaled.a, "b_scale": scaled.b}
         tensors |= outputs
         taken = {name: x for name, x in tensors.items() if launches_norm or name != "residual_out"}
-        launched = taken if known.direct else around.before(steps, plan, taken, dim)
+        launched = around.before(steps, plan, taken, dim)
         record = steps.launch(world, plan, launched, **execution)
-        if not known.direct:
-            around.after(steps, plan, launched, tensors, dim, bias, norm)
+        around.after(steps, plan, launched, tensors, dim, bias, norm)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
             steps.wrote(overwritten)
@@ -284,12 +273,13 @@ class GemmOp:
     def result(self, call: GemmCall) -> Tensor:
         """Run one call, through torch's dispatcher where torch has to see it, and return its output.
         ArgumentError: a tensor beside scales that requires grad; and what :meth:`call` raises."""
-        traced = torch.compiler.is_compiling() or dispatch_modes()
-        if traced:
+        registered, named = called(call.group)
+        if registered is not ops:
             a, b, bias = self.local(call.a, call.b, call.bias, call.dim, call.group)
             call = call._replace(a=a, b=b, bias=bias)
         a, b, bias, dim, out, out_dtype, _, chunk, *_ = call
         options: dict[str, Any] = {} if self.dim is None else {self.dim: dim}
+        options |= {"chunk": chunk, "group": named}
         name, scaled = self.name, call.scaled
         tensors: tuple[Any, ...] = (a, b, bias)
         if scaled is not None:
@@ -297,16 +287,13 @@ class GemmOp:
             refuse_gradients(self.name, a=a, b=b, **given)
             name, tensors = f"{self.name}_scaled", (a, b, scaled.a, scaled.b, bias)
             options["use_fast_accum"] = scaled.use_fast_accum
+        op = getattr(registered, name)
         result: Tensor
-        if traced and (out is None or traced_outputs(out, *tensors)):
-            wanted = out_dtype or (None if out is None else out.dtype)
-            result = getattr(torch.ops.mkernel, name)(
-                *tensors, **options, out_dtype=wanted, chunk=chunk, group=group_name(call.group)
-            )
-            return result if out is None else copied_to("out", out, result, dim)
-        options |= {"out_dtype": out_dtype, "chunk": chunk, "group": call.group}
         if out is None:
-            result = getattr(ops, name)(*tensors, **options)
+            result = op(*tensors, out_dtype=out_dtype, **options)
+        elif traced_outputs(out, *tensors):
+            found = op(*tensors, out_dtype=out_dtype or out.dtype, **options)
+            result = copied_to("out", out, found, dim)
         else:
             of_a, of_b, fast = scaled or (None, None, False)
             result, _ = self.into(

@@ -22,11 +22,10 @@ from mkernel.ops.around import EPS, Normed, scaled
 from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import local
 from mkernel.ops.quantised import check_quantise, results_of
-from mkernel.ops.registration import group_name, native_op, ops, register
+from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
-from mkernel.world.torch_state import dispatch_modes
 
 OP = GemmOp("gemm_all_reduce")
 
@@ -195,9 +194,9 @@ def gemm_all_reduce(
 
 def _normed(call: GemmCall, norm: Normed) -> tuple[Tensor, Tensor]:
     """Compute both results, through torch's dispatcher where torch has to see the call."""
-    traced = torch.compiler.is_compiling() or dispatch_modes()
+    registered, named = called(call.group)
     a, b, bias, residual, weight = call.a, call.b, call.bias, norm.residual, norm.weight
-    if traced:
+    if registered is not ops:
         found = _localised(
             {"a": a, "b": b, "bias": bias, "residual": residual, "norm_weight": weight}
             | {"group": call.group}
@@ -205,15 +204,13 @@ def _normed(call: GemmCall, norm: Normed) -> tuple[Tensor, Tensor]:
         a, b, bias, residual, weight = found.values()
     tensors, out = (a, b, weight, residual, bias), call.out
     options: dict[str, Any] = {"eps": norm.eps, "out_dtype": call.out_dtype, "chunk": call.chunk}
-    if traced and (out is None or traced_outputs(out, *tensors)):
-        options["out_dtype"] = call.out_dtype or (None if out is None else out.dtype)
-        normed, new = torch.ops.mkernel.gemm_all_reduce_norm(
-            *tensors, **options, group=group_name(call.group)
-        )
-        return (normed if out is None else copied_to("out", out, normed, 0)), new
     results: tuple[Tensor, Tensor]
     if out is None:
-        results = ops.gemm_all_reduce_norm(*tensors, **options, group=call.group)
+        results = registered.gemm_all_reduce_norm(*tensors, **options, group=named)
+    elif traced_outputs(out, *tensors):
+        options["out_dtype"] = call.out_dtype or out.dtype
+        normed, new = registered.gemm_all_reduce_norm(*tensors, **options, group=named)
+        results = copied_to("out", out, normed, 0), new
     else:
         results = _INTO(*tensors, out, **options, group=call.group)
     return results

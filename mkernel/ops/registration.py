@@ -204,11 +204,8 @@ def register(
     arguments = op._schema.arguments
     parameters = [each.name for each in arguments]
     positional = sum(not each.kwarg_only for each in arguments)
-    defaults = [each.default_value for each in arguments if each.has_default_value()]
-
-    defaults.append(
-        None
-    )  # the default world, where the user names none; torch's schema has no default
+    # Torch's schema has no default of the group, which comes last; the user's is the default world.
+    defaults = [*(each.default_value for each in arguments if each.has_default_value()), None]
 
     def made(caller: int, **more: Any) -> Op:
         return native_op(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from calls import Work
 from hopper_ranks import Shape
 
 import mkernel
@@ -25,6 +26,17 @@ def captures(call: Callable[[], Any], *, breaks: bool = False) -> torch.cuda.CUD
     return graph
 
 
+def replayed(work: Work, replays: int, what: str) -> list[str]:
+    """Failures of replays of a graph of the work's call, with new inputs before each."""
+    graph, failures = captures(work.call), []
+    for turn in range(1, replays + 1):
+        work.fill(turn)
+        graph.replay()
+        failures += work.failure(turn, what=what)
+    mkernel.synchronize()
+    return failures
+
+
 def multiply() -> None:
     """Let torch make its cuBLAS handle, which it cannot while it captures."""
     one = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
@@ -39,12 +51,7 @@ def new_in_a_capture(shapes: Sequence[Shape], replays: int) -> list[str]:
     for shape in shapes:
         work = shape.work()
         work.fill(0)
-        graph = captures(work.call)
-        for turn in range(1, replays + 1):
-            work.fill(turn)
-            graph.replay()
-            failures += work.failure(turn, what="captured when new")
-        mkernel.synchronize()
+        failures += replayed(work, replays, "captured when new")
     return failures
 
 
@@ -64,10 +71,5 @@ def broken_off(shapes: Sequence[Shape], replays: int) -> list[str]:
             work.fill(turn + 10)
             work.call()
             failures += work.failure(turn + 10, what="behind a broken capture")
-        graph = captures(work.call)
-        for turn in range(1, replays + 1):
-            work.fill(turn)
-            graph.replay()
-            failures += work.failure(turn, what="captured again")
-        mkernel.synchronize()
+        failures += replayed(work, replays, "captured again")
     return failures

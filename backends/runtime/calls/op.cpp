@@ -98,12 +98,11 @@ bool Op::bind(PyObject* const* arguments, std::size_t count, PyObject* names,
     return true;
 }
 
-Answer Op::is_profiled() const {
+bool Op::is_profiled() const {
     static PyObject* const nvtx = PyUnicode_InternFromString("nvtx");
     static PyObject* const enabled = PyUnicode_InternFromString("_is_profiler_enabled");
     const bool heard = PyDict_GetItemWithError(profiling.get(), nvtx) != Py_None;
-    return heard || PyDict_GetItemWithError(profiler.get(), enabled) == Py_True ? Answer::yes
-                                                                                : Answer::no;
+    return heard || PyDict_GetItemWithError(profiler.get(), enabled) == Py_True;
 }
 
 Answer Op::sign_tensor(const CallPath& path, PyObject* tensor, bool grad, bool rows,
@@ -186,7 +185,7 @@ PyObject* Op::call(PyObject* const* arguments, std::size_t count, PyObject* name
         if (keys) return PyObject_Vectorcall(python.get(), arguments, count, names);
         return make(values, signature);
     };
-    if (is_profiled() == Answer::yes) {
+    if (is_profiled()) {
         if (keys) return by_python(nullptr);
         const Reference all = tuple_of(values);
         if (!all) return nullptr;

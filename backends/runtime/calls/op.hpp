@@ -43,8 +43,8 @@ class Op {
     // Fills in arguments by position and name, and defaults. Returns false with a TypeError.
     bool bind(PyObject* const* arguments, std::size_t count, PyObject* names,
               std::vector<PyObject*>& values) const;
-    // Returns yes where a profiler wants to see the call's name.
-    Answer is_profiled() const;
+    // Returns true where a profiler wants to see the call's name.
+    [[nodiscard]] bool is_profiled() const;
     // Signs the call: yes, or no where Python has to look at it.
     Answer sign(const CallPath& path, const std::vector<PyObject*>& values, Signature& signature,
                 Slots& slots, bool& records) const;
