@@ -90,11 +90,14 @@ class Again(NamedTuple):
 
     Attributes:
         starter: a PyCapsule that holds a ``MkernelCallStarter``.
+        tensors: the names of the tensors that it takes, in the order of their addresses; at most 16.
+            Calls that have others are launched as this one was.
         launches: represents every call that a starter of this world started: its ``wait`` returns
             True while none of them is running. One object per world.
     """
 
     starter: object
+    tensors: tuple[str, ...]
     launches: Launch
 
 

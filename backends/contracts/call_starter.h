@@ -14,14 +14,15 @@
 extern "C" {
 #endif
 
-#define MKERNEL_CALL_STARTER "mkernel.call_starter.3"
+#define MKERNEL_CALL_STARTER "mkernel.call_starter.4"
+#define MKERNEL_CALL_TENSORS 16 /* at most, of a starter */
 
 typedef struct {
     uint64_t number;  /* the call's, in its world; refused calls count */
     uint64_t epoch;   /* the call's, in its world; refused calls do not count */
     double timeout_s; /* limit of every wait of the call */
     uint64_t stream;  /* torch's current stream of the tensors' device; 0 where it has none */
-    const uint64_t* addresses; /* of a, b, bias, out, a_scale, b_scale; 0: there is none */
+    const uint64_t* addresses; /* of the tensors that `Again.tensors` names; 0: there is none */
     void* const* tensors; /* the same as PyObject*, borrowed, as the launch had them; None: there
                            * is none */
 } MkernelCall;

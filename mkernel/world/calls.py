@@ -33,10 +33,6 @@ from mkernel.world.torch_state import allocation, native_functions
 _WAIT_SLICE_S = 0.05
 
 
-_STARTED = ("a", "b", "bias", "out", "a_scale", "b_scale")
-"""The tensors of calls that native starters start, in their order (``call_starter.h``)."""
-
-
 class Program(NamedTuple):
     """The steps of a call around its launch (:class:`mkernel.ops.steps.Steps`), by numbers of slots:
     first the caller's tensors, lists unfolded, then what steps made.
@@ -260,9 +256,10 @@ class Calls:
                 before = (*before[:step], made, *before[step + 1 :])
             again = launch.again() if self._queues else None
             names, slots = tuple(program.launched), tuple(program.launched.values())
-            native = again is not None and not program.found and set(names) <= set(_STARTED)
-            if native:
-                names = _STARTED
+            if program.found or (again is not None and not set(names) <= set(again.tensors)):
+                again = None
+            if again is not None:
+                names = again.tensors
                 slots = tuple(program.launched.get(name, -1) for name in names)
             recorded = (
                 program.slots, before, program.after, slots, names,
@@ -272,9 +269,9 @@ class Calls:
                 signature=signature,
                 engine=self.path,
                 program=recorded,
-                starter=again.starter if again is not None and native else None,
+                starter=None if again is None else again.starter,
                 start=start,
-                launches=again.launches if again is not None and native else None,
+                launches=None if again is None else again.launches,
                 key=key,
                 counter=kind.counter,
             )

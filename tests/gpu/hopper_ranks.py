@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import calls
 import torch
 from calls import LATE_S, Tensors, spin
 from few_elements import few_right
 from in_world import DEADLINE_S
-from python_calls import plans
 from torch.distributed import TCPStore
 
 import mkernel
+from mkernel.backends.accelerators.hopper.device_session import DeviceSession
 from mkernel.cases import case_of
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import Case
@@ -49,6 +50,7 @@ class Shape:
     chunk: int | None = None
     norm: str | None = None  # of a sum's rows: "alone", or behind a "residual"
     to: str = "own"  # memory of an all_reduce's result: its own, "x", or "symmetric"
+    gathered: bool = False  # return_gathered
 
     def work(self, seed: int = 0) -> Work:
         """Make its tensors on this rank."""
@@ -159,12 +161,24 @@ class Work(calls.Work):
             return mkernel.all_reduce(given.pop("x"), eps=EPS, **given, **options)
         options |= given | ({"chunk": shape.chunk} if shape.chunk else {})
         options |= {"use_fast_accum": True} if shape.fast else {}
+        options |= {"return_gathered": True} if shape.gathered else {}
         if shape.out_dtype and options.get("out") is None:
             options["out_dtype"] = self.out.dtype
         return getattr(mkernel, shape.op)(options.pop("a"), options.pop("b"), **options)
 
     def _names(self) -> tuple[str, ...]:
+        if self.shape.gathered:
+            return ("out", "gathered")
         return ("out", "residual_out") if self.shape.norm == "residual" else ("out",)
+
+    def wrong(self, turn: int, found: Tensors) -> list[str]:
+        results = {name: each for name, each in found.items() if name != "gathered"}
+        failures = super().wrong(turn, results)
+        if self.shape.gathered:
+            everyone = [self.case.inputs(rank, self.world, turn)["a"] for rank in range(self.world)]
+            if not torch.equal(found["gathered"].float(), torch.cat(everyone).float()):
+                failures.append("other rows were gathered")
+        return failures
 
     def _results(self, found: Any) -> Tensors:
         found = found if isinstance(found, tuple) else (found,)
@@ -207,7 +221,8 @@ def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
     symmetric = [mkernel.empty(tuple(work.out.shape), dtype=work.out.dtype) for work in works]
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     kept = []
-    with plans(of_all=False) as by_python:
+    launch = DeviceSession.launch
+    with mock.patch.object(DeviceSession, "launch", autospec=True, side_effect=launch) as by_python:
         for turn in range(rounds):
             for work, everywhere in zip(works, symmetric, strict=True):
                 work.fill(turn)
@@ -219,16 +234,18 @@ def known(shapes: Sequence[Shape], rounds: int) -> list[str]:
                     with torch.cuda.stream(side):
                         result = work.public()
                     main.wait_stream(side)
-                    result.record_stream(main)
                 else:
                     out = (None, work.out, everywhere)[way]
                     result = work.public(out=out)
-                kept.append((work, turn, result.clone()))
+                results = work._results(result)
+                for each in results.values():
+                    each.record_stream(main)
+                kept.append((work, turn, {name: each.clone() for name, each in results.items()}))
     mkernel.synchronize()
-    failures = [text for work, turn, result in kept for text in work.failure(turn, result, "known")]
+    failures = [text for work, turn, found in kept for text in work.failure(turn, found, "known")]
     first = 3 * len(works)  # a signature each without out, with it, and with it in symmetric memory
-    if len(by_python) != first:
-        failures.append(f"Python made {len(by_python)} calls, of {first} that are new")
+    if by_python.call_count != first:
+        failures.append(f"Python made {by_python.call_count} calls, of {first} that are new")
     return failures
 
 

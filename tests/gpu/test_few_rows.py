@@ -66,7 +66,7 @@ def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
 
 @worlds
 def test_known_calls(world: int) -> None:
-    right(world, hopper_ranks.known, FEW, 24)
+    right(world, hopper_ranks.known, [*FEW, *NORMED, IN_TWO_WAVES], 24)
 
 
 @several

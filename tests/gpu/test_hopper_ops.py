@@ -31,6 +31,17 @@ def test_sums_of_about_as_many_tiles_as_there_are_flags(world: int) -> None:
     right(world, hopper_ranks.of_many_tiles)
 
 
+# Those that return more than a product: gathered rows, pushed by blocks and by copy engines; norms, of
+# few rows and of many.
+MORE = [
+    Shape("all_gather_gemm", 1024, 512, 1024, gathered=True),
+    Shape("all_gather_gemm", 8192, 512, 4096, dtype="float16", gathered=True),
+    Shape("gemm_all_reduce", 64, 1024, 512, bias=True, norm="alone"),
+    Shape("gemm_all_reduce", 512, 1024, 320, layout="column", norm="residual"),
+    Shape("gemm_all_reduce", 2048, 2048, 512, norm="residual"),
+]
+
+
 @worlds
 def test_known_calls(world: int) -> None:
-    right(world, hopper_ranks.known, PRODUCTS, 24)
+    right(world, hopper_ranks.known, [*PRODUCTS, *MORE], 24)

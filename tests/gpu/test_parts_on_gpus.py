@@ -43,6 +43,8 @@ KNOWN = [
     Shape("all_gather_gemm", 1032, 264, 520, layout="column", bias=True),
     Shape("gemm_reduce_scatter", 1032, 776, 512, dtype="float16"),
     Shape("gemm_all_reduce", 1031, 520, 640, bias=True),
+    Shape("all_gather_gemm", 1032, 520, 512, gathered=True),
+    Shape("gemm_all_reduce", 1031, 520, 512, norm="residual"),
 ]
 
 

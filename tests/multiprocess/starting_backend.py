@@ -44,7 +44,7 @@ class NativeStarter(ctypes.Structure):
     ]
 
 
-NAME = b"mkernel.call_starter.3"
+NAME = b"mkernel.call_starter.4"
 NAMES = ("a", "b", "bias", "out", "a_scale", "b_scale")
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
@@ -154,7 +154,7 @@ class Starting(Queueing):
 
         made = NativeStarter(START(start), None, ALIGNMENT)
         self._kept.append(made)
-        return Again(_capsule(ctypes.addressof(made), NAME, None), self.launches)
+        return Again(_capsule(ctypes.addressof(made), NAME, None), NAMES, self.launches)
 
     def _scales(self, a_scale: Any, b_scale: Any) -> dict[str, Any]:
         """As a launch has them: a single one may come without dimensions."""

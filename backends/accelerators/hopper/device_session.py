@@ -19,6 +19,7 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.backends.accelerators.hopper.starters import STARTED, SUMMED
 from mkernel.backends.contracts.accelerator import Again, Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
@@ -268,7 +269,8 @@ class DeviceSession:
         strides: Mapping[str, tuple[int, ...]],
     ) -> Again | None:
         starter = calls.starter(symmetric, strides)
-        return None if starter is None else Again(starter, self._started)
+        names = SUMMED if "x" in strides else STARTED
+        return None if starter is None else Again(starter, names, self._started)
 
 
 def _timer() -> torch.cuda.Event:

@@ -54,8 +54,7 @@ class Executor(Protocol):
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
         """Return the capsule with which native code starts calls whose tensors have these places
-        (``Call.symmetric``) and strides, in the product's view, without a second output; None:
-        there is none."""
+        (``Call.symmetric``) and strides, in the product's view; None: there is none."""
 
 
 FUSED: dict[str, type[Executor]] = {

@@ -42,8 +42,6 @@ struct WorldState {
     bool queues = false;  // calls are left to the device; else each is waited for
 };
 
-constexpr int kStarterTensors = 6;  // a, b, bias, out, a_scale, b_scale
-
 class CallPath;
 
 struct KnownCall {
@@ -122,8 +120,8 @@ class CallPath {
         Reference results;  // what the launch found out, of a call that has ended
         DlDevice device{};
         std::uint64_t stream = 0;
-        std::uint64_t addresses[kStarterTensors] = {};
-        void* tensors[kStarterTensors] = {};
+        std::uint64_t addresses[MKERNEL_CALL_TENSORS] = {};
+        void* tensors[MKERNEL_CALL_TENSORS] = {};
     };
 
     // Queues a call and counts it, in the world's turn. Returns the launch, or the object that stands for it;

@@ -118,9 +118,9 @@ PyObject* learn(PyObject* self, PyObject* arguments, PyObject* keywords) {
             PyCapsule_GetPointer(starter, MKERNEL_CALL_STARTER));
         if (known.starter == nullptr) return nullptr;
         if (known.starter->start == nullptr || known.starter->alignment == 0 ||
-            known.program.launched.size() != kStarterTensors) {
+            known.program.launched.size() > MKERNEL_CALL_TENSORS) {
             PyErr_SetString(PyExc_ValueError,
-                            "starter: no function to start with, alignment 0, or not six tensors");
+                            "starter: no function to start with, alignment 0, or too many tensors");
             return nullptr;
         }
     }

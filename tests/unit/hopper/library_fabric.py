@@ -166,7 +166,7 @@ class Fabric:
         """What native code is to do, likewise."""
         assert device == 0
         names = ("scratch", "scales", "together", "element", "way", "op", "elements", "columns",
-                 "shard_bytes", "scale_bytes", "outs", "outputs")  # fmt: skip
+                 "shard_bytes", "scale_bytes", "outs", "outputs", "sums", "inside")  # fmt: skip
         return product | dict(zip(names, how, strict=True))
 
     def _start(self, call: Any, *what: Any) -> None:

@@ -44,8 +44,8 @@ from mkernel.topology.cost import MailCalls
 SENT = ("send_rows", "gemm_reduce")
 BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
 STARTED = (
-    "FewRowsCalls", "PipelinedGather", "PipelinedReduce", "all_reduce", "reduce_scatter", "copy",
-    "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows",
+    "FewRowsCalls", "GatheredCopies", "PipelinedGather", "PipelinedReduce", "all_reduce",
+    "reduce_scatter", "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows",
     "norm_rows", "push_part", "await_part",
     "sum_parts", *SENT,
 )  # fmt: skip

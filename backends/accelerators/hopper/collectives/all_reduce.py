@@ -26,6 +26,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import SumSchedule
+from mkernel.backends.accelerators.hopper.starters import summed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
@@ -42,6 +43,7 @@ class SumExecutor:
         """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
         not read."""
         made, how = native(), call.plan.part(SumSchedule)
+        self._plan, self._context = call.plan, context
         self._by_mail = how.way == "mail"
         self._world = device_world(call, context)
         self._alone: _hopper.DeviceWorld = made.DeviceWorld(
@@ -89,8 +91,22 @@ class SumExecutor:
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
-    ) -> None:
-        """Return None: native code starts only calls of GEMM ops."""
+    ) -> object:
+        """Return a starter of calls whose ``out`` has the same place."""
+        plan, context, made = self._plan, self._context, native()
+        found: object = made.sum_starter(
+            context.device,
+            context.order,
+            context.control_block,
+            self._together,
+            getattr(made.Element, plan.dtype),
+            plan.summed.m * plan.summed.n,
+            list(symmetric.get("out", ())),
+            self._outputs,
+            summed_rows(plan, plan.part(SumSchedule).blocks),
+            self._by_mail,
+        )
+        return found
 
     def _two_shot(self, call: Call, stream: int) -> None:
         made, x, out = native(), call.tensors["x"], call.tensors["out"]

@@ -29,6 +29,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.gemm import tuning
+from mkernel.backends.accelerators.hopper.gemm.library import scales_of_a_rank
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -36,6 +37,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ReduceSchedule,
     TilingName,
 )
+from mkernel.backends.accelerators.hopper.starters import summed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
@@ -125,6 +127,15 @@ class AllGatherExecutor:
         self._pipelined = made.PipelinedGather(
             context.device, context.order, self._world, self._product, schedule
         )
+        height, width = scales_of_a_rank(plan)
+        self._copies = made.GatheredCopies(
+            context.device,
+            self._world,
+            rows * plan.gemm.k * DTYPE_BYTES[plan.dtype],
+            height * width * DTYPE_BYTES["float32"],
+            getattr(made.Engine, how.gathered_engine),
+            how.gathered_blocks,
+        )
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
@@ -151,18 +162,23 @@ class AllGatherExecutor:
         else:
             self._one_after_the_other(call, operands, tensors, stream)
         operands.deliver(call)
-        self._copy_gathered(call, operands, stream)
+        rows, scales = (
+            0 if whole is None else whole.data_ptr()
+            for whole in map(call.tensors.get, ("gathered", "gathered_scale"))
+        )
+        self._copies.start(number, call.timeout_s, tensors, rows, scales, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Return a starter of calls that have ``out`` only."""
+        """Return a starter of calls."""
         context = self._context
         found: object = native().gather_starter(
             context.device,
             context.order,
             context.control_block,
             self._pipelined,
+            self._copies,
             **pitches(self._plan, strides),
         )
         return found
@@ -187,31 +203,6 @@ class AllGatherExecutor:
                 more["scales"] = made.RowScales(scale.data_ptr(), scale.nbytes)
             made.push_rows(device, world, rows, row_bytes, schedule, stream, **more)
         made.all_gather_gemm(device, world, product, schedule, waits, stream)
-
-    def _copy_gathered(self, call: Call, operands: Operands, stream: int) -> None:
-        """Copy own rows and scales from the call's tensors, and the others' from the workspace,
-        where they stay until all have copied."""
-        ranks, how = call.plan.world_size, call.plan.part(GatherSchedule)
-        rows = call.workspace + native().DATA_OFFSET
-        scales = rows + native().gathered_scales_at(ranks * operands.a.nbytes)
-        wanted = False
-        for name, own, landed in (
-            ("gathered", operands.a, rows),
-            ("gathered_scale", operands.a_scale, scales),
-        ):
-            whole = call.tensors.get(name)
-            if whole is None or own is None:
-                continue
-            wanted = True
-            to, shard = whole.data_ptr(), own.nbytes
-            before = call.rank * shard
-            after = before + shard
-            _copy(to + before, own.data_ptr(), shard, how, stream)
-            _copy(to, landed, before, how, stream)
-            _copy(to + after, landed + after, ranks * shard - after, how, stream)
-        if wanted and ranks > 1:
-            world = self._world.of_call(call_id(call), call.timeout_s)
-            native().rendezvous(self._context.device, world, stream)
 
 
 class ReduceExecutor:
@@ -308,6 +299,7 @@ class ReduceExecutor:
             self._pipelined,
             **pitches(self._plan, strides),
             outs=self._outs(symmetric),
+            sums=summed_rows(self._plan),
         )
         return found
 
@@ -439,14 +431,6 @@ def scaling(plan: LaunchPlan) -> _hopper.Scaling:
     if mode not in by:
         raise ArgumentError("plan.scales.mode", repr(mode), "'tensor' or 'row' on the fused path")
     return by[mode]
-
-
-def _copy(dst: int, src: int, nbytes: int, how: GatherSchedule, stream: int) -> None:
-    """Copy within this GPU. No kernel of the call needs its multiprocessors any more."""
-    if nbytes:
-        made = native()
-        engine = getattr(made.Engine, how.gathered_engine)
-        made.copy(dst, src, nbytes, engine, how.gathered_blocks, stream=stream)
 
 
 def _product(

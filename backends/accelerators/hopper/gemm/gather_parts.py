@@ -84,20 +84,23 @@ class GatherPartsExecutor:
         with self._exchange.of_call(call, stream) as running:
             self._run(running, multiply, a, scale, into, waits_first=call.view == "sequential")
             self._deliver(call, into)
-            self._keep(call, a, scale)
+            self._keep(running, call.tensors.get("gathered"), a, self._rows)
+            self._keep(running, call.tensors.get("gathered_scale"), scale, self._scales)
             running.end()
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Return a starter of calls of 16-bit operands, without ``gathered``, whose products fill
-        ``out``."""
+        """Return a starter of calls of 16-bit operands whose products fill ``out``."""
         plan, shape, dtype = self._plan, self._plan.gemm, self._product
         if plan.scales is not None or self._how.product != plan.out_dtype:
             return None
         told = RecordedCall(plan, self._context, self._exchange.world, strides)
         a = told.tensor("a", (shape.m // plan.world_size, shape.k), dtype)
         self._run(told, told.multiply, a, None, told.tensor("out", (shape.m, shape.n), dtype))
+        if "gathered" in strides:
+            whole = told.tensor("gathered", (shape.m, shape.k), dtype)
+            self._keep(told, whole, a, self._rows)
         told.end()
         return told.starter()
 
@@ -170,16 +173,18 @@ class GatherPartsExecutor:
         else:
             out.copy_(into)
 
-    def _keep(self, call: Call, a: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Copy the gathered rows and scales to the call's tensors, if it has any."""
-        for name, mine, landed in (
-            ("gathered", a, self._rows),
-            ("gathered_scale", scale, self._scales),
-        ):
-            whole = call.tensors.get(name)
-            if whole is None or mine is None or landed is None:
-                continue
-            before, after = self._rank * len(mine), (self._rank + 1) * len(mine)
-            whole[before:after].copy_(mine)
-            whole[:before].copy_(landed[:before])
-            whole[after:].copy_(landed[after:])
+    def _keep(
+        self,
+        running: Exchanges,
+        whole: torch.Tensor | None,
+        mine: torch.Tensor | None,
+        landed: torch.Tensor | None,
+    ) -> None:
+        """Copy own and gathered rows, or their scales, to the call's tensor, if it has one."""
+        if whole is None or mine is None or landed is None:
+            return
+        before, after = self._rank * len(mine), (self._rank + 1) * len(mine)
+        running.copy(mine, whole[before:after])
+        for theirs in (slice(before), slice(after, None)):
+            if len(landed[theirs]):
+                running.copy(landed[theirs], whole[theirs])

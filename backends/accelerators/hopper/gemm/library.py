@@ -38,6 +38,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ProductSchedule,
     ScaledBy,
 )
+from mkernel.backends.accelerators.hopper.starters import summed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
@@ -106,7 +107,9 @@ class LibraryExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Return a starter of calls without ``gathered``."""
+        """Return a starter of calls; None where other ranks write to ``gathered``."""
+        if "gathered" in symmetric:
+            return None
         plan, context, made = self._plan, self._context, native()
         dtype = torch_dtype(plan.dtype)
         height, width = scales_of_a_rank(plan)
@@ -136,6 +139,8 @@ class LibraryExecutor:
             height * width * DTYPE_BYTES["float32"],
             outs,
             self._outputs,
+            summed_rows(plan, collective_blocks(context) // 2),  # one a multiprocessor
+            self._normalises,
         )
         return found
 

@@ -140,8 +140,8 @@ class Exchanges(Protocol):
     ) -> None:
         """Add packed rows, in that order, and a bias; ``ends``: the sum also ends the call."""
 
-    def copy(self, landed: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy rows that have arrived to their place in the call's ``out``."""
+    def copy(self, rows: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy packed rows to their place in a tensor of the call."""
 
     def join(self) -> None:
         """Make the call's stream wait until everything is sent. To be called once."""
@@ -211,8 +211,8 @@ class Running(Exchanges):
             self._plan.gemm.n,
         )
 
-    def copy(self, landed: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(landed)
+    def copy(self, rows: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(rows)
 
     def join(self) -> None:
         if self._forked:

@@ -55,7 +55,7 @@ class RecordedCall(Exchanges):
         dtype: torch.dtype,
         strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return a stand-in for ``a`` or ``out`` of each call, or for ``partial``; packed unless
+        """Return a stand-in for a tensor of each call, or for ``partial``; packed unless
         ``strides`` is given."""
         made = torch.empty_strided(
             shape, tuple(strides or (shape[1], 1)), dtype=dtype, device="meta"
@@ -104,8 +104,12 @@ class RecordedCall(Exchanges):
         places = [self._place(each) for each in parts]
         self._program.sum(places, out.numel(), self._place(out), ends)
 
-    def copy(self, landed: torch.Tensor, out: torch.Tensor) -> None:
-        self._program.copy(landed.data_ptr(), self._place(out)[1], out.nbytes)
+    def copy(self, rows: torch.Tensor, into: torch.Tensor) -> None:
+        self._program.copy(self._place(rows), self._place(into), into.nbytes)
+
+    def normalise(self, sums: _hopper.SummedRows) -> None:
+        """Record the norm of the call's ``out``, if there is one."""
+        self._program.normalise(sums)
 
     def join(self) -> None:
         self._program.join()

@@ -15,8 +15,21 @@
 
 namespace mkernel::hopper {
 
-// A GEMM op's tensors in a call; there may be no bias, and no scales.
-enum : int { kA, kB, kBias, kOut, kAScale, kBScale };
+// The tensors of a call, as STARTED of gemm/starters.py names them; a call has some of them. AllReduce's x is
+// kA.
+enum : int {
+    kA,
+    kB,
+    kBias,
+    kOut,
+    kAScale,
+    kBScale,
+    kGathered,
+    kGatheredScale,
+    kNormWeight,
+    kResidual,
+    kResidualOut,
+};
 
 class CallStarter {
   public:

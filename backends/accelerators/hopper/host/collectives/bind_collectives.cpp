@@ -2,12 +2,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
+#include "backends/accelerators/hopper/host/call_starter.hpp"
+#include "backends/accelerators/hopper/host/collectives/landing.hpp"
+#include "backends/accelerators/hopper/host/collectives/summed_rows.hpp"
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/kernels/collectives/collectives.hpp"
 #include "backends/accelerators/hopper/kernels/collectives/sum_rows.hpp"
@@ -29,6 +35,14 @@ Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std
             .staging_bytes = staging_bytes,
             .blocks = blocks,
             .by_mail = by_mail};
+}
+
+Collective of_call(Collective call, std::uint32_t number, double timeout_s,
+                   const Landings& landings) {
+    call.landings = landings;
+    call.limits.call = number;
+    call.limits.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
+    return call;
 }
 
 // One address: the rank's own; as many as ranks: symmetric.
@@ -68,6 +82,8 @@ void bind_sum_rows(py::module_& module) {
     py::class_<RowsOfSums>(module, "RowsOfSums")
         .def(py::init(&rows_of_sums), py::kw_only(), "source"_a = 0, "out"_a = 0, "rows"_a,
              "columns"_a, "half"_a, "blocks"_a, "norm"_a = RowNorm{});
+    py::class_<SummedRows>(module, "SummedRows")
+        .def(py::init<RowsOfSums, std::optional<float>>(), "rows"_a, "eps"_a = py::none());
     module.attr("MOST_NORMED_COLUMNS") = kMostNormedColumns;
     module.def("check_sum_rows", &check_sum_rows, "world"_a, "sums"_a);
     const auto released = py::call_guard<py::gil_scoped_release>();
@@ -85,6 +101,51 @@ void bind_sum_rows(py::module_& module) {
         "sums"_a, "stream"_a, released);
 }
 
+// The starter of AllReduce's calls. `by_mail`: one kernel sums and normalises the rows; otherwise a collective sums
+// them, into the `outs` of all ranks if these are symmetric.
+class SumStarter final : public CallStarter {
+  public:
+    SumStarter(int device, py::object order, py::object control, Collective together,
+               collectives::Element element, std::uint64_t elements, const Outs& outs,
+               const Outputs& outputs, SummedRows sums, bool by_mail)
+        : CallStarter(device, std::move(order), std::move(control)),
+          together_(together),
+          element_(element),
+          elements_(elements),
+          outs_(outs),
+          outputs_(outputs),
+          sums_(sums),
+          by_mail_(by_mail) {}
+
+  private:
+    void queue(const MkernelCall& call) override {
+        const py::gil_scoped_release released;
+        const cudaStream_t stream = cuda::stream_at(call.stream);
+        const void* const x = source(call.addresses[kA]);
+        Collective together = of_call(together_, call_number(call), call.timeout_s,
+                                      outputs_.landings(call.addresses[kOut]));
+        if (by_mail_) {
+            sum_rows(together.workspace, together.limits, sums_.of(call, x), stream);
+            return;
+        }
+        Outs outs = outs_;
+        if (!outs.symmetric) {
+            outs.at[together.workspace.rank] = reinterpret_cast<void*>(call.addresses[kOut]);
+        }
+        collectives::all_reduce(together, element_, x, elements_, outs, collectives::Way::two_shot,
+                                {}, stream);
+        sums_.normalise(call, stream);
+    }
+
+    Collective together_;
+    collectives::Element element_;
+    std::uint64_t elements_;
+    Outs outs_;
+    Outputs outputs_;
+    SummedRows sums_;
+    bool by_mail_;
+};
+
 }  // namespace
 
 void bind_collectives(py::module_& module) {
@@ -100,15 +161,7 @@ void bind_collectives(py::module_& module) {
     py::class_<Collective>(module, "Collective")
         .def(py::init(&collective), "world"_a, "staging_bytes"_a, "staging"_a = 0, "blocks"_a = 0,
              "by_mail"_a = false)
-        .def(
-            "of_call",
-            [](Collective call, std::uint32_t number, double timeout_s, const Landings& landings) {
-                call.landings = landings;
-                call.limits.call = number;
-                call.limits.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
-                return call;
-            },
-            "number"_a, "timeout_s"_a, "landings"_a = Landings{});
+        .def("of_call", &of_call, "number"_a, "timeout_s"_a, "landings"_a = Landings{});
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a, "beside_bytes"_a = 0);
@@ -149,6 +202,17 @@ void bind_collectives(py::module_& module) {
         },
         "call"_a, "element"_a, "src"_a, "elements"_a, "out"_a, "way"_a, "stream"_a, "bias"_a = 0,
         "columns"_a = 0, released);
+    module.def(
+        "sum_starter",
+        [](int device, py::object order, py::object control, const Collective& together,
+           Element element, std::uint64_t elements, const std::vector<std::uint64_t>& out,
+           const Outputs& outputs, const SummedRows& sums, bool by_mail) {
+            return CallStarter::capsule(std::make_unique<SumStarter>(
+                device, std::move(order), std::move(control), together, element, elements,
+                out.empty() ? Outs{} : outs(together, out), outputs, sums, by_mail));
+        },
+        "device"_a, "order"_a, "control"_a, "together"_a, "element"_a, "elements"_a, "outs"_a,
+        "outputs"_a, "sums"_a, "by_mail"_a);
 }
 
 }  // namespace mkernel::hopper

@@ -15,6 +15,7 @@
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
 #include "backends/accelerators/hopper/host/collectives/landing.hpp"
+#include "backends/accelerators/hopper/host/collectives/summed_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm/library_product.hpp"
 #include "backends/accelerators/hopper/kernels/collectives/collectives.hpp"
 
@@ -40,6 +41,8 @@ struct LibraryPlan {
     std::uint64_t between_bytes;             // of all rows of `a`, or of the product's results
     collectives::Outs outs;
     Outputs outputs;
+    SummedRows sums;
+    bool inside;  // rows are summed and normalised by one kernel
 };
 
 // `scratch()` is a tensor between the two, where the product has no room for it, `scales()` one for gathered
@@ -59,8 +62,13 @@ class LibraryStarter final : public CallStarter {
     void queue(const MkernelCall& call) override {
         const py::handle a = tensor_of(call, kA), own = tensor_of(call, kAScale);
         const py::handle bias = tensor_of(call, kBias), out = tensor_of(call, kOut);
+        const py::handle gathered = tensor_of(call, kGathered);
+        const py::handle gathered_scale = tensor_of(call, kGatheredScale);
         if (plan_.together.workspace.world == 1) {
+            if (!gathered.is_none()) gathered.attr("copy_")(a);
+            if (!gathered_scale.is_none()) gathered_scale.attr("copy_")(own);
             product_->multiply(call, a, own, bias, out);
+            normalise(call);
             return;
         }
         plan_.together.limits.call = call_number(call);
@@ -68,11 +76,14 @@ class LibraryStarter final : public CallStarter {
         plan_.together.landings = plan_.outputs.landings(call.addresses[kOut]);
         const bool by_address =
             (bias.is_none() || !plan_.gathers) && product_->takes_addresses(rows());
-        const std::uint64_t room = by_address ? product_->room(plan_.between_bytes) : 0;
-        const py::object between = room == 0 ? scratch_() : py::object(py::none());
+        const std::uint64_t room =
+            by_address && gathered.is_none() ? product_->room(plan_.between_bytes) : 0;
+        py::object between = py::none();
+        if (room == 0) between = gathered.is_none() ? scratch_() : borrowed(gathered);
         const std::uint64_t at = room == 0 ? address_of(between) : room;
         if (plan_.gathers) {
-            const py::object scales = scales_ ? (*scales_)() : py::object(py::none());
+            py::object scales = borrowed(gathered_scale);
+            if (scales_ && scales.is_none()) scales = (*scales_)();
             gather(call, pointer_to(at), scales_ ? pointer_to(address_of(scales)) : nullptr);
             if (by_address) {
                 product_->multiply_at(call, at, rows(), call.addresses[kOut]);
@@ -87,6 +98,16 @@ class LibraryStarter final : public CallStarter {
             product_->multiply(call, a, own, py::none(), between);
         }
         sum(call, pointer_to(at));
+        if (!plan_.inside) normalise(call);
+    }
+
+    static py::object borrowed(py::handle tensor) {
+        return py::reinterpret_borrow<py::object>(tensor);
+    }
+
+    void normalise(const MkernelCall& call) const {
+        const py::gil_scoped_release released;
+        plan_.sums.normalise(call, cuda::stream_at(call.stream));
     }
 
     [[nodiscard]] std::int64_t rows() const {
@@ -110,6 +131,10 @@ class LibraryStarter final : public CallStarter {
                                      plan_.columns};
         const cudaStream_t stream = cuda::stream_at(call.stream);
         const py::gil_scoped_release released;
+        if (plan_.inside) {
+            sum_rows(together.workspace, together.limits, plan_.sums.of(call, partials), stream);
+            return;
+        }
         if (plan_.scatters) {
             const std::uint64_t part = plan_.elements / together.workspace.world;
             collectives::reduce_scatter(together, plan_.element, partials, part, out, bias, stream);
@@ -131,7 +156,7 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
                          collectives::Way way, const std::string& op, std::uint64_t elements,
                          std::uint32_t columns, std::uint64_t shard_bytes,
                          std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs,
-                         const Outputs& outputs) {
+                         const Outputs& outputs, const SummedRows& sums, bool inside) {
     if (!outs.empty() && outs.size() != static_cast<std::size_t>(together.workspace.world)) {
         throw py::value_error("outs: none, or one address a rank");
     }
@@ -148,7 +173,9 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
                      scale_bytes,
                      gathers ? ranks * shard_bytes : elements * collectives::source_bytes(element),
                      {},
-                     outputs};
+                     outputs,
+                     sums,
+                     inside};
     plan.outs.symmetric = !outs.empty();
     std::ranges::transform(outs, plan.outs.at,
                            [](std::uint64_t at) { return reinterpret_cast<void*>(at); });
@@ -166,16 +193,16 @@ void bind_library_starter(py::module_& module) {
            collectives::Element element, collectives::Way way, const std::string& op,
            std::uint64_t elements, std::uint32_t columns, std::uint64_t shard_bytes,
            std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs,
-           const Outputs& outputs) {
+           const Outputs& outputs, const SummedRows& sums, bool inside) {
             return CallStarter::capsule(std::make_unique<LibraryStarter>(
                 device, std::move(order), std::move(control), std::move(product),
                 allocation(scratch).value(), allocation(scales),
                 library_plan(together, element, way, op, elements, columns, shard_bytes,
-                             scale_bytes, outs, outputs)));
+                             scale_bytes, outs, outputs, sums, inside)));
         },
         "device"_a, "order"_a, "control"_a, "product"_a, "scratch"_a, "scales"_a, "together"_a,
         "element"_a, "way"_a, "op"_a, "elements"_a, "columns"_a, "shard_bytes"_a, "scale_bytes"_a,
-        "outs"_a, "outputs"_a);
+        "outs"_a, "outputs"_a, "sums"_a, "inside"_a);
 }
 
 }  // namespace mkernel::hopper

@@ -14,6 +14,7 @@
 #include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
+#include "backends/accelerators/hopper/host/collectives/summed_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm/library_product.hpp"
 #include "backends/accelerators/hopper/host/gemm/parts.hpp"
 #include "backends/accelerators/hopper/kernels/attention/parts.hpp"
@@ -27,7 +28,7 @@ namespace mkernel::hopper {
 namespace {
 
 // An offset in bytes into a tensor of the call, or, with `here`, an address.
-enum class Base : std::uint8_t { here, a, partial, out };
+enum class Base : std::uint8_t { here, a, partial, out, gathered };
 struct Place {
     Base base;
     std::uint64_t offset;
@@ -59,9 +60,13 @@ struct Sum {
     bool ends;
 };
 struct Copy {
-    std::uint64_t from, to, nbytes;
+    Place from, to;
+    std::uint64_t nbytes;
 };
-using Step = std::variant<Fork, Join, End, Push, Wait, Multiply, Sum, Copy>;
+struct Normalise {
+    SummedRows sums;
+};
+using Step = std::variant<Fork, Join, End, Push, Wait, Multiply, Sum, Copy, Normalise>;
 
 // The steps that all calls of a plan share. `partial`: makes the partial results, where products go there and
 // not to the call's out.
@@ -79,7 +84,8 @@ Base base_of(const std::string& name) {
     if (name == "a") return Base::a;
     if (name == "partial") return Base::partial;
     if (name == "out") return Base::out;
-    throw py::value_error("a place in '" + name + "'; one of: here, a, partial, out");
+    if (name == "gathered") return Base::gathered;
+    throw py::value_error("a place in '" + name + "'; one of: here, a, partial, out, gathered");
 }
 
 py::object rows_of(py::handle tensor, std::int64_t first, std::int64_t count) {
@@ -96,6 +102,7 @@ class RunningParts {
         if (program.partial) partial_ = (*program.partial)();
         at_[static_cast<int>(Base::a)] = call.addresses[kA];
         at_[static_cast<int>(Base::out)] = call.addresses[kOut];
+        at_[static_cast<int>(Base::gathered)] = call.addresses[kGathered];
         if (program.partial) at_[static_cast<int>(Base::partial)] = address_of(partial_);
     }
 
@@ -160,10 +167,14 @@ class RunningParts {
     }
     void take(const Copy& step) {
         const py::gil_scoped_release released;
-        cuda::check(cudaMemcpyAsync(reinterpret_cast<void*>(call_.addresses[kOut] + step.to),
-                                    reinterpret_cast<const void*>(step.from), step.nbytes,
+        cuda::check(cudaMemcpyAsync(reinterpret_cast<void*>(address(step.to)),
+                                    reinterpret_cast<const void*>(address(step.from)), step.nbytes,
                                     cudaMemcpyDeviceToDevice, stream()),
-                    "copying rows of a sum");
+                    "copying rows");
+    }
+    void take(const Normalise& step) {
+        const py::gil_scoped_release released;
+        step.sums.normalise(call_, stream());
     }
 
     [[nodiscard]] std::uint64_t address(const Place& place) const {
@@ -176,7 +187,7 @@ class RunningParts {
     CallOrder& order_;
     DeviceWorld world_;
     py::object partial_ = py::none();
-    std::uint64_t at_[4] = {};  // by Base
+    std::uint64_t at_[5] = {};  // by Base
     std::uint64_t copies_ = 0;
     bool forked_ = false;
 };
@@ -244,10 +255,16 @@ void bind_parts_starter(py::module_& module) {
             "parts"_a, "elements"_a, "out"_a, "ends"_a)
         .def(
             "copy",
-            [](PartsProgram& program, std::uint64_t from, std::uint64_t to, std::uint64_t nbytes) {
-                program.steps.emplace_back(Copy{from, to, nbytes});
+            [place](PartsProgram& program, const Pair& from, const Pair& to, std::uint64_t nbytes) {
+                program.steps.emplace_back(Copy{place(from), place(to), nbytes});
             },
-            "from_"_a, "to"_a, "nbytes"_a);
+            "from_"_a, "to"_a, "nbytes"_a)
+        .def(
+            "normalise",
+            [](PartsProgram& program, const SummedRows& sums) {
+                program.steps.emplace_back(Normalise{sums});
+            },
+            "sums"_a);
     module.def(
         "parts_starter",
         [](int device, py::object order, py::object control, const PartsProgram& program) {

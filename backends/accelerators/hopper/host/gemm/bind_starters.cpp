@@ -7,9 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_starter.hpp"
+#include "backends/accelerators/hopper/host/collectives/summed_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm/few_rows.hpp"
+#include "backends/accelerators/hopper/host/gemm/gathered_copies.hpp"
 #include "backends/accelerators/hopper/host/gemm/pipelined.hpp"
 
 namespace py = pybind11;
@@ -31,78 +34,129 @@ struct Pitches {
     }
 };
 
-// The starter of calls that differ in their tensors' addresses alone: PipelinedGather, FewRowsCalls.
-template <class Calls>
-class TensorStarter final : public CallStarter {
+// `copies`: of the rows, for calls that return them.
+class GatherStarter final : public CallStarter {
   public:
-    TensorStarter(int device, py::object order, py::object control, py::object calls,
-                  Pitches pitches)
+    GatherStarter(int device, py::object order, py::object control, py::object calls,
+                  py::object copies, Pitches pitches)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
-          calls_(kept_.cast<Calls&>()),
+          kept_copies_(std::move(copies)),
+          calls_(kept_.cast<PipelinedGather&>()),
+          copies_(kept_copies_.cast<GatheredCopies&>()),
           pitches_(pitches) {}
 
   private:
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release
             released;  // the launch may wait for room in the device's queue
-        calls_.start(pitches_.call_once(call));
+        const CallOnce once = pitches_.call_once(call);
+        calls_.start(once);
+        copies_.start(once, call.addresses[kGathered], call.addresses[kGatheredScale]);
+    }
+
+    py::object kept_, kept_copies_;
+    PipelinedGather& calls_;
+    GatheredCopies& copies_;
+    Pitches pitches_;
+};
+
+// `inside`: the kernel normalises its sums; otherwise a kernel after it does, if there is a norm.
+class FewRowsStarter final : public CallStarter {
+  public:
+    FewRowsStarter(int device, py::object order, py::object control, py::object calls,
+                   Pitches pitches, SummedRows sums, bool inside)
+        : CallStarter(device, std::move(order), std::move(control)),
+          kept_(std::move(calls)),
+          calls_(kept_.cast<FewRowsCalls&>()),
+          pitches_(pitches),
+          sums_(sums),
+          inside_(inside) {}
+
+  private:
+    void queue(const MkernelCall& call) override {
+        const py::gil_scoped_release released;
+        calls_.start(pitches_.call_once(call), inside_ ? sums_.norm(call) : RowNorm{});
+        if (!inside_) sums_.normalise(call, cuda::stream_at(call.stream));
     }
 
     py::object kept_;
-    Calls& calls_;
+    FewRowsCalls& calls_;
     Pitches pitches_;
+    SummedRows sums_;
+    bool inside_;
 };
 
 class ReduceStarter final : public CallStarter {
   public:
     ReduceStarter(int device, py::object order, py::object control, py::object calls,
-                  Pitches pitches, std::vector<std::uint64_t> outs)
+                  Pitches pitches, std::vector<std::uint64_t> outs, SummedRows sums)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
           calls_(kept_.cast<PipelinedReduce&>()),
           pitches_(pitches),
-          outs_(std::move(outs)) {}
+          outs_(std::move(outs)),
+          sums_(sums) {}
 
   private:
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release released;
         calls_.start(pitches_.call_once(call), outs_);
+        sums_.normalise(call, cuda::stream_at(call.stream));
     }
 
     py::object kept_;
     PipelinedReduce& calls_;
     Pitches pitches_;
     std::vector<std::uint64_t> outs_;
+    SummedRows sums_;
 };
-
-template <class Calls>
-void def_tensor_starter(py::module_& module, const char* name) {
-    module.def(
-        name,
-        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
-           std::int64_t b_pitch) {
-            return CallStarter::capsule(std::make_unique<TensorStarter<Calls>>(
-                device, std::move(order), std::move(control), std::move(calls),
-                Pitches{a_pitch, b_pitch}));
-        },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a);
-}
 
 }  // namespace
 
 void bind_starters(py::module_& module) {
-    def_tensor_starter<PipelinedGather>(module, "gather_starter");
-    def_tensor_starter<FewRowsCalls>(module, "few_rows_starter");
+    py::class_<GatheredCopies>(module, "GatheredCopies")
+        .def(py::init<int, DeviceWorld, std::uint64_t, std::uint64_t, transfer::Engine,
+                      std::uint32_t>(),
+             "device"_a, "world"_a, "row_bytes"_a, "scale_bytes"_a, "engine"_a, "blocks"_a)
+        .def(
+            "start",
+            [](GatheredCopies& copies, std::uint32_t number, double timeout_s,
+               const GemmTensors& tensors, std::uint64_t rows, std::uint64_t scales,
+               std::uint64_t stream) {
+                copies.start({number, timeout_s, tensors, stream}, rows, scales);
+            },
+            "number"_a, "timeout_s"_a, "tensors"_a, "rows"_a, "scales"_a, "stream"_a,
+            py::call_guard<py::gil_scoped_release>());
+    module.def(
+        "gather_starter",
+        [](int device, py::object order, py::object control, py::object calls, py::object copies,
+           std::int64_t a_pitch, std::int64_t b_pitch) {
+            return CallStarter::capsule(std::make_unique<GatherStarter>(
+                device, std::move(order), std::move(control), std::move(calls), std::move(copies),
+                Pitches{a_pitch, b_pitch}));
+        },
+        "device"_a, "order"_a, "control"_a, "calls"_a, "copies"_a, "a_pitch"_a, "b_pitch"_a);
+    module.def(
+        "few_rows_starter",
+        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
+           std::int64_t b_pitch, const SummedRows& sums, bool inside) {
+            return CallStarter::capsule(std::make_unique<FewRowsStarter>(
+                device, std::move(order), std::move(control), std::move(calls),
+                Pitches{a_pitch, b_pitch}, sums, inside));
+        },
+        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "sums"_a,
+        "inside"_a);
     module.def(
         "reduce_starter",
         [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
-           std::int64_t b_pitch, std::vector<std::uint64_t> outs) {
+           std::int64_t b_pitch, std::vector<std::uint64_t> outs, const SummedRows& sums) {
             return CallStarter::capsule(std::make_unique<ReduceStarter>(
                 device, std::move(order), std::move(control), std::move(calls),
-                Pitches{a_pitch, b_pitch}, std::move(outs)));
+                Pitches{a_pitch, b_pitch}, std::move(outs), sums));
         },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "outs"_a);
+        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "outs"_a,
+        "sums"_a);
 }
 
 }  // namespace mkernel::hopper

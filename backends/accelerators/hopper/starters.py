@@ -1,0 +1,31 @@
+"""What native starters of calls take from Python: their tensors, and a plan's sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mkernel.backends.accelerators.hopper.collectives.norm import rows_of
+from mkernel.backends.accelerators.hopper.native import native
+from mkernel.plan.model import LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.hopper import _hopper
+
+STARTED = (
+    "a", "b", "bias", "out", "a_scale", "b_scale", "gathered", "gathered_scale", "norm_weight",
+    "residual", "residual_out",
+)  # fmt: skip
+"""The tensors that starters take, in the order of their addresses (``host/call_starter.hpp``)."""
+
+SUMMED = ("x", *STARTED[1:])
+"""Those of AllReduce."""
+
+
+def summed_rows(plan: LaunchPlan, blocks: int = 0) -> _hopper.SummedRows:
+    """Return the rows that a plan sums, and their norm if the launch has one. ``blocks``: of the
+    kernel that sums them by mail."""
+    norm = plan.norm if plan.norm is not None and plan.norm.step == "launch" else None
+    made: _hopper.SummedRows = native().SummedRows(
+        rows_of(plan, blocks), None if norm is None else norm.eps
+    )
+    return made
