@@ -162,6 +162,7 @@ class Work(calls.Work):
         options |= given | ({"chunk": shape.chunk} if shape.chunk else {})
         options |= {"use_fast_accum": True} if shape.fast else {}
         options |= {"return_gathered": True} if shape.gathered else {}
+        options |= {"eps": self.case.eps} if shape.norm else {}
         if shape.out_dtype and options.get("out") is None:
             options["out_dtype"] = self.out.dtype
         return getattr(mkernel, shape.op)(options.pop("a"), options.pop("b"), **options)
