@@ -11,6 +11,8 @@ from mkernel.backends.contracts.memory import Workspace
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 
+TENSORS = ("a", "b", "bias", "out", "a_scale", "b_scale", "gathered", "gathered_scale", "x")
+
 
 class _Starter(ctypes.Structure):
     """``MkernelCallStarter`` of ``backends/contracts/call_starter.h``."""
@@ -36,7 +38,9 @@ class Ended(Launch):
         return True
 
     def again(self) -> Again:
-        return Again(_capsule(ctypes.addressof(_STARTER), b"mkernel.call_starter.3", None), self)
+        return Again(
+            _capsule(ctypes.addressof(_STARTER), b"mkernel.call_starter.4", None), TENSORS, self
+        )
 
 
 _ENDED = Ended()

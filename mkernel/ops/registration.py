@@ -166,6 +166,8 @@ _LIBRARY = torch.library.Library("mkernel", "FRAGMENT")  # type: ignore[no-untyp
 ops = SimpleNamespace()
 """The ops by their names, as the package calls them outside of compiled functions: like
 ``torch.ops.mkernel``, and faster where torch need not see the call."""
+_KERNELS = SimpleNamespace()
+torch.ops.mkernel.__dict__["kernels"] = _KERNELS  # as Inductor's code names it
 _ORDERED = getattr(effects, "EffectType", None) or effects._EffectType  # the name before torch 2.9
 # Before torch 2.7 compilers keep no more than the order of strides.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -217,6 +219,7 @@ def register(
     differentiable = save is not None and backward is not None
     if communicates:
         _LIBRARY.impl(name, made(TORCH), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        setattr(_KERNELS, name, made(TORCH, registered=registered))
         quick = made(USER, registered=registered, local=local)
     if communicates and differentiable:
         # What torch itself would register: it sees to what is not just computed.

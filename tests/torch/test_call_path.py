@@ -13,6 +13,9 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mkernel
 from mkernel.ops import gemm_all_reduce
@@ -150,3 +153,49 @@ def test_calls_that_python_makes_are_noticed() -> None:
     for launches, before in on_ranks(unlearned):
         assert launches == 0
         assert "Calls._run" in before
+
+
+class Seen(TorchDispatchMode):
+    """The ops that torch's dispatcher shows a mode, of compiled functions too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(op))
+        return op(*args, **kwargs or {})
+
+
+def by_inductor() -> tuple[bool, list[str], list[str], float]:
+    """Whether Inductor's code calls an op's kernel, what a mode and a profiler see of that call, and
+    how far its result is off."""
+    group = mkernel.world().name
+    a, b = torch.randn(M, K), torch.randn(K, N)
+
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        return torch.ops.mkernel.gemm_all_reduce(a, b, group=group).relu()
+
+    compiled = torch.compile(program, fullgraph=True)
+    found, (code, *_) = run_and_get_code(compiled, a, b)
+    with Seen() as seen:
+        again = compiled(a, b)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        compiled(a, b)
+    ranges = [event.key for event in profiled.key_averages() if "gemm_all_reduce" in event.key]
+    direct = "torch.ops.mkernel.kernels.gemm_all_reduce(" in code
+    wanted = program(a, b)
+    off = max(float((each - wanted).abs().max()) for each in (found, again))
+    return direct, [name for name in seen.names if "mkernel" in name], ranges, off
+
+
+def test_inductors_code_calls_kernels_and_hides_nothing() -> None:
+    for direct, seen, ranges, off in on_ranks(by_inductor):
+        assert direct
+        assert seen == ["mkernel.gemm_all_reduce.default"]
+        assert ranges == ["mkernel.gemm_all_reduce"]
+        assert off == 0.0
