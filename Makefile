@@ -64,7 +64,7 @@ test-python: $(VENV)/.installed $(VENV)/.example
 test-native: $(VENV)/.installed
 	$(CTEST)
 
-# Runs what takes too long for CI, in an hour at most; the summary goes to bench/results/test_long.json.
+# Runs what takes too long for CI, in an hour and a half at most; the summary goes to bench/results/test_long.json.
 test-long: $(VENV)/.installed
 	PYTHONPATH=tests python -m campaigns.long_form
 

@@ -1,4 +1,5 @@
-"""The tests that take too long for CI, one after another, in an hour at most: ``make test-long``.
+"""The tests that take too long for CI, one after another, in an hour and a half at
+most: ``make test-long``.
 
 The summary goes to ``bench/results/test_long.json``: commit, and of each step its command, seconds and
 whether it passed. A step that takes longer than it may is ended and has failed.
@@ -34,8 +35,12 @@ STEPS: tuple[tuple[str, int], ...] = (
     ("python tests/fuzz/run.py --seconds 120", 240),
     ("python tests/mutation/mutate.py planner --sample 5", 150),
     ("make kernels", 600),
+    *(
+        (f"python tests/other_torch.py {version}", 450)
+        for version in ("2.6.0", "2.9.1", "2.10.0", "newest")
+    ),
 )
-"""Commands, and the most seconds that each may take: an hour together."""
+"""Commands, and the most seconds that each may take: an hour and a half together."""
 
 
 def run(command: str, most_s: float) -> dict[str, Any]:
