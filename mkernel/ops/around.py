@@ -194,16 +194,26 @@ def as_rows(x: Tensor, dim: int, steps: Steps | None = None) -> Tensor:
     return made
 
 
-def from_rows(steps: Steps, rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
-    """Return a packed matrix [rows, N] as the view [.., N] whose rows it holds.
+def shaped(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
+    """Return what is packed with ``dim`` outermost as the view [.., N] whose rows it holds. Where one
+    sequence is all of a batch, the view has the strides of a contiguous tensor: torch's compiler
+    compares those of dimensions of one element too, and would copy.
 
     Args:
         lead: the sizes of the other dimensions, ``dim`` first.
     """
+    before, after = lead[1 : dim + 1], lead[dim + 1 :]
+    if all(isinstance(size, int) and size == 1 for size in before):
+        return rows.view(*before, lead[0], *after, rows.shape[-1])
+    return rows.view(*lead, rows.shape[-1]).movedim(0, dim)
+
+
+def from_rows(steps: Steps, rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
+    """Return a packed matrix as :func:`shaped` does."""
     if len(lead) == 1:
         return rows
-    shaped = rows.view(*lead, rows.shape[-1]).movedim(0, dim)
-    made: Tensor = steps.do(torch.as_strided, rows, tuple(shaped.shape), shaped.stride())
+    view = shaped(rows, lead, dim)
+    made: Tensor = steps.do(torch.as_strided, rows, tuple(view.shape), view.stride())
     return made
 
 

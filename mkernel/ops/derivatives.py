@@ -32,9 +32,16 @@ _FEWEST_COLUMNS = 8
 
 def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor:
     """Compute AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
-    some = b[:, :_FEWEST_COLUMNS].contiguous()
+    some = b[:, :_FEWEST_COLUMNS]
     gathered: Tensor = ops.all_gather_rows(a, some, gather_dim=dim, **options)
     return gathered
+
+
+def of_matrix(a: Tensor, of_c: Tensor, b: Tensor) -> Tensor:
+    """Compute a^T @ dC in the layout of b: autograd copies a parameter's gradient into that layout."""
+    if b.stride(0) < b.stride(1):
+        return (of_c.t() @ a).t()
+    return a.t() @ of_c
 
 
 def _keep(ctx: Any, keywords: Any, dim: str) -> None:
@@ -54,7 +61,7 @@ def _given(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _of_bias(of_c: Tensor, bias_dtype: torch.dtype) -> Tensor:
-    return of_c.flatten(0, -2).sum(0).to(bias_dtype)
+    return of_c.sum(tuple(range(of_c.dim() - 1))).to(bias_dtype)
 
 
 # ---- AllGather+GEMM ------------------------------------------------------------------------------
@@ -148,8 +155,10 @@ def _of_gather(
             of_a = ops.gemm_reduce_scatter(*parts[0], scatter_dim=dim, **ctx.options)
     if needs_b and any(each is not None for each, _ in given):
         whole = kept[0] if kept else _gathered(a, b[0], dim, ctx.options)
-        rows = as_rows(whole, dim).t()
-        of_b = [None if each is None else rows @ as_rows(each, dim) for each, _ in given]
+        rows = as_rows(whole, dim)
+        of_b = [
+            None if each is None else of_matrix(rows, as_rows(each, dim), y) for each, y in given
+        ]
     if needs_bias:
         of_bias = [None if each is None else _of_bias(each, a.dtype) for each, _ in given]
     return of_a, of_b, of_bias
@@ -177,8 +186,11 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
         of_a, whole = ops.all_gather_gemm_gathered(of_c, turned, gather_dim=dim, **options)
     else:
         of_a = ops.all_gather_gemm(of_c, turned, gather_dim=dim, **options)
-    of_b = as_rows(a, dim).t() @ as_rows(whole, dim) if needs_b and whole is not None else None
-    of_bias = _of_bias(whole, a.dtype) if needs_bias and whole is not None else None
+    of_b = of_bias = None
+    if needs_b and whole is not None:
+        of_b = of_matrix(as_rows(a, dim), as_rows(whole, dim), b)
+    if needs_bias and whole is not None:
+        of_bias = _of_bias(whole, a.dtype)
     return _given(ctx, of_a, of_b, of_bias)
 
 
@@ -195,7 +207,7 @@ def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
     return _given(
         ctx,
         of_c @ b.t() if needs_a else None,
-        as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
+        of_matrix(as_rows(a, 0), as_rows(of_c, 0), b) if needs_b else None,
         _of_bias(of_c, a.dtype) if needs_bias else None,
     )
 
@@ -219,7 +231,7 @@ def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any
     return _given(
         ctx,
         of_c @ b.t() if needs_a else None,
-        as_rows(a, 0).t() @ as_rows(of_c, 0) if needs_b else None,
+        of_matrix(as_rows(a, 0), as_rows(of_c, 0), b) if needs_b else None,
         of_weight if needs_weight else None,
         of_row.to(ctx.residual) if needs_residual else None,
         _of_bias(of_row, a.dtype) if needs_bias else None,

@@ -437,13 +437,13 @@ class GemmOp:
         dim = validate.dimension(self.dim or "dim", dim, a)
         lead = self.lead(a, dim, ranks)
         made = a.new_empty((*lead, b.shape[1]), dtype=out_dtype or result_dtype(a))
-        return made.movedim(0, dim) if dim else made
+        return around.shaped(made, lead, dim)
 
     def fake_gathered(self, a: Tensor, dim: int, ranks: int) -> Tensor:
         """Make the gathered A, likewise."""
         dim = validate.dimension(self.dim or "dim", dim, a)
-        made = a.new_empty((*_whole(a, dim, ranks), a.shape[-1]))
-        return made.movedim(0, dim) if dim else made
+        lead = _whole(a, dim, ranks)
+        return around.shaped(a.new_empty((*lead, a.shape[-1])), lead, dim)
 
 
 def traced_outputs(out: Tensor | None, *inputs: Tensor | None) -> bool:

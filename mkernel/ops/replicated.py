@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mkernel.ops import flops
+from mkernel.ops.derivatives import of_matrix
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
 
@@ -37,11 +38,10 @@ def _save_product(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) 
 def _product_backward(ctx: Any, of_c: Tensor) -> Any:
     a, b = ctx.saved_tensors
     of_a = of_b = None
-    of_c = of_c.contiguous()
     if ctx.needs_input_grad[0]:
         of_a = ops.gemm_all_reduce(of_c, b.t(), group=ctx.group)
     if ctx.needs_input_grad[1]:
-        of_b = a.t() @ of_c
+        of_b = of_matrix(a, of_c, b)
     return of_a, of_b
 
 

@@ -1,0 +1,153 @@
+"""What a pair of layers costs: its fused calls, and what torch copies beside the products.
+
+A profiler sees every copy, also those that autograd makes for itself, as of a gradient that lies
+otherwise than its parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from once import once
+from python_calls import plans
+from ranks import on_ranks, operand
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import mkernel
+from mkernel.nn import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear
+from mkernel.ops import derivatives
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+
+RANKS = 2
+B, S, H, INNER = 3, 16, 24, 40
+BACKENDS = ("", "aot_eager")
+
+
+class Costs(NamedTuple):
+    """The fused calls and the copies of a pass."""
+
+    calls: dict[str, int]
+    copies: int
+
+
+class Pair(nn.Module):
+    """A column-parallel layer and a row-parallel one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(H, INNER, **options)
+        self.down = RowParallelLinear(INNER, H, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y
+
+
+class Matrices(nn.Module):
+    """The ops by themselves, with weights that lie by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = mkernel.world().rank
+        self.up = nn.Parameter(operand("up", rank, H, INNER // RANKS))
+        self.down = nn.Parameter(operand("down", rank, INNER // RANKS, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mkernel.gemm_reduce_scatter(mkernel.all_gather_gemm(x, self.up).relu(), self.down)
+
+
+class Layer(NamedTuple):
+    """A layer, the shape of a rank's input, and what its passes cost."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    forward: Costs
+    backward: Costs
+
+
+def sharded(make: Callable[[], nn.Module], *shape: int, copies: tuple[int, int] = (0, 0)) -> Layer:
+    """A layer whose activations ranks share. Its backward pass gathers its input again."""
+    one = {"all_gather_gemm": 1, "gemm_reduce_scatter": 1}
+    again = {**one, "all_gather_gemm": 2}
+    return Layer(make, shape, Costs(one, copies[0]), Costs(again, copies[1]))
+
+
+PART = S // RANKS
+REPLICATED = Costs({"gemm_all_reduce": 1}, 0)
+LAYERS = {
+    "pair": sharded(Pair, PART, H),
+    "pair of sequences outermost": sharded(Pair, PART, B, H),
+    "pair of one sequence": sharded(lambda: Pair(sequence_dim=1), 1, PART, H),
+    # Ranks share an inner dimension. What enters a pass is put in the order in which it travels: the
+    # input in both passes, the result's gradient; the input's gradient is put in that of the input.
+    "pair of batches": sharded(lambda: Pair(sequence_dim=1), B, PART, H, copies=(1, 3)),
+    "pair of whole activations": Layer(
+        lambda: Pair(sequence_parallel=False), (B, S, H), REPLICATED, REPLICATED
+    ),
+    "matrices": sharded(Matrices, PART, H),
+    "mlp": sharded(lambda: ParallelMLP(H, INNER), 1, PART, H),
+    "attention": sharded(lambda: ParallelAttention(H, 4, 2), 1, PART, H),
+}
+
+
+def costs(run: Callable[[], object]) -> Costs:
+    with plans() as made, profile(activities=[ProfilerActivity.CPU]) as seen:
+        run()
+    names = Counter(each.name for each in seen.events())
+    calls = Counter(plan.op for plan in made)
+    return Costs(dict(calls), names["aten::copy_"])  # which clone and contiguous call
+
+
+def passes(name: str, backend: str) -> tuple[Costs, Costs]:
+    """What a layer's forward and backward passes cost, after the first ones."""
+    model = LAYERS[name].make()
+    run: Callable[[Tensor], Tensor] = model
+    if backend:
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend, fullgraph=True)
+    x = operand("x", mkernel.world().rank, *LAYERS[name].shape).requires_grad_()
+    y = run(x)
+    of_y = torch.ones_like(y, memory_format=torch.contiguous_format)
+    y.backward(of_y)
+    x.grad = None
+    model.zero_grad()
+    kept: list[Tensor] = []
+    forward = costs(lambda: kept.append(run(x)))
+    return forward, costs(lambda: kept[0].backward(of_y))
+
+
+def all_passes() -> dict[tuple[str, str], tuple[Costs, Costs]]:
+    return {(name, backend): passes(name, backend) for name in LAYERS for backend in BACKENDS}
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], tuple[Costs, Costs]]]:
+    return once(request, lambda: on_ranks(all_passes))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_costs_its_calls_and_no_copy(
+    name: str, backend: str, found: list[dict[tuple[str, str], tuple[Costs, Costs]]]
+) -> None:
+    for each in found:
+        forward, backward = each[name, backend]
+        assert forward == LAYERS[name].forward
+        assert backward == LAYERS[name].backward
+
+
+def with_gradients_by_rows() -> list[tuple[Costs, Costs]]:
+    with mock.patch.object(derivatives, "of_matrix", lambda a, of_c, b: a.t() @ of_c):
+        return [passes("pair", backend) for backend in BACKENDS]
+
+
+def test_a_gradient_that_lies_otherwise_than_its_parameter_is_noticed() -> None:
+    wanted = LAYERS["pair"].forward, LAYERS["pair"].backward._replace(copies=2)
+    assert on_ranks(with_gradients_by_rows) == [[wanted] * len(BACKENDS)] * RANKS
