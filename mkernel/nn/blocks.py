@@ -68,16 +68,20 @@ class ParallelMLP(_Block):
         bias: bool = False,
         activation: Callable[[Tensor], Tensor] = silu,
         sequence_parallel: bool = True,
+        save_gathered: bool = True,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Make this rank's part of the block.
 
+        Args:
+            save_gathered: as :class:`ColumnParallelLinear` takes it.
+
         Raises:
             ArgumentError: ranks cannot share ``intermediate_size`` features. NotInitialized."""
         super().__init__()
-        options = _options(sequence_parallel, group, device, dtype)
+        options = _options(sequence_parallel, save_gathered, group, device, dtype)
         features = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, features, bias, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
@@ -111,6 +115,7 @@ class ParallelAttention(_Block):
         bias: bool = False,
         out_bias: bool | None = None,
         sequence_parallel: bool = True,
+        save_gathered: bool = True,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -123,6 +128,7 @@ class ParallelAttention(_Block):
             head_dim: features of a head; default: hidden_size / heads.
             bias: True if q_proj, k_proj and v_proj have a bias.
             out_bias: True if o_proj has one; default: ``bias``.
+            save_gathered: as :class:`ColumnParallelLinear` takes it.
 
         Raises:
             ArgumentError: heads that cannot be grouped, or that ranks cannot share. NotInitialized.
@@ -137,7 +143,7 @@ class ParallelAttention(_Block):
         if head_dim is None and hidden_size % heads:
             raise ArgumentError("hidden_size", hidden_size, f"a multiple of heads = {heads}")
         self.head_dim = head_dim or hidden_size // heads
-        options = _options(sequence_parallel, group, device, dtype)
+        options = _options(sequence_parallel, save_gathered, group, device, dtype)
         queries, keys = heads * self.head_dim, kv_heads * self.head_dim
         features = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv_proj = MergedColumnParallelLinear(hidden_size, features, bias, **options)
@@ -174,9 +180,12 @@ def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return x * cosines.unsqueeze(-3) + turned * sines.unsqueeze(-3)
 
 
-def _options(sequence_parallel: bool, group: Group, device: Any, dtype: Any) -> dict[str, Any]:
+def _options(
+    sequence_parallel: bool, save_gathered: bool, group: Group, device: Any, dtype: Any
+) -> dict[str, Any]:
     return {
         "sequence_parallel": sequence_parallel,
+        "save_gathered": save_gathered,
         "sequence_dim": SEQUENCE_DIM,
         "group": group,
         "device": device,

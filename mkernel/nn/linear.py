@@ -47,6 +47,7 @@ class _ParallelLinear(ShardedModule):
         *,
         sequence_parallel: bool = True,
         sequence_dim: int = 0,
+        save_gathered: bool = True,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -58,6 +59,8 @@ class _ParallelLinear(ShardedModule):
                 ``torch.nn.Linear``.
             sequence_parallel: True if the activations outside a pair are split over the ranks.
             sequence_dim: the dimension along which they are split; not the last one.
+            save_gathered: whether a layer that gathers its input keeps it for the backward pass, which
+                takes W times the memory of this rank's part; else it gathers it once more there.
             group: the group whose world is used; None: the default one.
 
         Raises:
@@ -67,6 +70,7 @@ class _ParallelLinear(ShardedModule):
         world = current(group)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.save_gathered = save_gathered
         self.group = world.name
         self._rank, self._ranks = world.rank, world.size
         shared = ("out_features", "in_features")[self._split]
@@ -88,6 +92,7 @@ class _ParallelLinear(ShardedModule):
         *,
         sequence_parallel: bool = True,
         sequence_dim: int = 0,
+        save_gathered: bool = True,
         group: Group = None,
     ) -> Any:
         """Make this rank's part of a layer that every rank has whole."""
@@ -97,6 +102,7 @@ class _ParallelLinear(ShardedModule):
             linear.bias is not None,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
+            save_gathered=save_gathered,
             group=group,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
@@ -145,7 +151,9 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer. Raises ShapeError and the other errors of
         :func:`mkernel.all_gather_gemm`."""
-        return column_product(x, self.weight, self.bias, self._split_dim, self.group)
+        return column_product(
+            x, self.weight, self.bias, self._split_dim, self.group, save_gathered=self.save_gathered
+        )
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -165,15 +173,24 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, split: int | None, group: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: int | None,
+    group: str,
+    *,
+    save_gathered: bool = False,
 ) -> Tensor:
     """Compute a :class:`ColumnParallelLinear` from this rank's ``weight`` and ``bias``.
 
     ``split``: the dimension along which ranks have parts of x; None: each has all of it.
+    ``save_gathered``: as the layer takes it.
     """
     _check(x, weight.shape[1], split)
     if split is not None:
-        return all_gather_gemm(x, weight.t(), bias=bias, gather_dim=split, group=group)
+        return all_gather_gemm(
+            x, weight.t(), bias=bias, gather_dim=split, save_gathered=save_gathered, group=group
+        )
     product: Tensor = ops.replicated_gemm(x.flatten(0, -2), weight.t(), group=group)
     y = product.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias

@@ -153,8 +153,8 @@ def all_gather_gemm(
             this rank's rows of it, no other argument shares its memory. In memory of
             :func:`mkernel.empty` it costs nothing where kernels gather there.
         return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
-        save_gathered: keep the gathered A for the backward of b, which takes W times the memory of
-            a; else it is gathered again there.
+        save_gathered: keep the gathered A in place of a for the backward of b, which takes W times the
+            memory of a; else it is gathered again there. Where b needs no gradient nothing is kept.
         group: names the world; None: the default one.
 
     Returns:
@@ -177,10 +177,16 @@ def all_gather_gemm(
 
     Source of the decomposition: the dual-kernel AllGather+GEMM described in docs/architecture.md.
     """
-    more = return_gathered or save_gathered or use_fast_accum or isinstance(b, (list, tuple))
+    more = return_gathered or use_fast_accum or isinstance(b, (list, tuple))
     given = a_scale is not None or b_scale is not None or out is not None or gathered is not None
+    keeps = save_gathered and torch.is_grad_enabled() and getattr(b, "requires_grad", False)
     if not (more or given or torch.compiler.is_compiling()):  # which is what most calls are
-        found: Tensor = ops.all_gather_gemm(a, b, bias, gather_dim, out_dtype, chunk, group)
+        arguments = (a, b, bias, gather_dim, out_dtype, chunk, group)
+        found: Tensor
+        if keeps:
+            found, _ = ops.all_gather_gemm_gathered(*arguments)
+        else:
+            found = ops.all_gather_gemm(*arguments)
         return found
     if isinstance(b, (list, tuple)):
         results, whole = _several(
@@ -191,9 +197,8 @@ def all_gather_gemm(
     of_one: tuple[Any, Any, Any, Any] = (b, b_scale, bias, out)
     matrix, scale, added, into = of_one
     scales = scaled(a_scale, scale, use_fast_accum)
-    keeps = gathered is not None or return_gathered
     call = GemmCall(a, matrix, added, gather_dim, into, out_dtype, chunk=chunk, group=group)
-    if not keeps and (scales is not None or not save_gathered):
+    if not (return_gathered or gathered is not None or (keeps and scales is None)):
         return OP.result(call._replace(scaled=scales))
     if scales is None:
         kept = return_gathered if gathered is None else gathered

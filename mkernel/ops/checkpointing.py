@@ -2,7 +2,9 @@
 
 Torch's partitioner would run them again in the backward graph and take the token of their order along,
 which no graph of torch 2.13 may save: compiling ends in an assertion. What is saved also spares the
-message. Outside of compiled functions checkpointing calls ops again, as any other.
+message. A gathered input is saved too where the layer asks for it (``save_gathered``); for one that
+does not, the backward graph has a call of its own. Outside of compiled functions checkpointing calls
+ops again, as any other.
 
 Torch 2.6 cannot compile such regions, whatever the backend: its partitioner fails over the tokens.
 Ops that are traced with such a region's tag refuse there.

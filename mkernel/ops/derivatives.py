@@ -68,52 +68,50 @@ def _of_bias(of_c: Tensor, bias_dtype: torch.dtype) -> Tensor:
 
 
 def save_gather(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keep a and b, and the gathered A where the call returned it."""
+    """Keep b, and a, or the gathered A where the call returned it."""
     ctx.set_materialize_grads(False)  # zeros for the gathered A would be multiplied and sent
     a, b = inputs[:2]
     _keep(ctx, keyword_only_inputs, "gather_dim")
     if isinstance(output, Tensor):
-        ctx.save_for_backward(a, b)
+        ctx.save_for_backward(a, None, b)
     else:
-        ctx.save_for_backward(a, b, output[1])
+        ctx.save_for_backward(None, output[1], b)
 
 
 def gather_backward(ctx: Any, of_c: Tensor | None, of_gathered: Tensor | None = None) -> Any:
     """Compute the gradients of AllGather+GEMM with one B."""
-    a, b, *kept = ctx.saved_tensors
+    a, kept, b = ctx.saved_tensors
     of_a, (of_b,), (of_bias,) = _of_gather(ctx, a, [b], kept, [of_c], of_gathered, *_needs(ctx))
     return _given(ctx, of_a, of_b, of_bias)
 
 
 def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
-    """Keep a and b."""
+    """Keep b."""
     _keep(ctx, keyword_only_inputs, "gather_dim")
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(inputs[1])
 
 
 def rows_backward(ctx: Any, of_gathered: Tensor) -> Any:
     """Differentiate AG(a) alone; nothing depends on b."""
-    a, b = ctx.saved_tensors
+    (b,) = ctx.saved_tensors
     needs_a = ctx.needs_input_grad[0]
-    return _of_gather(ctx, a, [b], [], [None], of_gathered, needs_a, False, False)[0], None
+    return _of_gather(ctx, None, [b], None, [None], of_gathered, needs_a, False, False)[0], None
 
 
 def save_gather_many(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
-    """Keep a and all of b; the gathered A only where the call asks for that."""
+    """Keep all of b, and a; the gathered A in its place where the call asks for that."""
     ctx.set_materialize_grads(False)
     a, b, _ = inputs
     _keep(ctx, keyword_only_inputs, "gather_dim")
-    kept = [output[1]] if keyword_only_inputs["save_gathered"] else []
-    ctx.save_for_backward(a, *b, *kept)
-    ctx.count = len(b)
+    kept = (None, output[1]) if keyword_only_inputs["save_gathered"] else (a, None)
+    ctx.save_for_backward(*kept, *b)
 
 
 def gather_many_backward(ctx: Any, of_c: Sequence[Tensor | None], of_gathered: Any) -> Any:
     """Compute the gradients of AllGather+GEMM with several B."""
-    a, *rest = ctx.saved_tensors
-    b, kept = rest[: ctx.count], rest[ctx.count :]
+    a, kept, *b = ctx.saved_tensors
     needs_a, needs_b, needs_bias = ctx.needs_input_grad
     some = any(needs_bias)
     of_a, of_b, of_bias = _of_gather(
@@ -124,20 +122,19 @@ def gather_many_backward(ctx: Any, of_c: Sequence[Tensor | None], of_gathered: A
 
 def _of_gather(
     ctx: Any,
-    a: Tensor,
+    a: Tensor | None,
     b: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    kept: Tensor | None,
     of_c: Sequence[Tensor | None],
     of_gathered: Tensor | None,
     needs_a: bool,
     needs_b: bool,
     needs_bias: bool,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Compute the gradients of a, of each b, of each bias."""
-    dim, nothing = ctx.dim, [None] * len(b)
-    given = [
-        (None if each is None else each.to(a.dtype), y) for each, y in zip(of_c, b, strict=True)
-    ]
+    """Compute the gradients of a, of each b, of each bias. ``kept``: the gathered A; a is needed where
+    that is not there."""
+    dim, nothing, dtype = ctx.dim, [None] * len(b), b[0].dtype
+    given = [(None if each is None else each.to(dtype), y) for each, y in zip(of_c, b, strict=True)]
     of_a: Tensor | None = None
     of_b: list[Tensor | None] = [*nothing]
     of_bias: list[Tensor | None] = [*nothing]
@@ -145,8 +142,8 @@ def _of_gather(
         # One sum over ranks of them all: dC @ b^T, and A's own gradient.
         parts = [(each, y.t()) for each, y in given if each is not None]
         if of_gathered is not None:
-            one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-            parts.append((of_gathered.to(a.dtype), one))
+            one = torch.eye(len(b[0]), dtype=dtype, device=of_gathered.device)
+            parts.append((of_gathered.to(dtype), one))
         if len(parts) > 1:
             left = torch.cat([each for each, _ in parts], dim=-1)
             right = torch.cat([each for _, each in parts])
@@ -154,13 +151,15 @@ def _of_gather(
         if parts:
             of_a = ops.gemm_reduce_scatter(*parts[0], scatter_dim=dim, **ctx.options)
     if needs_b and any(each is not None for each, _ in given):
-        whole = kept[0] if kept else _gathered(a, b[0], dim, ctx.options)
-        rows = as_rows(whole, dim)
+        if kept is None:
+            assert a is not None
+            kept = _gathered(a, b[0], dim, ctx.options)
+        rows = as_rows(kept, dim)
         of_b = [
             None if each is None else of_matrix(rows, as_rows(each, dim), y) for each, y in given
         ]
     if needs_bias:
-        of_bias = [None if each is None else _of_bias(each, a.dtype) for each, _ in given]
+        of_bias = [None if each is None else _of_bias(each, dtype) for each, _ in given]
     return of_a, of_b, of_bias
 
 

@@ -18,10 +18,12 @@ from python_calls import plans
 from ranks import on_ranks, operand
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import mkernel
 from mkernel.nn import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear
 from mkernel.ops import derivatives
+from mkernel.world.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -50,6 +52,12 @@ class Pair(nn.Module):
         return y
 
 
+class Checkpointed(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
 class Matrices(nn.Module):
     """The ops by themselves, with weights that lie by rows."""
 
@@ -64,19 +72,27 @@ class Matrices(nn.Module):
 
 
 class Layer(NamedTuple):
-    """A layer, the shape of a rank's input, and what its passes cost."""
+    """A layer, the shape of a rank's input, and what its passes cost. ``compiled``: what the backward
+    pass costs, compiled, if that differs."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     forward: Costs
     backward: Costs
+    compiled: Costs | None = None
 
 
-def sharded(make: Callable[[], nn.Module], *shape: int, copies: tuple[int, int] = (0, 0)) -> Layer:
-    """A layer whose activations ranks share. Its backward pass gathers its input again."""
-    one = {"all_gather_gemm": 1, "gemm_reduce_scatter": 1}
-    again = {**one, "all_gather_gemm": 2}
-    return Layer(make, shape, Costs(one, copies[0]), Costs(again, copies[1]))
+def sharded(
+    make: Callable[[], nn.Module],
+    *shape: int,
+    gathers: int = 1,
+    scatters: int = 1,
+    copies: tuple[int, int] = (0, 0),
+) -> Layer:
+    """A layer whose activations ranks share; what its backward pass calls."""
+    forward = {"all_gather_gemm": 1, "gemm_reduce_scatter": 1}
+    backward = {"all_gather_gemm": gathers, "gemm_reduce_scatter": scatters}
+    return Layer(make, shape, Costs(forward, copies[0]), Costs(backward, copies[1]))
 
 
 PART = S // RANKS
@@ -85,16 +101,26 @@ LAYERS = {
     "pair": sharded(Pair, PART, H),
     "pair of sequences outermost": sharded(Pair, PART, B, H),
     "pair of one sequence": sharded(lambda: Pair(sequence_dim=1), 1, PART, H),
-    # Ranks share an inner dimension. What enters a pass is put in the order in which it travels: the
-    # input in both passes, the result's gradient; the input's gradient is put in that of the input.
-    "pair of batches": sharded(lambda: Pair(sequence_dim=1), B, PART, H, copies=(1, 3)),
+    # Ranks share an inner dimension. What enters a pass is put in the order in which it travels, the
+    # input and the result's gradient; and the input's gradient in that of the input.
+    "pair of batches": sharded(lambda: Pair(sequence_dim=1), B, PART, H, copies=(1, 2)),
+    "pair that keeps nothing": sharded(lambda: Pair(save_gathered=False), PART, H, gathers=2),
+    # Compiled, the ops' results are saved, the gathered input among them.
+    "checkpointed pair": sharded(Checkpointed, PART, H, gathers=2, scatters=2)._replace(
+        compiled=Costs({"all_gather_gemm": 1, "gemm_reduce_scatter": 1}, 0)
+    ),
     "pair of whole activations": Layer(
         lambda: Pair(sequence_parallel=False), (B, S, H), REPLICATED, REPLICATED
     ),
-    "matrices": sharded(Matrices, PART, H),
+    "matrices": sharded(Matrices, PART, H, gathers=2),
     "mlp": sharded(lambda: ParallelMLP(H, INNER), 1, PART, H),
+    "mlp that keeps nothing": sharded(
+        lambda: ParallelMLP(H, INNER, save_gathered=False), 1, PART, H, gathers=2
+    ),
     "attention": sharded(lambda: ParallelAttention(H, 4, 2), 1, PART, H),
 }
+WAYS = [(name, backend) for name in LAYERS for backend in BACKENDS] + [("mlp", "inductor")]
+"""Of running each layer; what divides a graph in two is the same for all backends."""
 
 
 def costs(run: Callable[[], object]) -> Costs:
@@ -112,19 +138,21 @@ def passes(name: str, backend: str) -> tuple[Costs, Costs]:
     if backend:
         torch._dynamo.reset()
         run = torch.compile(model, backend=backend, fullgraph=True)
-    x = operand("x", mkernel.world().rank, *LAYERS[name].shape).requires_grad_()
+    leaf = operand("x", mkernel.world().rank, *LAYERS[name].shape).requires_grad_()
+    x = leaf.neg()  # made by a layer before, whose derivative takes the gradient
     y = run(x)
     of_y = torch.ones_like(y, memory_format=torch.contiguous_format)
     y.backward(of_y)
-    x.grad = None
+    leaf.grad = None
     model.zero_grad()
+    x = leaf.neg()
     kept: list[Tensor] = []
     forward = costs(lambda: kept.append(run(x)))
     return forward, costs(lambda: kept[0].backward(of_y))
 
 
 def all_passes() -> dict[tuple[str, str], tuple[Costs, Costs]]:
-    return {(name, backend): passes(name, backend) for name in LAYERS for backend in BACKENDS}
+    return {way: passes(*way) for way in WAYS}
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +160,14 @@ def found(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], tuple[Co
     return once(request, lambda: on_ranks(all_passes))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "backend"), WAYS)
 def test_a_layer_costs_its_calls_and_no_copy(
     name: str, backend: str, found: list[dict[tuple[str, str], tuple[Costs, Costs]]]
 ) -> None:
     for each in found:
-        forward, backward = each[name, backend]
-        assert forward == LAYERS[name].forward
-        assert backward == LAYERS[name].backward
+        layer, (forward, backward) = LAYERS[name], each[name, backend]
+        assert forward == layer.forward
+        assert backward == (layer.compiled if backend and layer.compiled else layer.backward)
 
 
 def with_gradients_by_rows() -> list[tuple[Costs, Costs]]:
@@ -151,3 +178,26 @@ def with_gradients_by_rows() -> list[tuple[Costs, Costs]]:
 def test_a_gradient_that_lies_otherwise_than_its_parameter_is_noticed() -> None:
     wanted = LAYERS["pair"].forward, LAYERS["pair"].backward._replace(copies=2)
     assert on_ranks(with_gradients_by_rows) == [[wanted] * len(BACKENDS)] * RANKS
+
+
+def what_is_gathered() -> list[bool]:
+    """Whether a layer has the gathered rows given out: in training, and without gradients."""
+    found: list[bool] = []
+    run = World.run
+
+    def noted(world: World, plan: Any, tensors: Any, **options: Any) -> Any:
+        found.append("gathered" in tensors)
+        return run(world, plan, tensors, **options)
+
+    layer = ColumnParallelLinear(H, INNER)
+    x = operand("x", mkernel.world().rank, PART, H)
+    with plans(), mock.patch.object(World, "run", noted):
+        layer(x)
+        with torch.no_grad():
+            layer(x)
+        layer.requires_grad_(False)(x)
+    return found
+
+
+def test_nothing_is_kept_where_no_gradient_needs_it() -> None:
+    assert on_ranks(what_is_gathered) == [[True, False, False]] * RANKS

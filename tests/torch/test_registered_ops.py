@@ -92,9 +92,12 @@ def keeps() -> list[list[tuple[int, ...]]]:
 
 
 def test_the_gathered_tensor_is_kept_only_where_asked_for() -> None:
+    own = (M // RANKS, K)
     for again, kept in on_ranks(keeps):
+        assert own in again
         assert (M, K) not in again
         assert (M, K) in kept
+        assert own not in kept
 
 
 # ---- what compilers see --------------------------------------------------------------------------
