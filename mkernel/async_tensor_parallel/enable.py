@@ -61,12 +61,13 @@ def enable_async_tensor_parallel() -> AsyncTensorParallel:
     on.
 
     In graphs that Inductor compiles, all gathers whose result is the left side of a matrix product,
-    and reduce scatters and all reduces (``sum``, ``avg``) of a matrix product, become calls of
-    ``torch.ops.mkernel``, if the world of their group takes them: a program that
+    and reduce scatters and all reduces (``sum``, ``avg``) of a matrix product or of a sum of such,
+    become calls of ``torch.ops.mkernel``, if the world of their group takes them: a program that
     ``torch.distributed.tensor.parallel.parallelize_module`` made needs no other change. This
-    applies to forward and backward graphs alike. Worlds are not made while compiling, because that
-    is collective: call ``mkernel.init(group)`` before. All ranks must enable it, before they
-    compile.
+    applies to forward and backward graphs alike. A collective that is left beside a product is a
+    ``RuntimeWarning`` with the reason, once for each kind. Worlds are not made while compiling,
+    because that is collective: call ``mkernel.init(group)`` before. All ranks must enable it, before
+    they compile.
 
     Returns:
         An object that disables it again, also as a context, and reports what was rewritten:

@@ -7,13 +7,15 @@ DTensor have after Inductor's decompositions.
     scatter, along another one    wait(reduce_scatter_tensor(cat(the W parts of x along dim, 0)))
     reduce                        wait(all_reduce(x))
 
-Linear layers flatten their activations to matrices: ``reshape → mm → reshape``.
+What is summed may itself be a sum of what several layers give their common input; sums over ranks are
+added where each of these layers has its own. Linear layers flatten their activations to matrices:
+``reshape → mm → reshape``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -191,6 +193,35 @@ def producer(node: Node) -> tuple[Node, bool]:
     return node, alone
 
 
+def terms(node: Node) -> tuple[list[Node], bool]:
+    """Return the nodes whose sum a node is, which may be one; and whether nothing else uses them, or
+    what lies between."""
+    source, alone = producer(node)
+    if not _adds(source):
+        return [source], alone
+    found: list[Node] = []
+    for each in source.args:
+        assert isinstance(each, Node)
+        more, others = terms(each)
+        alone = alone and others and len(each.users) == 1
+        found += more
+    return found, alone
+
+
+def _adds(node: Node) -> bool:
+    """Return whether a node adds two tensors of its own shape and dtype, as they are."""
+    if node.target is not aten.add.Tensor or argument(node, "alpha") != 1:
+        return False
+    this = value(node)
+    return all(
+        isinstance(each, Node)
+        and value(each).dtype == this.dtype
+        and value(each).dim() == this.dim()
+        and all(map(equal, value(each).shape, this.shape))
+        for each in node.args[:2]
+    )
+
+
 # ---- parts ---------------------------------------------------------------------------------------
 
 
@@ -301,6 +332,64 @@ def gathers_scales(start: Node) -> bool:
         for view in flattened(one)
         for user in view.users
     )
+
+
+def added(total: Sum, ranks: int) -> tuple[Node, list[Sum]]:
+    """Return the node in which a sum over ranks is added to others of its kind, and all of these; where
+    there are none, its own result, and itself."""
+    node, sums = total.result, [total]
+    above = node
+    while len(above.users) == 1:
+        (above,) = above.users
+        if above.target in VIEWS:
+            continue
+        found, alone = terms(above) if _adds(above) else ([], False)
+        others = [
+            reduction(start, ranks)
+            for each in found
+            if each.target is WAIT and isinstance(start := each.args[0], Node)
+        ]
+        alike = [each for each in others if each is not None and _alike(each, total)]
+        if not alone or len({each.start for each in alike}) != len(found):
+            break
+        node, sums = above, alike
+    return node, sums
+
+
+def _alike(one: Sum, other: Sum) -> bool:
+    names = ("reduce_op", "group_name")
+    return (
+        one.start.target is other.start.target
+        and one.dim == other.dim
+        and all(argument(one.start, name) == argument(other.start, name) for name in names)
+    )
+
+
+def beside_product(start: Node) -> bool:
+    """Return whether a collective gathers the left side of a product, or sums products."""
+    if name(start).startswith("all_gather"):
+        return any(
+            found.a is node
+            for node in _moved(start, lambda node: list(node.users), _MOVES)
+            for user in node.users
+            if (found := product(user)) is not None
+        )
+    return any(
+        product(each) is not None
+        for node in _moved(start, lambda node: node.all_input_nodes, {*_MOVES, aten.add.Tensor})
+        for each in node.all_input_nodes
+    )
+
+
+_MOVES = {WAIT, operator.getitem, aten.cat.default, aten.slice.Tensor, *_SPLITS, *VIEWS}
+
+
+def _moved(start: Node, near: Callable[[Node], list[Node]], moves: set[Any]) -> list[Node]:
+    """Return a node and all that nodes which move its elements make of it, or it of them."""
+    found = [start]
+    for node in found:
+        found += [each for each in near(node) if each.target in moves and each not in found]
+    return found
 
 
 def reduction(start: Node, ranks: int) -> Sum | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ class Decision:
         collective: its name in ``torch.ops._c10d_functional``.
         group: torch's name of its group.
         op: the op of ``torch.ops.mkernel`` that replaced it; None: it was left.
+        calls: how many calls of the op did: several, if it sums several products; none, if those that
+            replaced another collective did it too.
         why: the reason why it was left; empty if it was replaced.
     """
 
@@ -21,6 +24,7 @@ class Decision:
     group: str
     op: str | None = None
     why: str = ""
+    calls: int = 1
 
 
 @dataclass
@@ -30,10 +34,27 @@ class Report:
 
     decisions: list[Decision] = field(default_factory=list)
 
+    def left_one(self, decision: Decision, beside_product: bool) -> None:
+        """Note a collective that was left; the first of its kind beside a product with a warning."""
+        kinds = {(each.collective, each.group, each.why) for each in self.decisions}
+        kind = (decision.collective, decision.group, decision.why)
+        if beside_product and kind not in kinds:
+            warnings.warn(
+                f"async tensor parallel leaves {decision.collective} of group {decision.group} "
+                f"beside a matrix product: {decision.why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.decisions.append(decision)
+
     @property
     def rewritten(self) -> Counter[str]:
-        """The number of times that each op has replaced a collective, by the op's name."""
-        return Counter(each.op for each in self.decisions if each.op is not None)
+        """The number of calls that replaced collectives, by the op's name."""
+        found: Counter[str] = Counter()
+        for each in self.decisions:
+            if each.op is not None:
+                found[each.op] += each.calls
+        return found
 
     @property
     def left(self) -> Counter[tuple[str, str]]:

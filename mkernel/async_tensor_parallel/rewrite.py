@@ -3,6 +3,10 @@
 A call takes matrices whose rows are in the order of ranks. If a program gathers or scatters along
 another dimension than the first, rows are put in that order before the call, or back after it, by
 ops that the compiler fuses with those around them.
+
+Several layers of one input add up what they give it: a sum over ranks of a sum of products, or a sum
+of sums over ranks. Both become one call of a product of wider K, unless that moves more memory than it
+saves; else each product is a call, and their results are added.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,17 +59,27 @@ def rewrite(graph: Graph, report: Report) -> None:
         if start._erased:
             continue
         name, group = patterns.name(start), patterns.group_name(start)
+        beside = patterns.beside_product(start)
         try:
-            op = _rewritten(graph, start, group)
+            found = _rewritten(graph, start, group)
         except _Left as why:
-            report.decisions.append(Decision(name, group, why=str(why)))
+            report.left_one(Decision(name, group, why=str(why)), beside)
         else:
-            report.decisions.append(Decision(name, group, op))
+            replaced = [found.calls, *[0] * (found.collectives - 1)]
+            report.decisions += [Decision(name, group, found.op, calls=each) for each in replaced]
     graph.eliminate_dead_code()  # views made for collectives that were left in the end
 
 
-def _rewritten(graph: Graph, start: Node, group: str) -> str:
-    """Return the op that replaced a collective. Raises _Left."""
+class _Calls(NamedTuple):
+    """Calls of an op, which replaced one or more collectives."""
+
+    op: str
+    calls: int = 1
+    collectives: int = 1
+
+
+def _rewritten(graph: Graph, start: Node, group: str) -> _Calls:
+    """Return the calls that replaced a collective. Raises _Left."""
     if start.target not in (GATHER, SCATTER, REDUCE):
         raise _Left("it is of another kind than functional collectives of one tensor")
     try:
@@ -75,11 +90,18 @@ def _rewritten(graph: Graph, start: Node, group: str) -> str:
         gathered = patterns.gather(start, world.size)
         if gathered is None:
             raise _Left("something else uses it before it has ended")
-        return _products_of_gather(graph, world, gathered)
+        return _Calls(_products_of_gather(graph, world, gathered))
     total = patterns.reduction(start, world.size)
     if total is None:
         raise _Left("something else uses it before it has ended")
-    return _sum_of_products(graph, world, total)
+    result, sums = patterns.added(total, world.size)
+    if len(sums) > 1:
+        with suppress(_Left):  # another of them is left, when it comes to that
+            every = [each for one in sums for each in _products_of_sum(one)]
+            if _joins(every):
+                found = _sum_of_products(graph, world, total, every, result)
+                return found._replace(collectives=len(sums))
+    return _sum_of_products(graph, world, total, _products_of_sum(total), total.result)
 
 
 # ---- nodes -----------------------------------------------------------------------------------------
@@ -163,6 +185,11 @@ def _rows_by_rank(graph: Graph, rows: Node, whole: Sequence[Any], dim: int, rank
     return _reshaped(graph, moved, [math.prod(whole), columns])
 
 
+def _expected(size: Any) -> Any:
+    """Return the size that the compiler expects, if it is symbolic."""
+    return getattr(getattr(size, "node", None), "hint", size)
+
+
 def _check(
     world: World,
     op: GemmOp,
@@ -176,10 +203,7 @@ def _check(
 
     def expected(node: Node) -> Tensor:
         tensor = value(node)
-        sizes, strides = (
-            [getattr(getattr(each, "node", None), "hint", each) for each in many]
-            for many in (tensor.shape, tensor.stride())
-        )
+        sizes, strides = (list(map(_expected, many)) for many in (tensor.shape, tensor.stride()))
         return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
 
     try:
@@ -373,40 +397,88 @@ def _late_views(
 # ---- sums ------------------------------------------------------------------------------------------
 
 
-def _sum_of_products(graph: Graph, world: World, total: Sum) -> str:
-    """Replace a reduction by GEMM+ReduceScatter or GEMM+AllReduce of the product that ranks sum."""
+def _products_of_sum(total: Sum) -> list[Product]:
+    """Return the products whose sum the ranks add. Raises _Left."""
     reduce_op = patterns.argument(total.start, "reduce_op")
     if reduce_op not in ("sum", "avg"):
         raise _Left(f"its reduce op is {reduce_op}, which is neither sum nor avg")
-    summand = value(total.summand)
-    if total.dim == summand.dim() - 1:
+    if total.dim == value(total.summand).dim() - 1:
         raise _Left("it scatters along the last dimension, which is the product's columns")
-    node, alone = patterns.producer(total.summand)
-    product = patterns.product(node)
-    if product is None:
+    nodes, alone = patterns.terms(total.summand)
+    found = [each for node in nodes if (each := patterns.product(node)) is not None]
+    if not found:
         raise _Left("what it sums is no matrix product")
+    if len(found) < len(nodes):
+        raise _Left("it sums another tensor with a matrix product")
+    if len({each.scales is None for each in found}) > 1:
+        raise _Left("it sums products of e4m3 operands and of others")
     if not (alone and total.alone):
         raise _Left("the product that it sums is used elsewhere too")
+    return found
+
+
+def _joins(products: Sequence[Product]) -> bool:
+    """Return whether products are to be computed as one of wider K: if their weights, which are joined
+    for that, have no more rows than all the sums but one, which need not travel then."""
+    if len(products) == 1 or any(each.scales is not None for each in products):
+        return False
+    rows = _expected(value(products[0].a).shape[0])
+    joined = sum(_expected(value(each.b).shape[0]) for each in products)
+    alike = len({value(each.a).dtype for each in products}) == 1
+    return alike and joined <= (len(products) - 1) * rows
+
+
+def _joined(graph: Graph, products: Sequence[Product]) -> Product:
+    """Return the product that is the sum of all, but for their biases."""
+    a = _call(graph, aten.cat.default, [each.a for each in products], 1)
+    b = _call(graph, aten.cat.default, [each.b for each in products])
+    return products[0]._replace(a=a, b=b)
+
+
+def _sum_of_products(
+    graph: Graph, world: World, total: Sum, products: Sequence[Product], result: Node
+) -> _Calls:
+    """Replace ``result``, which is the sum over ranks of all these products, by GEMM+ReduceScatter or
+    GEMM+AllReduce of one that is their sum, or of each."""
+    mean = patterns.argument(total.start, "reduce_op") == "avg"
     _require_few_symbols(total.summand, total.result)
+    with graph.inserting_before(total.start if result is total.result else result):
+        factors = [_joined(graph, products)] if _joins(products) else products
+        calls = [_summed_product(graph, world, total, each, mean) for each in factors]
+        c = _added(graph, [each for _, each in calls])
+        if mean:
+            c = _mean(graph, c, world.size, value(total.summand).dtype)
+        biases = [each.bias for each in products if each.bias is not None]
+        if biases:
+            bias = _summed(graph, _added(graph, biases), total.start)
+            c = _call(graph, aten.add.Tensor, c, bias)
+        c = _reshaped(graph, c, value(result).shape)
+    result.replace_all_uses_with(c)
+    _erase(graph, result)
+    return _Calls(calls[0][0], len(calls))
+
+
+def _added(graph: Graph, nodes: Sequence[Node]) -> Node:
+    found = nodes[0]
+    for each in nodes[1:]:
+        found = _call(graph, aten.add.Tensor, found, each)
+    return found
+
+
+def _summed_product(
+    graph: Graph, world: World, total: Sum, product: Product, mean: bool
+) -> tuple[str, Node]:
+    """Add a call for one of the products that ranks sum; return the op's name and the node."""
+    summand = value(total.summand)
     op = REDUCE_OP if total.dim is None else SCATTER_OP
-    out_dtype = dtype_of_sum(world, summand.dtype) if reduce_op == "avg" else None
-    with graph.inserting_before(total.start):
-        a = product.a
-        if total.dim is not None:
-            a = _rows_by_rank(graph, a, summand.shape[:-1], total.dim, world.size)
-        a, b = _packed(graph, a), _right(graph, product.b)
-        scales = product.scales
-        if scales is not None and not scales.single and total.dim is not None:
+    out_dtype = dtype_of_sum(world, summand.dtype) if mean else None
+    a, scales = product.a, product.scales
+    if total.dim is not None:
+        a = _rows_by_rank(graph, a, summand.shape[:-1], total.dim, world.size)
+        if scales is not None and not scales.single:
             rows = _rows_by_rank(graph, scales.a, summand.shape[:-1], total.dim, world.size)
             scales = scales._replace(a=_packed(graph, rows))
-        dtype = out_dtype if scales is None else out_dtype or scales.out_dtype
-        _check(world, op, a, b, dtype, scales)
-        name, c = _called(graph, op.name, a, b, scales, out_dtype, world.name)
-        if reduce_op == "avg":
-            c = _mean(graph, c, world.size, summand.dtype)
-        if product.bias is not None:
-            c = _call(graph, aten.add.Tensor, c, _summed(graph, product.bias, total.start))
-        c = _reshaped(graph, c, value(total.result).shape)
-    total.result.replace_all_uses_with(c)
-    _erase(graph, total.result)
-    return name
+    a, b = _packed(graph, a), _right(graph, product.b)
+    dtype = out_dtype if scales is None else out_dtype or scales.out_dtype
+    _check(world, op, a, b, dtype, scales)
+    return _called(graph, op.name, a, b, scales, out_dtype, world.name)

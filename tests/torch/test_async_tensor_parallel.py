@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +29,10 @@ from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -97,6 +100,10 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     sizes: tuple[int, ...] = ()
     """Of the first dimension, which is symbolic; empty: no size is."""
+    joined: int = 0
+    """How many collectives the call that replaces another one replaces too."""
+    quiet: bool = False
+    """Whether what is left is beside no product, so that nobody is warned."""
 
 
 def gathers(dim: int, use: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +182,39 @@ def used_twice(x: Tensor, w: Tensor) -> Any:
     return funcol.all_reduce(y, "sum", distributed.group.WORLD), y.sin()
 
 
+def products(*inputs: Tensor) -> Tensor:
+    """The sum of x @ v, y @ w, ..."""
+    pairs = zip(inputs[::2], inputs[1::2], strict=True)
+    return functools.reduce(torch.add, (x @ w for x, w in pairs))
+
+
+def linears(x: Tensor, v: Tensor, c: Tensor, y: Tensor, w: Tensor, d: Tensor) -> Tensor:
+    return nn.functional.linear(x, v, c) + nn.functional.linear(y, w, d)
+
+
+def added(*programs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Programs of two inputs each, whose results are added."""
+
+    def program(*inputs: Tensor) -> Tensor:
+        pairs = zip(programs, inputs[::2], inputs[1::2], strict=True)
+        return functools.reduce(torch.add, (each(x, w) for each, x, w in pairs))
+
+    return program
+
+
+def used_beside(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Any:
+    one = x @ v
+    return funcol.all_reduce(one + y @ w, "sum", distributed.group.WORLD), one.sin()
+
+
+def sum_used_beside(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Any:
+    """Nothing but one of two sums over ranks that are added is used by itself too."""
+    one, other = (
+        funcol.all_reduce(a @ b, "sum", distributed.group.WORLD) for a, b in ((x, v), (y, w))
+    )
+    return one + other, one.sin()
+
+
 def in_another_group(x: Tensor, w: Tensor) -> Any:
     return funcol.all_reduce(x @ w, "sum", _another_group)
 
@@ -228,11 +268,73 @@ CASES = {
     "greatest of rows": Case(
         scatters(0, "max"), ((B * S, H), WEIGHT), {}, ("reduce op is max",)
     ),
+    "greatest of two": Case(
+        added(*[reduces("max")] * 2), (WHOLE, WEIGHT) * 2, {}, ("reduce op is max",) * 2
+    ),
     "another group": Case(in_another_group, (WHOLE, WEIGHT), {}, ("its group has no world",)),
     "product is used": Case(used_twice, (WHOLE, WEIGHT), {}, ("is used elsewhere too",)),
-    "no product": Case(reduces("sum", torch.add), (WHOLE, WHOLE), {}, ("is no matrix product",)),
+    "no product": Case(
+        reduces("sum", torch.add), (WHOLE, WHOLE), {}, ("is no matrix product",), quiet=True
+    ),
+    "sum of two products": Case(
+        reduces("sum", products), (WHOLE, WEIGHT) * 2, {"gemm_all_reduce": 1}
+    ),
+    "sum of three products of sequences": Case(
+        scatters(1, "sum", products), (WHOLE, WEIGHT, (B, S, 4), (4, N), WHOLE, WEIGHT),
+        {"gemm_reduce_scatter": 1},
+    ),
+    "sum of half products": Case(
+        scatters(1, "sum", products), (WHOLE, WEIGHT) * 2, {"gemm_reduce_scatter": 1},
+        dtype=torch.bfloat16,
+    ),
+    "sum of products of any number of sequences": Case(
+        scatters(1, "sum", lambda x, v, w: x @ v + x.sin() @ w), (WHOLE, WEIGHT, WEIGHT),
+        {"gemm_reduce_scatter": 1}, sizes=(3, 5, 4),
+    ),
+    "sum of products with large weights": Case(
+        scatters(1, "sum", products), ((B, S, 40), (40, N)) * 2, {"gemm_reduce_scatter": 2}
+    ),
+    "mean of products with large weights": Case(
+        reduces("avg", products), ((B, S, 40), (40, N)) * 2, {"gemm_all_reduce": 2}
+    ),
+    "mean of biased products": Case(
+        reduces("avg", linears), (WHOLE, (N, H), (N,)) * 2, {"gemm_all_reduce": 1}
+    ),
+    "sum of biased products with large weights": Case(
+        scatters(0, "sum", linears), ((4, S, 40), (N, 40), (N,)) * 2, {"gemm_reduce_scatter": 2}
+    ),
+    "sums that are added": Case(
+        added(*[scatters(1, "sum")] * 3), (WHOLE, WEIGHT) * 3, {"gemm_reduce_scatter": 1},
+        joined=2,
+    ),
+    "sums of sums": Case(
+        lambda *x: reduces("sum", products)(*x[:4]) + reduces("sum")(*x[4:]), (WHOLE, WEIGHT) * 3,
+        {"gemm_all_reduce": 1}, joined=1,
+    ),
+    "sums with large weights that are added": Case(
+        added(*[scatters(1, "sum")] * 2), ((B, S, 40), (40, N)) * 2, {"gemm_reduce_scatter": 2}
+    ),
+    "sum and mean": Case(
+        added(reduces("sum"), reduces("avg")), (WHOLE, WEIGHT) * 2, {"gemm_all_reduce": 2}
+    ),
+    "one sum is used": Case(sum_used_beside, (WHOLE, WEIGHT) * 2, {"gemm_all_reduce": 2}),
+    "one sum is of no product": Case(
+        added(reduces("sum"), reduces("sum", torch.mul)), (WHOLE, (H, H), WHOLE, WHOLE),
+        {"gemm_all_reduce": 1}, ("is no matrix product",), quiet=True,
+    ),
+    "product and another": Case(
+        reduces("sum", lambda x, w, y: x @ w + y), (WHOLE, WEIGHT, (B, S, N)), {},
+        ("another tensor with a matrix product",),
+    ),
+    "one product is used": Case(
+        used_beside, (WHOLE, WEIGHT) * 2, {}, ("is used elsewhere too",)
+    ),
+    "weighted sum": Case(
+        reduces("sum", lambda x, v, y, w: torch.add(x @ v, y @ w, alpha=2)), (WHOLE, WEIGHT) * 2,
+        {}, ("is no matrix product",),
+    ),
     "on the right": Case(
-        gathers(0, lambda x, w: w @ x), (ROWS, (N, B * S)), {}, ("as its left side",)
+        gathers(0, lambda x, w: w @ x), (ROWS, (N, B * S)), {}, ("as its left side",), quiet=True
     ),
     "with itself": Case(
         gathers(0, lambda x: x @ x.t()), (ROWS,), {}, ("before the right side of a product",)
@@ -247,7 +349,7 @@ CASES = {
     "integers": Case(
         reduces("sum"), (WHOLE, WEIGHT), {}, ("does not take it",), dtype=torch.int32
     ),
-    "nothing": Case(gathers(0, torch.sin), (ROWS,), {}, ("as its left side",)),
+    "nothing": Case(gathers(0, torch.sin), (ROWS,), {}, ("as its left side",), quiet=True),
     "columns": Case(
         gathers(2, torch.matmul), (PART, (H * RANKS, N)), {}, ("along the last dimension",)
     ),
@@ -308,6 +410,8 @@ class Found(NamedTuple):
     left: list[str]
     called: int
     equal: bool
+    warned: list[str]
+    joined: int
 
 
 def called(world: mkernel.World) -> Callable[[], Counter[str]]:
@@ -333,17 +437,25 @@ def close(found: Any, wanted: Any, dtype: torch.dtype) -> bool:
 def judged(case: Case, world: mkernel.World) -> Found:
     right = True
     calls = called(world)
-    with mkernel.enable_async_tensor_parallel() as enabled:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mkernel.enable_async_tensor_parallel() as enabled,
+    ):
+        warnings.simplefilter("always")
         program = compiled(case.program)
         for size in case.sizes or (case.shapes[0][0],):
             shapes = [(size, *case.shapes[0][1:]), *case.shapes[1:]]
             inputs = [drawn(str(i), *shape, dtype=case.dtype) for i, shape in enumerate(shapes)]
             if case.sizes:
                 torch._dynamo.mark_dynamic(inputs[0], 0)
-            right = right and close(program(*inputs), case.program(*inputs), case.dtype)
+            wide = [x.float() if x.is_floating_point() else x for x in inputs]
+            wanted = tree_map_only(Tensor, lambda x: x.to(case.dtype), here(case.program(*wide)))
+            right = right and close(program(*inputs), wanted, case.dtype)
     report = enabled.report
     left = [each.why for each in report.decisions if each.op is None]
-    return Found(dict(report.rewritten), left, calls().total(), right)
+    warned = [str(each.message) for each in caught if "async tensor parallel" in str(each.message)]
+    joined = sum(each.calls == 0 for each in report.decisions)
+    return Found(dict(report.rewritten), left, calls().total(), right, warned, joined)
 
 
 def with_a_world(judge: Callable[..., Any], *arguments: Any) -> Any:
@@ -374,8 +486,11 @@ def test_a_program(name: str, every_case: list[dict[str, Found]]) -> None:
         assert len(found.left) == len(case.left)
         for why, words in zip(found.left, case.left, strict=True):
             assert words in why
+        assert len(found.warned) == (0 if case.quiet else len(set(found.left)))
+        assert all(why in said for why, said in zip(found.left, found.warned, strict=False))
         assert found.called == sum(case.rewritten.values()) * max(1, len(case.sizes))
         assert found.equal
+        assert found.joined == case.joined
 
 
 def scales_of_all_rows(world: mkernel.World) -> list[str]:
@@ -408,6 +523,12 @@ def scales_as_they_lie(graph: Any, rows: torch.fx.Node, *rest: Any) -> torch.fx.
     return rows if rows.meta["val"].shape[1] == 1 else _rows_by_rank(graph, rows, *rest)
 
 
+def joined_in_another_order(graph: Any, found: Any) -> Any:
+    right = _joined(graph, found)
+    return right._replace(b=_joined(graph, found[::-1]).b)
+
+
+_joined = rewrite._joined
 _rows_by_rank = rewrite._rows_by_rank
 _part = patterns._part
 _reduction = patterns.reduction
@@ -437,6 +558,19 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "scales of rows are left in the order of the program": (
         rewrite, "_rows_by_rank", scales_as_they_lie, "mean of e4m3 sequences",
+    ),
+    "one of the products is left out": (
+        rewrite, "_joined", lambda graph, found: found[0], "sum of two products",
+    ),
+    "weights are joined in another order": (
+        rewrite, "_joined", joined_in_another_order, "sum of three products of sequences",
+    ),
+    "one of the sums is left out": (
+        rewrite, "_added", lambda graph, nodes: nodes[0], "sum of products with large weights",
+    ),
+    "sums of all kinds are alike": (patterns, "_alike", lambda *_: True, "sum and mean"),
+    "factors are overlooked": (
+        patterns, "_adds", lambda node: node.target is patterns.aten.add.Tensor, "weighted sum",
     ),
     "gathered parts in any order": (patterns, "_part", any_order, "other order"),
     "scattered parts in any order": (patterns, "_part", any_order, "sum in other order"),
@@ -541,29 +675,42 @@ def test_the_code_cache_knows_the_pass() -> None:
 # ---- models of parallelize_module --------------------------------------------------------------------
 
 
-class GatedMlp(nn.Module):
+class Gated(nn.Module):
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(H)
         self.gate, self.up = (nn.Linear(H, 2 * N, bias=bias) for _ in range(2))
         self.down = nn.Linear(2 * N, H, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        z: Tensor = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+    def forward(self, y: Tensor) -> Tensor:
+        z: Tensor = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
         return z
 
 
-def styles(sequence_dim: int | None) -> dict[str, Any]:
+class GatedMlp(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(H), Gated(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = x + self.mlp(self.norm(x))
+        return z
+
+
+def styles(sequence_dim: int | None, shared: bool) -> dict[str, Any]:
+    """A plan. ``shared``: the input of gate and up is gathered once, as torchtitan does it, so that
+    their gradients of it are added before they are summed over ranks; else after that."""
+    columns, rows = ("mlp.gate", "mlp.up"), "mlp.down"
     if sequence_dim is None:
-        return {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        return {**{each: ColwiseParallel() for each in columns}, rows: RowwiseParallel()}
     split = Shard(sequence_dim)
-    return {
+    plan = {
         "norm": SequenceParallel(sequence_dim=sequence_dim),
-        "gate": ColwiseParallel(input_layouts=split),
-        "up": ColwiseParallel(input_layouts=split),
-        "down": RowwiseParallel(output_layouts=split, use_local_output=False),
+        rows: RowwiseParallel(output_layouts=split, use_local_output=False),
     }
+    if not shared:
+        return plan | {each: ColwiseParallel(input_layouts=split) for each in columns}
+    gathers = PrepareModuleInput(input_layouts=split, desired_input_layouts=Replicate())
+    return {**plan, "mlp": gathers, **{each: ColwiseParallel() for each in columns}}
 
 
 class Step(NamedTuple):
@@ -578,12 +725,14 @@ def local(x: Tensor | None) -> Tensor:
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
-def steps(world: mkernel.World, sequence_dim: int | None, bias: bool) -> tuple[Step, Step]:
+def steps(
+    world: mkernel.World, sequence_dim: int | None, bias: bool, shared: bool, sequences: int
+) -> tuple[Step, Step]:
     """One step of a model as it is, and one of it compiled: output and gradients, all of them whole."""
     mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
-    model = parallelize_module(GatedMlp(bias), mesh, styles(sequence_dim))
-    whole = torch.randn(4, S, H)
+    model = parallelize_module(GatedMlp(bias), mesh, styles(sequence_dim, shared))
+    whole = torch.randn(sequences, S, H)
 
     def step(run: Callable[..., Tensor], report: Report) -> Step:
         x: Tensor = whole.clone()
@@ -603,20 +752,38 @@ def steps(world: mkernel.World, sequence_dim: int | None, bias: bool) -> tuple[S
         return plain, step(compiled(model), enabled.report)
 
 
-FUSED: dict[int | None, list[str]] = {
-    None: ["gemm_all_reduce"] * 3,
-    0: ["all_gather_gemm", "gemm_reduce_scatter"] * 2 + ["gemm_reduce_scatter"],
-}
-FUSED[1] = FUSED[0]
-"""A step's calls. What gate and up add to the input's gradient is summed apart."""
+MANY, FEW = 6, 4
+"""Sequences whose rows are at least as many as the features of gate and up on a rank; and fewer."""
 
 
-@pytest.mark.parametrize(("sequence_dim", "bias"), [(None, True), (0, False), (1, True)])
-def test_models_of_parallelize_module(sequence_dim: int | None, bias: bool, tmp_path: Path) -> None:
-    found = ranks(with_a_world, tmp_path, steps, sequence_dim, bias, size=RANKS)
-    for plain, fused in found:
+def fused(sequence_dim: int | None, sequences: int) -> list[str]:
+    """A step's calls. What gate and up add to the input's gradient is one call, unless rows are few."""
+    forward = (
+        ["all_gather_gemm", "gemm_reduce_scatter"]
+        if sequence_dim is not None
+        else ["gemm_all_reduce"]
+    )
+    return [*forward, *forward, *forward[-1:] * (sequences == FEW)]
+
+
+@pytest.mark.parametrize(
+    ("sequence_dim", "bias", "shared", "sequences"),
+    [
+        (None, True, False, MANY),
+        (0, False, False, MANY),
+        (1, True, False, MANY),
+        (1, True, True, MANY),
+        (0, False, True, FEW),
+        (1, False, False, FEW),
+    ],
+)
+def test_models_of_parallelize_module(
+    sequence_dim: int | None, bias: bool, shared: bool, sequences: int, tmp_path: Path
+) -> None:
+    given = (sequence_dim, bias, shared, sequences)
+    for plain, found in ranks(with_a_world, tmp_path, steps, *given, size=RANKS):
         assert plain.calls == []
-        assert fused.calls == FUSED[sequence_dim]
-        assert sum(fused.rewritten.values()) == len(fused.calls)
-        assert fused.left == {}
-        torch.testing.assert_close(fused.tensors, plain.tensors, rtol=1e-4, atol=1e-4)
+        assert found.calls == fused(sequence_dim, sequences)
+        assert sum(found.rewritten.values()) == len(found.calls)
+        assert found.left == {}
+        torch.testing.assert_close(found.tensors, plain.tensors, rtol=1e-4, atol=1e-4)
