@@ -10,7 +10,7 @@ JOBS := $(shell nproc)
 WORKERS ?= $(shell echo $$(( 2 * $(JOBS) < 8 ? 2 * $(JOBS) : 8 )))
 
 # What the editable install compiles; Python files are imported where they stand.
-PACKAGE_FILES := $(shell find backends tests/native -type f \
+PACKAGE_FILES := $(shell find backends topology tests/native -type f \
 	\( -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.map' \
 	-o -name '*.cmake' -o -name 'CMakeLists.txt' \) 2>/dev/null) \
 	pyproject.toml CMakeLists.txt
@@ -104,7 +104,7 @@ sanitizers: $(VENV)/.installed
 		$(SANITIZED_BUILD) native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
 	done
 
-WATCHED := _transport _board _calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
+WATCHED := _cost _transport _board _calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
 # Runs tests of ranks, which are processes with Python and torch, on native code under the same sanitizers; an hour.
 # RANKS are tests or options for pytest in place of its own selection.
 sanitize-ranks: $(VENV)/.installed
@@ -211,4 +211,4 @@ $(VENV)/.example: $(VENV)/.dependencies
 
 clean:
 	rm -rf $(VENV) build dist
-	find backends -name '*.so' -delete -o -name '_*.pyi' -delete
+	find backends topology -name '*.so' -delete -o -name '_*.pyi' -delete

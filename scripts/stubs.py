@@ -19,9 +19,10 @@ NOT_BUILT = "from typing import Any\n\ndef __getattr__(name: str) -> Any: ...\n"
 
 
 def main() -> None:
-    """Every module that a CMakeLists.txt below `backends` makes."""
+    """Every module that a CMakeLists.txt below `backends` or `topology` makes."""
     logging.disable(logging.ERROR)  # about defaults that have no literal
-    for listed in sorted((ROOT / "backends").rglob("CMakeLists.txt")):
+    folders = (ROOT / name for name in ("backends", "topology"))
+    for listed in sorted(file for each in folders for file in each.rglob("CMakeLists.txt")):
         for name in re.findall(r"pybind11_add_module\((\w+)", listed.read_text()):
             folder = listed.parent.relative_to(ROOT)
             module = ".".join(("mkernel", *folder.parts, name))

@@ -1,22 +1,22 @@
 """Cost formulas: alpha-beta links, compute with wave quantisation, signals.
 
 Times are microseconds, sizes bytes, bandwidths GB/s (so 1 GB/s moves 1000 bytes a microsecond). The
-constants of a machine are data (:class:`MachineConstants`); the formulas are here, each with its
-source. Every result is a *prediction*.
+constants of a machine are data (:class:`MachineConstants`); the formulas are here and, those of
+products, in ``cost.hpp`` beside this file, each with its source. Every result is a *prediction*.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from mkernel.errors import ArgumentError
 from mkernel.schema_version import SchemaVersion
+from mkernel.topology import _cost
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Model
 
@@ -107,13 +107,6 @@ class LoadedLines(Model):
     uneven: float = Field(ge=1, le=2, description="lines of a row that touches two")
     lines_a_us: float = Field(gt=0, description="from the cache, by all cores together")
 
-    def loaded_us(self, tile: Tile, tiles: int, k: int) -> float:
-        """Return the time to load ``tiles`` tiles at once. Rows are K long: gcd(K, depth) / depth
-        of them begin with a line."""
-        begin = math.gcd(k, self.depth) / self.depth
-        rows = -(-k // self.depth) * tiles * (tile.rows + tile.columns)
-        return rows * (begin + (1 - begin) * self.uneven) / self.lines_a_us
-
 
 class StreamedProducts(Model):
     """Products of a library that divides steps of K among all cores, so that no wave is partly
@@ -128,22 +121,6 @@ class StreamedProducts(Model):
     results_gbs: float = Field(gt=0, description="results, as all cores together write them")
     loads_gbs: float = Field(gt=0, description="operands, as all cores together read them")
     sums_gbs: float = Field(gt=0, description="float32 parts of results, written and read again")
-
-    def total_us(self, m: int, n: int, k: int, parts: int, *, cores: int, itemsize: int) -> float:
-        """Return the time of C [m, n] = A [m, k] @ B [k, n] with K in ``parts`` parts, without the
-        launch that adds them."""
-        even = self.uneven_rate if k % self.even_depth else 1.0
-
-        def multiplied_us(tile: Tile) -> float:
-            filled = -(-m // tile.rows) * -(-n // tile.columns)
-            rate = cores * tile.tflops_per_core * even
-            return filled * gemm_tile_us(tile.rows, tile.columns, k, rate)
-
-        multiplied = min(map(multiplied_us, self.tiles))
-        loaded = (m * k + k * n) * itemsize / (self.loads_gbs * 1e3)
-        written = m * n * itemsize / (self.results_gbs * 1e3)
-        added = 2 * parts * m * n * 4 / (self.sums_gbs * 1e3) if parts > 1 else 0.0
-        return self.depth_us * k / parts / 1e3 + max(multiplied, loaded) + written + added
 
 
 class PathConstants(SendingRates):
@@ -180,6 +157,30 @@ class PathConstants(SendingRates):
         if bool(self.tiles) == (self.streamed is not None):
             raise ValueError("a path has either tiles, at least one, or streamed")
         return self
+
+    @cached_property
+    def products(self) -> _cost.Products:
+        """Return the closed forms of this path's products: one for each kind of tile and each cut of
+        K."""
+        streamed, loaded = self.streamed, self.loaded
+        tiles = self.tiles if streamed is None else streamed.tiles
+        return _cost.Products(
+            [(each.rows, each.columns, each.cores, each.tflops_per_core) for each in tiles],
+            None
+            if streamed is None
+            else (
+                streamed.even_depth,
+                streamed.uneven_rate,
+                streamed.depth_us,
+                streamed.results_gbs,
+                streamed.loads_gbs,
+                streamed.sums_gbs,
+            ),
+            None if loaded is None else (loaded.depth, loaded.uneven, loaded.lines_a_us),
+            self.splits,
+            self.tile_us,
+            self.split_us,
+        )
 
 
 class FewRowsConstants(SendingRates):
@@ -360,99 +361,7 @@ def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float
     return latency_us + nbytes / (bandwidth_gbs * 1e3)
 
 
-def gemm_tile_us(tile_m: int, tile_n: int, k: int, tflops_per_core: float) -> float:
-    """Return the time of one output tile on one core: 2·tile_m·tile_n·K / C."""
-    return 2.0 * tile_m * tile_n * k / (tflops_per_core * 1e6)
-
-
-def gemm_us(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    tile_m: int,
-    tile_n: int,
-    cores: int,
-    tflops_per_core: float,
-    memory_gbs: float,
-    itemsize: int,
-    out_itemsize: int,
-) -> float:
-    """Return the time of C [m, n] = A [m, k] @ B [k, n] on one device.
-
-    T_c = 2·M·K·N / C, quantised to waves: ceil(tiles / cores) rounds of one whole output tile per
-    core, edge tiles counted in full. The result is never below the time to read A and B and write C
-    once (roofline: Williams, Waterman, Patterson, CACM 2009).
-    """
-    tiles = -(-m // tile_m) * -(-n // tile_n)
-    waves = -(-tiles // cores)
-    compute = waves * gemm_tile_us(tile_m, tile_n, k, tflops_per_core)
-    traffic = (m * k + k * n) * itemsize + m * n * out_itemsize
-    return max(compute, traffic / (memory_gbs * 1e3))
-
-
-class Product(NamedTuple):
-    """The time of a product on one device, and of one of its tiles. For products in waves also the
-    size of the tiles."""
-
-    total_us: float
-    tile_us: float
-    tile: Tile | None = None
-
-
-def in_waves(path: PathConstants, tile: Tile, tiles: int, k: int, cores: int) -> Product:
-    """Return the product of ``tiles`` tiles of one of the path's sizes: rounds of one tile per
-    core, or per group of cores that share one. Each takes a fixed time, plus the time of its
-    products, or of its loads if these take longer."""
-    places = max(1, cores // tile.cores)
-    rate = tile.cores * tile.tflops_per_core
-    multiplied_us = gemm_tile_us(tile.rows, tile.columns, k, rate)
-
-    def products_us(at_once: int) -> float:
-        loaded = path.loaded
-        return max(multiplied_us, loaded.loaded_us(tile, at_once, k) if loaded else 0.0)
-
-    waves, left = divmod(tiles, places)
-    each = path.tile_us + products_us(places if waves else left)
-    last = path.tile_us + products_us(left) if left else 0.0
-    return Product(waves * each + last, each, tile)
-
-
-def products(
-    path: PathConstants,
-    owners: int,
-    rows: int,
-    n: int,
-    k: int,
-    *,
-    cores: int,
-    memory_gbs: float,
-    itemsize: int,
-) -> Iterator[Product]:
-    """Yield times of C [owners · rows, n] = A @ B, one for each kind of tile and each cut of K.
-
-    Tiles hold rows of one owner only. The formula is that of :func:`gemm_us`, with a fixed part per
-    tile; parts of K are written in float32, read again and added by a separate launch. If the path
-    has :class:`StreamedProducts`, its formula is used instead.
-    """
-    m = owners * rows
-    if path.streamed is not None:
-        for parts in path.splits:
-            total = path.streamed.total_us(m, n, k, parts, cores=cores, itemsize=itemsize)
-            total += path.split_us if parts > 1 else 0.0
-            yield Product(total, total)
-        return
-    traffic = ((m * k + k * n) + m * n) * itemsize / (memory_gbs * 1e3)
-    for tile in path.tiles:
-        tiles = owners * -(-rows // tile.rows) * -(-n // tile.columns)
-        for parts in path.splits:
-            found = in_waves(path, tile, tiles * parts, -(-k // parts), cores)
-            total = max(found.total_us, traffic)
-            if parts > 1:
-                total += path.split_us + 2 * parts * m * n * 4 / (memory_gbs * 1e3)
-            yield found._replace(total_us=total)
-
-
-def fastest(found: Iterable[Product]) -> Product:
-    """Return the product with the shortest total time."""
-    return min(found, key=lambda product: product.total_us)
+gemm_tile_us = _cost.gemm_tile_us
+"""Returns the time of one output tile on one core."""
+gemm_us = _cost.gemm_us
+"""Returns the time of a product on one device, in whole waves of tiles."""

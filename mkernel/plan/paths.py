@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
 from mkernel.plan.few_rows import COLUMNS, cut
@@ -21,9 +21,7 @@ from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
     PathConstants,
-    Product,
-    fastest,
-    products,
+    Tile,
     transfer_us,
 )
 
@@ -133,7 +131,7 @@ def predict(
     """Predict a call on one node on the fused path and on the library path. None if constants of
     one path are missing.
 
-    T_c: the product, in waves or without (:func:`mkernel.topology.cost.products`). T_m: latency +
+    T_c: the product, in waves or without (``topology/cost.hpp``). T_m: latency +
     what a rank sends / rate; AllGather+GEMM (W-1)·M/W·K·s, GEMM+ReduceScatter (W-1)·M/W·N·s,
     GEMM+AllReduce the same in each of two exchanges, or (W-1)·M·N·s in one where results are small
     (``one_shot``), and what a reduce-scatter adds up behind it (``scattered_sums_gbs``), less what
@@ -194,10 +192,10 @@ def fused(
     cores: int,
     path: PathConstants,
     constants: MachineConstants,
-) -> tuple[Times, Product]:
+) -> tuple[Times, Tile | None]:
     """Predict one kernel that overlaps, as :func:`predict` says; sums travel in the results' dtype.
     Returns the call's times with the product, of those that the path offers, that makes the call
-    fastest, and this product."""
+    fastest, and this product's tile if it has waves of them."""
     comm = _exchanges_us(op, shape, dtype, out_dtype, out_dtype, world, path)
     owners = 1 if op == "gemm_all_reduce" else world
 
@@ -207,13 +205,13 @@ def fused(
         "gemm_all_reduce": path.unhidden_reduce,
     }[op]
 
-    def whole(product: Product) -> float:
-        compute = product.total_us
-        floor = max(compute, comm + product.tile_us if comm else 0.0)
-        return min(floor + unhidden * min(compute, comm), compute + comm)
-
-    product = min(_products(owners, shape, dtype, cores, path, constants), key=whole)
-    return Times(product.total_us, comm, whole(product)), product
+    found = path.products.overlapped(
+        owners, -(-shape.m // owners), shape.n, shape.k,
+        cores, constants.memory_gbs, DTYPE_BYTES[dtype], comm, unhidden,
+    )  # fmt: skip
+    product = found.product
+    tile = None if product.tile < 0 else path.tiles[product.tile]
+    return Times(product.total_us, comm, found.pipelined_us), tile
 
 
 def of_few_rows(
@@ -253,28 +251,10 @@ def _library(
     constants: MachineConstants,
 ) -> Times:
     comm = _exchanges_us(op, shape, dtype, partial_dtype(shape, dtype), dtype, world, path)
-    compute = fastest(_products(1, shape, dtype, cores, path, constants)).total_us
+    compute = path.products.fastest(
+        1, shape.m, shape.n, shape.k, cores, constants.memory_gbs, DTYPE_BYTES[dtype]
+    ).total_us
     return Times(compute, comm, compute + comm)
-
-
-def _products(
-    owners: int,
-    shape: GemmShape,
-    dtype: DtypeName,
-    cores: int,
-    path: PathConstants,
-    constants: MachineConstants,
-) -> Iterator[Product]:
-    return products(
-        path,
-        owners,
-        -(-shape.m // owners),
-        shape.n,
-        shape.k,
-        cores=cores,
-        memory_gbs=constants.memory_gbs,
-        itemsize=DTYPE_BYTES[dtype],
-    )
 
 
 def _exchanges_us(

@@ -17,7 +17,6 @@ from mkernel.topology.cost import (
     gemm_tile_us,
     gemm_us,
     load_constants,
-    products,
     transfer_us,
 )
 from mkernel.topology.defaults import defaults
@@ -203,7 +202,7 @@ def test_a_product_takes_no_less_than_its_bytes_do() -> None:
     shipped = constants_of("hopper").fused
     assert shipped is not None
     path = shipped.model_copy(update={"splits": (1,)})
-    found = products(path, 2, 8, 4, 16, cores=132, memory_gbs=1e-3, itemsize=2)
+    found = path.products.each(2, 8, 4, 16, 132, 1e-3, 2)
     totals = [each.total_us for each in found]
     assert totals == [pytest.approx(2 * (16 * 16 + 16 * 4 + 16 * 4))] * len(path.tiles)
 

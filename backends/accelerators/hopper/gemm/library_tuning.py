@@ -19,7 +19,7 @@ from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Pr
 from mkernel.plan.predict import payloads, prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.standard import choose
-from mkernel.topology.cost import MachineConstants, fastest, products
+from mkernel.topology.cost import MachineConstants
 
 _MACHINE = machine()
 
@@ -73,11 +73,9 @@ def times(plan: CommonPart, parts: int, cores: int, constants: MachineConstants)
     assert path is not None
 
     def multiplied_us(rows: int) -> float:
-        found = products(
-            path, 1, rows, shape.n, shape.k,
-            cores=cores, memory_gbs=constants.memory_gbs, itemsize=DTYPE_BYTES[plan.dtype],
-        )  # fmt: skip
-        return fastest(found).total_us
+        return path.products.fastest(
+            1, rows, shape.n, shape.k, cores, constants.memory_gbs, DTYPE_BYTES[plan.dtype]
+        ).total_us
 
     return parts_tuning.times(plan, parts, product_dtype(plan), multiplied_us)
 

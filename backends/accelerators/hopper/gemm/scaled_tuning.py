@@ -23,8 +23,6 @@ from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
     PathConstants,
-    fastest,
-    products,
     transfer_us,
 )
 
@@ -169,5 +167,4 @@ def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:
 
 def _multiplied_us(path: PathConstants, plan: CommonPart, rows: int, cores: int) -> float:
     shape, memory = plan.gemm, _MACHINE.constants.memory_gbs
-    found = products(path, 1, rows, shape.n, shape.k, cores=cores, memory_gbs=memory, itemsize=1)
-    return fastest(found).total_us
+    return path.products.fastest(1, rows, shape.n, shape.k, cores, memory, 1).total_us

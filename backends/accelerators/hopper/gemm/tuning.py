@@ -40,9 +40,8 @@ from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
-    fastest,
+    Tile,
     gemm_tile_us,
-    products,
 )
 
 COPIED_CHUNKS = 16
@@ -191,18 +190,15 @@ def tiling(rows: int, owners: int, n: int, k: int, processors: int) -> TilingNam
     ``rows`` rows each on ``processors`` multiprocessors, by itself and with whole tiles."""
     path = _MACHINE.constants.fused
     assert path is not None
-    found = fastest(
-        products(
-            path, owners, rows, n, k,
-            cores=processors, memory_gbs=_MACHINE.constants.memory_gbs, itemsize=ELEMENT_BYTES,
-        )
-    )  # fmt: skip
-    assert found.tile is not None
-    return tiling_of((found.tile.rows, found.tile.columns))
+    found = path.products.fastest(
+        owners, rows, n, k, processors, _MACHINE.constants.memory_gbs, ELEMENT_BYTES
+    )
+    return tiling_of(path.tiles[found.tile])
 
 
-def tiling_of(cluster: tuple[int, int]) -> TilingName:
+def tiling_of(tile: Tile) -> TilingName:
     """Return the tiling with such tiles of clusters."""
+    cluster = (tile.rows, tile.columns)
     return next(name for name, size in CLUSTER_TILES.items() if size == cluster)
 
 
@@ -212,15 +208,13 @@ def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | N
     plan, constants = request.plan, request.constants
     if constants is None or constants.fused is None:
         return None
-    _, product = paths.fused(
+    _, tile = paths.fused(
         plan.op, plan.gemm, plan.dtype, plan.out_dtype, plan.world_size, processors,
         constants.fused, constants,
     )  # fmt: skip
-    tile = product.tile
-    cluster = None if tile is None else (tile.rows, tile.columns)
-    if cluster is None or cluster not in CLUSTER_TILES.values():
+    if tile is None or (tile.rows, tile.columns) not in CLUSTER_TILES.values():
         return None
-    return tiling_of(cluster)
+    return tiling_of(tile)
 
 
 def gather(

@@ -1,0 +1,74 @@
+// The Python module `_cost`: closed forms of products' times, for planners.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "topology/cost.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+using namespace mkernel::topology;
+
+namespace {
+
+using TileFields = std::tuple<Size, Size, Size, double>;
+using StreamedFields = std::tuple<Size, double, double, double, double, double>;
+using LoadedFields = std::tuple<Size, double, double>;
+
+Products made(const std::vector<TileFields>& tiles, const std::optional<StreamedFields>& streamed,
+              const std::optional<LoadedFields>& loaded, std::vector<Size> splits, double tile_us,
+              double split_us) {
+    if (tiles.empty() || splits.empty()) throw std::invalid_argument("no tiles, or no splits");
+    Products products{{}, {}, {}, std::move(splits), tile_us, split_us};
+    for (const auto& tile : tiles) products.tiles.push_back(std::make_from_tuple<Tile>(tile));
+    if (streamed) products.streamed = std::make_from_tuple<Streamed>(*streamed);
+    if (loaded) products.loaded = std::make_from_tuple<LoadedLines>(*loaded);
+    return products;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cost, m) {
+    m.doc() = "Closed forms of products' times on one device (topology/cost.hpp).";
+    m.def("gemm_tile_us", &gemm_tile_us, "tile_m"_a, "tile_n"_a, "k"_a, "tflops_per_core"_a);
+    m.def("gemm_us", &gemm_us, "m"_a, "n"_a, "k"_a, py::kw_only(), "tile_m"_a, "tile_n"_a,
+          "cores"_a, "tflops_per_core"_a, "memory_gbs"_a, "itemsize"_a, "out_itemsize"_a);
+    py::class_<Product>(m, "Product")
+        .def_readonly("total_us", &Product::total_us)
+        .def_readonly("tile_us", &Product::tile_us)
+        .def_readonly("tile", &Product::tile, "The number of the kind of tiles; -1: no waves.");
+    py::class_<Overlapped>(m, "Overlapped")
+        .def_readonly("product", &Overlapped::product)
+        .def_readonly("pipelined_us", &Overlapped::pipelined_us);
+    py::class_<Products>(m, "Products")
+        .def(py::init(&made), "tiles"_a, "streamed"_a, "loaded"_a, "splits"_a, "tile_us"_a,
+             "split_us"_a)
+        .def(
+            "each",
+            [](const Products& self, Size owners, Size rows, Size n, Size k, Size cores,
+               double memory_gbs, Size itemsize) {
+                std::vector<Product> found;
+                self.each(owners, rows, n, k, {cores, memory_gbs, itemsize},
+                          [&found](const Product& one) { found.push_back(one); });
+                return found;
+            },
+            "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a)
+        .def(
+            "fastest",
+            [](const Products& self, Size owners, Size rows, Size n, Size k, Size cores,
+               double memory_gbs, Size itemsize) {
+                return self.fastest(owners, rows, n, k, {cores, memory_gbs, itemsize});
+            },
+            "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a)
+        .def(
+            "overlapped",
+            [](const Products& self, Size owners, Size rows, Size n, Size k, Size cores,
+               double memory_gbs, Size itemsize, double comm_us, double unhidden) {
+                return self.overlapped(owners, rows, n, k, {cores, memory_gbs, itemsize}, comm_us,
+                                       unhidden);
+            },
+            "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a,
+            "comm_us"_a, "unhidden"_a);
+}
