@@ -104,7 +104,7 @@ sanitizers: $(VENV)/.installed
 		$(SANITIZED_BUILD) native_transport_tests native_nic_tests native_ascend_tests || exit 1; \
 	done
 
-WATCHED := _cost _transport _board _calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
+WATCHED := _cost _closed_forms _transport _board _calls _nics mkernel_softverbs mkernel_planted_verbs _ascend _cuda
 # Runs tests of ranks, which are processes with Python and torch, on native code under the same sanitizers; an hour.
 # RANKS are tests or options for pytest in place of its own selection.
 sanitize-ranks: $(VENV)/.installed

@@ -5,7 +5,7 @@ They are rates, and the limits by which ways are chosen; they change times, neve
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from pydantic import Field
 from typing_extensions import Self
 
 from mkernel.backends.accelerators.cuda.chips import ChipMachine
+from mkernel.backends.accelerators.hopper import _closed_forms
 from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.plan import paths
@@ -235,6 +236,20 @@ class HopperMachine(ChipMachine):
         bytes that a rank sends to each peer, to be added up and as sums."""
         library = (constants or self.constants).library
         return library is not None and paths.twice_by_mail(part, sums, world, library)
+
+    @cached_property
+    def in_parts(self) -> _closed_forms.Parts:
+        """Return the closed forms of calls whose rows travel in parts."""
+        how = self.parts
+        return _closed_forms.Parts(
+            how.gap_us,
+            how.sum_us,
+            how.sum_gbs,
+            how.sum_cached_gbs,
+            how.sum_cached_bytes,
+            how.end_us,
+            self.copies.copies["put"],
+        )
 
     @property
     def one_shot(self) -> OneShot:

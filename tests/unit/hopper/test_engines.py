@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mkernel.backends.accelerators.hopper import _closed_forms
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.errors import InputFileError
@@ -54,10 +58,12 @@ def test_the_fastest_that_fits(nbytes: int, max_blocks: int, engine: str, blocks
 
 
 def test_times_lie_on_the_lines_between_points() -> None:
-    bulk = MEASURED.directions["put"][1]
-    assert bulk.microseconds(10) == 4.0
-    assert bulk.microseconds(50_500) == pytest.approx(22.0)
-    assert bulk.microseconds(199_000) == pytest.approx(76.0)
+    def bulk(nbytes: int) -> float:
+        return MEASURED.microseconds("put", "bulk", 4, nbytes)
+
+    assert bulk(10) == 4.0
+    assert bulk(50_500) == pytest.approx(22.0)
+    assert bulk(199_000) == pytest.approx(76.0)
 
 
 def test_an_engine_can_be_named() -> None:
@@ -100,3 +106,33 @@ def test_a_bad_file_is_named(change: dict[str, Any], message: str, tmp_path: Pat
     with pytest.raises(InputFileError, match=message) as raised:
         Engines.from_file(file, "engine times")
     assert str(file) in str(raised.value)
+
+
+def test_every_machine_finds_the_same_bits() -> None:
+    """Ranks plan by these times. The digest is that of the same formulas in Python, before they were
+    native."""
+    curves = [
+        (False, 4, [(1000, 4.1), (50_000, 17.3), (700_000, 91.7)]),
+        (True, 0, [(1000, 9.7), (90_000, 11.9), (800_000, 31.3)]),
+        (False, 16, [(1000, 5.3), (60_000, 13.7), (900_000, 47.9)]),
+    ]
+    put = _closed_forms.Copies(curves, 237.7, 0.03)
+    parts = _closed_forms.Parts(2.3, 3.7, 1893.1, 3117.9, 1 << 22, 5.9, put)
+    draw, found = random.Random(56), hashlib.sha256()
+    for _ in range(300):
+        m, n = (draw.randint(1, 1 << draw.randint(3, 24)) for _ in range(2))
+        world, cut, size = draw.randint(2, 8), draw.randint(1, 4), draw.choice((1, 2, 4))
+        m, own, part = world * m, draw.uniform(1, 999), draw.uniform(1, 999)
+        curve, us = put.choose(m * n * size, draw.choice((0, 4, 16)), m % 2 == 0) or (9, 0.0)
+        times = [
+            us,
+            put.microseconds(2, m * n),
+            *parts.gathered(world, m, n, size, cut, own, part, n % 2 == 0),
+        ]
+        for whole in (False, True):
+            times += parts.summed(whole, world, m, n, cut, 4, size, part)
+        found.update(struct.pack(f"<B{len(times)}d", curve, *times))
+    assert found.hexdigest() == BITS
+
+
+BITS = "fb2a719a4fecd941275c2c3eaf1fdabfcf04843521dbf8d52a71447a3c9d31ad"

@@ -18,7 +18,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ScaledBy,
 )
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
-from mkernel.topology.cost import transfer_us
 
 _MACHINE = machine()
 EXCHANGES = 2
@@ -80,58 +79,16 @@ def times(
 ) -> Times:
     """Predict a call in ``parts`` parts of each rank. ``product``: the dtype in which partial
     results travel; ``multiplied_us``: returns the time of a product of that many rows."""
+    shape, world, forms = plan.gemm, plan.world_size, _MACHINE.on_links_of(plan).in_parts
+    rows = rows_of(plan)
+    part = multiplied_us(-(-rows // parts))
     if plan.op == "all_gather_gemm":
-        return _gathered(plan, parts, multiplied_us)
-    return _summed(plan, parts, product, multiplied_us)
-
-
-def _gathered(plan: CommonPart, parts: int, multiplied_us: Callable[[int], float]) -> Times:
-    """Predict AllGather+GEMM. Own rows are multiplied first; each part when the previous product
-    has ended and the part has arrived."""
-    shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
-    rows = shape.m // world
-    step = -(-rows // parts)
-    copy = _copy_us(plan, step * shape.k * DTYPE_BYTES[plan.dtype])
-    own, part = multiplied_us(rows), multiplied_us(step)
-    now, copied = own, _copy_us(plan, 1) if plan.scales is not None else 0.0  # scales go ahead
-    for _ in range((world - 1) * parts):
-        copied += copy
-        now = max(now, copied) + how.gap_us + part
-    return Times(own + (world - 1) * parts * part, copied, now + how.end_us)
-
-
-def _summed(
-    plan: CommonPart, parts: int, product: DtypeName, multiplied_us: Callable[[int], float]
-) -> Times:
-    """Predict a reduction. Peers' rows are multiplied first and leave part by part; own parts are
-    added when the peers' have arrived, and those of an all-reduce are sent on."""
-    shape, how, world = plan.gemm, _MACHINE.parts, plan.world_size
-    step = -(-rows_of(plan) // parts)
-    of_sums, of_out = DTYPE_BYTES[product], DTYPE_BYTES[plan.out_dtype]
-    part, copy = multiplied_us(step), _copy_us(plan, step * shape.n * of_sums)
-    moved = step * shape.n * (world * of_sums + of_out)
-    cached = moved <= how.sum_cached_bytes
-    added = transfer_us(moved, how.sum_cached_gbs if cached else how.sum_gbs, how.sum_us)
-    now = copied = comm = 0.0
-    arrived = []
-    for _ in range((world - 1) * parts):
-        now += part + how.gap_us
-        copied = max(copied, now) + copy
-        comm += copy
-        arrived.append(copied)
-    for own in range(parts):
-        now = max(now + part + how.gap_us, arrived[(world - 2) * parts + own]) + added
-        if plan.op == "gemm_all_reduce":
-            for _ in range(world - 1):
-                result = _copy_us(plan, step * shape.n * of_out)
-                copied = max(copied, now) + result
-                comm += result
-    if plan.op == "gemm_all_reduce":
-        landed = (world - 1) / world * shape.m * shape.n * of_out
-        now = max(now, copied) + transfer_us(2 * landed, how.sum_gbs, how.sum_us)
-    return Times(world * parts * part, comm, now + how.end_us)
-
-
-def _copy_us(plan: CommonPart, nbytes: int) -> float:
-    """Return the time of a copy by a copy engine, followed by a flag."""
-    return _MACHINE.on_links_of(plan).copies.choose("put", nbytes, 0, flagged=True).microseconds
+        own = multiplied_us(rows)
+        return Times(*forms.gathered(
+            world, shape.m, shape.k, DTYPE_BYTES[plan.dtype], parts, own, part,
+            plan.scales is not None,
+        ))  # fmt: skip
+    return Times(*forms.summed(
+        plan.op == "gemm_all_reduce", world, shape.m, shape.n, parts,
+        DTYPE_BYTES[product], DTYPE_BYTES[plan.out_dtype], part,
+    ))  # fmt: skip

@@ -7,10 +7,12 @@ The ``copies`` of the backend's ``machine.json`` were measured by ``bench/transf
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from mkernel.backends.accelerators.hopper import _closed_forms
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
 
@@ -39,17 +41,6 @@ class Curve(Model):
             raise ValueError("sizes must ascend")
         return self
 
-    def microseconds(self, nbytes: int) -> float:
-        """Return the time on the line through the two nearest points; below the first point, that
-        point's time."""
-        points = self.points
-        last = len(points) - 1
-        at = next((i for i in range(1, last) if points[i].nbytes >= nbytes), last)
-        before, after = points[at - 1], points[at]
-        slope = (after.microseconds - before.microseconds) / (after.nbytes - before.nbytes)
-        beyond = max(nbytes, points[0].nbytes) - before.nbytes
-        return before.microseconds + max(slope, 0.0) * beyond
-
 
 class Choice(NamedTuple):
     """The engine and blocks for a copy, and its expected time."""
@@ -75,11 +66,11 @@ class Engines(Sourced):
     directions: dict[Direction, tuple[Curve, ...]]
 
     def microseconds(self, direction: Direction, engine: Engine, blocks: int, nbytes: int) -> float:
-        """Return the time of a copy by that engine on ``blocks`` blocks. ValueError if it was not
-        measured."""
-        for curve in self.directions.get(direction, ()):
+        """Return the time of a copy by that engine on ``blocks`` blocks: on the line through the two
+        nearest points, but no sooner than links carry it. ValueError if it was not measured."""
+        for number, curve in enumerate(self.directions.get(direction, ())):
             if (curve.engine, curve.blocks) == (engine, blocks):
-                return self._microseconds(direction, curve, nbytes)
+                return self.copies[direction].microseconds(number, nbytes)
         raise ValueError(
             f"{direction} by {engine} on {blocks} blocks has no times; measure with bench/transfer.py"
         )
@@ -90,31 +81,31 @@ class Engines(Sourced):
         """Choose the engine for a copy of ``nbytes`` that may use ``max_blocks`` multiprocessors; 0
         leaves only the copy engine. ``flagged``: a flag follows the bytes, for which the copy
         engine needs one more copy. ValueError for a direction without times, or if no engine fits."""
-
-        def microseconds(curve: Curve) -> float:
-            flag = curve.microseconds(1) if flagged and curve.engine == "copy_engine" else 0.0
-            return self._microseconds(direction, curve, nbytes) + flag
-
-        choices = [
-            Choice(curve.engine, curve.blocks, microseconds(curve))
-            for curve in self.directions.get(direction, ())
-            if curve.blocks <= max_blocks
-        ]
-        if not choices:
+        copies = self.copies.get(direction)
+        found = None if copies is None else copies.choose(nbytes, max_blocks, flagged)
+        if found is None:
             raise ValueError(
                 f"no engine is known for {direction} with at most {max_blocks} blocks; "
                 "measure with bench/transfer.py"
             )
-        best = min(choices, key=lambda choice: (choice.microseconds, choice.blocks))
-        for choice in choices:
-            free = choice.engine == "copy_engine" and direction != "local"
-            if free and choice.microseconds <= best.microseconds * (1 + self.keeps_processors):
-                return choice
-        return best
+        curve = self.directions[direction][found[0]]
+        return Choice(curve.engine, curve.blocks, found[1])
 
-    def _microseconds(self, direction: Direction, curve: Curve, nbytes: int) -> float:
-        """Return the time of a copy by that engine: as measured, but no sooner than links carry it."""
-        measured = curve.microseconds(nbytes)
-        if self.most_gbs is None or direction not in ("put", "get"):
-            return measured
-        return max(measured, curve.microseconds(1) + nbytes / (self.most_gbs * 1e3))
+    @cached_property
+    def copies(self) -> dict[Direction, _closed_forms.Copies]:
+        """Return the closed forms of the copies of each direction."""
+        return {
+            direction: _closed_forms.Copies(
+                [
+                    (
+                        curve.engine == "copy_engine",
+                        curve.blocks,
+                        [(point.nbytes, point.microseconds) for point in curve.points],
+                    )
+                    for curve in curves
+                ],
+                self.most_gbs if direction in ("put", "get") else None,
+                self.keeps_processors if direction != "local" else None,
+            )
+            for direction, curves in self.directions.items()
+        }
